@@ -1,0 +1,20 @@
+//! The host hand-off types between the steps of the data walk: plain `Vec`s, no devices, no files.
+//!
+//! Shapes: `B` rows, `L` padded length, `T` tokens, `M` merged vision tokens, `P` patches.
+
+mod cu_seqlens;
+mod encoded;
+mod pack;
+mod padded;
+mod sample;
+mod varlen;
+
+pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
+pub use encoded::{EncodedSample, Patches};
+pub use pack::Pack;
+pub use padded::{Batch, PaddingSide, UnpadError};
+pub use sample::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
+pub use varlen::VarlenBatch;
+
+/// A label with this value carries no loss (the field's convention, as in transformers).
+pub const IGNORE_INDEX: i64 = -100;

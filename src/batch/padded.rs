@@ -1,0 +1,161 @@
+//! The padded batch `[B, L]`, with transformers' names, and the two ways out of it.
+//!
+//! The mask comes from lengths, never from the pad id: a real token may have that id.
+
+use super::{CuSeqlens, CuSeqlensError, IGNORE_INDEX, Patches, VarlenBatch};
+
+/// Where a short row is filled up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PaddingSide {
+    /// Padding before the tokens.
+    Left,
+    /// Padding after the tokens.
+    Right,
+}
+
+/// A batch of rows of equal length, row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Batch {
+    /// `[B, L]`.
+    pub input_ids: Vec<u32>,
+    /// `[B, L]`, unshifted; [`IGNORE_INDEX`] on padding.
+    pub labels: Vec<i64>,
+    /// `[B, L]`: true where a token is real.
+    pub attention_mask: Vec<bool>,
+    /// `[B, L]`: temporal, height, width; restarting in each sample; 0 on padding.
+    pub position_ids: Vec<[u32; 3]>,
+    /// Flat rows (`b * L + l`) that visual features fill; `[M]`.
+    pub vision_rows: Vec<u32>,
+    /// Patches of all images, in row order.
+    pub media: Vec<Patches>,
+    /// Lengths of the samples in each row, in order; `[B]` lists.
+    pub segment_lengths: Vec<Vec<u32>>,
+    /// `L`.
+    pub length: usize,
+}
+
+/// A batch whose parts contradict each other.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UnpadError {
+    /// The mask and the lengths of a row disagree.
+    #[error(
+        "row {row}: the attention mask keeps {in_mask} tokens but its samples have {in_samples}"
+    )]
+    MaskAndLengths {
+        /// Row of the batch.
+        row: usize,
+        /// Tokens that the mask keeps.
+        in_mask: usize,
+        /// Sum of the lengths of its samples.
+        in_samples: usize,
+    },
+    /// The kept tokens of a row are not one run.
+    #[error("row {row}: padding stands between tokens")]
+    PaddingInside {
+        /// Row of the batch.
+        row: usize,
+    },
+    /// A visual feature would fill padding.
+    #[error("vision row {vision_row} is padding")]
+    VisionRowIsPadding {
+        /// Flat row.
+        vision_row: u32,
+    },
+    /// Lengths that are no boundaries.
+    #[error(transparent)]
+    CuSeqlens(#[from] CuSeqlensError),
+}
+
+impl Batch {
+    /// Number of rows, `B`.
+    pub fn num_rows(&self) -> usize {
+        self.segment_lengths.len()
+    }
+
+    /// Removes padding: `[B, L] -> [T]`, real tokens only.
+    pub fn unpad(self) -> Result<VarlenBatch, UnpadError> {
+        let starts = self.row_starts()?;
+        let lengths: Vec<u32> = self.segment_lengths.iter().flatten().copied().collect();
+        let cu_seqlens = CuSeqlens::from_lengths(&lengths)?;
+        let num_tokens = cu_seqlens.num_tokens();
+        let mut new_row = vec![None; self.input_ids.len()]; // flat [B, L] -> row of the stream
+        let mut kept = Vec::with_capacity(num_tokens);
+        for (row, start) in starts.iter().enumerate() {
+            let first = row * self.length + start;
+            for flat in first..first + self.row_tokens(row) {
+                new_row[flat] = Some(kept.len() as u32);
+                kept.push(flat);
+            }
+        }
+        let vision_rows = self
+            .vision_rows
+            .iter()
+            .map(|row| {
+                new_row[*row as usize].ok_or(UnpadError::VisionRowIsPadding { vision_row: *row })
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(VarlenBatch {
+            input_ids: kept.iter().map(|flat| self.input_ids[*flat]).collect(),
+            labels: kept.iter().map(|flat| self.labels[*flat]).collect(),
+            position_ids: kept.iter().map(|flat| self.position_ids[*flat]).collect(),
+            row_ends: CuSeqlens::from_lengths(&[num_tokens as u32])?,
+            num_samples: cu_seqlens.num_segments(),
+            cu_seqlens,
+            vision_rows,
+            media: self.media,
+            num_tokens,
+        })
+    }
+
+    /// Keeps padding: `[B, L]` read row by row, each run of padding a segment without targets.
+    pub fn keep_padding(self) -> Result<VarlenBatch, UnpadError> {
+        let starts = self.row_starts()?;
+        if let Some(row) = self.vision_rows.iter().find(|row| !self.attention_mask[**row as usize])
+        {
+            return Err(UnpadError::VisionRowIsPadding { vision_row: *row });
+        }
+        let mut lengths = Vec::new();
+        for (row, start) in starts.iter().enumerate() {
+            let after = self.length - start - self.row_tokens(row);
+            lengths.extend((*start > 0).then_some(*start as u32));
+            lengths.extend(&self.segment_lengths[row]);
+            lengths.extend((after > 0).then_some(after as u32));
+        }
+        let num_tokens = (0..self.num_rows()).map(|row| self.row_tokens(row)).sum();
+        let labels = self.labels.iter().zip(&self.attention_mask);
+        Ok(VarlenBatch {
+            labels: labels.map(|(l, real)| if *real { *l } else { IGNORE_INDEX }).collect(),
+            cu_seqlens: CuSeqlens::from_lengths(&lengths)?,
+            row_ends: CuSeqlens::from_lengths(&vec![self.length as u32; self.num_rows()])?,
+            num_samples: self.segment_lengths.iter().map(Vec::len).sum(),
+            input_ids: self.input_ids,
+            position_ids: self.position_ids,
+            vision_rows: self.vision_rows,
+            media: self.media,
+            num_tokens,
+        })
+    }
+
+    fn row_tokens(&self, row: usize) -> usize {
+        self.segment_lengths[row].iter().map(|length| *length as usize).sum()
+    }
+
+    /// Column of the first real token of each row; checks the mask against the lengths.
+    fn row_starts(&self) -> Result<Vec<usize>, UnpadError> {
+        let mut starts = Vec::with_capacity(self.num_rows());
+        for row in 0..self.num_rows() {
+            let mask = &self.attention_mask[row * self.length..(row + 1) * self.length];
+            let in_mask = mask.iter().filter(|real| **real).count();
+            let in_samples = self.row_tokens(row);
+            if in_mask != in_samples {
+                return Err(UnpadError::MaskAndLengths { row, in_mask, in_samples });
+            }
+            let start = mask.iter().position(|real| *real).unwrap_or(0);
+            if mask[start..start + in_mask].iter().any(|real| !real) {
+                return Err(UnpadError::PaddingInside { row });
+            }
+            starts.push(start);
+        }
+        Ok(starts)
+    }
+}

@@ -1,0 +1,85 @@
+//! One training conversation as the user wrote it: messages, and references to its media.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where a sample came from; travels along so that every later error can name it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SampleId {
+    /// The data file, as the config names it.
+    pub file: Arc<Path>,
+    /// Line in that file, starting at 1.
+    pub line: u64,
+}
+
+impl fmt::Display for SampleId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.file.display(), self.line)
+    }
+}
+
+/// A parsed row: every row form of the contract ends up as this.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    /// Origin of the row.
+    pub id: SampleId,
+    /// The turns, in order.
+    pub messages: Vec<Message>,
+    /// The media that the parts of the messages stand for, in order of appearance.
+    pub media: Vec<MediaRef>,
+    /// Tool definitions that the chat template renders.
+    pub tools: Option<serde_json::Value>,
+}
+
+/// One turn.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Message {
+    /// `system`, `user`, `assistant` or `tool`.
+    pub role: String,
+    /// What the turn says.
+    pub content: Content,
+    /// Tool calls of an assistant turn, as the chat template expects them.
+    pub tool_calls: Option<serde_json::Value>,
+    /// `false` takes an assistant turn out of the loss.
+    pub train: bool,
+}
+
+/// Content of a turn: text alone, or parts. Chat templates may render the two differently.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Content {
+    /// Plain text.
+    Text(String),
+    /// Text and media in order.
+    Parts(Vec<Part>),
+}
+
+/// A piece of a turn.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Part {
+    /// Text.
+    Text(String),
+    /// The next image of [`Sample::media`].
+    Image,
+}
+
+/// A reference to a picture; nothing is read before encoding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MediaRef {
+    /// Where the bytes are.
+    pub source: MediaSource,
+}
+
+/// Where the bytes of a picture are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MediaSource {
+    /// A file, as written in the row, and the folder that it must stay inside of.
+    File {
+        /// `image_root` of the data set.
+        root: Arc<Path>,
+        /// The path in the row.
+        path: PathBuf,
+    },
+    /// A whole `data:` URI.
+    DataUri(String),
+}

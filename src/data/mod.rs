@@ -1,0 +1,1 @@
+//! JSONL to token streams, on host threads.

@@ -1,0 +1,16 @@
+//! Supervised fine-tuning of Qwen3-VL-style vision-language models.
+//!
+//! The walk of the data, each arrow done once and never again:
+//!
+//! ```text
+//! YAML -> RunConfig
+//! JSONL -> Sample -> EncodedSample -> Pack -> Batch [B, L] -> VarlenBatch [T] -> Targets [S]
+//!                                                    -> ModelInput -> stages forward -> hidden [T, D] -> loss
+//!                                                    <- stages backward <- d hidden <- fused linear cross-entropy
+//! Grads -> clip -> AdamW -> weights;   TrainState + tensors -> checkpoint;   StepReport -> sinks
+//! ```
+
+pub mod batch;
+pub mod data;
+pub mod ops;
+pub mod tape;
