@@ -1,0 +1,83 @@
+//! `trainer eval`: loss and exact answers on the eval rows.
+
+use super::ConfigArgs;
+use super::progress::Progress;
+use super::report::Failure;
+use crate::checkpoint::write_atomically;
+use crate::data::{Encoder, JsonlFile};
+use crate::train::{EvalReport, Evaluator, JsonlRows, Weights, load_model};
+use candle_core::Device;
+use clap::Args;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Arguments of `eval`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  trainer eval --config configs/quickstart.yaml \
+    --checkpoint runs/quickstart/final --per-sample scores.jsonl")]
+pub(super) struct EvalArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Model folder or checkpoint to score instead of `model.path`
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Write one line a sample: id, summed nll, target count
+    #[arg(long, value_name = "FILE")]
+    per_sample: Option<PathBuf>,
+}
+
+/// Scores and prints one JSON object.
+pub(super) fn run(args: &EvalArgs) -> anyhow::Result<()> {
+    let mut config = args.config.load()?;
+    if let Some(checkpoint) = &args.checkpoint {
+        config.model.path.clone_from(checkpoint);
+        config.model.weights = Weights::Pretrained;
+    }
+    if config.data.eval.is_empty() {
+        return Err(Failure::config(
+            "`data.eval` is empty: there is nothing to score",
+            "list a data set under `data.eval`, or `--set data.eval=[{path: FILE}]`",
+        )
+        .into());
+    }
+    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
+    let rows = JsonlRows::open(&config.data.eval, encoder)?;
+    let device = Device::Cpu;
+    let loaded = load_model(&config.model, config.seed, &device)?;
+    let evaluator = Evaluator {
+        rows: &rows,
+        max_tokens: config.data.packing_length.get() as usize,
+        dtype: config.model.precision.dtype(),
+        device: &device,
+    };
+    let total: usize = rows.files().iter().map(JsonlFile::len).sum();
+    let progress = Progress::rows("eval", total as u64);
+    let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
+    progress.finish();
+    for rejection in &report.rejected {
+        tracing::warn!(row = %rejection.message, "a row cannot be scored");
+    }
+    if let Some(path) = &args.per_sample {
+        write_atomically(path, per_sample(&report).as_bytes())?;
+    }
+    let summary = serde_json::json!({
+        "loss": report.loss(),
+        "num_target_tokens": report.num_targets(),
+        "num_samples": report.samples.len(),
+        "accuracy": report.accuracy(),
+        "rejected": report.rejected.len(),
+    });
+    writeln!(std::io::stdout(), "{summary}")?;
+    Ok(())
+}
+
+fn per_sample(report: &EvalReport) -> String {
+    let mut lines = String::new();
+    for sample in &report.samples {
+        let line = serde_json::to_string(sample).expect("plain values");
+        let _ = writeln!(lines, "{line}"); // a String takes every write
+    }
+    lines
+}

@@ -1,0 +1,54 @@
+//! Hub ids instead of folders.
+
+use std::path::{Path, PathBuf};
+
+/// Files of a model repository that training reads or carries on.
+#[cfg(feature = "hub")]
+const SMALL_FILES: [&str; 12] = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+];
+
+/// The cached snapshot of a hub id, downloaded first if it is not there.
+#[cfg(feature = "hub")]
+pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
+    use anyhow::Context;
+    let id = path.to_string_lossy().into_owned();
+    let looks_like_id = id.split('/').count() == 2 && !id.starts_with(['.', '/']);
+    anyhow::ensure!(looks_like_id, super::report::Failure::config(
+        format!("`model.path`: `{id}` is neither a folder nor a hub id"),
+        "give a folder in the transformers layout, or `owner/name`",
+    ));
+    let api = hf_hub::api::sync::Api::new().context("the hub's cache cannot be opened")?;
+    let repo = api.model(id.clone());
+    let listed = repo.info().with_context(|| format!("the hub has no answer for `{id}`"))?;
+    let mut folder = None;
+    for file in listed.siblings {
+        let name = file.rfilename;
+        if SMALL_FILES.contains(&name.as_str()) || name.contains(".safetensors") {
+            let file = repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
+            folder = file.parent().map(Path::to_owned);
+        }
+    }
+    folder.with_context(|| format!("`{id}` has no files that a model needs"))
+}
+
+/// This build reads folders only.
+#[cfg(not(feature = "hub"))]
+pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
+    Err(super::report::Failure::config(
+        format!("`model.path`: there is no folder `{}`", path.display()),
+        "give a folder in the transformers layout; hub ids need a build with `--features hub`",
+    )
+    .into())
+}

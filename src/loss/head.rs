@@ -1,0 +1,66 @@
+//! Supervised rows to loss: select, then head and cross-entropy in row chunks, so that full logits
+//! never exist.
+
+use super::Targets;
+use crate::ops;
+use crate::tape::{GradSink, Param};
+use candle_core::{Result, Tensor};
+
+/// Loss of one micro-batch.
+pub struct LossOutput {
+    /// Negative log likelihood of each target, `[S]`, `f32`, on the device.
+    pub nll: Tensor,
+    /// Gradient of the hidden states, `[T, D]`.
+    pub d_hidden: Tensor,
+}
+
+/// Loss and greedy answers without gradients.
+pub struct Scores {
+    /// Negative log likelihood of each target, `[S]`.
+    pub nll: Vec<f32>,
+    /// The most likely token of each supervised row, `[S]`.
+    pub argmax: Vec<u32>,
+}
+
+/// Sum of `nll / num_targets` and its gradient; `num_targets` is the global count of the step.
+///
+/// `hidden: [T, D]`, `lm_head: [V, D]`. The head's gradient goes to `grads`.
+/// `None` when the micro-batch has no targets: it adds nothing to the step.
+pub fn loss_and_gradient(
+    hidden: &Tensor,
+    lm_head: &Param,
+    targets: &Targets,
+    num_targets: u64,
+    grads: &dyn GradSink,
+) -> Result<Option<LossOutput>> {
+    if targets.is_empty() {
+        return Ok(None);
+    }
+    let device = hidden.device();
+    let rows = Tensor::from_slice(&targets.rows, targets.len(), device)?; // [S]
+    let ids = Tensor::from_slice(&targets.ids, targets.len(), device)?; // [S]
+    let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
+    let scale = (1.0 / num_targets as f64) as f32;
+    let (nll, d_selected) = ops::linear_cross_entropy_backward(
+        &selected,
+        lm_head.tensor(),
+        &ids,
+        scale,
+        grads.buffer(lm_head),
+    )?;
+    let d_hidden = ops::spread_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
+    Ok(Some(LossOutput { nll, d_hidden }))
+}
+
+/// Likelihoods and greedy tokens of the supervised rows of `hidden: [T, D]`.
+pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Scores> {
+    if targets.is_empty() {
+        return Ok(Scores { nll: vec![], argmax: vec![] });
+    }
+    let device = hidden.device();
+    let rows = Tensor::from_slice(&targets.rows, targets.len(), device)?;
+    let ids = Tensor::from_slice(&targets.ids, targets.len(), device)?;
+    let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
+    let (nll, argmax) = ops::linear_cross_entropy(&selected, lm_head.tensor(), &ids)?;
+    Ok(Scores { nll: nll.to_vec1()?, argmax: argmax.to_vec1()? })
+}

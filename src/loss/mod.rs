@@ -1,0 +1,7 @@
+//! From hidden states to a sum of negative log likelihoods.
+
+mod head;
+mod shift;
+
+pub use head::{LossOutput, Scores, loss_and_gradient, scores};
+pub use shift::Targets;

@@ -1,0 +1,103 @@
+//! The one host-to-device copy: a token stream becomes tensors, and leaves the host.
+
+use super::{ModelConfig, rope};
+use crate::batch::VarlenBatch;
+use crate::ops::RopeTable;
+use candle_core::{DType, Device, Result, Tensor};
+
+/// What the decoder layers read besides their input.
+pub(super) struct TextContext {
+    pub(super) rope: RopeTable,
+    pub(super) cu_seqlens: Vec<u32>,
+    pub(super) row_ends: Vec<u32>,
+}
+
+/// What the vision blocks read besides their input.
+pub(super) struct VisionContext {
+    pub(super) rope: RopeTable,
+    /// `[P, 4]` rows of the position table.
+    pub(super) position_index: Tensor,
+    /// `[P, 4]`.
+    pub(super) position_weight: Tensor,
+    /// Frame boundaries: attention is full inside one frame.
+    pub(super) cu_seqlens: Vec<u32>,
+    /// `[0, P]`.
+    pub(super) row_ends: Vec<u32>,
+}
+
+/// The pictures of a micro-batch.
+pub(super) struct VisionInput {
+    /// `[P, patch_values]`.
+    pub(super) pixel_values: Tensor,
+    pub(super) context: VisionContext,
+    /// `[M]` rows of the stream that the features fill.
+    pub(super) rows: Tensor,
+}
+
+/// One micro-batch on the device.
+pub struct ModelInput {
+    pub(super) input_ids: Tensor, // [T] u32
+    pub(super) text: TextContext,
+    pub(super) vision: Option<VisionInput>, // None: a batch without pictures
+}
+
+impl ModelInput {
+    /// Consumes the host batch; `dtype` is the compute dtype of the pixels.
+    pub fn upload(
+        batch: VarlenBatch,
+        config: &ModelConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let num_rows = batch.input_ids.len();
+        let rope = upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
+        let text = TextContext {
+            rope,
+            cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),
+            row_ends: batch.row_ends.as_slice().to_vec(),
+        };
+        let input_ids = Tensor::from_vec(batch.input_ids, num_rows, device)?; // [T]
+        if batch.media.is_empty() {
+            return Ok(Self { input_ids, text, vision: None });
+        }
+        let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
+        let num_patches = batch.media.iter().map(crate::batch::Patches::num_patches).sum();
+        let merged = config.merged(num_patches);
+        if merged != batch.vision_rows.len() {
+            candle_core::bail!(
+                "{merged} visual features for {} vision tokens",
+                batch.vision_rows.len()
+            );
+        }
+        let mut pixels = Vec::with_capacity(num_patches * config.vision.patch_values());
+        for patches in batch.media {
+            pixels.extend_from_slice(&patches.pixel_values); // each picture is freed as it is copied
+        }
+        let shape = (num_patches, config.vision.patch_values());
+        let pixel_values = Tensor::from_vec(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
+        let mut cu_seqlens = vec![0];
+        for [t, h, w] in &grids {
+            for _ in 0..*t {
+                cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + h * w);
+            }
+        }
+        let (index, weight) = rope::interpolated_positions(&config.vision, &grids);
+        let context = VisionContext {
+            rope: upload_table(rope::vision_table(&config.vision, &grids), num_patches, device)?,
+            position_index: Tensor::from_vec(index, (num_patches, 4), device)?,
+            position_weight: Tensor::from_vec(weight, (num_patches, 4), device)?,
+            cu_seqlens,
+            row_ends: vec![0, num_patches as u32],
+        };
+        let rows = Tensor::from_vec(batch.vision_rows, merged, device)?; // [M]
+        Ok(Self { input_ids, text, vision: Some(VisionInput { pixel_values, context, rows }) })
+    }
+}
+
+fn upload_table(table: rope::HostTable, num_rows: usize, device: &Device) -> Result<RopeTable> {
+    let half = table.cos.len() / num_rows.max(1);
+    Ok(RopeTable {
+        cos: Tensor::from_vec(table.cos, (num_rows, half), device)?, // [T, Dh / 2]
+        sin: Tensor::from_vec(table.sin, (num_rows, half), device)?,
+    })
+}

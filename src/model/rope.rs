@@ -1,0 +1,188 @@
+//! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
+//!
+//! Angles are formed in `f32` as transformers forms them (frequency times position), so that long
+//! positions round alike.
+
+use super::{TextConfig, VisionConfig};
+
+/// Cosine and sine of `[T, Dh / 2]` angles, row-major.
+pub(super) struct HostTable {
+    pub(super) cos: Vec<f32>,
+    pub(super) sin: Vec<f32>,
+}
+
+impl HostTable {
+    fn with_capacity(angles: usize) -> Self {
+        Self { cos: Vec::with_capacity(angles), sin: Vec::with_capacity(angles) }
+    }
+
+    fn push(&mut self, angle: f32) {
+        let angle = f64::from(angle);
+        self.cos.push(angle.cos() as f32);
+        self.sin.push(angle.sin() as f32);
+    }
+}
+
+/// `1 / theta^(2k / dim)` for `k < dim / 2`.
+fn inverse_frequencies(theta: f64, dim: usize) -> Vec<f32> {
+    let exponent = |k: usize| (2 * k) as f32 / dim as f32;
+    (0..dim / 2).map(|k| (1.0 / theta.powf(f64::from(exponent(k)))) as f32).collect()
+}
+
+/// Interleaved M-RoPE: frequency `k` turns with height if `k % 3 == 1`, with width if `k % 3 == 2`
+/// (below three times the section's length), else with time.
+pub(super) fn mrope_table(config: &TextConfig, position_ids: &[[u32; 3]]) -> HostTable {
+    let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
+    let axes: Vec<usize> = (0..frequencies.len())
+        .map(|k| match k % 3 {
+            axis @ (1 | 2) if k < 3 * config.mrope_section[axis] => axis,
+            _ => 0,
+        })
+        .collect();
+    let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
+    for position in position_ids {
+        for (frequency, axis) in frequencies.iter().zip(&axes) {
+            table.push(frequency * position[*axis] as f32);
+        }
+    }
+    table
+}
+
+/// Row and column of each patch of a frame, in merge-block order.
+fn merge_block_order(h: u32, w: u32, merge: u32) -> impl Iterator<Item = (u32, u32)> {
+    (0..h / merge).flat_map(move |block_row| {
+        (0..w / merge).flat_map(move |block_column| {
+            (0..merge * merge).map(move |i| {
+                (block_row * merge + i / merge, block_column * merge + i % merge)
+            })
+        })
+    })
+}
+
+/// 2-D rotary angles of the vision tower: `Dh / 4` for the row, then `Dh / 4` for the column;
+/// positions restart in each frame.
+pub(super) fn vision_table(config: &VisionConfig, grids: &[[u32; 3]]) -> HostTable {
+    let head_dim = config.hidden_size / config.num_heads;
+    let frequencies = inverse_frequencies(10000.0, head_dim / 2);
+    let mut table = HostTable::with_capacity(0);
+    for [t, h, w] in grids {
+        for _ in 0..*t {
+            for (row, column) in merge_block_order(*h, *w, config.spatial_merge_size as u32) {
+                for position in [row, column] {
+                    for frequency in &frequencies {
+                        table.push(frequency * position as f32);
+                    }
+                }
+            }
+        }
+    }
+    table
+}
+
+/// The four rows of the learned position table that surround each patch, and their bilinear
+/// weights (corners aligned): `[P, 4]` each.
+pub(super) fn interpolated_positions(
+    config: &VisionConfig,
+    grids: &[[u32; 3]],
+) -> (Vec<u32>, Vec<f32>) {
+    let side = config.num_position_embeddings.isqrt() as u32;
+    let tap = |i: u32, n: u32| -> (u32, u32, f32) {
+        let at = if n > 1 { i as f32 * ((side - 1) as f32 / (n - 1) as f32) } else { 0.0 };
+        let low = (at as u32).min(side - 1);
+        (low, (low + 1).min(side - 1), at - low as f32)
+    };
+    let (mut index, mut weight) = (Vec::new(), Vec::new());
+    for [t, h, w] in grids {
+        for _ in 0..*t {
+            for (row, column) in merge_block_order(*h, *w, config.spatial_merge_size as u32) {
+                let (top, bottom, down) = tap(row, *h);
+                let (left, right, across) = tap(column, *w);
+                index.extend([
+                    top * side + left,
+                    top * side + right,
+                    bottom * side + left,
+                    bottom * side + right,
+                ]);
+                weight.extend([
+                    (1.0 - down) * (1.0 - across),
+                    (1.0 - down) * across,
+                    down * (1.0 - across),
+                    down * across,
+                ]);
+            }
+        }
+    }
+    (index, weight)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_published_sections_give_time_every_third_frequency_and_the_last_four() {
+        let config = TextConfig {
+            vocab_size: 1,
+            hidden_size: 1,
+            intermediate_size: 1,
+            num_hidden_layers: 1,
+            num_attention_heads: 1,
+            num_key_value_heads: 1,
+            head_dim: 128,
+            rms_norm_eps: 1e-6,
+            rope_theta: 5e6,
+            mrope_section: [24, 20, 20],
+        };
+        // Only the time axis has moved: frequencies of the other two have angle 0.
+        let table = mrope_table(&config, &[[1, 0, 0]]);
+        let time: Vec<usize> = (0..64).filter(|k| table.sin[*k] != 0.0).collect();
+        let expected: Vec<usize> = (0..60).step_by(3).chain(60..64).collect();
+        assert_eq!(time, expected);
+    }
+
+    #[test]
+    fn patches_come_in_blocks_that_merge_into_one_token() {
+        let order: Vec<_> = merge_block_order(4, 4, 2).collect();
+        assert_eq!(order[..4], [(0, 0), (0, 1), (1, 0), (1, 1)]);
+        assert_eq!(order[4], (0, 2));
+        assert_eq!(order[8], (2, 0));
+    }
+
+    fn vision() -> VisionConfig {
+        VisionConfig {
+            depth: 1,
+            hidden_size: 16,
+            intermediate_size: 1,
+            num_heads: 2,
+            in_channels: 3,
+            patch_size: 16,
+            temporal_patch_size: 2,
+            spatial_merge_size: 2,
+            num_position_embeddings: 2304,
+            out_hidden_size: 1,
+            deepstack_visual_indexes: vec![],
+            hidden_act: crate::ops::Gelu::Tanh,
+        }
+    }
+
+    #[test]
+    fn a_grid_of_the_tables_own_size_reads_the_table_itself() {
+        let (index, weight) = interpolated_positions(&vision(), &[[1, 48, 48]]);
+        for (patch, (row, column)) in merge_block_order(48, 48, 2).enumerate() {
+            let value: f32 = (0..4)
+                .map(|tap| index[patch * 4 + tap] as f32 * weight[patch * 4 + tap])
+                .sum();
+            assert!((value - (row * 48 + column) as f32).abs() < 1e-2, "{row} {column} {value}");
+        }
+    }
+
+    #[test]
+    fn weights_sum_to_one_and_frames_repeat() {
+        let (index, weight) = interpolated_positions(&vision(), &[[2, 4, 6]]);
+        assert!(weight.chunks(4).all(|taps| (taps.iter().sum::<f32>() - 1.0).abs() < 1e-6));
+        assert_eq!(index[..4 * 24], index[4 * 24..]);
+        let table = vision_table(&vision(), &[[2, 4, 6]]);
+        assert_eq!(table.cos.len(), 48 * 4);
+        assert_eq!(table.cos[..24 * 4], table.cos[24 * 4..]);
+    }
+}

@@ -1,0 +1,141 @@
+//! AdamW over all trained parameters: the moments, and one update with clipping folded in.
+
+use super::{Groups, OptimConfig};
+use crate::ops;
+use crate::tape::{Gradients, Param};
+use candle_core::{DType, Device, Result, Tensor};
+
+/// What AdamW keeps of one trained parameter, in `f32`.
+#[derive(Debug)]
+pub struct Slot {
+    /// The parameter; in a lower precision, a copy of `master`.
+    pub param: Param,
+    /// The weight that is updated; absent when the parameter itself is `f32`.
+    pub master: Option<Tensor>,
+    /// First moment.
+    pub exp_avg: Tensor,
+    /// Second moment.
+    pub exp_avg_sq: Tensor,
+    lr_multiplier: f64,
+    weight_decay: f64,
+}
+
+/// The optimizer and its state.
+#[derive(Debug)]
+pub struct AdamW {
+    hyper: ops::AdamW,
+    max_grad_norm: f64,
+    slots: Vec<Slot>,
+}
+
+/// What clipping saw.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepNorm {
+    /// L2 norm over all trained parameters, before clipping.
+    pub grad_norm: f64,
+}
+
+/// Gradients that must not become an update.
+#[derive(Debug, thiserror::Error)]
+pub enum OptimError {
+    /// Infinite or not a number.
+    #[error("the gradient of {count} of {total} parameters is not finite, the first is `{first}`")]
+    NonFinite {
+        /// Parameters concerned.
+        count: usize,
+        /// Trained parameters.
+        total: usize,
+        /// Name of the first.
+        first: String,
+    },
+    /// An op failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+impl AdamW {
+    /// Zero moments for the trained ones of `params`. `master` gives the `f32` weight of a
+    /// parameter that is kept in a lower precision.
+    pub fn new(
+        config: &OptimConfig,
+        max_grad_norm: f64,
+        params: &[Param],
+        groups: &Groups,
+        mut master: impl FnMut(&Param) -> Result<Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut slots = Vec::new();
+        for (param, setting) in params.iter().zip(groups.iter()) {
+            if setting.frozen {
+                continue;
+            }
+            let shape = param.tensor().shape();
+            slots.push(Slot {
+                param: param.clone(),
+                master: match param.tensor().dtype() {
+                    DType::F32 => None,
+                    _ => Some(master(param)?),
+                },
+                exp_avg: Tensor::zeros(shape, DType::F32, device)?,
+                exp_avg_sq: Tensor::zeros(shape, DType::F32, device)?,
+                lr_multiplier: setting.lr_multiplier,
+                weight_decay: if setting.decay { config.weight_decay } else { 0.0 },
+            });
+        }
+        let [beta1, beta2] = config.betas;
+        Ok(Self { hyper: ops::AdamW { beta1, beta2, eps: config.eps }, max_grad_norm, slots })
+    }
+
+    /// State of each trained parameter.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// Clips and updates; `step` counts from 1. Gradients are left as they are.
+    /// Nothing is changed when a gradient is not finite.
+    pub fn step(
+        &self,
+        grads: &Gradients,
+        lr: f64,
+        step: u64,
+    ) -> std::result::Result<StepNorm, OptimError> {
+        let mut squares = Vec::with_capacity(self.slots.len());
+        for slot in &self.slots {
+            squares.push(ops::sum_of_squares(gradient(grads, slot)?)?);
+        }
+        let grad_norm = squares.iter().sum::<f64>().sqrt();
+        if !grad_norm.is_finite() {
+            let bad: Vec<&Slot> = squares
+                .iter()
+                .zip(&self.slots)
+                .filter_map(|(square, slot)| (!square.is_finite()).then_some(slot))
+                .collect();
+            return Err(OptimError::NonFinite {
+                count: bad.len(),
+                total: self.slots.len(),
+                first: bad.first().map_or_else(String::new, |slot| slot.param.name().to_owned()),
+            });
+        }
+        // As torch.nn.utils.clip_grad_norm_; 0 switches clipping off.
+        let clip = self.max_grad_norm / (grad_norm + 1e-6);
+        let grad_scale = if self.max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+        for slot in &self.slots {
+            let tensors = ops::AdamWTensors {
+                weight: slot.param.tensor(),
+                master: slot.master.as_ref(),
+                exp_avg: &slot.exp_avg,
+                exp_avg_sq: &slot.exp_avg_sq,
+                grad: gradient(grads, slot)?,
+            };
+            let lr = lr * slot.lr_multiplier;
+            ops::adamw_step(&self.hyper, &tensors, lr, slot.weight_decay, step, grad_scale as f32)?;
+        }
+        Ok(StepNorm { grad_norm })
+    }
+}
+
+fn gradient<'a>(grads: &'a Gradients, slot: &Slot) -> Result<&'a Tensor> {
+    grads.get(slot.param.index()).ok_or_else(|| {
+        candle_core::Error::msg(format!("no gradient buffer for `{}`", slot.param.name()))
+    })
+}

@@ -1,0 +1,149 @@
+//! Loss and exact answers on rows that are not trained on.
+//!
+//! An answer counts as exact when each of its tokens is the most likely one given those before it:
+//! greedy decoding would then produce exactly this answer. One forward pass tells both.
+
+use super::reader::JsonlRows;
+use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
+use crate::data::{CollateError, Rejection, Row, RowReader, collate};
+use crate::loss::{Targets, scores};
+use crate::model::{Model, ModelInput};
+use candle_core::{DType, Device};
+use rayon::prelude::*;
+use serde::Serialize;
+
+/// The score of one sample.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SampleScore {
+    /// `file:line`.
+    #[serde(serialize_with = "as_text")]
+    pub id: SampleId,
+    /// Sum of the negative log likelihoods of its targets.
+    pub nll_sum: f64,
+    /// Supervised targets.
+    pub num_targets: u64,
+    /// Whether greedy decoding gives every supervised token.
+    pub exact: bool,
+}
+
+fn as_text<S: serde::Serializer>(id: &SampleId, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(id)
+}
+
+/// What an evaluation found.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct EvalReport {
+    /// In row order.
+    pub samples: Vec<SampleScore>,
+    /// Rows that could not be scored.
+    pub rejected: Vec<Rejection>,
+}
+
+impl EvalReport {
+    /// Mean over all supervised targets.
+    pub fn loss(&self) -> f64 {
+        let sum: f64 = self.samples.iter().map(|sample| sample.nll_sum).sum();
+        sum / self.num_targets().max(1) as f64
+    }
+
+    /// Supervised targets of all samples.
+    pub fn num_targets(&self) -> u64 {
+        self.samples.iter().map(|sample| sample.num_targets).sum()
+    }
+
+    /// Share of samples whose answers are exact.
+    pub fn accuracy(&self) -> f64 {
+        let exact = self.samples.iter().filter(|sample| sample.exact).count();
+        exact as f64 / self.samples.len().max(1) as f64
+    }
+}
+
+/// Why an evaluation stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// Samples that do not form a batch.
+    #[error(transparent)]
+    Collate(#[from] CollateError),
+    /// A batch that cannot be unpadded.
+    #[error(transparent)]
+    Unpad(#[from] crate::batch::UnpadError),
+    /// An op failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// Scores rows in packs of at most `max_tokens`.
+pub struct Evaluator<'a> {
+    /// Where the rows are.
+    pub rows: &'a JsonlRows,
+    /// Tokens of one forward pass; a longer sample goes alone.
+    pub max_tokens: usize,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// Where the model is.
+    pub device: &'a Device,
+}
+
+/// Rows encoded at a time: enough to keep all cores busy, few enough to stay small.
+const ROWS_AT_A_TIME: usize = 64;
+
+impl Evaluator<'_> {
+    /// Scores every row; `progress` is told how many are done.
+    pub fn run(&self, model: &Model, progress: &dyn Fn(usize)) -> Result<EvalReport, EvalError> {
+        let mut report = EvalReport::default();
+        let rows: Vec<Row> = self.rows.rows().collect();
+        let mut pack = Pack { samples: vec![] };
+        for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
+            let encoded: Vec<Result<EncodedSample, Rejection>> =
+                chunk.par_iter().map(|row| self.rows.read(*row)).collect();
+            for sample in encoded {
+                match sample {
+                    Err(rejection) => report.rejected.push(rejection),
+                    Ok(sample) => {
+                        if !pack.is_empty() && pack.len() + sample.len() > self.max_tokens {
+                            self.score(model, std::mem::take(&mut pack.samples), &mut report)?;
+                        }
+                        pack.samples.push(sample);
+                    }
+                }
+            }
+            progress((done * ROWS_AT_A_TIME + chunk.len()).min(rows.len()));
+        }
+        self.score(model, pack.samples, &mut report)?;
+        Ok(report)
+    }
+
+    fn score(
+        &self,
+        model: &Model,
+        samples: Vec<EncodedSample>,
+        report: &mut EvalReport,
+    ) -> Result<(), EvalError> {
+        if samples.is_empty() {
+            return Ok(());
+        }
+        let ids: Vec<SampleId> = samples.iter().map(|sample| sample.id.clone()).collect();
+        let merge = model.config().vision.spatial_merge_size as u32;
+        let packs = vec![Pack { samples }];
+        let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
+        let targets = Targets::of(&batch);
+        let segments = batch.cu_seqlens.clone();
+        let input = ModelInput::upload(batch, model.config(), self.dtype, self.device)?;
+        let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
+        let mut next = 0; // targets ascend, as segments do
+        for (id, segment) in ids.into_iter().zip(segments.segments()) {
+            let first = next;
+            while next < targets.len() && (targets.rows[next] as usize) < segment.end {
+                next += 1;
+            }
+            let range = first..next;
+            report.samples.push(SampleScore {
+                id,
+                nll_sum: scores.nll[range.clone()].iter().map(|nll| f64::from(*nll)).sum(),
+                num_targets: range.len() as u64,
+                exact: scores.argmax[range.clone()] == targets.ids[range],
+            });
+        }
+        Ok(())
+    }
+}

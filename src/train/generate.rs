@@ -1,0 +1,63 @@
+//! Answers, token by token.
+
+use crate::batch::{EncodedSample, Pack, PaddingSide};
+use crate::data::collate;
+use crate::loss::{Targets, scores};
+use crate::model::Model;
+use crate::train::eval::EvalError;
+use candle_core::{Device, Tensor};
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+
+/// How tokens are chosen.
+#[derive(Debug, Clone)]
+pub struct GenerateOptions {
+    /// Tokens after which an answer is cut.
+    pub max_new_tokens: usize,
+    /// Greedy, or a temperature with top-k and top-p.
+    pub sampling: Sampling,
+    /// For sampling.
+    pub seed: u64,
+    /// Ids that end an answer; they are not part of it.
+    pub stop_ids: Vec<u32>,
+}
+
+/// Continues `prompt` until a stop id or `max_new_tokens`; returns the new ids.
+pub fn generate(
+    model: &Model,
+    prompt: EncodedSample,
+    options: &GenerateOptions,
+    device: &Device,
+) -> Result<Vec<u32>, EvalError> {
+    let merge = model.config().vision.spatial_merge_size as u32;
+    let packs = vec![Pack { samples: vec![prompt] }];
+    let prompt = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?;
+    let mut processor = LogitsProcessor::from_sampling(options.seed, options.sampling.clone());
+    let (mut hidden, mut cache) = model.prefill(prompt, device)?;
+    let mut answer = Vec::new();
+    while answer.len() < options.max_new_tokens {
+        let id = next_token(model, &hidden, &mut processor, &options.sampling)?;
+        if options.stop_ids.contains(&id) {
+            break;
+        }
+        answer.push(id);
+        if answer.len() < options.max_new_tokens {
+            hidden = model.extend(id, &mut cache, device)?;
+        }
+    }
+    Ok(answer)
+}
+
+fn next_token(
+    model: &Model,
+    hidden: &Tensor,
+    processor: &mut LogitsProcessor,
+    sampling: &Sampling,
+) -> candle_core::Result<u32> {
+    if matches!(sampling, Sampling::ArgMax) {
+        // The same kernel as evaluation, so that both see the same ties.
+        let any = Targets { rows: vec![0], ids: vec![0] };
+        return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
+    }
+    let logits = crate::ops::linear(hidden, model.lm_head().tensor(), None)?; // [1, V]
+    processor.sample(&logits.squeeze(0)?)
+}

@@ -1,0 +1,23 @@
+//! The loop, and everything that meets in it: the only place where data, model, loss and optimizer
+//! know each other.
+
+mod config;
+mod eval;
+mod generate;
+mod reader;
+mod setup;
+mod state;
+mod step;
+mod trainer;
+
+pub use config::{
+    AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
+    Weights,
+};
+pub use eval::{EvalReport, Evaluator, SampleScore};
+pub use generate::{GenerateOptions, generate};
+pub use reader::JsonlRows;
+pub use setup::{LoadedModel, SetupError, load_model};
+pub use state::TrainState;
+pub use step::{StepError, StepOutcome, StepRunner};
+pub use trainer::{Outcome, TrainError, Trainer, TrainerParts};

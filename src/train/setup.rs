@@ -1,0 +1,225 @@
+//! A model folder becomes a model in memory.
+
+use super::config::{ModelSection, Precision, Weights};
+use crate::checkpoint::{CheckpointError, WeightFiles};
+use crate::model::init::random_tensor;
+use crate::model::{
+    Model, ModelConfig, ModelConfigError, ParamSpec, Part, WeightError, param_specs,
+};
+use crate::optim::{GroupError, Groups, Named};
+use crate::tape::{Param, Trainable};
+use candle_core::{DType, Device};
+use indexmap::IndexMap;
+use std::path::{Path, PathBuf};
+
+/// Why a model folder cannot be trained.
+#[derive(Debug, thiserror::Error)]
+pub enum SetupError {
+    /// `config.json`.
+    #[error("model folder `{}`", .folder.display())]
+    Config {
+        /// The folder.
+        folder: PathBuf,
+        /// What is wrong.
+        source: ModelConfigError,
+    },
+    /// The weight files.
+    #[error("model folder `{}`", .folder.display())]
+    Files {
+        /// The folder.
+        folder: PathBuf,
+        /// What is wrong.
+        source: CheckpointError,
+    },
+    /// Tensors that `config.json` promises and the files lack.
+    #[error("model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`", .folder.display())]
+    MissingTensors {
+        /// The folder.
+        folder: PathBuf,
+        /// How many.
+        count: usize,
+        /// How many there should be.
+        total: usize,
+        /// One of them.
+        first: String,
+    },
+    /// A tensor of another shape than `config.json` says.
+    #[error("model folder `{}`: `{name}` has shape {found:?}, config.json says {expected:?}", .folder.display())]
+    Shape {
+        /// The folder.
+        folder: PathBuf,
+        /// Which.
+        name: String,
+        /// On disk.
+        found: Vec<usize>,
+        /// By the config.
+        expected: Vec<usize>,
+    },
+    /// `freeze` or `lr_multipliers`.
+    #[error(transparent)]
+    Groups(#[from] GroupError),
+    /// A parameter that the model looked for and nobody listed.
+    #[error(transparent)]
+    Weights(#[from] WeightError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// A model, its parameters, and what its folder says.
+pub struct LoadedModel {
+    /// The stages.
+    pub model: Model,
+    /// `config.json`, whole.
+    pub config_json: serde_json::Value,
+    /// In the compute dtype, in the order of `specs`.
+    pub params: Vec<Param>,
+    /// Names, shapes and parts.
+    pub specs: Vec<ParamSpec>,
+    source: WeightSource,
+}
+
+/// Where the exact value of a weight can be had again.
+enum WeightSource {
+    Files(WeightFiles),
+    Seed { config: ModelConfig, seed: u64 },
+}
+
+impl WeightSource {
+    fn load(
+        &self,
+        spec: &ParamSpec,
+        folder: &Path,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<candle_core::Tensor, SetupError> {
+        match self {
+            Self::Files(files) => files
+                .load(&spec.name, dtype, device)
+                .map_err(|source| SetupError::Files { folder: folder.to_owned(), source }),
+            Self::Seed { config, seed } => {
+                Ok(random_tensor(spec, config, *seed, device)?.to_dtype(dtype)?)
+            }
+        }
+    }
+}
+
+impl LoadedModel {
+    /// The weight in `f32`, as the folder (or the seed) has it: the start of a master copy.
+    pub fn master(&self, param: &Param, device: &Device) -> candle_core::Result<candle_core::Tensor> {
+        let spec = &self.specs[param.index()];
+        let loaded = self.source.load(spec, Path::new(""), DType::F32, device);
+        loaded.map_err(candle_core::Error::wrap)
+    }
+
+    /// Applies `model.freeze` and `optim.lr_multipliers`.
+    pub fn groups(
+        &self,
+        freeze: &[String],
+        lr_multipliers: &IndexMap<String, f64>,
+    ) -> Result<Groups, GroupError> {
+        let named: Vec<Named<'_>> = self
+            .specs
+            .iter()
+            .map(|spec| Named { name: &spec.name, part: spec.part.name(), rank: spec.shape.len() })
+            .collect();
+        Groups::new(&named, freeze, lr_multipliers)
+    }
+
+    /// Number of parameters: all, and those of each part.
+    pub fn num_parameters(&self) -> (usize, [(Part, usize); 3]) {
+        let count = |part: Part| {
+            let specs = self.specs.iter().filter(|spec| spec.part == part);
+            (part, specs.map(|spec| spec.shape.iter().product::<usize>()).sum::<usize>())
+        };
+        let parts = [Part::Vision, Part::Merger, Part::Llm].map(count);
+        (parts.iter().map(|(_, count)| count).sum(), parts)
+    }
+}
+
+/// Which parameters of `groups` are trained.
+pub(super) fn trainable(groups: &Groups) -> Vec<Trainable> {
+    let each = |frozen: bool| if frozen { Trainable::Frozen } else { Trainable::Yes };
+    groups.iter().map(|setting| each(setting.frozen)).collect()
+}
+
+/// Reads `section.path`; random weights come from `seed`.
+pub fn load_model(
+    section: &ModelSection,
+    seed: u64,
+    device: &Device,
+) -> Result<LoadedModel, SetupError> {
+    let folder = section.path.as_path();
+    let (config, config_json) = ModelConfig::from_folder(folder)
+        .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
+    let specs = param_specs(&config);
+    let source = match section.weights {
+        Weights::Random => WeightSource::Seed { config: config.clone(), seed },
+        Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
+    };
+    let dtype = section.precision.dtype();
+    let mut params = Vec::with_capacity(specs.len());
+    for (index, spec) in specs.iter().enumerate() {
+        let tensor = source.load(spec, folder, dtype, device)?;
+        params.push(Param::new(spec.name.as_str(), index, tensor));
+    }
+    let model = Model::new(&config, &params, &section.attention.backend())?;
+    Ok(LoadedModel { model, config_json, params, specs, source })
+}
+
+/// Opens the weights and holds their names and shapes against the config.
+fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupError> {
+    let files = WeightFiles::open(folder)
+        .map_err(|source| SetupError::Files { folder: folder.to_owned(), source })?;
+    let missing: Vec<&ParamSpec> =
+        specs.iter().filter(|spec| files.shape(&spec.name).is_none()).collect();
+    if let Some(first) = missing.first() {
+        return Err(SetupError::MissingTensors {
+            folder: folder.to_owned(),
+            count: missing.len(),
+            total: specs.len(),
+            first: first.name.clone(),
+        });
+    }
+    for spec in specs {
+        let found = files.shape(&spec.name).unwrap_or_default();
+        if found != spec.shape {
+            return Err(SetupError::Shape {
+                folder: folder.to_owned(),
+                name: spec.name.clone(),
+                found,
+                expected: spec.shape.clone(),
+            });
+        }
+    }
+    let known: std::collections::HashSet<&str> =
+        specs.iter().map(|spec| spec.name.as_str()).collect();
+    let unused: Vec<&str> = files.names().filter(|name| !known.contains(name)).collect();
+    // A tied head that was saved anyway is the embedding again.
+    let surprising = unused.iter().filter(|name| **name != "lm_head.weight").count();
+    if surprising > 0 {
+        tracing::warn!(
+            count = surprising,
+            first = unused.iter().find(|name| **name != "lm_head.weight"),
+            "the model folder has tensors that this model does not use; they will not be in checkpoints"
+        );
+    }
+    Ok(files)
+}
+
+impl Precision {
+    /// `config.json` with the dtype that the saved weights have.
+    pub fn stamp(self, config_json: &serde_json::Value) -> serde_json::Value {
+        let mut json = config_json.clone();
+        let name = serde_json::Value::from(self.hf_name());
+        for key in ["dtype", "torch_dtype"] {
+            for pointer in ["", "/text_config", "/vision_config"] {
+                let object = json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
+                if let Some(value) = object.and_then(|object| object.get_mut(key)) {
+                    *value = name.clone();
+                }
+            }
+        }
+        json
+    }
+}

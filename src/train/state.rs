@@ -1,0 +1,32 @@
+//! What a checkpoint says besides tensors: together with weights and moments, all of resume.
+
+use crate::data::DataState;
+use serde::{Deserialize, Serialize};
+
+/// Contents of `trainer_state.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainState {
+    /// Version of this layout.
+    pub version: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Steps of the whole run, as planned when it started.
+    pub total_steps: u64,
+    /// Supervised targets seen.
+    pub targets_seen: u64,
+    /// Tokens seen, padding not counted.
+    pub tokens_seen: u64,
+    /// Samples seen.
+    pub samples_seen: u64,
+    /// Hash of the settings that decide what is learned: a resumed run must have the same.
+    pub fingerprint: String,
+    /// Hash of the training files.
+    pub data_fingerprint: String,
+    /// Where the loader stands; order and shuffle are functions of it and the seed.
+    pub data: DataState,
+}
+
+impl TrainState {
+    /// Version written by this program.
+    pub const VERSION: u32 = 1;
+}

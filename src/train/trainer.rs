@@ -1,0 +1,323 @@
+//! The loop: steps, evaluations, checkpoints, and the end.
+
+use super::config::EvalConfig;
+use super::eval::{EvalError, EvalReport, Evaluator};
+use super::reader::JsonlRows;
+use super::state::TrainState;
+use super::step::{StepError, StepRunner};
+use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
+use crate::data::{Loader, LoaderError, StepData};
+use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::optim::Schedule;
+use candle_core::Tensor;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Everything a run needs, put together by the command.
+pub struct TrainerParts {
+    /// Model, gradients, optimizer.
+    pub runner: StepRunner,
+    /// Steps of data, from where `state` stands.
+    pub loader: Loader,
+    /// Learning rate of each step.
+    pub schedule: Schedule,
+    /// Where the run stands.
+    pub state: TrainState,
+    /// Writes checkpoints and `final/`.
+    pub checkpointer: Checkpointer,
+    /// Steps between checkpoints; 0: only at the end.
+    pub checkpoint_every: u64,
+    /// The folder whose tokenizer and processor files go into checkpoints.
+    pub model_folder: PathBuf,
+    /// `config.json` of checkpoints.
+    pub config_json: serde_json::Value,
+    /// Rows to evaluate on.
+    pub eval_rows: Option<JsonlRows>,
+    /// When to.
+    pub eval: EvalConfig,
+    /// Tokens of one forward pass of an evaluation.
+    pub eval_max_tokens: usize,
+    /// `metrics.jsonl`.
+    pub metrics: JsonlSink,
+    /// `rejects.jsonl`.
+    pub rejects: JsonlSink,
+    /// Set by a signal: save and stop after the current step.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// Watches a run from outside: the command's progress bar, or nothing.
+pub trait Observer {
+    /// After each optimizer step.
+    fn step(&mut self, metrics: &StepMetrics, total_steps: u64);
+    /// While an evaluation runs.
+    fn evaluating(&mut self, done: usize, total: usize);
+    /// After an evaluation.
+    fn evaluated(&mut self, metrics: &EvalMetrics);
+}
+
+impl Observer for () {
+    fn step(&mut self, _: &StepMetrics, _: u64) {}
+    fn evaluating(&mut self, _: usize, _: usize) {}
+    fn evaluated(&mut self, _: &EvalMetrics) {}
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// All steps are done and `final/` is written.
+    Finished {
+        /// The last evaluation, if there is eval data.
+        eval: Option<EvalReport>,
+        /// `<output_dir>/final`.
+        folder: PathBuf,
+    },
+    /// A signal asked for it; the same command goes on from the checkpoint.
+    Stopped {
+        /// The checkpoint.
+        folder: PathBuf,
+    },
+}
+
+/// Why a run ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The data.
+    #[error(transparent)]
+    Data(#[from] LoaderError),
+    /// The step.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// The evaluation.
+    #[error("evaluation")]
+    Eval(#[from] EvalError),
+    /// The disk.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// `metrics.jsonl` or `rejects.jsonl`.
+    #[error("cannot write `{}`", .path.display())]
+    Sink {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// An op failed outside of a step.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// A run.
+pub struct Trainer {
+    parts: TrainerParts,
+    audited: bool,
+    saved_at: Option<u64>,
+    evaluated_at: Option<u64>,
+    last_eval: Option<EvalReport>,
+}
+
+impl Trainer {
+    /// Takes over what the command has put together.
+    pub fn new(parts: TrainerParts) -> Self {
+        let audited = parts.state.step > 0; // a resumed run has been audited when it began
+        let saved_at = (parts.state.step > 0).then_some(parts.state.step);
+        Self { parts, audited, saved_at, evaluated_at: None, last_eval: None }
+    }
+
+    /// The trained model, for showing answers.
+    pub fn runner(&self) -> &StepRunner {
+        &self.parts.runner
+    }
+
+    /// The eval rows, for showing answers.
+    pub fn eval_rows(&self) -> Option<&JsonlRows> {
+        self.parts.eval_rows.as_ref()
+    }
+
+    /// Trains until the planned steps are done, the data ends, or a signal comes.
+    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        while self.parts.state.step < self.parts.state.total_steps {
+            let asked = Instant::now();
+            let Some(data) = self.parts.loader.next_step() else { break };
+            self.step(data?, asked, observer)?;
+            let step = self.parts.state.step;
+            if due(step, self.parts.eval.every_steps) {
+                self.evaluate(observer)?;
+            }
+            if due(step, self.parts.checkpoint_every) {
+                self.save()?;
+            }
+            if self.parts.stop.load(Ordering::Relaxed) {
+                return Ok(Outcome::Stopped { folder: self.save()? });
+            }
+        }
+        self.evaluate(observer)?;
+        let last = self.save()?;
+        let folder = self.parts.checkpointer.save_final(&last)?;
+        Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
+    }
+
+    fn step(
+        &mut self,
+        data: StepData,
+        asked: Instant,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let data_wait_s = asked.elapsed().as_secs_f64();
+        let parts = &mut self.parts;
+        let step = parts.state.step + 1;
+        let lr = parts.schedule.lr(step);
+        let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
+        for rejection in &data.rejected {
+            parts.rejects.write(&RejectRow { step, rejection }).map_err(sink_error(&parts.rejects))?;
+        }
+        let outcome = parts.runner.run(data.micro_batches, lr, step)?;
+        if !self.audited {
+            self.audited = audit(&parts.runner, step, has_pictures)?;
+        }
+        let state = &mut parts.state;
+        state.step = step;
+        state.targets_seen += outcome.num_targets;
+        state.tokens_seen += data.num_tokens as u64;
+        state.samples_seen += data.num_samples as u64;
+        state.data = data.state;
+        let step_time_s = asked.elapsed().as_secs_f64();
+        let metrics = StepMetrics {
+            step,
+            epoch: data.epoch,
+            loss: outcome.loss,
+            grad_norm: outcome.grad_norm,
+            lr,
+            num_tokens: data.num_tokens as u64,
+            num_target_tokens: outcome.num_targets,
+            num_samples: data.num_samples as u64,
+            fill: data.fill,
+            step_time_s,
+            data_wait_s,
+            tokens_per_s: data.num_tokens as f64 / step_time_s,
+            peak_memory_bytes: peak_memory_bytes(),
+            rejected: state.data.rejected.values().sum(),
+        };
+        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        observer.step(&metrics, state.total_steps);
+        Ok(())
+    }
+
+    /// Scores the eval rows, once a step at most.
+    fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
+        let parts = &mut self.parts;
+        let step = parts.state.step;
+        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step)) else {
+            return Ok(());
+        };
+        let total = rows.files().iter().map(crate::data::JsonlFile::len).sum();
+        let evaluator = Evaluator {
+            rows,
+            max_tokens: parts.eval_max_tokens,
+            dtype: parts.runner.dtype,
+            device: &parts.runner.device,
+        };
+        let watch = std::cell::RefCell::new(observer);
+        let report = evaluator
+            .run(&parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
+        for rejection in &report.rejected {
+            tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
+        }
+        let metrics = EvalMetrics {
+            eval: true,
+            step,
+            loss: report.loss(),
+            num_target_tokens: report.num_targets(),
+            num_samples: report.samples.len() as u64,
+            accuracy: report.accuracy(),
+            rejected: report.rejected.len() as u64,
+        };
+        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        watch.into_inner().evaluated(&metrics);
+        self.evaluated_at = Some(step);
+        self.last_eval = Some(report);
+        Ok(())
+    }
+
+    /// Writes the checkpoint of the current step, once.
+    fn save(&mut self) -> Result<PathBuf, TrainError> {
+        let parts = &self.parts;
+        let step = parts.state.step;
+        if self.saved_at == Some(step) {
+            return Ok(parts.checkpointer.folder(step));
+        }
+        let weights: Vec<(String, Tensor)> = parts
+            .runner
+            .params
+            .iter()
+            .map(|param| (param.name().to_owned(), param.tensor().clone()))
+            .collect();
+        let mut optimizer = Vec::new();
+        for slot in parts.runner.optimizer.slots() {
+            let name = slot.param.name();
+            optimizer.push((format!("exp_avg.{name}"), slot.exp_avg.clone()));
+            optimizer.push((format!("exp_avg_sq.{name}"), slot.exp_avg_sq.clone()));
+            if let Some(master) = &slot.master {
+                optimizer.push((format!("master.{name}"), master.clone()));
+            }
+        }
+        let state = serde_json::to_value(&parts.state)
+            .map_err(|error| candle_core::Error::wrap(error))?;
+        let folder = parts.checkpointer.save(
+            step,
+            &Contents {
+                model: ModelFiles {
+                    weights: &weights,
+                    config_json: &parts.config_json,
+                    copy_from: &parts.model_folder,
+                    max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+                },
+                optimizer: Some(&optimizer),
+                state: Some(&state),
+            },
+        )?;
+        tracing::info!(step, folder = %folder.display(), "checkpoint");
+        self.saved_at = Some(step);
+        Ok(folder)
+    }
+}
+
+/// A line of `rejects.jsonl`.
+#[derive(serde::Serialize)]
+struct RejectRow<'a> {
+    step: u64,
+    #[serde(flatten)]
+    rejection: &'a crate::data::Rejection,
+}
+
+fn due(step: u64, every: u64) -> bool {
+    every > 0 && step.is_multiple_of(every)
+}
+
+fn sink_error(sink: &JsonlSink) -> impl FnOnce(std::io::Error) -> TrainError {
+    let path = sink.path().to_owned();
+    |source| TrainError::Sink { path, source }
+}
+
+/// After the first backward: every trained tensor has a gradient, or is named. True when the tower
+/// has been looked at too, which needs a step with pictures.
+fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<bool, TrainError> {
+    let silent = runner.without_gradient()?;
+    let expected: Vec<&&str> = silent
+        .iter()
+        .filter(|name| has_pictures || !name.starts_with("model.visual."))
+        .collect();
+    let trained = runner.grads.iter().flatten().count();
+    if expected.is_empty() {
+        let heard = trained - silent.len();
+        tracing::info!(step, heard, trained, "audit: trained tensors with a finite gradient");
+    } else {
+        tracing::warn!(
+            step,
+            tensors = ?expected,
+            "audit: these trained tensors got no gradient (all zeros)"
+        );
+    }
+    Ok(has_pictures || silent.is_empty())
+}
