@@ -1,1 +1,52 @@
-//! Our own ops, forward and backward.
+//! Our own ops, forward and backward: what the stages of the model are made of.
+//!
+//! Shapes: `T` tokens, `P` patches, `N` rows of any kind, `M` rows taken out of them or outputs of a linear, `S` supervised
+//! rows, `D` hidden, `K` inputs of a linear, `H`/`Hkv` heads, `Dh` head dim, `V` vocabulary.
+//!
+//! Conventions, for every op:
+//! - Tensors are storage: no op is recorded, and a backward is a function of its own.
+//! - Operands are contiguous and of one compute dtype, `f32` or `bf16`; arithmetic is in `f32`.
+//! - `rstd`, `stats`, `lse`, `nll` and all gradient buffers (`dw`, `db`, `dtable`) are `f32`.
+//! - Gradient buffers are *added* to, in place. Other results are new tensors.
+//! - Results are the same bits for every number of threads.
+//! - An operand that is written in place may not share memory with another operand.
+//! - Errors name the op, the operand, what was found and what was expected.
+
+mod adamw;
+mod attention;
+mod cpu;
+mod embedding;
+mod gelu;
+mod layer_norm;
+mod linear;
+mod linear_cross_entropy;
+mod matmul;
+mod rms_norm;
+mod rope;
+mod rows;
+mod simd;
+mod swiglu;
+#[cfg(test)]
+mod testing;
+mod vision_rope;
+
+pub use adamw::{AdamW, AdamWTensors, adamw_step, fill_zero, sum_of_squares};
+pub use attention::{
+    AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
+};
+pub use embedding::{
+    embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
+    interpolate_rows_backward,
+};
+pub use gelu::{Gelu, gelu, gelu_backward};
+pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
+pub use linear::{
+    bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
+    linear_backward_weight,
+};
+pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_backward};
+pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
+pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
+pub use rows::{add_in_place, add_to_rows, gather_rows, set_rows, spread_rows, zero_rows};
+pub use swiglu::{swiglu, swiglu_backward};
+pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

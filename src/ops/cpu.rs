@@ -1,0 +1,363 @@
+//! Reading and writing the memory of CPU tensors.
+//!
+//! Every operand is contiguous and may start anywhere in its storage. Kernels work in `f32`: `bf16`
+//! operands are widened, results narrowed.
+
+#![expect(unsafe_code, reason = "a raw pointer is shared by tasks that write disjoint parts")]
+
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
+    WithDType, bail,
+};
+use half::bf16;
+use rayon::prelude::*;
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::ops::Range;
+
+/// Elements that one task converts or copies; fixed, so that no result depends on the thread count.
+pub(super) const BLOCK: usize = 1 << 15;
+
+/// An element type of activations and weights.
+pub(super) trait Element: WithDType {
+    /// Exact.
+    fn widen(self) -> f32;
+    /// To the nearest.
+    fn narrow(x: f32) -> Self;
+    /// All elements of a storage of this type.
+    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        x
+    }
+    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+        if let CpuStorage::F32(all) = storage { Some(all) } else { None }
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        let bits = super::simd::round_to_bf16(x).to_bits();
+        // A NaN whose payload sits in the low half must not become an infinity.
+        let quiet = if x.is_nan() { 0x0040 } else { 0 };
+        Self::from_bits((bits >> 16) as u16 | quiet)
+    }
+    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+        if let CpuStorage::BF16(all) = storage { Some(all) } else { None }
+    }
+}
+
+/// A tensor that an op reads.
+pub(super) struct Operand<'a> {
+    storage: StorageRef<'a>,
+    range: Range<usize>,
+    op: &'static str,
+    name: &'static str,
+}
+
+/// Locks `tensor` for reading; `op` and `name` go into errors.
+pub(super) fn read<'a>(
+    op: &'static str,
+    name: &'static str,
+    tensor: &'a Tensor,
+) -> Result<Operand<'a>> {
+    if !matches!(tensor.device(), Device::Cpu) {
+        bail!("{op}: `{name}` is on {:?}, but this op has a CPU kernel only", tensor.device());
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = contiguous(op, name, layout)?;
+    Ok(Operand { storage, range, op, name })
+}
+
+fn contiguous(op: &str, name: &str, layout: &Layout) -> Result<Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => bail!("{op}: `{name}` {:?} must be contiguous", layout.shape()),
+    }
+}
+
+impl Operand<'_> {
+    fn cpu(&self) -> Result<&CpuStorage> {
+        match &*self.storage {
+            Storage::Cpu(storage) => Ok(storage),
+            _ => bail!("{}: `{}` is not on the CPU", self.op, self.name),
+        }
+    }
+
+    /// The elements, which must be of type `T`.
+    pub(super) fn slice<T: WithDType>(&self) -> Result<&[T]> {
+        let storage = self.cpu()?;
+        match storage.as_slice::<T>() {
+            Ok(all) => Ok(&all[self.range.clone()]),
+            Err(_) => bail!(
+                "{}: `{}` is {:?}, expected {:?}",
+                self.op,
+                self.name,
+                Storage::dtype(&self.storage),
+                T::DTYPE
+            ),
+        }
+    }
+
+    /// The elements in `f32`, widened if they are `bf16`.
+    pub(super) fn f32(&self) -> Result<Cow<'_, [f32]>> {
+        match Storage::dtype(&self.storage) {
+            DType::BF16 => Ok(Cow::Owned(widen(self.slice::<bf16>()?))),
+            _ => Ok(Cow::Borrowed(self.slice::<f32>()?)),
+        }
+    }
+}
+
+/// Whole operands of an op, checked to have one dtype out of the two that we compute in.
+pub(super) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Result<DType> {
+    let dtype = tensors[0].1.dtype();
+    if !matches!(dtype, DType::F32 | DType::BF16) {
+        bail!("{op}: `{}` is {dtype:?}, expected F32 or BF16", tensors[0].0);
+    }
+    for (name, tensor) in tensors {
+        if tensor.dtype() != dtype {
+            bail!("{op}: `{name}` is {:?}, but `{}` is {dtype:?}", tensor.dtype(), tensors[0].0);
+        }
+    }
+    Ok(dtype)
+}
+
+/// Fails unless `tensor` has the shape `expected`.
+pub(super) fn expect_shape(
+    op: &str,
+    name: &str,
+    tensor: &Tensor,
+    expected: &[usize],
+) -> Result<()> {
+    if tensor.dims() != expected {
+        bail!("{op}: `{name}` is {:?}, expected {expected:?}", tensor.dims());
+    }
+    Ok(())
+}
+
+/// Fails unless `tensor` is `f32` and has the shape `expected`.
+pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usize]) -> Result<()> {
+    if tensor.dtype() != DType::F32 {
+        bail!("{op}: `{name}` is {:?}, expected F32", tensor.dtype());
+    }
+    expect_shape(op, name, tensor, expected)
+}
+
+/// Widens `bf16` to `f32`.
+pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
+    let mut y = vec![0f32; x.len()];
+    y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| widen_block(x, y));
+    y
+}
+
+super::simd::kernels! {
+    fn widen_block(x: &[bf16], y: &mut [f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = x.widen();
+        }
+    }
+
+    fn narrow_block(x: &[f32], y: &mut [bf16]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = bf16::narrow(*x);
+        }
+    }
+}
+
+/// A new tensor of `dtype` from `f32` elements.
+pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    if dtype == DType::BF16 {
+        let mut y = vec![bf16::ZERO; x.len()];
+        y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| narrow_block(x, y));
+        return Tensor::from_vec(y, shape.into(), &Device::Cpu);
+    }
+    Tensor::from_vec(x, shape.into(), &Device::Cpu)
+}
+
+/// Fails if `tensor` shares its storage with one of `sources`: locking it twice would never return.
+pub(super) fn distinct(
+    op: &str,
+    name: &str,
+    tensor: &Tensor,
+    sources: &[(&str, &Tensor)],
+) -> Result<()> {
+    let own = &raw const *tensor.storage_and_layout().0;
+    for (source_name, source) in sources {
+        if std::ptr::eq(own, &raw const *source.storage_and_layout().0) {
+            bail!("{op}: `{name}` is written in place and shares memory with `{source_name}`");
+        }
+    }
+    Ok(())
+}
+
+/// Runs `f` on the elements of `tensor`, which must be of type `T` and not be locked by the caller.
+pub(super) fn write<T: Element, R>(
+    op: &'static str,
+    name: &'static str,
+    tensor: &Tensor,
+    f: impl FnOnce(&mut [T]) -> R,
+) -> Result<R> {
+    struct Write<T, F, R> {
+        op: &'static str,
+        name: &'static str,
+        f: Cell<Option<F>>,
+        result: Cell<Option<R>>,
+        element: std::marker::PhantomData<T>,
+    }
+
+    impl<T: Element, F: FnOnce(&mut [T]) -> R, R> InplaceOp1 for Write<T, F, R> {
+        fn name(&self) -> &'static str {
+            self.op
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let range = contiguous(self.op, self.name, layout)?;
+            let dtype = candle_core::backend::BackendStorage::dtype(storage);
+            let Some(all) = T::all(storage) else {
+                bail!("{}: `{}` is {dtype:?}, expected {:?}", self.op, self.name, T::DTYPE);
+            };
+            if let Some(f) = self.f.take() {
+                self.result.set(Some(f(&mut all[range])));
+            }
+            Ok(())
+        }
+    }
+
+    let write = Write {
+        op,
+        name,
+        f: Cell::new(Some(f)),
+        result: Cell::new(None),
+        element: std::marker::PhantomData,
+    };
+    tensor.inplace_op1(&write)?;
+    match write.result.into_inner() {
+        Some(result) => Ok(result),
+        None => bail!("{op}: `{name}` was not written"),
+    }
+}
+
+/// A pointer that several tasks share; each must write a part of its own.
+pub(super) struct Shared<T>(*mut T);
+
+impl<T> Clone for Shared<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Shared<T> {}
+
+// SAFETY: it is only an address; whoever dereferences it states why no other task touches that part.
+unsafe impl<T: Send> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// The start of `all`, which must stay borrowed for as long as the pointer is used.
+    pub(super) fn of(all: &mut [T]) -> Self {
+        Self(all.as_mut_ptr())
+    }
+
+    /// The address of element `at`.
+    ///
+    /// # Safety
+    /// `at` is inside the slice that this was made of.
+    pub(super) unsafe fn at(self, at: usize) -> *mut T {
+        // SAFETY: by the caller's promise.
+        unsafe { self.0.add(at) }
+    }
+
+    /// Elements `range` for writing.
+    ///
+    /// # Safety
+    /// `range` is inside the slice that this was made of, and no other task uses any of it meanwhile.
+    pub(super) unsafe fn slice<'a>(self, range: Range<usize>) -> &'a mut [T] {
+        // SAFETY: by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
+    }
+}
+
+/// Runs `task` once for each of `0..num_tasks` on all threads, in order of index: put long tasks first.
+/// Each thread makes one `scratch`.
+pub(super) fn for_each_task<S>(
+    num_tasks: usize,
+    scratch: impl Fn() -> S + Sync,
+    task: impl Fn(&mut S, usize) + Sync,
+) {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let workers = rayon::current_num_threads().min(num_tasks);
+    (0..workers).into_par_iter().with_max_len(1).for_each(|_| {
+        let mut scratch = scratch();
+        loop {
+            let index = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            if index >= num_tasks {
+                break;
+            }
+            task(&mut scratch, index);
+        }
+    });
+}
+
+/// Column sums over blocks of rows: `block(rows, partial)` adds into its own `[width]` of zeros, and the
+/// partial sums are added up in the order of the blocks.
+pub(super) fn column_sums(
+    num_rows: usize,
+    width: usize,
+    block: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let num_blocks = num_rows.div_ceil(ROWS);
+    let mut partials = vec![0f32; num_blocks * width];
+    if width > 0 {
+        partials.par_chunks_mut(width).enumerate().for_each(|(index, partial)| {
+            let start = index * ROWS;
+            block(start..(start + ROWS).min(num_rows), partial);
+        });
+    }
+    let mut sums = vec![0f32; width];
+    for partial in partials.chunks(width.max(1)) {
+        add(partial, &mut sums);
+    }
+    sums
+}
+
+/// Rows in a block of [`column_sums`] and of the row-wise ops.
+pub(super) const ROWS: usize = 32;
+
+super::simd::kernels! {
+    fn add_block(x: &[f32], y: &mut [f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += x;
+        }
+    }
+}
+
+/// `y += x`.
+pub(super) fn add(x: &[f32], y: &mut [f32]) {
+    add_block(x, y);
+}
+
+super::simd::kernels! {
+    fn add_scaled_block(factor: f32, x: &[f32], y: &mut [f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = factor.mul_add(*x, *y);
+        }
+    }
+}
+
+/// `y += factor * x`.
+pub(super) fn add_scaled(factor: f32, x: &[f32], y: &mut [f32]) {
+    add_scaled_block(factor, x, y);
+}

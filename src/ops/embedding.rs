@@ -1,0 +1,156 @@
+//! Rows of a table by id, and the gradient of the table.
+//!
+//! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`).
+
+use super::cpu::{self, Shared, compute_dtype, expect_f32, read};
+use candle_core::{DType, Result, Tensor, bail};
+use rayon::prelude::*;
+
+/// The first id that is no row of a table of `num_rows`.
+fn check_ids(op: &str, ids: &[u32], num_rows: usize) -> Result<()> {
+    match ids.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
+        Some((at, id)) => {
+            bail!("{op}: id `{id}` at {at} is outside of the table of {num_rows} rows")
+        }
+        None => Ok(()),
+    }
+}
+
+/// `w[ids]`: `[T, D]`.
+pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let op = "embedding";
+    let (v, _) = w.dims2()?;
+    ids.dims1()?;
+    compute_dtype(op, &[("w", w)])?;
+    check_ids(op, read(op, "ids", ids)?.slice::<u32>()?, v)?;
+    super::gather_rows(w, ids)
+}
+
+/// `dw[ids[t]] += dy[t]` for each `t`, in that order for each row.
+pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
+    let op = "embedding_backward";
+    let ((t, d), (v, _)) = (dy.dims2()?, dw.dims2()?);
+    compute_dtype(op, &[("dy", dy)])?;
+    expect_f32(op, "dw", dw, &[v, d])?;
+    if ids.dims() != [t] {
+        bail!("{op}: `ids` is {:?}, expected [{t}]", ids.dims());
+    }
+    cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
+    let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
+    let (ids, dy) = (ids.slice::<u32>()?, dy.f32()?);
+    check_ids(op, ids, v)?;
+    cpu::write(op, "dw", dw, |dw| {
+        add_by_row(ids, d, dw, |at, row| cpu::add(&dy[at * d..(at + 1) * d], row));
+    })
+}
+
+/// Calls `add(at, row ids[at] of table)` for each `at`: rows in parallel, each row's calls in ascending order.
+/// Every id is a row of `table [_, width]`.
+#[expect(unsafe_code, reason = "tasks write disjoint rows, which the type system cannot see")]
+pub(super) fn add_by_row(
+    ids: &[u32],
+    width: usize,
+    table: &mut [f32],
+    add: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.par_sort_by_key(|at| ids[*at as usize]); // stable
+    let groups: Vec<&[u32]> = order.chunk_by(|a, b| ids[*a as usize] == ids[*b as usize]).collect();
+    let num_rows = table.len() / width.max(1);
+    let table = Shared::of(table);
+    groups.par_iter().with_min_len(16).for_each(|group| {
+        let row = ids[group[0] as usize] as usize;
+        assert!(row < num_rows, "ids were checked");
+        // SAFETY: the row is inside the table, and each row is in one group.
+        let row = unsafe { table.slice(row * width..(row + 1) * width) };
+        for at in *group {
+            add(*at as usize, row);
+        }
+    });
+}
+
+/// Checks `index` and `weight [P, 4]` and returns `P`.
+fn check_taps(op: &'static str, index: &Tensor, weight: &Tensor, num_rows: usize) -> Result<usize> {
+    let (p, taps) = index.dims2()?;
+    if taps != 4 {
+        bail!("{op}: `index` is {:?}, expected [P, 4]", index.dims());
+    }
+    expect_f32(op, "weight", weight, &[p, 4])?;
+    check_ids(op, read(op, "index", index)?.slice::<u32>()?, num_rows)?;
+    Ok(p)
+}
+
+/// `y[p] = sum over j of weight[p, j] * table[index[p, j]]`, with `table: [N, D]`, `index: [P, 4]` (`u32`) and
+/// `weight: [P, 4]` (`f32`); `[P, D]`.
+pub fn interpolate_rows(table: &Tensor, index: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    interpolate("interpolate_rows", table, index, weight, None)
+}
+
+/// `x + interpolate_rows(table, index, weight)`, with `x: [P, D]`.
+pub fn interpolate_rows_add(
+    table: &Tensor,
+    index: &Tensor,
+    weight: &Tensor,
+    x: &Tensor,
+) -> Result<Tensor> {
+    interpolate("interpolate_rows_add", table, index, weight, Some(x))
+}
+
+fn interpolate(
+    op: &'static str,
+    table: &Tensor,
+    index: &Tensor,
+    weight: &Tensor,
+    x: Option<&Tensor>,
+) -> Result<Tensor> {
+    let (n, d) = table.dims2()?;
+    let dtype = compute_dtype(op, &[("table", table)])?;
+    let p = check_taps(op, index, weight, n)?;
+    let mut y = match x {
+        Some(x) => {
+            compute_dtype(op, &[("table", table), ("x", x)])?;
+            cpu::expect_shape(op, "x", x, &[p, d])?;
+            read(op, "x", x)?.f32()?.into_owned()
+        }
+        None => vec![0f32; p * d],
+    };
+    let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
+    let weight = read(op, "weight", weight)?;
+    let (table, index, weight) = (table.f32()?, index.slice::<u32>()?, weight.slice::<f32>()?);
+    y.par_chunks_mut(cpu::ROWS * d.max(1)).enumerate().for_each(|(block, y)| {
+        for (at, y) in (block * cpu::ROWS..).zip(y.chunks_mut(d)) {
+            for tap in at * 4..at * 4 + 4 {
+                let row = index[tap] as usize;
+                cpu::add_scaled(weight[tap], &table[row * d..(row + 1) * d], y);
+            }
+        }
+    });
+    cpu::tensor(y, (p, d), dtype)
+}
+
+/// `dtable[index[p, j]] += weight[p, j] * dy[p]`, with `dy: [P, D]` and `dtable: [N, D]` (`f32`).
+pub fn interpolate_rows_backward(
+    index: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    dtable: &Tensor,
+) -> Result<()> {
+    let op = "interpolate_rows_backward";
+    let ((n, d), dtype) = (dtable.dims2()?, dtable.dtype());
+    if dtype != DType::F32 {
+        bail!("{op}: `dtable` is {dtype:?}, expected F32");
+    }
+    let p = check_taps(op, index, weight, n)?;
+    compute_dtype(op, &[("dy", dy)])?;
+    cpu::expect_shape(op, "dy", dy, &[p, d])?;
+    cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
+    let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
+    let dy = read(op, "dy", dy)?;
+    let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.f32()?);
+    cpu::write(op, "dtable", dtable, |dtable| {
+        add_by_row(index, d, dtable, |tap, row| {
+            let at = tap / 4;
+            cpu::add_scaled(weight[tap], &dy[at * d..(at + 1) * d], row);
+        });
+    })
+}

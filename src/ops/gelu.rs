@@ -1,0 +1,83 @@
+//! GELU, elementwise, in the two forms that the vision tower uses.
+
+use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
+use super::simd::{kernels, normal_cdf, sigmoid};
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+/// Which GELU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gelu {
+    /// `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`: `gelu_pytorch_tanh`.
+    Tanh,
+    /// `x (1 + erf(x / sqrt 2)) / 2`: the exact one.
+    Erf,
+}
+
+/// `2 sqrt(2/pi)`: `(1 + tanh u) / 2` is `sigmoid(2 u)`.
+const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+const CUBIC: f32 = 0.044_715;
+/// `1 / sqrt(2 pi)`.
+const DENSITY: f32 = 0.398_942_28;
+
+kernels! {
+    fn tanh_forward(x: &[f32], y: &mut [f32]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
+        }
+    }
+
+    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
+        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+            let s = sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
+            let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
+            *dx = dy * (x * s * (1.0 - s)).mul_add(slope, s);
+        }
+    }
+
+    fn erf_forward(x: &[f32], y: &mut [f32]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = x * normal_cdf(x).0;
+        }
+    }
+
+    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
+        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+            let (cdf, gauss) = normal_cdf(x);
+            *dx = dy * (x * DENSITY).mul_add(gauss, cdf);
+        }
+    }
+}
+
+/// `gelu(x)`, in the shape of `x`.
+pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
+    let op = "gelu";
+    let dtype = compute_dtype(op, &[("x", x)])?;
+    let shape = x.shape().clone();
+    let x = read(op, "x", x)?;
+    let x = x.f32()?;
+    let mut y = vec![0f32; x.len()];
+    y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| match kind {
+        Gelu::Tanh => tanh_forward(x, y),
+        Gelu::Erf => erf_forward(x, y),
+    });
+    cpu::tensor(y, shape, dtype)
+}
+
+/// `dx`, in the shape of `x`.
+pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
+    let op = "gelu_backward";
+    let dtype = compute_dtype(op, &[("x", x), ("dy", dy)])?;
+    expect_shape(op, "dy", dy, x.dims())?;
+    let shape = x.shape().clone();
+    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
+    let (x, dy) = (x.f32()?, dy.f32()?);
+    let mut dx = vec![0f32; x.len()];
+    dx.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).zip(dy.par_chunks(BLOCK)).for_each(
+        |((dx, x), dy)| match kind {
+            Gelu::Tanh => tanh_backward(x, dy, dx),
+            Gelu::Erf => erf_backward(x, dy, dx),
+        },
+    );
+    cpu::tensor(dx, shape, dtype)
+}

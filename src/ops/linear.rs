@@ -1,0 +1,163 @@
+//! `y = x W^T + b`, and its gradients.
+//!
+//! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
+//! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
+
+use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::matmul::{Into, nn, nt, tn};
+use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
+
+/// `[N, last]` of a tensor whose last dim is kept.
+fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
+    match t.dims() {
+        [] => bail!("{op}: `{name}` has no dims"),
+        [rows @ .., last] => Ok((rows.iter().product(), *last)),
+    }
+}
+
+/// `[M, K]` of a weight: its first dim, and the product of the others.
+fn matrix_of(op: &str, w: &Tensor) -> Result<(usize, usize)> {
+    match w.dims() {
+        [m, k @ ..] if !k.is_empty() => Ok((*m, k.iter().product())),
+        dims => bail!("{op}: `w` is {dims:?}, expected [M, K]"),
+    }
+}
+
+fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
+    let mut dims = t.dims().to_vec();
+    if let Some(end) = dims.last_mut() {
+        *end = last;
+    }
+    dims
+}
+
+/// `x W^T + bias`: `[N, M]`.
+pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    forward("linear", x, w, bias, None)
+}
+
+/// `x W^T + bias + residual`, with `residual: [N, M]`.
+pub fn linear_add(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: &Tensor,
+) -> Result<Tensor> {
+    forward("linear_add", x, w, bias, Some(residual))
+}
+
+fn forward(
+    op: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
+    if k != w_k {
+        bail!("{op}: `x` is {:?} and `w` is {:?}: {k} against {w_k} inputs", x.dims(), w.dims());
+    }
+    let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    let shape = with_last(x, m);
+    let mut y = vec![0f32; n * m];
+    let mut into = Into::Overwrite;
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &shape)?;
+        let residual = read(op, "residual", residual)?;
+        let residual = residual.f32()?;
+        y.par_chunks_mut(cpu::BLOCK)
+            .zip(residual.par_chunks(cpu::BLOCK))
+            .for_each(|(y, residual)| y.copy_from_slice(residual));
+        into = Into::Add;
+    }
+    if let Some(bias) = bias {
+        compute_dtype(op, &[("x", x), ("bias", bias)])?;
+        expect_shape(op, "bias", bias, &[m])?;
+        let bias = read(op, "bias", bias)?;
+        let bias = bias.f32()?;
+        y.par_chunks_mut(ROWS * m.max(1)).for_each(|rows| {
+            for row in rows.chunks_mut(m) {
+                cpu::add(&bias, row);
+            }
+        });
+        into = Into::Add;
+    }
+    let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
+    nt((n, m, k), &mut y, into, &x.f32()?, &w.f32()?);
+    cpu::tensor(y, shape, dtype)
+}
+
+/// Checks `dy [N, M]` against `w [M, K]` and returns `(N, M, K)`.
+fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
+    let ((n, m), (w_m, k)) = (rows_of(op, "dy", dy)?, matrix_of(op, w)?);
+    if m != w_m {
+        bail!("{op}: `dy` is {:?} and `w` is {:?}: {m} against {w_m} outputs", dy.dims(), w.dims());
+    }
+    Ok((n, m, k))
+}
+
+/// `dx = dy W`: `[N, K]`.
+pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let op = "linear_backward_input";
+    let (n, m, k) = backward_shape(op, dy, w)?;
+    let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
+    let shape = with_last(dy, k);
+    let mut dx = vec![0f32; n * k];
+    let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
+    nn((n, k, m), &mut dx, Into::Overwrite, &dy.f32()?, &w.f32()?);
+    cpu::tensor(dx, shape, dtype)
+}
+
+/// `dx + dy W`: `[N, K]`. The memory of `dx` is reused: the caller gives it up, with all its clones.
+pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<Tensor> {
+    let op = "linear_backward_input_add";
+    let (n, m, k) = backward_shape(op, dy, w)?;
+    compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
+    expect_shape(op, "dx", &dx, &with_last(dy, k))?;
+    cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
+    let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
+    let (dy, w) = (dy.f32()?, w.f32()?);
+    if dx.dtype() == candle_core::DType::F32 {
+        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, &w))?;
+        return Ok(dx);
+    }
+    let mut sum = read(op, "dx", &dx)?.f32()?.into_owned();
+    nn((n, k, m), &mut sum, Into::Add, &dy, &w);
+    cpu::tensor(sum, dx.dims(), dx.dtype())
+}
+
+/// `dw += dy^T x`, with `dw: f32` in the shape of the weight.
+pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
+    let op = "linear_backward_weight";
+    let ((n, k), (dy_n, m)) = (rows_of(op, "x", x)?, rows_of(op, "dy", dy)?);
+    if n != dy_n {
+        bail!("{op}: `x` is {:?} and `dy` is {:?}: {n} against {dy_n} rows", x.dims(), dy.dims());
+    }
+    compute_dtype(op, &[("x", x), ("dy", dy)])?;
+    if matrix_of(op, dw)? != (m, k) {
+        bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
+    }
+    cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
+    let (x, dy) = (x.f32()?, dy.f32()?);
+    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Into::Add, &dy, &x))
+}
+
+/// `db += dy` summed over rows, with `db: [M]` in `f32`.
+pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
+    let op = "bias_backward";
+    let (n, m) = rows_of(op, "dy", dy)?;
+    compute_dtype(op, &[("dy", dy)])?;
+    expect_f32(op, "db", db, &[m])?;
+    cpu::distinct(op, "db", db, &[("dy", dy)])?;
+    let dy = read(op, "dy", dy)?;
+    let dy = dy.f32()?;
+    let sums = cpu::column_sums(n, m, |rows, partial| {
+        for row in rows {
+            cpu::add(&dy[row * m..(row + 1) * m], partial);
+        }
+    });
+    cpu::write(op, "db", db, |db| cpu::add(&sums, db))
+}

@@ -1,0 +1,175 @@
+//! Root-mean-square norm over the last axis: `y = w * (x * rstd)`, `rstd = 1 / sqrt(mean(x^2) + eps)`.
+//!
+//! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
+//! rounded before the weight, as in transformers.
+
+use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::simd::{dot, dot3, kernels, round_to_bf16};
+use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+
+/// Whether a normed value loses bits before it meets the weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rounding {
+    /// Computing in `f32`.
+    None,
+    /// Computing in `bf16`.
+    Bf16,
+}
+
+impl Rounding {
+    /// What goes with a compute dtype.
+    pub(super) fn of(dtype: DType) -> Self {
+        if dtype == DType::BF16 { Self::Bf16 } else { Self::None }
+    }
+}
+
+kernels! {
+    fn rstd_row(x: &[f32], eps: f32) -> f32 {
+        1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+    }
+
+    fn apply_row(x: &[f32], rstd: f32, w: &[f32], rounding: Rounding, y: &mut [f32]) {
+        let n = y.len();
+        let (x, w) = (&x[..n], &w[..n]);
+        if rounding == Rounding::Bf16 {
+            for i in 0..n {
+                y[i] = w[i] * round_to_bf16(x[i] * rstd);
+            }
+        } else {
+            for i in 0..n {
+                y[i] = w[i] * (x[i] * rstd);
+            }
+        }
+    }
+
+    fn input_grad_row(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
+        let n = dx.len();
+        let (x, w, dy) = (&x[..n], &w[..n], &dy[..n]);
+        let c = dot3(dy, w, x) * rstd * rstd * rstd / n as f32;
+        for i in 0..n {
+            dx[i] += (dy[i] * w[i]).mul_add(rstd, -x[i] * c);
+        }
+    }
+
+    fn weight_grad_row(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) {
+        let n = dw.len();
+        let (x, dy) = (&x[..n], &dy[..n]);
+        for i in 0..n {
+            dw[i] = (dy[i] * x[i]).mul_add(rstd, dw[i]);
+        }
+    }
+}
+
+/// `1 / sqrt(mean(x^2) + eps)`.
+pub(super) fn row_rstd(x: &[f32], eps: f32) -> f32 {
+    rstd_row(x, eps)
+}
+
+/// `y = w * (x * rstd)`.
+pub(super) fn norm_row(x: &[f32], rstd: f32, w: &[f32], rounding: Rounding, y: &mut [f32]) {
+    apply_row(x, rstd, w, rounding, y);
+}
+
+/// Adds the gradient of the input of one row to `dx`.
+pub(super) fn add_input_grad(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
+    input_grad_row(x, rstd, w, dy, dx);
+}
+
+/// Adds the gradient of the weight of one row to `dw`.
+pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) {
+    weight_grad_row(x, rstd, dy, dw);
+}
+
+/// The normed rows `[N, D]` and `rstd [N]`, which backward needs.
+pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    let op = "rms_norm";
+    let (n, d) = x.dims2()?;
+    compute_dtype(op, &[("x", x)])?;
+    let mut rstd = vec![0f32; n];
+    if d > 0 {
+        let x = read(op, "x", x)?;
+        let x = x.f32()?;
+        rstd.par_chunks_mut(ROWS).zip(x.par_chunks(ROWS * d)).for_each(|(rstd, x)| {
+            for (rstd, x) in rstd.iter_mut().zip(x.chunks(d)) {
+                *rstd = rstd_row(x, eps as f32);
+            }
+        });
+    }
+    let rstd = Tensor::from_vec(rstd, n, x.device())?;
+    Ok((rms_norm_apply(x, &rstd, w)?, rstd))
+}
+
+/// The normed rows `[N, D]` again, from a known `rstd`.
+pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let op = "rms_norm";
+    let (n, d) = x.dims2()?;
+    let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    expect_shape(op, "w", w, &[d])?;
+    expect_f32(op, "rstd", rstd, &[n])?;
+    let rounding = Rounding::of(dtype);
+    let mut y = vec![0f32; n * d];
+    {
+        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
+        let block = ROWS * d.max(1);
+        y.par_chunks_mut(block).zip(x.par_chunks(block)).zip(rstd.par_chunks(ROWS)).for_each(
+            |((y, x), rstd)| {
+                for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
+                    apply_row(x, *rstd, &w, rounding, y);
+                }
+            },
+        );
+    }
+    cpu::tensor(y, (n, d), dtype)
+}
+
+/// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` (`f32`) if the weight is trained.
+pub fn rms_norm_backward(
+    x: &Tensor,
+    rstd: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    residual: Option<&Tensor>,
+    dw: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = "rms_norm_backward";
+    let (n, d) = x.dims2()?;
+    let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
+    expect_shape(op, "w", w, &[d])?;
+    expect_shape(op, "dy", dy, &[n, d])?;
+    expect_f32(op, "rstd", rstd, &[n])?;
+    let mut dx = match residual {
+        Some(residual) => {
+            compute_dtype(op, &[("x", x), ("residual", residual)])?;
+            expect_shape(op, "residual", residual, &[n, d])?;
+            read(op, "residual", residual)?.f32()?.into_owned()
+        }
+        None => vec![0f32; n * d],
+    };
+    if let Some(dw) = dw {
+        expect_f32(op, "dw", dw, &[d])?;
+        cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
+    }
+    {
+        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
+        let dy = read(op, "dy", dy)?;
+        let dy = dy.f32()?;
+        let row = |i: usize| i * d..(i + 1) * d;
+        dx.par_chunks_mut(ROWS * d.max(1)).enumerate().for_each(|(block, dx)| {
+            for (i, dx) in (block * ROWS..).zip(dx.chunks_mut(d)) {
+                input_grad_row(&x[row(i)], rstd[i], &w, &dy[row(i)], dx);
+            }
+        });
+        if let Some(dw) = dw {
+            let sums = column_sums(n, d, |rows, partial| {
+                for i in rows {
+                    weight_grad_row(&x[row(i)], rstd[i], &dy[row(i)], partial);
+                }
+            });
+            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
+        }
+    }
+    cpu::tensor(dx, (n, d), dtype)
+}

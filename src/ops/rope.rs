@@ -1,0 +1,170 @@
+//! Per-head RMS norm and rotary embedding of queries and keys, in one pass.
+//!
+//! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
+//! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
+
+use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
+use super::simd::kernels;
+use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
+
+/// Cosine and sine of each token's rotary angles.
+#[derive(Debug, Clone)]
+pub struct RopeTable {
+    /// `[T, Dh/2]`, `f32`.
+    pub cos: Tensor,
+    /// `[T, Dh/2]`, `f32`.
+    pub sin: Tensor,
+}
+
+impl RopeTable {
+    /// `(T, Dh/2)`, after a check of both tables.
+    pub(super) fn shape(&self, op: &str) -> Result<(usize, usize)> {
+        let (t, half) = self.cos.dims2()?;
+        expect_f32(op, "cos", &self.cos, &[t, half])?;
+        expect_f32(op, "sin", &self.sin, &[t, half])?;
+        Ok((t, half))
+    }
+}
+
+kernels! {
+    fn rotate_head(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+        let half = cos.len();
+        let (a, b) = x.split_at_mut(half);
+        let (b, sin) = (&mut b[..half], &sin[..half]);
+        for i in 0..half {
+            let (p, q) = (a[i], b[i]);
+            a[i] = p * cos[i] - q * sin[i];
+            b[i] = q * cos[i] + p * sin[i];
+        }
+    }
+
+    fn rotate_head_back(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+        let half = cos.len();
+        let (a, b) = x.split_at_mut(half);
+        let (b, sin) = (&mut b[..half], &sin[..half]);
+        for i in 0..half {
+            let (p, q) = (a[i], b[i]);
+            a[i] = p * cos[i] + q * sin[i];
+            b[i] = q * cos[i] - p * sin[i];
+        }
+    }
+}
+
+/// Rotates one head.
+pub(super) fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+    rotate_head(x, cos, sin);
+}
+
+/// Rotates one head by the negative angles: the transpose, and so the backward, of [`rotate`].
+pub(super) fn rotate_back(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+    rotate_head_back(x, cos, sin);
+}
+
+/// `(T, H, Dh)` of a projection, its norm weight and its table.
+fn shape_of(op: &str, x: &Tensor, w: &Tensor, table: &RopeTable) -> Result<(usize, usize, usize)> {
+    let ((t, width), dh) = (x.dims2()?, w.dims1()?);
+    let (table_t, half) = table.shape(op)?;
+    if dh == 0 || dh != 2 * half || table_t != t || width % dh != 0 {
+        bail!(
+            "{op}: `x` is {:?}, `w` is {:?} and the table {:?}, expected [T, H*Dh], [Dh] and [T, Dh/2]",
+            x.dims(),
+            w.dims(),
+            table.cos.dims()
+        );
+    }
+    Ok((t, width / dh, dh))
+}
+
+/// RMS norm over each head, then the rotation: `[T, H, Dh]`, and `rstd [T, H]`, which backward needs.
+pub fn qk_norm_rope(
+    x: &Tensor,
+    w: &Tensor,
+    eps: f64,
+    table: &RopeTable,
+) -> Result<(Tensor, Tensor)> {
+    let op = "qk_norm_rope";
+    let (t, h, dh) = shape_of(op, x, w, table)?;
+    let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    let rounding = Rounding::of(dtype);
+    let (width, half) = (h * dh, dh / 2);
+    let mut y = vec![0f32; t * width];
+    let mut rstd = vec![0f32; t * h];
+    let x = read(op, "x", x)?;
+    let (w, cos) = (read(op, "w", w)?, read(op, "cos", &table.cos)?);
+    let sin = read(op, "sin", &table.sin)?;
+    let (x, w, cos, sin) = (x.f32()?, w.f32()?, cos.f32()?, sin.f32()?);
+    y.par_chunks_mut(ROWS * width.max(1))
+        .zip(rstd.par_chunks_mut(ROWS * h.max(1)))
+        .enumerate()
+        .for_each(|(block, (y, rstd))| {
+            for (i, (y, rstd)) in y.chunks_mut(dh).zip(rstd).enumerate() {
+                let head = block * ROWS * h + i;
+                let token = head / h;
+                let x = &x[head * dh..(head + 1) * dh];
+                let angles = token * half..(token + 1) * half;
+                *rstd = row_rstd(x, eps as f32);
+                norm_row(x, *rstd, &w, rounding, y);
+                rotate_head(y, &cos[angles.clone()], &sin[angles]);
+            }
+        });
+    Ok((cpu::tensor(y, (t, h, dh), dtype)?, cpu::tensor(rstd, (t, h), candle_core::DType::F32)?))
+}
+
+/// `dx [T, H*Dh]` from `dy [T, H, Dh]`; adds to `dw [Dh]` (`f32`) if the weight is trained.
+pub fn qk_norm_rope_backward(
+    x: &Tensor,
+    rstd: &Tensor,
+    w: &Tensor,
+    table: &RopeTable,
+    dy: &Tensor,
+    dw: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = "qk_norm_rope_backward";
+    let (t, h, dh) = shape_of(op, x, w, table)?;
+    let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
+    expect_shape(op, "dy", dy, &[t, h, dh])?;
+    expect_f32(op, "rstd", rstd, &[t, h])?;
+    let (width, half) = (h * dh, dh / 2);
+    let mut dx = vec![0f32; t * width];
+    if let Some(dw) = dw {
+        expect_f32(op, "dw", dw, &[dh])?;
+        cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
+    }
+    {
+        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+        let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
+        let dy = read(op, "dy", dy)?;
+        let (x, w, rstd, dy) = (x.f32()?, w.f32()?, rstd.f32()?, dy.f32()?);
+        let (cos, sin) = (cos.f32()?, sin.f32()?);
+        // The gradient behind the rotation, one head at a time.
+        let unrotated = |head: usize, dn: &mut [f32]| {
+            let token = head / h;
+            dn.copy_from_slice(&dy[head * dh..(head + 1) * dh]);
+            rotate_head_back(
+                dn,
+                &cos[token * half..(token + 1) * half],
+                &sin[token * half..(token + 1) * half],
+            );
+        };
+        dx.par_chunks_mut(ROWS * width.max(1)).enumerate().for_each(|(block, dx)| {
+            let mut dn = vec![0f32; dh];
+            for (head, dx) in (block * ROWS * h..).zip(dx.chunks_mut(dh)) {
+                unrotated(head, &mut dn);
+                add_input_grad(&x[head * dh..(head + 1) * dh], rstd[head], &w, &dn, dx);
+            }
+        });
+        if let Some(dw) = dw {
+            let sums = column_sums(t, dh, |tokens, partial| {
+                let mut dn = vec![0f32; dh];
+                for head in tokens.start * h..tokens.end * h {
+                    unrotated(head, &mut dn);
+                    add_weight_grad(&x[head * dh..(head + 1) * dh], rstd[head], &dn, partial);
+                }
+            });
+            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
+        }
+    }
+    cpu::tensor(dx, (t, width), dtype)
+}

@@ -1,0 +1,164 @@
+//! Gathering, spreading and updating rows, and whole-tensor updates in place.
+//!
+//! Shapes: `x: [T, D]`, `rows: [M]` (`u32`, host order), `src: [M, D]` in the dtype of `x`.
+//! Where rows are written they must be distinct.
+
+use super::cpu::{self, BLOCK, Element, ROWS, Shared, compute_dtype, expect_shape, read};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::bf16;
+use rayon::prelude::*;
+
+/// Whether a row may be named twice.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    Any,
+    Distinct,
+}
+
+/// Fails if a row is not one of `num_rows`, or is named twice where that matters.
+fn check_rows(op: &str, rows: &[u32], num_rows: usize, which: Rows) -> Result<()> {
+    if let Some((at, row)) = rows.iter().enumerate().find(|(_, row)| **row as usize >= num_rows) {
+        bail!("{op}: row `{row}` at {at} is outside of the {num_rows} rows");
+    }
+    if which == Rows::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
+        let mut sorted = rows.to_vec();
+        sorted.sort_unstable();
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            bail!("{op}: row `{}` is named twice", pair[0]);
+        }
+    }
+    Ok(())
+}
+
+/// Calls `f(i, row rows[i] of x)` in parallel; `rows` were checked to be distinct rows of `x [_, d]`.
+#[expect(unsafe_code, reason = "tasks write disjoint rows, which the type system cannot see")]
+fn for_each_row<T: Send>(rows: &[u32], d: usize, x: &mut [T], f: impl Fn(usize, &mut [T]) + Sync) {
+    let num_rows = x.len() / d.max(1);
+    let x = Shared::of(x);
+    rows.par_iter().enumerate().with_min_len(ROWS).for_each(|(i, row)| {
+        let row = *row as usize;
+        assert!(row < num_rows || d == 0, "rows were checked");
+        // SAFETY: the row is inside `x`, and rows are distinct.
+        f(i, unsafe { x.slice(row * d..(row + 1) * d) });
+    });
+}
+
+/// Runs `$f::<T>($args)` for the element type of `$x`.
+macro_rules! by_dtype {
+    ($x:expr, $f:ident($($arg:expr),*)) => {
+        match $x.dtype() {
+            DType::BF16 => $f::<bf16>($($arg),*),
+            _ => $f::<f32>($($arg),*),
+        }
+    };
+}
+
+/// `x[rows]`: `[M, D]`. A row may be taken more than once.
+pub fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    compute_dtype("gather_rows", &[("x", x)])?;
+    by_dtype!(x, gather(x, rows))
+}
+
+fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    let op = "gather_rows";
+    let ((t, d), m) = (x.dims2()?, rows.dims1()?);
+    let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
+    let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
+    check_rows(op, rows, t, Rows::Any)?;
+    let mut y = vec![T::zero(); m * d];
+    y.par_chunks_mut(ROWS * d.max(1)).zip(rows.par_chunks(ROWS)).for_each(|(y, rows)| {
+        for (y, row) in y.chunks_mut(d).zip(rows) {
+            let start = *row as usize * d;
+            y.copy_from_slice(&x[start..start + d]);
+        }
+    });
+    Tensor::from_vec(y, (m, d), &Device::Cpu)
+}
+
+/// `[num_rows, D]` with `src [M, D]` at `rows` and zeros elsewhere.
+pub fn spread_rows(src: &Tensor, rows: &Tensor, num_rows: usize) -> Result<Tensor> {
+    let (_, d) = src.dims2()?;
+    compute_dtype("spread_rows", &[("src", src)])?;
+    let y = Tensor::zeros((num_rows, d), src.dtype(), src.device())?;
+    set_rows(&y, rows, src)?;
+    Ok(y)
+}
+
+/// `x[rows] = src`, in place.
+pub fn set_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
+    by_dtype!(x, update("set_rows", x, rows, src, |x, src| *x = src))
+}
+
+/// `x[rows] += src`, in place.
+pub fn add_to_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
+    match x.dtype() {
+        DType::BF16 => update::<bf16>("add_to_rows", x, rows, src, add_element),
+        _ => update::<f32>("add_to_rows", x, rows, src, add_element),
+    }
+}
+
+#[inline(always)]
+fn add_element<T: Element>(x: &mut T, y: T) {
+    *x = T::narrow(x.widen() + y.widen());
+}
+
+fn update<T: Element>(
+    op: &'static str,
+    x: &Tensor,
+    rows: &Tensor,
+    src: &Tensor,
+    f: impl Fn(&mut T, T) + Sync,
+) -> Result<()> {
+    let ((t, d), m) = (x.dims2()?, rows.dims1()?);
+    compute_dtype(op, &[("x", x), ("src", src)])?;
+    expect_shape(op, "src", src, &[m, d])?;
+    cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
+    let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
+    let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
+    check_rows(op, rows, t, Rows::Distinct)?;
+    cpu::write(op, "x", x, |x| {
+        for_each_row(rows, d, x, |i, row| {
+            for (x, src) in row.iter_mut().zip(&src[i * d..(i + 1) * d]) {
+                f(x, *src);
+            }
+        });
+    })
+}
+
+/// `x[rows] = 0`, in place.
+pub fn zero_rows(x: &Tensor, rows: &Tensor) -> Result<()> {
+    compute_dtype("zero_rows", &[("x", x)])?;
+    by_dtype!(x, zero(x, rows))
+}
+
+fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
+    let op = "zero_rows";
+    let (t, d) = x.dims2()?;
+    rows.dims1()?;
+    cpu::distinct(op, "x", x, &[("rows", rows)])?;
+    let rows = read(op, "rows", rows)?;
+    let rows = rows.slice::<u32>()?;
+    check_rows(op, rows, t, Rows::Distinct)?;
+    cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
+}
+
+/// `x += y`, in place; one shape and dtype.
+pub fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
+    compute_dtype("add_in_place", &[("x", x), ("y", y)])?;
+    by_dtype!(x, add_all(x, y))
+}
+
+fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
+    let op = "add_in_place";
+    expect_shape(op, "y", y, x.dims())?;
+    cpu::distinct(op, "x", x, &[("y", y)])?;
+    let y = read(op, "y", y)?;
+    let y = y.slice::<T>()?;
+    cpu::write(op, "x", x, |x| {
+        x.par_chunks_mut(BLOCK).zip(y.par_chunks(BLOCK)).for_each(|(x, y): (&mut [T], &[T])| {
+            for (x, y) in x.iter_mut().zip(y) {
+                add_element(x, *y);
+            }
+        });
+    })
+}

@@ -1,0 +1,315 @@
+//! Vectorised inner loops: one body, compiled for AVX-512, for AVX2 and for the baseline, chosen at run time.
+//!
+//! All three do the same additions in the same order with fused multiply-adds, so a result does
+//! not depend on which one runs.
+
+use std::sync::LazyLock;
+
+/// What the CPU has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Level {
+    /// No vector extension beyond the target's own.
+    Baseline,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ.
+    Avx512,
+}
+
+/// Best level of this CPU.
+pub(super) static LEVEL: LazyLock<Level> = LazyLock::new(|| {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        if fma
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq")
+        {
+            return Level::Avx512;
+        }
+        if fma {
+            return Level::Avx2;
+        }
+    }
+    Level::Baseline
+});
+
+/// Defines functions whose body is compiled once for each [`Level`].
+///
+/// Bodies use plain loops and the `#[inline(always)]` functions of this module: a closure or a
+/// function that is not inlined would be compiled for the baseline.
+macro_rules! kernels {
+    ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
+        $(#[$meta])*
+        #[expect(unsafe_code, reason = "a function with target features is called after detection")]
+        fn $name($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+            fn avx512($($arg: $ty),*) $(-> $ret)? {
+                body($($arg),*)
+            }
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $ty),*) $(-> $ret)? {
+                body($($arg),*)
+            }
+
+            match *$crate::ops::simd::LEVEL {
+                // SAFETY: `LEVEL` says that the CPU has every feature that is enabled.
+                #[cfg(target_arch = "x86_64")]
+                $crate::ops::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::ops::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
+                _ => body($($arg),*),
+            }
+        }
+    )* };
+}
+pub(super) use kernels;
+
+/// Polynomial of [`exp`], highest power first.
+const EXP: [f32; 6] =
+    [1.989_198e-4, 1.393_454_1e-3, 8.333_310_5e-3, 4.166_645_6e-2, 0.166_666_67, 0.5];
+
+/// `erfc(z) e^(z^2) = t P(t)` with `t = 1 / (1 + ERFC_A z)`; `P` fitted, highest power first.
+const ERFC: [f32; 9] = [
+    -0.059_714_92,
+    0.287_768_3,
+    -0.493_863_65,
+    0.285_697_7,
+    -0.031_841_757,
+    0.204_853_66,
+    0.242_572_89,
+    0.282_445_04,
+    0.282_082_67,
+];
+const ERFC_A: f32 = 0.5;
+
+/// Independent partial sums in a reduction: four vectors of AVX-512.
+const LANES: usize = 64;
+
+/// `e^x`, relative error below 2e-7. Saturates outside of [-87.3, 88.3]; a NaN stays one.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    /// Adding it leaves the nearest integer in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    let x = if x < -87.3 { -87.3 } else { x };
+    let x = if x > 88.3 { 88.3 } else { x };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
+    // (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2, fitted.
+    let mut p = EXP[0];
+    p = p.mul_add(r, EXP[1]);
+    p = p.mul_add(r, EXP[2]);
+    p = p.mul_add(r, EXP[3]);
+    p = p.mul_add(r, EXP[4]);
+    p = p.mul_add(r, EXP[5]);
+    let y = (p * r).mul_add(r, r) + 1.0;
+    // 2^n: the integer's low bits moved into the exponent, plus its bias.
+    y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3F80_0000))
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(super) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// The normal distribution function, `(1 + erf(x / sqrt 2)) / 2`, absolute error below 2e-7; and `e^(-x^2/2)`.
+#[inline(always)]
+pub(super) fn normal_cdf(x: f32) -> (f32, f32) {
+    let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
+    let gauss = exp(-0.5 * x * x);
+    let t = 1.0 / ERFC_A.mul_add(z, 1.0);
+    let mut p = ERFC[0];
+    let mut i = 1;
+    while i < ERFC.len() {
+        p = p.mul_add(t, ERFC[i]);
+        i += 1;
+    }
+    let tail = 0.5 * p * t * gauss; // erfc(z) / 2
+    (if x < 0.0 { tail } else { 1.0 - tail }, gauss)
+}
+
+/// Sum of `x[i] * y[i]`.
+#[inline(always)]
+pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+    let n = x.len().min(y.len());
+    let (x, y) = (&x[..n], &y[..n]);
+    let mut lanes = [0f32; LANES];
+    let whole = n / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let (a, b) = (&x[at..at + LANES], &y[at..at + LANES]);
+        for i in 0..LANES {
+            lanes[i] = a[i].mul_add(b[i], lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for i in whole..n {
+        sum = x[i].mul_add(y[i], sum);
+    }
+    sum
+}
+
+/// Sum of `x[i] * y[i] * z[i]`.
+#[inline(always)]
+pub(super) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
+    let n = x.len().min(y.len()).min(z.len());
+    let (x, y, z) = (&x[..n], &y[..n], &z[..n]);
+    let mut lanes = [0f32; LANES];
+    let whole = n / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let (a, b, c) = (&x[at..at + LANES], &y[at..at + LANES], &z[at..at + LANES]);
+        for i in 0..LANES {
+            lanes[i] = (a[i] * b[i]).mul_add(c[i], lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for i in whole..n {
+        sum = (x[i] * y[i]).mul_add(z[i], sum);
+    }
+    sum
+}
+
+/// Sum of `x`.
+#[inline(always)]
+pub(super) fn sum(x: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] += a[i];
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum += v;
+    }
+    sum
+}
+
+/// Sum of `(x[i] - mean)^2`.
+#[inline(always)]
+pub(super) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            let d = a[i] - mean;
+            lanes[i] = d.mul_add(d, lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum = (v - mean).mul_add(v - mean, sum);
+    }
+    sum
+}
+
+/// Largest of `x`, negative infinity without any. NaNs are passed over.
+#[inline(always)]
+pub(super) fn max(x: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] = if a[i] > lanes[i] { a[i] } else { lanes[i] };
+        }
+        at += LANES;
+    }
+    let mut max = f32::NEG_INFINITY;
+    for v in lanes {
+        max = if v > max { v } else { max };
+    }
+    for &v in &x[whole..] {
+        max = if v > max { v } else { max };
+    }
+    max
+}
+
+/// Sum of `e^(x[i] - shift)`.
+#[inline(always)]
+pub(super) fn sum_exp(x: &[f32], shift: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] += exp(a[i] - shift);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum += exp(v - shift);
+    }
+    sum
+}
+
+/// Replaces each `x` by `e^(x * scale - shift)` and returns their sum.
+#[inline(always)]
+pub(super) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &mut x[at..at + LANES];
+        for i in 0..LANES {
+            let e = exp(a[i].mul_add(scale, -shift));
+            a[i] = e;
+            lanes[i] += e;
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for v in &mut x[whole..] {
+        *v = exp(v.mul_add(scale, -shift));
+        sum += *v;
+    }
+    sum
+}
+
+/// The value that bf16 keeps of `x`: nearest, ties to even.
+#[inline(always)]
+pub(super) fn round_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000;
+    if x.is_nan() { x } else { f32::from_bits(rounded) }
+}
+
+/// Sums the lanes pairwise.
+#[inline(always)]
+fn fold(lanes: &[f32; LANES]) -> f32 {
+    let mut a = *lanes;
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            a[i] += a[i + half];
+        }
+        half /= 2;
+    }
+    a[0]
+}

@@ -1,0 +1,63 @@
+//! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
+
+use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
+use super::simd::{kernels, sigmoid};
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+kernels! {
+    fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        let n = y.len();
+        let (gate, up) = (&gate[..n], &up[..n]);
+        for i in 0..n {
+            y[i] = gate[i] * sigmoid(gate[i]) * up[i];
+        }
+    }
+
+    fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        let n = dgate.len();
+        let (gate, up, dy, dup) = (&gate[..n], &up[..n], &dy[..n], &mut dup[..n]);
+        for i in 0..n {
+            let s = sigmoid(gate[i]);
+            let silu = gate[i] * s;
+            dup[i] = dy[i] * silu;
+            dgate[i] = dy[i] * up[i] * (s + silu * (1.0 - s));
+        }
+    }
+}
+
+/// `silu(gate) * up`.
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let op = "swiglu";
+    let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
+    expect_shape(op, "up", up, gate.dims())?;
+    let shape = gate.shape().clone();
+    let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
+    let (gate, up) = (gate.f32()?, up.f32()?);
+    let mut y = vec![0f32; gate.len()];
+    y.par_chunks_mut(BLOCK)
+        .zip(gate.par_chunks(BLOCK))
+        .zip(up.par_chunks(BLOCK))
+        .for_each(|((y, gate), up)| forward(gate, up, y));
+    cpu::tensor(y, shape, dtype)
+}
+
+/// `(dgate, dup)`.
+pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let op = "swiglu_backward";
+    let dtype = compute_dtype(op, &[("gate", gate), ("up", up), ("dy", dy)])?;
+    expect_shape(op, "up", up, gate.dims())?;
+    expect_shape(op, "dy", dy, gate.dims())?;
+    let shape = gate.shape().clone();
+    let (gate, up, dy) = (read(op, "gate", gate)?, read(op, "up", up)?, read(op, "dy", dy)?);
+    let (gate, up, dy) = (gate.f32()?, up.f32()?, dy.f32()?);
+    let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
+    dgate
+        .par_chunks_mut(BLOCK)
+        .zip(dup.par_chunks_mut(BLOCK))
+        .zip(gate.par_chunks(BLOCK))
+        .zip(up.par_chunks(BLOCK))
+        .zip(dy.par_chunks(BLOCK))
+        .for_each(|((((dgate, dup), gate), up), dy)| backward(gate, up, dy, dgate, dup));
+    Ok((cpu::tensor(dgate, shape.clone(), dtype)?, cpu::tensor(dup, shape, dtype)?))
+}
