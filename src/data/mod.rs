@@ -1,1 +1,3 @@
 //! JSONL to token streams, on host threads.
+
+pub mod image;

@@ -1,0 +1,265 @@
+//! Pictures to patches: decode, orient, resize, normalise, cut.
+//!
+//! ```text
+//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic -> rows of patches
+//! ```
+//!
+//! Shapes: `gh`, `gw` patches a side, `p` patch size in pixels, `tp` temporal patch size;
+//! `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
+//! Choices where libraries differ: EXIF orientation is applied, transparency is composited on
+//! white, 16-bit values are divided by 257, an animation gives its first frame, and the resize is
+//! Pillow's, bit for bit. An incomplete file is an error, never a half-grey picture.
+
+mod config;
+mod decode;
+mod header;
+mod patchify;
+mod resize;
+mod smart_resize;
+mod source;
+
+use std::error::Error;
+use std::fmt;
+use std::io::{Cursor, Read};
+use std::path::{Path, PathBuf};
+
+use config::Settings;
+pub use config::{ImageConfig, ImageConfigError};
+use decode::{DecodeError, Rgb, decode};
+use header::Header;
+use patchify::{Normalise, PatchShape, patchify};
+pub use smart_resize::smart_resize;
+
+use crate::batch::{MediaRef, MediaSource, Patches};
+
+/// Turns references to pictures into patches, with the settings of one model. Shared by all
+/// loader workers; each call runs on the calling thread alone.
+#[derive(Debug, Clone)]
+pub struct ImageProcessor {
+    patch_size: u32,
+    temporal_patch_size: u32,
+    merge_size: u32,
+    min_pixels: u64,
+    max_pixels: u64,
+    normalise: Normalise,
+}
+
+impl ImageProcessor {
+    /// Reads the settings of a model folder; the budget in `config` wins over the folder's.
+    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
+        let Settings {
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            min_pixels,
+            max_pixels,
+            mean,
+            std,
+            scale,
+        } = Settings::read(folder, config)?;
+        let normalise = Normalise::new(mean, std, scale);
+        Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
+    }
+
+    /// The grid `[t, gh, gw]` that [`Self::load`] will give, from the header alone: no pixel is
+    /// decoded, so damage behind the header goes unnoticed.
+    pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
+        let header = match &media.source {
+            MediaSource::File { root, path } => Header::read(&mut source::open(root, path)?),
+            MediaSource::DataUri(uri) => {
+                Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
+            }
+        };
+        let header = header.map_err(|error| ImageError::of(media, error))?;
+        Ok(self.grid_of(self.target(media, header.upright_size())?))
+    }
+
+    /// Decodes a picture into normalised patches.
+    pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
+        let bytes = match &media.source {
+            MediaSource::File { root, path } => {
+                let mut bytes = Vec::new();
+                source::open(root, path)?
+                    .read_to_end(&mut bytes)
+                    .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+                bytes
+            }
+            MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
+        };
+        let image = decode(&bytes).map_err(|error| ImageError::of(media, error))?;
+        drop(bytes);
+        let [height, width] = self.target(media, [image.height as u32, image.width as u32])?;
+        let image: Rgb = resize::resize(image, height, width);
+        let shape = PatchShape {
+            patch: self.patch_size as usize,
+            temporal: self.temporal_patch_size as usize,
+            merge: self.merge_size as usize,
+        };
+        let pixel_values = patchify(&image, shape, &self.normalise); // [gh * gw, 3 * tp * p * p]
+        Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
+    }
+
+    /// Patches a side of the square that merges into one token.
+    pub fn merge_size(&self) -> u32 {
+        self.merge_size
+    }
+
+    /// Pixels a side of a patch.
+    pub fn patch_size(&self) -> u32 {
+        self.patch_size
+    }
+
+    /// Frames in a patch.
+    pub fn temporal_patch_size(&self) -> u32 {
+        self.temporal_patch_size
+    }
+
+    /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.
+    pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
+        let patches: usize = grid_thw.iter().map(|n| *n as usize).product();
+        patches / (self.merge_size as usize).pow(2)
+    }
+
+    fn target(&self, media: &MediaRef, [height, width]: [u32; 2]) -> Result<[u32; 2], ImageError> {
+        let factor = self.patch_size * self.merge_size;
+        smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+            .ok_or_else(|| ImageError::AspectRatio { image: ImageName::of(media), width, height })
+    }
+
+    fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
+        [1, height / self.patch_size, width / self.patch_size]
+    }
+}
+
+/// What to call a picture in a message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageName {
+    /// As the row writes it.
+    Path(PathBuf),
+    /// A data URI, which is too long to show.
+    DataUri,
+}
+
+impl ImageName {
+    fn of(media: &MediaRef) -> Self {
+        match &media.source {
+            MediaSource::File { path, .. } => Self::Path(path.clone()),
+            MediaSource::DataUri(_) => Self::DataUri,
+        }
+    }
+}
+
+impl fmt::Display for ImageName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => write!(f, "`{}`", path.display()),
+            Self::DataUri => f.write_str("in a data URI"),
+        }
+    }
+}
+
+/// Why a picture cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// There is no such file.
+    #[error("image `{}` does not exist in `{}`", .path.display(), .root.display())]
+    Missing {
+        /// As the row writes it.
+        path: PathBuf,
+        /// Where it was looked for.
+        root: PathBuf,
+    },
+    /// The folder itself is not there.
+    #[error("cannot open `image_root` `{}`", .root.display())]
+    Root {
+        /// The folder.
+        root: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The path leads out of its root, by itself or by a link.
+    #[error("image `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
+    EscapesRoot {
+        /// As the row writes it.
+        path: PathBuf,
+        /// The folder that it must stay in.
+        root: PathBuf,
+    },
+    /// The file cannot be read, or is not a regular file.
+    #[error("cannot read image `{}`", .path.display())]
+    Read {
+        /// As the row writes it.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The data URI itself is malformed.
+    #[error("cannot read an image from a data URI: {problem}")]
+    DataUri {
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The bytes are none of the formats that are decoded.
+    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP picture")]
+    UnknownFormat {
+        /// Which picture.
+        image: ImageName,
+    },
+    /// The picture is damaged or incomplete.
+    #[error("image {image} is broken")]
+    Broken {
+        /// Which picture.
+        image: ImageName,
+        /// What the decoder found.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// Too elongated for the model.
+    #[error("image {image} is {width} x {height}, expected sides of a ratio of at most 200")]
+    AspectRatio {
+        /// Which picture.
+        image: ImageName,
+        /// In pixels, upright.
+        width: u32,
+        /// In pixels, upright.
+        height: u32,
+    },
+    /// The header declares more pixels than are worth decoding.
+    #[error(
+        "image {image} is {width} x {height}, expected at most {limit} pixels",
+        limit = decode::MAX_PIXELS
+    )]
+    TooLarge {
+        /// Which picture.
+        image: ImageName,
+        /// In pixels, as stored.
+        width: u32,
+        /// In pixels, as stored.
+        height: u32,
+    },
+}
+
+impl ImageError {
+    fn of(media: &MediaRef, error: DecodeError) -> Self {
+        let image = ImageName::of(media);
+        match error {
+            DecodeError::UnknownFormat => Self::UnknownFormat { image },
+            DecodeError::TooLarge { width, height } => Self::TooLarge { image, width, height },
+            DecodeError::Broken(source) => Self::Broken { image, source },
+        }
+    }
+
+    /// A short key to count rejected samples by.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "image_missing",
+            Self::Root { .. } => "image_root_missing",
+            Self::EscapesRoot { .. } => "image_path_escapes_root",
+            Self::Read { .. } => "image_unreadable",
+            Self::DataUri { .. } => "image_data_uri",
+            Self::UnknownFormat { .. } => "image_format",
+            Self::Broken { .. } => "image_broken",
+            Self::AspectRatio { .. } => "image_aspect_ratio",
+            Self::TooLarge { .. } => "image_too_large",
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Bytes of a picture to upright RGB.
+//!
+//! Colour: grey is repeated, palettes are looked up, 16-bit values become `round(value / 257)`,
+//! and every kind of transparency is composited on white with Pillow's `alpha_composite`
+//! arithmetic. Animations give their first frame. Incomplete files are errors.
+
+use std::error::Error;
+use std::io::Cursor;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+
+use super::header::{Header, swaps_sides};
+
+/// Larger pictures are refused from their header, before memory is spent on them.
+pub(super) const MAX_PIXELS: u64 = 1 << 28;
+
+/// 8-bit RGB, `[height, width, 3]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rgb {
+    pub(super) width: usize,
+    pub(super) height: usize,
+    pub(super) data: Vec<u8>,
+}
+
+/// Why bytes are not a picture; the caller knows which one.
+#[derive(Debug)]
+pub(super) enum DecodeError {
+    /// None of the formats that are decoded here.
+    UnknownFormat,
+    /// Declares more than [`MAX_PIXELS`].
+    TooLarge { width: u32, height: u32 },
+    /// Damaged or incomplete.
+    Broken(Box<dyn Error + Send + Sync>),
+}
+
+impl From<image::ImageError> for DecodeError {
+    fn from(error: image::ImageError) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+impl From<std::io::Error> for DecodeError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+/// Decodes a whole file.
+pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    // A bug in a decoder that a damaged picture sets off costs that picture, not the run.
+    catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes)))
+        .unwrap_or_else(|_| Err(DecodeError::Broken("the decoder panicked".into())))
+}
+
+fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    let header = Header::read(&mut Cursor::new(bytes))?;
+    // Decoders are lenient: they fill what is missing with grey.
+    let complete = match header.format {
+        ImageFormat::Jpeg => jpeg_has_an_end(bytes),
+        ImageFormat::WebP => riff_is_whole(bytes),
+        _ => true,
+    };
+    if !complete {
+        return Err(DecodeError::Broken("the file is truncated".into()));
+    }
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), header.format);
+    let mut limits = Limits::no_limits();
+    // 8 bytes a pixel is the widest layout; as much again for a decoder's own buffers.
+    limits.max_alloc = Some(MAX_PIXELS * 16);
+    reader.limits(limits);
+    let image = reader.decode()?;
+    if (image.width(), image.height()) != (header.width, header.height) {
+        return Err(DecodeError::Broken("the pixels have another size than the header".into()));
+    }
+    Ok(upright(to_rgb(image)?, header.orientation))
+}
+
+/// Whether an end-of-image marker follows the scans. Inside of a scan `ff` is followed by `00` or
+/// a restart marker; other segments have a length.
+fn jpeg_has_an_end(bytes: &[u8]) -> bool {
+    let mut at = 2;
+    let mut in_scan = false;
+    while let Some(found) = bytes.get(at..).and_then(|rest| rest.iter().position(|b| *b == 0xff)) {
+        at += found + 1;
+        match bytes.get(at) {
+            Some(0xd9) => return true,
+            Some(0xff) => {}
+            Some(0x00 | 0x01 | 0xd0..=0xd8) => at += 1,
+            Some(0xc0..=0xfe) => {
+                in_scan |= bytes[at] == 0xda;
+                let Some(length) = bytes[at + 1..].first_chunk() else { return false };
+                at += 1 + usize::from(u16::from_be_bytes(*length));
+            }
+            Some(_) if in_scan => at += 1, // a damaged scan: the decoder's business
+            Some(_) => return false,
+            None => return false,
+        }
+    }
+    false
+}
+
+/// Whether all bytes that the container declares are there.
+fn riff_is_whole(bytes: &[u8]) -> bool {
+    bytes[4..]
+        .first_chunk()
+        .is_some_and(|size| bytes.len() as u64 >= 8 + u64::from(u32::from_le_bytes(*size)))
+}
+
+fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
+    let (width, height) = (image.width() as usize, image.height() as usize);
+    let data = match image {
+        DynamicImage::ImageRgb8(pixels) => pixels.into_raw(),
+        DynamicImage::ImageLuma8(pixels) => grey(&pixels),
+        DynamicImage::ImageLuma16(pixels) => grey(&eight_bits(&pixels)),
+        DynamicImage::ImageLumaA8(pixels) => grey_alpha(&pixels),
+        DynamicImage::ImageLumaA16(pixels) => grey_alpha(&eight_bits(&pixels)),
+        DynamicImage::ImageRgb16(pixels) => eight_bits(&pixels),
+        DynamicImage::ImageRgba8(pixels) => rgb_alpha(&pixels),
+        DynamicImage::ImageRgba16(pixels) => rgb_alpha(&eight_bits(&pixels)),
+        other => {
+            let problem = format!("colour type `{:?}` is not supported", other.color());
+            return Err(DecodeError::Broken(problem.into()));
+        }
+    };
+    Ok(Rgb { width, height, data })
+}
+
+/// `round(value / 257)`: 65535 becomes 255.
+fn eight_bits(values: &[u16]) -> Vec<u8> {
+    values.iter().map(|value| ((u32::from(*value) + 128) / 257) as u8).collect()
+}
+
+fn grey(values: &[u8]) -> Vec<u8> {
+    values.iter().flat_map(|value| [*value; 3]).collect()
+}
+
+fn grey_alpha(pixels: &[u8]) -> Vec<u8> {
+    pixels.as_chunks().0.iter().flat_map(|[value, alpha]| [on_white(*value, *alpha); 3]).collect()
+}
+
+fn rgb_alpha(pixels: &[u8]) -> Vec<u8> {
+    let pixels = pixels.as_chunks::<4>().0;
+    pixels.iter().flat_map(|[r, g, b, alpha]| [*r, *g, *b].map(|c| on_white(c, *alpha))).collect()
+}
+
+/// `value` over white, rounded as Pillow's `alpha_composite` does.
+fn on_white(value: u8, alpha: u8) -> u8 {
+    let (value, alpha) = (u32::from(value), u32::from(alpha));
+    let sum = ((value * alpha + 255 * (255 - alpha)) << 7) + (0x80 << 7);
+    ((((sum >> 8) + sum) >> 8) >> 7) as u8
+}
+
+/// Applies an EXIF orientation: each row of the result walks the source with a fixed stride.
+fn upright(image: Rgb, orientation: Orientation) -> Rgb {
+    // Walked in squares, so that a column of the source stays in the cache.
+    const TILE: usize = 64;
+    let (w, h) = (image.width as isize, image.height as isize);
+    // Source pixel of the result's (0, 0), and what one step right and one down add to it.
+    let (origin, right, down) = match orientation {
+        Orientation::NoTransforms => return image,
+        Orientation::FlipHorizontal => (w - 1, -1, w),
+        Orientation::Rotate180 => (w * h - 1, -1, -w),
+        Orientation::FlipVertical => (w * (h - 1), 1, -w),
+        Orientation::Rotate90FlipH => (0, w, 1),
+        Orientation::Rotate90 => (w * (h - 1), -w, 1),
+        Orientation::Rotate270FlipH => (w * h - 1, -w, -1),
+        Orientation::Rotate270 => (w - 1, w, -1),
+    };
+    let (width, height) = if swaps_sides(orientation) {
+        (image.height, image.width)
+    } else {
+        (image.width, image.height)
+    };
+    let source = image.data.as_chunks::<3>().0;
+    let mut data = vec![0; image.data.len()];
+    let target = data.as_chunks_mut::<3>().0;
+    for top in (0..height).step_by(TILE) {
+        for left in (0..width).step_by(TILE) {
+            for y in top..height.min(top + TILE) {
+                for x in left..width.min(left + TILE) {
+                    let from = origin + x as isize * right + y as isize * down;
+                    target[y * width + x] = source[from as usize];
+                }
+            }
+        }
+    }
+    Rgb { width, height, data }
+}

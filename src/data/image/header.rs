@@ -1,0 +1,156 @@
+//! Format, size and orientation of a picture, from its headers alone.
+//!
+//! `grid` and `load` both ask here, so they cannot disagree. The format comes from the first bytes,
+//! never from a name. JPEG and PNG are walked by hand: the decoders would read the whole file, or
+//! miss an `eXIf` chunk behind the pixels.
+
+use std::io::{BufRead, Seek, SeekFrom};
+
+use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
+use image::metadata::Orientation;
+use image::{ImageDecoder, ImageFormat};
+
+use super::decode::{DecodeError, MAX_PIXELS};
+
+/// What is known before pixels are decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) format: ImageFormat,
+    /// Sides as stored.
+    pub(super) width: u32,
+    pub(super) height: u32,
+    /// What EXIF says to do before showing it.
+    pub(super) orientation: Orientation,
+}
+
+impl Header {
+    /// Reads the headers from the start of `reader`.
+    pub(super) fn read(reader: &mut (impl BufRead + Seek)) -> Result<Self, DecodeError> {
+        let start = reader.fill_buf()?;
+        if start.is_empty() {
+            return Err(DecodeError::Broken("the file is empty".into()));
+        }
+        let format = image::guess_format(start).map_err(|_| DecodeError::UnknownFormat)?;
+        let (width, height, orientation) = match format {
+            ImageFormat::Jpeg => jpeg(reader)?,
+            ImageFormat::Png => png(reader)?,
+            ImageFormat::WebP => {
+                let mut decoder = WebPDecoder::new(reader)?;
+                let orientation = orientation(&decoder.exif_metadata()?.unwrap_or_default());
+                let (width, height) = decoder.dimensions();
+                (width, height, orientation)
+            }
+            ImageFormat::Gif => without_exif(&GifDecoder::new(reader)?),
+            ImageFormat::Bmp => without_exif(&BmpDecoder::new(reader)?),
+            _ => return Err(DecodeError::UnknownFormat),
+        };
+        if width == 0 || height == 0 {
+            return Err(DecodeError::Broken("a side is 0".into()));
+        }
+        if u64::from(width) * u64::from(height) > MAX_PIXELS {
+            return Err(DecodeError::TooLarge { width, height });
+        }
+        Ok(Self { format, width, height, orientation })
+    }
+
+    /// `[height, width]` after orientation.
+    pub(super) fn upright_size(&self) -> [u32; 2] {
+        if swaps_sides(self.orientation) {
+            [self.width, self.height]
+        } else {
+            [self.height, self.width]
+        }
+    }
+}
+
+/// Whether the orientation turns the picture on its side.
+pub(super) fn swaps_sides(orientation: Orientation) -> bool {
+    matches!(
+        orientation,
+        Orientation::Rotate90
+            | Orientation::Rotate270
+            | Orientation::Rotate90FlipH
+            | Orientation::Rotate270FlipH
+    )
+}
+
+fn without_exif(decoder: &impl ImageDecoder) -> (u32, u32, Orientation) {
+    let (width, height) = decoder.dimensions();
+    (width, height, Orientation::NoTransforms)
+}
+
+/// Orientation in an EXIF block; some writers put JPEG's prefix before it in other formats too.
+fn orientation(exif: &[u8]) -> Orientation {
+    let exif = exif.strip_prefix(EXIF_PREFIX).unwrap_or(exif);
+    Orientation::from_exif_chunk(exif).unwrap_or(Orientation::NoTransforms)
+}
+
+const EXIF_PREFIX: &[u8] = b"Exif\0\0";
+
+fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    reader.read_exact(&mut bytes).map(|()| bytes)
+}
+
+/// Width, height and orientation from the segments before the first scan.
+fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
+    let mut exif = None;
+    let mut size = None;
+    bytes::<2>(reader)?; // start of image
+    loop {
+        while bytes(reader)? != [0xff] {} // tolerate bytes between segments
+        let marker = loop {
+            match bytes(reader)? {
+                [0xff] => {}
+                [marker] => break marker,
+            }
+        };
+        if matches!(marker, 0x00 | 0x01 | 0xd0..=0xd8) {
+            continue; // has no length
+        }
+        if matches!(marker, 0xd9 | 0xda) {
+            break; // end of image, start of scan
+        }
+        let length = u16::from_be_bytes(bytes(reader)?).saturating_sub(2);
+        match marker {
+            0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) && length >= 5 => {
+                let [_precision, h0, h1, w0, w1] = bytes(reader)?;
+                size = size.or(Some([[w0, w1], [h0, h1]].map(u16::from_be_bytes)));
+                reader.seek_relative(i64::from(length) - 5)?;
+            }
+            0xe1 if exif.is_none() => {
+                let mut block = vec![0; usize::from(length)];
+                reader.read_exact(&mut block)?;
+                exif = Some(block).filter(|block| block.starts_with(EXIF_PREFIX));
+            }
+            _ => reader.seek_relative(i64::from(length))?,
+        }
+    }
+    let Some([width, height]) = size else {
+        return Err(DecodeError::Broken("there is no frame header before the first scan".into()));
+    };
+    Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
+}
+
+/// Width, height and orientation; the `eXIf` chunk may stand behind the pixels.
+fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
+    let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
+    else {
+        return Err(DecodeError::Broken("the first chunk is not `IHDR`".into()));
+    };
+    let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
+    let end = reader.seek(SeekFrom::End(0))?;
+    let mut at = 8 + 12 + 13;
+    while at + 12 <= end {
+        reader.seek(SeekFrom::Start(at))?;
+        let length = u32::from_be_bytes(bytes(reader)?);
+        let kind: [u8; 4] = bytes(reader)?;
+        if &kind == b"eXIf" && at + 12 + u64::from(length) <= end {
+            let mut exif = vec![0; length as usize];
+            reader.read_exact(&mut exif)?;
+            return Ok((width, height, orientation(&exif)));
+        }
+        at += 12 + u64::from(length);
+    }
+    Ok((width, height, Orientation::NoTransforms))
+}
