@@ -1,0 +1,261 @@
+//! The `data` section of the config.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::image::ImageConfig;
+use super::order::RowOrder;
+use super::packing::{Overlong, Packing};
+
+/// What is trained on, and how it becomes batches.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// Data sets to train on.
+    pub train: Vec<DatasetConfig>,
+    /// Data sets to evaluate on.
+    #[serde(default)]
+    pub eval: Vec<DatasetConfig>,
+    /// Join samples into packs of at most `packing_length` tokens; false: one sample a row.
+    #[serde(default = "default_true")]
+    pub packing: bool,
+    /// Upper bound on one pack, in tokens, vision tokens included.
+    #[serde(default = "default_packing_length")]
+    pub packing_length: NonZeroU32,
+    /// Which samples share a pack.
+    #[serde(default)]
+    pub packing_strategy: PackingStrategy,
+    /// When packing, reject samples longer than `packing_length`; false: each goes alone.
+    #[serde(default = "default_true")]
+    pub filter_overlong: bool,
+    /// Upper bound on one sample, in tokens, packing or not; null: none.
+    #[serde(default)]
+    pub max_length: Option<NonZeroU32>,
+    /// What becomes of a sample longer than `max_length`.
+    #[serde(default)]
+    pub truncation: Truncation,
+    /// Draw a new order for each epoch from the seed; false: the order of the files.
+    #[serde(default = "default_true")]
+    pub shuffle: bool,
+    /// Sizes to which images are brought.
+    #[serde(default)]
+    pub image: ImageConfig,
+    /// Threads that read and encode rows; they change the speed and nothing else.
+    #[serde(default = "default_workers")]
+    pub workers: NonZeroUsize,
+    /// What becomes of the run when a row cannot be used.
+    #[serde(default)]
+    pub on_error: OnError,
+    /// Share of the rows read that may be rejected before the run stops; 1.0: all of them.
+    #[serde(default = "default_max_rejected")]
+    pub max_rejected: f64,
+}
+
+/// One data set.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DatasetConfig {
+    /// A JSONL file.
+    pub path: PathBuf,
+    /// Folder that image paths are relative to and must stay inside of; null: that of the file.
+    #[serde(default)]
+    pub image_root: Option<PathBuf>,
+    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again.
+    #[serde(default = "default_weight")]
+    pub weight: f64,
+}
+
+/// Which samples share a pack.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PackingStrategy {
+    /// Neighbours: a pack is closed when the next sample does not fit.
+    Sequential,
+    /// Those that leave the least room unused, out of a few hundred neighbours.
+    #[default]
+    BestFit,
+}
+
+/// What becomes of a sample longer than `max_length`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Truncation {
+    /// It is rejected and counted as `too_long`.
+    #[default]
+    Delete,
+    /// The run stops and names its file and line.
+    Error,
+}
+
+/// What becomes of the run when a row cannot be used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnError {
+    /// The row is counted by reason and listed in `rejects.jsonl`; the run goes on.
+    #[default]
+    Skip,
+    /// The run stops and names the file and line.
+    Stop,
+}
+
+/// A value of the `data` section that no run can work with.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum DataConfigError {
+    /// Nothing to train on.
+    #[error("`data.train` lists no data set")]
+    NoTrainData,
+    /// A weight that is no positive number.
+    #[error("`data.{list}.{index}.weight` is `{weight}`, expected a finite number above 0")]
+    Weight {
+        /// `train` or `eval`.
+        list: &'static str,
+        /// Index in the list.
+        index: usize,
+        /// What the config says.
+        weight: f64,
+    },
+    /// A share outside of 0 to 1.
+    #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
+    MaxRejected {
+        /// What the config says.
+        max_rejected: f64,
+    },
+}
+
+impl DataConfigError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
+            Self::Weight { .. } => "to leave a data set out, remove its entry",
+            Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
+        }
+    }
+}
+
+impl DataConfig {
+    /// Checks what the types do not.
+    pub fn validate(&self) -> Result<(), DataConfigError> {
+        if self.train.is_empty() {
+            return Err(DataConfigError::NoTrainData);
+        }
+        for (list, datasets) in [("train", &self.train), ("eval", &self.eval)] {
+            for (index, DatasetConfig { weight, .. }) in datasets.iter().enumerate() {
+                if !(weight.is_finite() && *weight > 0.0) {
+                    return Err(DataConfigError::Weight { list, index, weight: *weight });
+                }
+            }
+        }
+        if !(0.0..=1.0).contains(&self.max_rejected) {
+            return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
+        }
+        Ok(())
+    }
+
+    /// The packing keys as one value.
+    pub fn packing(&self) -> Packing {
+        if !self.packing {
+            return Packing::Off;
+        }
+        Packing::On {
+            length: self.packing_length,
+            strategy: self.packing_strategy,
+            overlong: if self.filter_overlong { Overlong::Reject } else { Overlong::Alone },
+        }
+    }
+
+    /// `shuffle` as a value.
+    pub fn row_order(&self) -> RowOrder {
+        if self.shuffle { RowOrder::Shuffled } else { RowOrder::File }
+    }
+}
+
+fn default_true() -> bool {
+    true
+}
+
+fn default_packing_length() -> NonZeroU32 {
+    const { NonZeroU32::new(8192).expect("not zero") }
+}
+
+fn default_workers() -> NonZeroUsize {
+    const { NonZeroUsize::new(2).expect("not zero") }
+}
+
+fn default_max_rejected() -> f64 {
+    0.01
+}
+
+fn default_weight() -> f64 {
+    1.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<DataConfig, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_contract() {
+        let config = parse(r#"{"train": [{"path": "a.jsonl"}]}"#).unwrap();
+        config.validate().unwrap();
+        assert_eq!(
+            serde_json::to_string(&config).unwrap(),
+            r#"{"train":[{"path":"a.jsonl","image_root":null,"weight":1.0}],"eval":[],"packing":true,"#
+                .to_owned()
+                + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
+                + r#""max_length":null,"truncation":"delete","shuffle":true,"#
+                + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
+                + r#""max_rejected":0.01}"#
+        );
+    }
+
+    #[test]
+    fn unknown_keys_and_impossible_values_are_refused() {
+        for text in [
+            r#"{"train": [], "packing_lenght": 1}"#,
+            r#"{"train": [{"path": "a", "wieght": 1.0}]}"#,
+            r#"{"train": [], "packing_length": 0}"#,
+            r#"{"train": [], "workers": 0}"#,
+            r#"{"train": [], "truncation": "middle"}"#,
+            r"{}",
+        ] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn weights_and_shares_out_of_range_are_named() {
+        assert_eq!(
+            parse(r#"{"train": []}"#).unwrap().validate(),
+            Err(DataConfigError::NoTrainData)
+        );
+        let mut config = parse(r#"{"train": [{"path": "a"}], "eval": [{"path": "b"}]}"#).unwrap();
+        for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            config.eval[0].weight = weight;
+            let message = config.validate().unwrap_err().to_string();
+            assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
+        }
+        config.eval.clear();
+        for max_rejected in [-0.1, 1.1, f64::NAN] {
+            config.max_rejected = max_rejected;
+            assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
+        }
+    }
+
+    #[test]
+    fn the_packing_keys_become_one_value() {
+        let mut config = parse(r#"{"train": [], "filter_overlong": false}"#).unwrap();
+        let length = NonZeroU32::new(8192).unwrap();
+        let strategy = PackingStrategy::BestFit;
+        let expected = Packing::On { length, strategy, overlong: Overlong::Alone };
+        assert_eq!(config.packing(), expected);
+        config.packing = false;
+        assert_eq!(config.packing(), Packing::Off);
+    }
+}

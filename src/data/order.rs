@@ -1,0 +1,281 @@
+//! The order in which an epoch visits the rows: a function of seed, epoch and data alone.
+
+use std::fmt::Debug;
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sha2::{Digest, Sha256};
+
+use super::row::Row;
+
+/// Whether the rows of an epoch are shuffled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowOrder {
+    /// Data sets in the order of the config, rows in that of the file.
+    File,
+    /// A permutation of all of them, another one each epoch.
+    Shuffled,
+}
+
+/// How much of a data set an epoch sees.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DatasetShare {
+    /// Rows of the data set.
+    pub rows: u64,
+    /// Passes an epoch: the whole part of it all rows, the fraction a seeded subset.
+    pub weight: f64,
+}
+
+/// Data sets from which no order can be made.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum OrderError {
+    /// A weight that is no positive number.
+    #[error("data set {dataset}: weight is `{weight}`, expected a finite number above 0")]
+    Weight {
+        /// Index of the data set.
+        dataset: usize,
+        /// Its weight.
+        weight: f64,
+    },
+    /// More rows than an index holds.
+    #[error(
+        "data set {dataset}: an epoch would see {rows} rows up to it, at most {} fit",
+        u32::MAX
+    )]
+    TooManyRows {
+        /// Index of the data set that passes the limit.
+        dataset: usize,
+        /// Rows an epoch of the data sets up to this one.
+        rows: f64,
+    },
+}
+
+impl OrderError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Weight { .. } => "to leave a data set out, remove its entry",
+            Self::TooManyRows { .. } => "lower its weight, or split the data over several runs",
+        }
+    }
+}
+
+/// The visiting order of every epoch. Positions in an epoch count from 0 to [`Order::len`].
+#[derive(Debug, Clone)]
+pub struct Order {
+    datasets: Vec<DatasetPasses>,
+    row_order: RowOrder,
+    seed: u64,
+    fingerprint: [u8; 32],
+}
+
+#[derive(Debug, Clone, Copy)]
+struct DatasetPasses {
+    rows: u32,
+    whole_passes: u32,
+    extra_rows: u32, // a subset of the rows, drawn anew each epoch
+}
+
+impl Order {
+    /// From the data sets' sizes and the fingerprint of their content.
+    pub fn new(
+        datasets: &[DatasetShare],
+        row_order: RowOrder,
+        seed: u64,
+        fingerprint: [u8; 32],
+    ) -> Result<Self, OrderError> {
+        let mut total = 0.0;
+        let mut passes = Vec::with_capacity(datasets.len());
+        for (dataset, DatasetShare { rows, weight }) in datasets.iter().copied().enumerate() {
+            if !(weight.is_finite() && weight > 0.0) {
+                return Err(OrderError::Weight { dataset, weight });
+            }
+            let extra_rows = (weight.fract() * rows as f64).round();
+            total += weight.floor() * rows as f64 + extra_rows;
+            if total.max(rows as f64) > f64::from(u32::MAX) {
+                return Err(OrderError::TooManyRows { dataset, rows: total.max(rows as f64) });
+            }
+            passes.push(DatasetPasses {
+                rows: rows as u32,
+                whole_passes: if rows == 0 { 0 } else { weight.floor() as u32 },
+                extra_rows: extra_rows as u32,
+            });
+        }
+        Ok(Self { datasets: passes, row_order, seed, fingerprint })
+    }
+
+    /// Rows an epoch; the same in each.
+    pub fn len(&self) -> u64 {
+        let rows = |dataset: &DatasetPasses| {
+            u64::from(dataset.rows) * u64::from(dataset.whole_passes)
+                + u64::from(dataset.extra_rows)
+        };
+        self.datasets.iter().map(rows).sum()
+    }
+
+    /// True if an epoch has no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Rows of each data set, whatever its weight.
+    pub fn dataset_rows(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
+        self.datasets.iter().map(|dataset| dataset.rows)
+    }
+
+    /// The rows of an epoch, in the order in which it visits them; [`Order::len`] of them.
+    pub fn epoch(&self, epoch: u64) -> Vec<Row> {
+        let mut order = Vec::with_capacity(self.len() as usize);
+        for (dataset, passes) in (0u32..).zip(&self.datasets) {
+            for _ in 0..passes.whole_passes {
+                order.extend((0..passes.rows).map(|row| Row { dataset, row }));
+            }
+            if passes.extra_rows > 0 {
+                let mut rng = self.rng(epoch, u64::from(dataset));
+                let subset = subset(passes.rows, passes.extra_rows, &mut rng);
+                order.extend(subset.into_iter().map(|row| Row { dataset, row }));
+            }
+        }
+        if self.row_order == RowOrder::Shuffled {
+            let mut rng = self.rng(epoch, u64::MAX); // no data set has this index
+            for last in (1..order.len()).rev() {
+                order.swap(last, below(&mut rng, last as u64 + 1) as usize);
+            }
+        }
+        order
+    }
+
+    /// One independent stream of random numbers for each use.
+    fn rng(&self, epoch: u64, purpose: u64) -> ChaCha8Rng {
+        let mut hash = Sha256::new();
+        for number in [self.seed, epoch, purpose] {
+            hash.update(number.to_le_bytes());
+        }
+        hash.update(self.fingerprint);
+        ChaCha8Rng::from_seed(hash.finalize().into())
+    }
+}
+
+/// `count` of `0..rows`, ascending.
+fn subset(rows: u32, count: u32, rng: &mut ChaCha8Rng) -> Vec<u32> {
+    let mut all: Vec<u32> = (0..rows).collect();
+    for chosen in 0..count as usize {
+        let rest = all.len() - chosen;
+        all.swap(chosen, chosen + below(rng, rest as u64) as usize);
+    }
+    all.truncate(count as usize);
+    all.sort_unstable();
+    all
+}
+
+/// Uniform in `0..bound` up to a bias of `bound / 2^64`. Ours, because the order must outlive
+/// changes of the sampling code in a dependency.
+fn below(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
+    ((u128::from(rng.next_u64()) * u128::from(bound)) >> 64) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn order(shares: &[(u64, f64)], row_order: RowOrder, seed: u64) -> Order {
+        let share = |(rows, weight): &(u64, f64)| DatasetShare { rows: *rows, weight: *weight };
+        let datasets: Vec<_> = shares.iter().map(share).collect();
+        Order::new(&datasets, row_order, seed, [7; 32]).unwrap()
+    }
+
+    fn pairs(rows: &[Row]) -> Vec<(u32, u32)> {
+        rows.iter().map(|row| (row.dataset, row.row)).collect()
+    }
+
+    #[test]
+    fn without_shuffle_the_order_is_that_of_config_and_file() {
+        let order = order(&[(2, 1.0), (3, 1.0)], RowOrder::File, 1);
+        assert_eq!(pairs(&order.epoch(0)), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]);
+        assert_eq!(order.epoch(0), order.epoch(5));
+    }
+
+    /// The numbers may never change: a resumed run of an older build relies on them.
+    #[test]
+    fn the_shuffle_is_the_same_on_every_machine() {
+        let order = order(&[(8, 1.0)], RowOrder::Shuffled, 42);
+        let rows = |epoch| order.epoch(epoch).iter().map(|row| row.row).collect::<Vec<_>>();
+        assert_eq!(rows(0), [2, 7, 6, 4, 1, 3, 5, 0]);
+        assert_eq!(rows(1), [6, 0, 4, 3, 1, 2, 7, 5]);
+    }
+
+    #[test]
+    fn seed_epoch_and_fingerprint_each_change_the_order() {
+        let base = order(&[(50, 1.0)], RowOrder::Shuffled, 1);
+        let other_seed = order(&[(50, 1.0)], RowOrder::Shuffled, 2);
+        let other_data = Order { fingerprint: [8; 32], ..base.clone() };
+        assert_eq!(base.epoch(0), base.clone().epoch(0));
+        assert_ne!(base.epoch(0), base.epoch(1));
+        assert_ne!(base.epoch(0), other_seed.epoch(0));
+        assert_ne!(base.epoch(0), other_data.epoch(0));
+    }
+
+    #[test]
+    fn every_place_of_a_shuffle_is_equally_likely() {
+        let order = order(&[(4, 1.0)], RowOrder::Shuffled, 3);
+        let mut seen = [[0u32; 4]; 4]; // [row][place]
+        for epoch in 0..4000 {
+            for (place, row) in order.epoch(epoch).iter().enumerate() {
+                seen[row.row as usize][place] += 1;
+            }
+        }
+        // 1000 expected with a deviation of 27
+        assert!(seen.iter().flatten().all(|count| count.abs_diff(1000) < 140), "{seen:?}");
+    }
+
+    #[test]
+    fn a_fraction_of_a_weight_draws_another_subset_each_epoch() {
+        let order = order(&[(100, 0.25)], RowOrder::File, 3);
+        assert_eq!(order.len(), 25);
+        assert_ne!(order.epoch(0), order.epoch(1));
+        assert!(order.epoch(0).is_sorted());
+    }
+
+    #[test]
+    fn impossible_weights_and_sizes_are_refused() {
+        let new = |rows, weight| {
+            Order::new(&[DatasetShare { rows, weight }], RowOrder::File, 0, [0; 32]).map(drop)
+        };
+        for weight in [0.0, -0.5, f64::NAN, f64::INFINITY] {
+            assert!(matches!(new(1, weight), Err(OrderError::Weight { dataset: 0, .. })));
+        }
+        assert!(matches!(new(2, 1e300), Err(OrderError::TooManyRows { dataset: 0, .. })));
+        assert!(matches!(new(1 << 33, 1e-9), Err(OrderError::TooManyRows { dataset: 0, .. })));
+        assert!(new(0, 1.0).is_ok());
+        assert!(order(&[(0, 1e300)], RowOrder::File, 0).epoch(0).is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn each_row_comes_as_often_as_its_weight_says(
+            shares in prop::collection::vec((0u64..40, 1u32..350), 1..4),
+            shuffle in any::<bool>(),
+            seed in any::<u64>(),
+            epoch in 0u64..9,
+        ) {
+            let shares: Vec<_> =
+                shares.iter().map(|(rows, percent)| (*rows, f64::from(*percent) / 100.0)).collect();
+            let row_order = if shuffle { RowOrder::Shuffled } else { RowOrder::File };
+            let order = order(&shares, row_order, seed);
+            let rows = order.epoch(epoch);
+            prop_assert_eq!(rows.len() as u64, order.len());
+            for (dataset, (num_rows, weight)) in shares.iter().enumerate() {
+                let mut seen = vec![0u32; *num_rows as usize];
+                for row in rows.iter().filter(|row| row.dataset as usize == dataset) {
+                    seen[row.row as usize] += 1;
+                }
+                let whole = weight.floor() as u32;
+                prop_assert!(seen.iter().all(|times| *times == whole || *times == whole + 1));
+                let extra = seen.iter().filter(|times| **times > whole).count();
+                prop_assert_eq!(extra, (weight.fract() * *num_rows as f64).round() as usize);
+            }
+        }
+    }
+}

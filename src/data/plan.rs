@@ -1,0 +1,128 @@
+//! How many steps a run will have, from lengths alone.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::loader::{DataState, LoaderError, LoaderOptions};
+use super::order::Order;
+use super::row::{Length, Rejection, Row, RowReader};
+use super::steps::Assembly;
+use super::workers::{Limits, Workers};
+
+/// Rows measured ahead of the one that is stored next.
+const AHEAD_ROWS: usize = 1024;
+/// Rows between two calls of the progress function.
+const PROGRESS_ROWS: u64 = 64;
+
+/// What a run over the data will do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Packs, or samples with packing off.
+    pub packs: u64,
+    /// Samples, each as often as it is seen.
+    pub samples: u64,
+    /// Tokens, vision tokens included.
+    pub tokens: u64,
+    /// Rows read, usable or not.
+    pub rows_read: u64,
+    /// How many of them will be rejected, by reason.
+    pub rejected: BTreeMap<String, u64>,
+}
+
+/// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
+///
+/// The numbers are exact but for rows that only decoding a picture finds broken. It fails where the
+/// loader would. `epochs` counts instead of those of `options`; `progress` is told rows measured
+/// and rows in all.
+pub fn plan(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Plan, LoaderError> {
+    let start = DataState::default();
+    let mut plan =
+        Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
+    if epochs == 0 {
+        return Ok(plan);
+    }
+    start.check_epoch(order.len())?;
+    let lengths = measure(reader, order, options, epochs, progress)?;
+    let no_samples = |_| unreachable!("a run that begins holds no samples");
+    let mut assembly = Assembly::resume(options.clone(), order.len(), start, no_samples)?;
+    for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
+        let outcome = lengths[row.dataset as usize][row.row as usize].clone();
+        let outcome = outcome.expect("every row of these epochs is measured");
+        let outcome = outcome.map(|length| (length, ())).map_err(|rejection| *rejection);
+        assembly.push(outcome, || reader.id(row))?;
+        while let Some(step) = assembly.pop() {
+            plan.steps += 1;
+            plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+            plan.samples += step.num_samples as u64;
+            plan.tokens += step.num_tokens as u64;
+            plan.rows_read = step.state.rows_read;
+            plan.rejected = step.state.rejected;
+        }
+    }
+    Ok(plan)
+}
+
+/// What is known of a row; `None` before it is measured. Rejections are few, so they are boxed.
+type Measured = Option<Result<Length, Box<Rejection>>>;
+
+/// The length of each row that the epochs see, by data set and row.
+fn measure(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Vec<Vec<Measured>>, LoaderError> {
+    let rows = distinct_rows(order, epochs);
+    let total = rows.len() as u64;
+    let limits = Limits { workers: options.workers, rows: AHEAD_ROWS, bytes: u64::MAX };
+    let measurer = Arc::clone(reader);
+    let measure = move |row| measurer.length(row).map_err(Box::new);
+    let workers = Workers::start(rows.into_iter(), measure, |_| 0, limits)
+        .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
+    let mut lengths: Vec<Vec<Measured>> =
+        order.dataset_rows().map(|rows| vec![None; rows as usize]).collect();
+    let mut done = 0;
+    while let Some((row, result)) = workers.next() {
+        let length = result.map_err(|message| {
+            let id = reader.id(row);
+            LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
+        })?;
+        lengths[row.dataset as usize][row.row as usize] = Some(length);
+        done += 1;
+        if done % PROGRESS_ROWS == 0 || done == total {
+            progress(done, total);
+        }
+    }
+    Ok(lengths)
+}
+
+/// Each row that the epochs see, once, in the order of the files.
+fn distinct_rows(order: &Order, epochs: u64) -> Vec<Row> {
+    let mut seen: Vec<Vec<bool>> =
+        order.dataset_rows().map(|rows| vec![false; rows as usize]).collect();
+    let mut unseen: u64 = order.dataset_rows().map(u64::from).sum();
+    for epoch in 0..epochs {
+        if unseen == 0 {
+            break;
+        }
+        for row in order.epoch(epoch) {
+            let seen = &mut seen[row.dataset as usize][row.row as usize];
+            unseen -= u64::from(!*seen);
+            *seen = true;
+        }
+    }
+    let rows = |(dataset, seen): (u32, Vec<bool>)| {
+        let seen = (0u32..).zip(seen).filter(|(_, seen)| *seen);
+        seen.map(move |(row, _)| Row { dataset, row })
+    };
+    (0u32..).zip(seen).flat_map(rows).collect()
+}

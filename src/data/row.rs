@@ -1,0 +1,83 @@
+//! A row of the data, what is known of it before it is read, and why it may be refused.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::batch::{EncodedSample, SampleId};
+
+/// A row of one of the data sets of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Row {
+    /// Index of the data set, in the order of the config.
+    pub dataset: u32,
+    /// Index of the row in it, blank lines not counted.
+    pub row: u32,
+}
+
+/// The size of a sample: all that packing looks at, known without decoding a picture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Length {
+    /// Length in tokens, vision tokens included.
+    pub tokens: usize,
+    /// Bytes of all `pixel_values`: four a value.
+    pub pixel_bytes: u64,
+}
+
+impl Length {
+    /// The size of an encoded sample. [`RowReader::length`] must foretell exactly this.
+    pub fn of(sample: &EncodedSample) -> Self {
+        let values: usize = sample.media.iter().map(|patches| patches.pixel_values.len()).sum();
+        Self { tokens: sample.len(), pixel_bytes: (values * size_of::<f32>()) as u64 }
+    }
+
+    /// Memory that the encoded sample takes, in bytes, within a few dozen.
+    pub(super) fn bytes(self) -> u64 {
+        // input_ids, labels and position_ids: 4 + 8 + 12 bytes a token
+        self.pixel_bytes + 24 * self.tokens as u64
+    }
+}
+
+/// A row that does not train, and why: a line of `rejects.jsonl`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Rejection {
+    /// The data file, as the config names it.
+    pub file: String,
+    /// Line in that file, starting at 1.
+    pub row: u64,
+    /// Short snake_case key under which rejections are counted.
+    pub reason: String,
+    /// What is wrong, in words.
+    pub message: String,
+}
+
+impl Rejection {
+    /// Refuses the row that `id` names.
+    pub fn new(id: &SampleId, reason: &str, message: String) -> Self {
+        let file = id.file.display().to_string();
+        Self { file, row: id.line, reason: reason.to_owned(), message }
+    }
+}
+
+impl fmt::Display for Rejection {
+    /// The message, with the place before it unless it begins with that already.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = format!("{}:{}: ", self.file, self.row);
+        let place = if self.message.starts_with(&place) { "" } else { &place };
+        write!(f, "{place}{}", self.message)
+    }
+}
+
+/// Reads and encodes single rows; the same row gives the same result each time.
+pub trait RowReader: Send + Sync {
+    /// The sample of a row, encoded.
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
+
+    /// [`Length::of`] what [`RowReader::read`] would give, from text and media headers alone.
+    ///
+    /// It refuses what `read` refuses, except what only decoding a picture can find out.
+    fn length(&self, row: Row) -> Result<Length, Rejection>;
+
+    /// File and line of a row, for messages.
+    fn id(&self, row: Row) -> SampleId;
+}

@@ -1,0 +1,283 @@
+//! From rows in the order of the epochs to the packs of each optimizer step.
+//!
+//! Lengths decide everything here, so the loader and the plan run the same code: one carries samples
+//! along, the other nothing.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use serde::{Deserialize, Serialize};
+
+use super::config::{OnError, Truncation};
+use super::loader::LoaderOptions;
+use super::loader_error::LoaderError;
+use super::packing::{Item, Overlong, Packer, Packing};
+use super::row::{Length, Rejection};
+use crate::batch::SampleId;
+
+/// Rows after which the share of rejected ones means something.
+const JUDGED_ROWS: u64 = 100;
+/// Rejections that an error names.
+const NUM_EXAMPLES: usize = 5;
+
+/// Where a run stands in its data. A position is an index into the order of the epoch.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataState {
+    /// Epochs before this one.
+    pub epoch: u64,
+    /// Position of the next row to read.
+    pub next: u64,
+    /// Positions of samples that were read and are in no pack yet.
+    pub carry: Vec<u64>,
+    /// Positions in packs that were made and not trained on yet.
+    pub ready: Vec<Vec<u64>>,
+    /// Rows read since the run began.
+    pub rows_read: u64,
+    /// Rows rejected since the run began, by reason.
+    pub rejected: BTreeMap<String, u64>,
+}
+
+impl DataState {
+    /// Refuses a state that epochs of `epoch_rows` rows cannot have led to, and epochs of none.
+    pub(super) fn check_epoch(&self, epoch_rows: u64) -> Result<(), LoaderError> {
+        if epoch_rows == 0 {
+            return Err(LoaderError::EmptyEpoch {
+                epoch: self.epoch,
+                rows: 0,
+                rejected: self.rejected.clone(),
+                first: Vec::new(),
+                unreported: Vec::new(),
+            });
+        }
+        let error = |problem| Err(LoaderError::State { problem });
+        let mut held: Vec<u64> = self.held().collect();
+        held.sort_unstable();
+        if self.next > epoch_rows || (self.next == epoch_rows && held.is_empty()) {
+            return error(format!("it is at row {} of {epoch_rows} rows", self.next));
+        }
+        if let Some(position) = held.last().filter(|position| **position >= self.next) {
+            return error(format!("it holds row {position} but was only at row {}", self.next));
+        }
+        if let Some(pair) = held.windows(2).find(|pair| pair[0] == pair[1]) {
+            return error(format!("it holds row {} twice", pair[0]));
+        }
+        if self.ready.iter().any(Vec::is_empty) {
+            return error("it has a pack without samples".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Positions of all samples to encode again on resume, in the order of [`Assembly::resume`].
+    pub(super) fn held(&self) -> impl Iterator<Item = u64> + '_ {
+        self.ready.iter().flatten().chain(&self.carry).copied()
+    }
+}
+
+/// The packs of one optimizer step, and where the run stands after it.
+#[derive(Debug)]
+pub(super) struct Step<T> {
+    /// Micro-batches of packs of samples.
+    pub(super) micro_batches: Vec<Vec<Vec<Item<T>>>>,
+    /// Epochs consumed as of the end of this step.
+    pub(super) epoch: f64,
+    /// Samples in all packs.
+    pub(super) num_samples: usize,
+    /// Tokens in all packs.
+    pub(super) num_tokens: usize,
+    /// Share of the room in packs or padded rows that tokens take.
+    pub(super) fill: f64,
+    /// Rejections met since the step before.
+    pub(super) rejected: Vec<Rejection>,
+    /// As of the end of this step.
+    pub(super) state: DataState,
+}
+
+/// Takes the rows of one epoch after the other and gives steps, none of which crosses an epoch.
+///
+/// A full step waits until another sample of its epoch is packed or the epoch has ended, so that the
+/// last step of an epoch knows that it is, and reports the rows rejected after its own.
+pub(super) struct Assembly<T> {
+    options: LoaderOptions,
+    epoch_rows: u64,
+    packer: Packer<T>,
+    ready: VecDeque<Vec<Item<T>>>,
+    state: DataState, // its `carry` and `ready` are empty: `packer` and `ready` above have them
+    new_rejections: Vec<Rejection>,
+    first_rejections: Vec<Rejection>,
+}
+
+impl<T> Assembly<T> {
+    /// Goes on from a checked state; `read` gives again the samples of [`DataState::held`], in order.
+    pub(super) fn resume(
+        options: LoaderOptions,
+        epoch_rows: u64,
+        mut from: DataState,
+        mut read: impl FnMut(u64) -> Result<Item<T>, LoaderError>,
+    ) -> Result<Self, LoaderError> {
+        let ready = std::mem::take(&mut from.ready);
+        let ready = ready
+            .into_iter()
+            .map(|pack| pack.into_iter().map(&mut read).collect())
+            .collect::<Result<_, _>>()?;
+        let carry = std::mem::take(&mut from.carry);
+        let carry = carry.into_iter().map(read).collect::<Result<_, _>>()?;
+        Ok(Self {
+            packer: Packer::new(options.packing, carry),
+            options,
+            epoch_rows,
+            ready,
+            state: from,
+            new_rejections: Vec::new(),
+            first_rejections: Vec::new(),
+        })
+    }
+
+    /// Takes the next row: a sample, or why there is none. [`Assembly::pop`] until it gives no more
+    /// before the next one.
+    pub(super) fn push(
+        &mut self,
+        outcome: Result<(Length, T), Rejection>,
+        id: impl FnOnce() -> SampleId,
+    ) -> Result<(), LoaderError> {
+        let position = self.state.next;
+        self.state.next += 1;
+        self.state.rows_read += 1;
+        let outcome = outcome.and_then(|(length, value)| match self.refusal(length) {
+            Some((reason, message)) => Err(Rejection::new(&id(), reason, message)),
+            None => Ok(Item { position, length, value }),
+        });
+        match outcome {
+            Ok(item) => self.ready.extend(self.packer.push(item)),
+            Err(rejection) => self.reject(rejection)?,
+        }
+        if self.epoch_has_ended() {
+            self.ready.extend(self.packer.finish());
+        }
+        self.judge()
+    }
+
+    /// The next step, once it is certain.
+    pub(super) fn pop(&mut self) -> Option<Step<T>> {
+        let LoaderOptions { batch_size, gradient_accumulation_steps, .. } = self.options;
+        let full = batch_size.get().saturating_mul(gradient_accumulation_steps.get());
+        let certain = self.ready.len() > full || self.epoch_has_ended();
+        if !certain || self.ready.is_empty() {
+            return None;
+        }
+        let mut packs = self.ready.drain(..full.min(self.ready.len()));
+        let mut micro_batches = Vec::new();
+        loop {
+            let micro_batch: Vec<_> = packs.by_ref().take(batch_size.get()).collect();
+            if micro_batch.is_empty() {
+                break;
+            }
+            micro_batches.push(micro_batch);
+        }
+        drop(packs);
+        if self.epoch_has_ended() && self.ready.is_empty() {
+            self.state.epoch += 1;
+            self.state.next = 0;
+        }
+        let state = self.state();
+        let consumed = state.next - state.held().count() as u64;
+        let samples = || micro_batches.iter().flatten().flatten();
+        Some(Step {
+            epoch: state.epoch as f64 + consumed as f64 / self.epoch_rows as f64,
+            num_samples: samples().count(),
+            num_tokens: samples().map(|item| item.length.tokens).sum(),
+            fill: fill(self.options.packing, &micro_batches),
+            rejected: std::mem::take(&mut self.new_rejections),
+            state,
+            micro_batches,
+        })
+    }
+
+    fn epoch_has_ended(&self) -> bool {
+        self.state.next == self.epoch_rows
+    }
+
+    fn state(&self) -> DataState {
+        let positions = |pack: &Vec<Item<T>>| pack.iter().map(|item| item.position).collect();
+        DataState {
+            carry: self.packer.held().collect(),
+            ready: self.ready.iter().map(positions).collect(),
+            ..self.state.clone()
+        }
+    }
+
+    /// Why a sample of this length is not trained on.
+    fn refusal(&self, length: Length) -> Option<(&'static str, String)> {
+        let tokens = length.tokens;
+        if tokens == 0 {
+            return Some(("empty", "the sample has no tokens".to_owned()));
+        }
+        if let Some(most) = self.options.max_length.filter(|most| tokens > most.get() as usize) {
+            return Some((TOO_LONG, format!("{tokens} tokens, `max_length` is {most}")));
+        }
+        match self.options.packing {
+            Packing::On { length, overlong: Overlong::Reject, .. }
+                if tokens > length.get() as usize =>
+            {
+                Some(("overlong", format!("{tokens} tokens, `packing_length` is {length}")))
+            }
+            _ => None,
+        }
+    }
+
+    fn reject(&mut self, rejection: Rejection) -> Result<(), LoaderError> {
+        let too_long = rejection.reason == TOO_LONG;
+        if self.options.on_error == OnError::Stop
+            || (too_long && self.options.truncation == Truncation::Error)
+        {
+            return Err(LoaderError::Rejected { rejection });
+        }
+        *self.state.rejected.entry(rejection.reason.clone()).or_default() += 1;
+        if self.first_rejections.len() < NUM_EXAMPLES {
+            self.first_rejections.push(rejection.clone());
+        }
+        self.new_rejections.push(rejection);
+        Ok(())
+    }
+
+    /// Stops a run that loses too much of its data.
+    fn judge(&mut self) -> Result<(), LoaderError> {
+        let (rows_read, max_rejected) = (self.state.rows_read, self.options.max_rejected);
+        let num_rejected: u64 = self.state.rejected.values().sum();
+        let judged = rows_read >= JUDGED_ROWS || self.epoch_has_ended();
+        if judged && num_rejected as f64 > max_rejected * rows_read as f64 {
+            return Err(LoaderError::TooManyRejected {
+                rows_read,
+                rejected: self.state.rejected.clone(),
+                max_rejected,
+                first: std::mem::take(&mut self.first_rejections),
+                unreported: std::mem::take(&mut self.new_rejections),
+            });
+        }
+        // a step is held back until its epoch goes on or ends, so an epoch that had one has it here
+        if self.epoch_has_ended() && self.ready.is_empty() {
+            return Err(LoaderError::EmptyEpoch {
+                epoch: self.state.epoch,
+                rows: self.epoch_rows,
+                rejected: self.state.rejected.clone(),
+                first: std::mem::take(&mut self.first_rejections),
+                unreported: std::mem::take(&mut self.new_rejections),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// The reason of samples longer than `max_length`.
+const TOO_LONG: &str = "too_long";
+
+/// Tokens over the room that they are given: packs of full length, or rows as long as the longest.
+fn fill<T>(packing: Packing, micro_batches: &[Vec<Vec<Item<T>>>]) -> f64 {
+    let (mut tokens, mut room) = (0, 0);
+    for packs in micro_batches {
+        let lengths = || packs.iter().map(|p| p.iter().map(|item| item.length.tokens).sum());
+        let longest = lengths().max().unwrap_or(0);
+        tokens += lengths().sum::<usize>();
+        room += lengths().map(|n: usize| packing.capacity(n).unwrap_or(longest)).sum::<usize>();
+    }
+    tokens as f64 / room as f64
+}
