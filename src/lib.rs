@@ -11,6 +11,7 @@
 //! ```
 
 pub mod batch;
+pub mod checkpoint;
 pub mod data;
 pub mod ops;
 pub mod tape;

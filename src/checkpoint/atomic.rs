@@ -1,0 +1,238 @@
+//! Files and folders that appear complete or not at all.
+//!
+//! The order is always: write under a hidden name, sync the content, rename, sync the parent. A
+//! rename without the first sync may survive a power loss while the content does not; without the
+//! last one the name may be lost.
+
+use super::CheckpointError;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Under construction; worthless after a kill.
+const TEMPORARY: &str = ".tmp-";
+/// Complete, about to take the place of an older folder of its name.
+const REPLACEMENT: &str = ".new-";
+/// About to be deleted.
+const DOOMED: &str = ".delete-";
+
+/// Replaces the file `path` by `bytes`: a reader sees the old content or the new, never a part.
+///
+/// On an error the old file is still there and nothing else is left behind.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let temporary = hidden(TEMPORARY, path);
+    let written = write_synced(&temporary, bytes).and_then(|()| rename(&temporary, path));
+    if written.is_err() {
+        // The first error is the one to report; a leftover is removed at the next start.
+        let _ = fs::remove_file(&temporary);
+    }
+    written?;
+    sync_folder(parent(path))
+}
+
+/// Writes a new file and syncs it.
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let mut file = File::create(path).map_err(CheckpointError::write(path))?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(CheckpointError::write(path))
+}
+
+/// Makes names created, renamed or removed in `folder` durable.
+pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(CheckpointError::write(folder))
+}
+
+/// Builds the folder `target` by `fill`, which gets an empty hidden folder beside it and syncs the
+/// files it writes. An older `target` stays until the new one is complete.
+///
+/// Replacing takes two renames, as the system has no portable exchange: a reader in between sees no
+/// `target`, never a mixture, and [`recover`] finishes the exchange after a kill in between.
+pub(super) fn build_folder(
+    target: &Path,
+    fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
+) -> Result<(), CheckpointError> {
+    let (parent, temporary) = (parent(target), hidden(TEMPORARY, target));
+    remove_if_there(&temporary)?;
+    fs::create_dir_all(&temporary).map_err(CheckpointError::write(&temporary))?;
+    let filled = fill(&temporary).and_then(|()| sync_folder(&temporary));
+    if filled.is_err() {
+        let _ = fs::remove_dir_all(&temporary);
+    }
+    filled?;
+    if fs::symlink_metadata(target).is_err() {
+        rename(&temporary, target)?;
+    } else {
+        let replacement = hidden(REPLACEMENT, target);
+        remove_if_there(&replacement)?;
+        rename(&temporary, &replacement)?;
+        sync_folder(parent)?;
+        exchange(&replacement, target)?;
+    }
+    sync_folder(parent)
+}
+
+/// Removes a folder so that a kill in between leaves nothing under its name.
+pub(super) fn remove_folder(folder: &Path) -> Result<(), CheckpointError> {
+    let doomed = hidden(DOOMED, folder);
+    remove_if_there(&doomed)?;
+    rename(folder, &doomed)?;
+    sync_folder(parent(folder))?;
+    remove_if_there(&doomed)
+}
+
+/// Cleans `folder` after a killed run: finishes exchanges, removes what was under construction.
+/// A folder that does not exist is clean.
+pub(super) fn recover(folder: &Path) -> Result<(), CheckpointError> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(CheckpointError::read(folder)(error)),
+    };
+    for entry in entries {
+        let path = entry.map_err(CheckpointError::read(folder))?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        if let Some(target) = name.strip_prefix(REPLACEMENT) {
+            exchange(&path, &folder.join(target))?;
+            sync_folder(folder)?;
+        } else if name.starts_with(TEMPORARY) || name.starts_with(DOOMED) {
+            remove_if_there(&path)?;
+        }
+    }
+    Ok(())
+}
+
+fn exchange(replacement: &Path, target: &Path) -> Result<(), CheckpointError> {
+    if fs::symlink_metadata(target).is_ok() {
+        let doomed = hidden(DOOMED, target);
+        remove_if_there(&doomed)?;
+        rename(target, &doomed)?;
+        rename(replacement, target)?;
+        remove_if_there(&doomed)
+    } else {
+        rename(replacement, target)
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    fs::rename(from, to).map_err(CheckpointError::write(to))
+}
+
+fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(CheckpointError::write(path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn hidden(prefix: &str, path: &Path) -> PathBuf {
+    let mut name = OsString::from(prefix);
+    name.push(path.file_name().unwrap_or_default());
+    path.with_file_name(name)
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_reader_sees_the_old_file_or_the_new_never_a_part() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.json");
+        let versions = [vec![b'a'; 300_000], vec![b'b'; 100_000]];
+        write_atomically(&path, &versions[0]).unwrap();
+        thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                for round in 0..40 {
+                    write_atomically(&path, &versions[round % 2]).unwrap();
+                }
+            });
+            while !writer.is_finished() {
+                assert!(versions.contains(&fs::read(&path).unwrap()));
+            }
+        });
+        assert_eq!(names(folder.path()), ["state.json"]);
+    }
+
+    #[test]
+    fn a_failed_write_names_the_path_and_leaves_the_old_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("occupied");
+        fs::create_dir_all(path.join("child")).unwrap(); // a file cannot replace a folder
+        let error = write_atomically(&path, b"new").unwrap_err();
+        assert!(error.is_write() && error.to_string().contains("occupied"), "{error}");
+        assert_eq!(names(folder.path()), ["occupied"]);
+    }
+
+    #[test]
+    fn a_full_disk_is_named_with_a_hint() {
+        // Opening works and each write fails with "no space left on device".
+        let error = write_synced(Path::new("/dev/full"), b"bytes").unwrap_err();
+        assert_eq!(error.to_string(), "cannot write `/dev/full`");
+        assert!(error.hint().contains("free space"), "{}", error.hint());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_filled_leaves_the_old_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("final");
+        build_folder(&target, |new| write_synced(&new.join("a"), b"old")).unwrap();
+        let failed = build_folder(&target, |new| {
+            write_synced(&new.join("a"), b"half")?;
+            write_synced(&new.join("no/such/folder"), b"")
+        });
+        assert!(failed.is_err());
+        assert_eq!(names(folder.path()), ["final"]);
+        assert_eq!(fs::read(target.join("a")).unwrap(), b"old");
+    }
+
+    #[test]
+    fn an_exchange_is_finished_after_a_kill_at_each_of_its_points() {
+        // Before the first rename, between the two, and before the deletion.
+        for (old, doomed) in [(true, false), (false, true), (false, false)] {
+            let folder = tempfile::tempdir().unwrap();
+            let write = |name: &str, bytes: &[u8]| {
+                fs::create_dir_all(folder.path().join(name)).unwrap();
+                write_synced(&folder.path().join(name).join("a"), bytes).unwrap();
+            };
+            write(".new-final", b"new");
+            write(".tmp-step-00000001", b"half");
+            if old {
+                write("final", b"old");
+            }
+            if doomed {
+                write(".delete-final", b"old");
+            }
+            recover(folder.path()).unwrap();
+            assert_eq!(names(folder.path()), ["final"]);
+            assert_eq!(fs::read(folder.path().join("final/a")).unwrap(), b"new");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_does_not_exist_is_clean() {
+        recover(Path::new("/no/such/folder")).unwrap();
+    }
+}

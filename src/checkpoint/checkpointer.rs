@@ -1,0 +1,242 @@
+//! Checkpoints of a run: saving, keeping the newest few, finding the newest good one.
+
+use super::atomic::{build_folder, recover, remove_folder, sync_folder};
+use super::manifest::{MANIFEST, Manifest, WriteFault, copy_hashed, damaged};
+use super::tensors::write_tensors;
+use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
+use candle_core::Tensor;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+const FOLDER: &str = "checkpoints";
+const FINAL: &str = "final";
+const STEP: &str = "step-";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "trainer_state.json";
+
+/// Everything that one checkpoint holds.
+#[derive(Debug, Clone, Copy)]
+pub struct Contents<'a> {
+    /// Weights, config and the files copied from the model folder.
+    pub model: ModelFiles<'a>,
+    /// Moments and master weights, for `optimizer.safetensors`; `None`: no such file.
+    pub optimizer: Option<&'a [(String, Tensor)]>,
+    /// Texts in the header of `optimizer.safetensors`.
+    pub optimizer_metadata: &'a BTreeMap<String, String>,
+    /// `trainer_state.json`: what resuming needs besides tensors.
+    pub state: &'a Value,
+}
+
+/// Writes and finds the checkpoints below one `output_dir`; one writer at a time.
+#[derive(Debug, Clone)]
+pub struct Checkpointer {
+    output_dir: PathBuf,
+    keep: NonZeroUsize,
+}
+
+/// A checkpoint whose files are all there and match their checksums.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// Its folder, which is also a model folder.
+    pub dir: PathBuf,
+    /// Optimizer steps done when it was written.
+    pub step: u64,
+    /// `trainer_state.json`.
+    pub state: Value,
+}
+
+impl Found {
+    /// The tensors of `optimizer.safetensors`, read when asked for.
+    pub fn optimizer(&self) -> Result<WeightFiles, CheckpointError> {
+        WeightFiles::open_file(&self.dir.join(OPTIMIZER))
+    }
+
+    /// The model weights, read when asked for.
+    pub fn weights(&self) -> Result<WeightFiles, CheckpointError> {
+        WeightFiles::open(&self.dir)
+    }
+}
+
+impl Checkpointer {
+    /// Touches nothing on disk.
+    pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
+        // When to save is the loop's question.
+        let &CheckpointConfig { every_steps: _, keep } = config;
+        Self { output_dir: output_dir.to_owned(), keep }
+    }
+
+    /// Cleans up after a killed run; to be called by the one process that will save here, at its
+    /// start. Finishes replacements that were under way and removes what was half written.
+    pub fn recover(&self) -> Result<(), CheckpointError> {
+        recover(&self.folder())?;
+        recover(&self.output_dir)
+    }
+
+    /// Writes `<output_dir>/checkpoints/step-<step>` and returns its path once it is durable, then
+    /// removes the oldest ones beyond `keep`. An older checkpoint of the same step is replaced.
+    ///
+    /// On an error no new name appears, and the older checkpoints are untouched. Checkpoints of
+    /// later steps belong to another run in the same folder: they are neither counted nor removed.
+    pub fn save(&self, step: u64, contents: &Contents<'_>) -> Result<PathBuf, CheckpointError> {
+        let &Contents { model, optimizer, optimizer_metadata, state } = contents;
+        let target = self.folder().join(format!("{STEP}{step:08}"));
+        build_folder(&target, |folder| {
+            let mut manifest = Manifest::new(step);
+            model.write(folder, &mut manifest)?;
+            if let Some(tensors) = optimizer {
+                let tensors: Vec<_> = tensors.iter().collect();
+                manifest.write_file(folder, OPTIMIZER, |out| {
+                    write_tensors(out, &tensors, optimizer_metadata)
+                })?;
+            }
+            let state = format!("{state:#}\n");
+            manifest.write_file(folder, STATE, |out| Ok(out.write_all(state.as_bytes())?))?;
+            manifest.write(folder)
+        })?;
+        // `checkpoints` itself may be new.
+        sync_folder(&self.output_dir)?;
+        self.remove_old(step);
+        Ok(target)
+    }
+
+    /// Makes `<output_dir>/final` from a checkpoint: the same files without `optimizer.safetensors`.
+    /// Weight files are hard links where the file system allows it, everything else is copied, so
+    /// that editing a text file of one does not damage the other. Replaces an older `final`.
+    pub fn save_final(&self, checkpoint: &Path) -> Result<PathBuf, CheckpointError> {
+        let mut manifest = Manifest::read(checkpoint)?;
+        manifest.check_sizes(checkpoint)?;
+        manifest.files.remove(OPTIMIZER);
+        let target = self.output_dir.join(FINAL);
+        build_folder(&target, |folder| {
+            for name in manifest.files.keys() {
+                link_or_copy(&manifest, name, checkpoint, folder)?;
+            }
+            manifest.write(folder)
+        })?;
+        Ok(target)
+    }
+
+    /// The newest checkpoint that is undamaged and whose `trainer_state.json` is accepted, or
+    /// `None`. Damaged ones are skipped with a warning that names the file and what is wrong.
+    pub fn newest_good(
+        &self,
+        accept: impl Fn(&Value) -> bool,
+    ) -> Result<Option<Found>, CheckpointError> {
+        for (step, dir) in self.by_step()?.into_iter().rev() {
+            // The state is read first: one of another run need not be checked in full.
+            let found = read_state(&dir).and_then(|(manifest, found)| {
+                if !accept(&found.state) {
+                    tracing::info!(
+                        checkpoint = %dir.display(),
+                        "not resumed from: it was made from another config"
+                    );
+                    return Ok(None);
+                }
+                if found.step != step {
+                    return Err(damaged(&dir, MANIFEST, format!("is of step {}", found.step)));
+                }
+                manifest.check_sizes(&dir)?;
+                manifest.check_contents(&dir)?;
+                Ok(Some(found))
+            });
+            match found {
+                Ok(None) => {}
+                Ok(found) => return Ok(found),
+                Err(error) => {
+                    let cause = std::error::Error::source(&error).map(ToString::to_string);
+                    tracing::warn!(cause, "skipped a checkpoint: {error}");
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// A checkpoint that the user named: a damaged one is an error.
+    pub fn open(dir: &Path) -> Result<Found, CheckpointError> {
+        fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
+        let (manifest, found) = read_state(dir)?;
+        manifest.check_sizes(dir)?;
+        manifest.check_contents(dir)?;
+        Ok(found)
+    }
+
+    /// Steps of the checkpoints that are there, ascending, whether good or not.
+    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        Ok(self.by_step()?.into_iter().map(|(step, _)| step).collect())
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.output_dir.join(FOLDER)
+    }
+
+    fn by_step(&self) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
+        let folder = self.folder();
+        let entries = match fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(CheckpointError::read(&folder)(error)),
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(CheckpointError::read(&folder))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if let Some(Ok(step)) = name.strip_prefix(STEP).map(str::parse) {
+                found.push((step, path));
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
+
+    /// The checkpoint is safe by now, so that a failure to delete is a warning, not an error.
+    fn remove_old(&self, newest: u64) {
+        let removed = self.by_step().and_then(|mut all| {
+            all.retain(|&(step, _)| step <= newest);
+            let num_old = all.len().saturating_sub(self.keep.get());
+            all[..num_old].iter().try_for_each(|(_, path)| remove_folder(path))
+        });
+        if let Err(error) = removed {
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            tracing::warn!(cause, "could not remove an old checkpoint: {error}");
+        }
+    }
+}
+
+fn read_state(dir: &Path) -> Result<(Manifest, Found), CheckpointError> {
+    let manifest = Manifest::read(dir)?;
+    let state = serde_json::from_slice(&manifest.read_checked(dir, STATE)?)
+        .map_err(|error| damaged(dir, STATE, format!("is not JSON: {error}")))?;
+    let found = Found { dir: dir.to_owned(), step: manifest.step, state };
+    Ok((manifest, found))
+}
+
+fn link_or_copy(
+    manifest: &Manifest,
+    name: &str,
+    from: &Path,
+    to: &Path,
+) -> Result<(), CheckpointError> {
+    let (source, target) = (from.join(name), to.join(name));
+    let is_weights = Path::new(name).extension().is_some_and(|ending| ending == "safetensors");
+    if is_weights && fs::hard_link(&source, &target).is_ok() {
+        return Ok(());
+    }
+    let mut file = File::open(&source).map_err(CheckpointError::read(&source))?;
+    let mut copied = Manifest::new(manifest.step);
+    copied.write_file(to, name, |out| {
+        copy_hashed(&mut file, out)?;
+        Ok::<_, WriteFault>(())
+    })?;
+    if copied.files[name] == manifest.files[name] {
+        Ok(())
+    } else {
+        Err(damaged(from, name, format!("is not what `{MANIFEST}` says")))
+    }
+}
+
+#[cfg(test)]
+mod tests;

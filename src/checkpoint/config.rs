@@ -1,0 +1,20 @@
+//! The `checkpoint` section of the config.
+
+use serde::{Deserialize, Serialize};
+use std::num::NonZeroUsize;
+
+/// When checkpoints are written, and how many stay.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CheckpointConfig {
+    /// Optimizer steps between two checkpoints; 0: only at the end of the run.
+    pub every_steps: u64,
+    /// How many of the newest checkpoints stay on disk; at least 1.
+    pub keep: NonZeroUsize,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        Self { every_steps: 200, keep: NonZeroUsize::MIN.saturating_add(2) }
+    }
+}

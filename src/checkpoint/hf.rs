@@ -1,0 +1,481 @@
+//! The published model folder: weights in one file or in shards with an index.
+//!
+//! Weights are read through memory maps, so that a folder larger than memory opens at once and a
+//! tensor is read when it is asked for.
+#![expect(unsafe_code, reason = "memory maps")]
+
+use super::CheckpointError;
+use super::manifest::{Manifest, WriteFault, copy_hashed, is_plain_name};
+use super::tensors::{num_bytes, write_tensors};
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorInfo};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const CONFIG: &str = "config.json";
+
+/// Files of a model folder that training does not change.
+const COPIED: [&str; 11] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+];
+
+/// A model as it will lie in a folder.
+#[derive(Debug, Clone, Copy)]
+pub struct ModelFiles<'a> {
+    /// Tensors under their published names, in model order; a tied one once.
+    pub weights: &'a [(String, Tensor)],
+    /// `config.json`.
+    pub config_json: &'a Value,
+    /// The folder that the tokenizer, template and processor files are copied from.
+    pub copy_from: &'a Path,
+    /// Upper bound on one weight file, in bytes of tensor data; a larger tensor goes alone.
+    pub max_shard_bytes: u64,
+}
+
+impl<'a> ModelFiles<'a> {
+    /// 5 GB, as transformers does by default.
+    pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
+    /// Writes and syncs all files into `folder`, noting each in `manifest`.
+    pub(super) fn write(
+        &self,
+        folder: &Path,
+        manifest: &mut Manifest,
+    ) -> Result<(), CheckpointError> {
+        let config = pretty(self.config_json);
+        manifest.write_file(folder, CONFIG, |out| Ok(out.write_all(&config)?))?;
+        for name in COPIED {
+            copy_if_there(self.copy_from, folder, name, manifest)?;
+        }
+        self.write_weights(folder, manifest)
+    }
+
+    fn write_weights(&self, folder: &Path, manifest: &mut Manifest) -> Result<(), CheckpointError> {
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let shards = self.shards();
+        let names: Vec<_> = match shards.len() {
+            1 => vec![SINGLE.to_owned()],
+            count => {
+                (1..=count).map(|i| format!("model-{i:05}-of-{count:05}.safetensors")).collect()
+            }
+        };
+        let mut weight_map = BTreeMap::new();
+        for (name, shard) in names.iter().zip(&shards) {
+            for (tensor, _) in shard {
+                if weight_map.insert(tensor, name).is_some() {
+                    return Err(CheckpointError::SameName { tensor: tensor.clone() });
+                }
+            }
+            manifest.write_file(folder, name, |out| write_tensors(out, shard, &metadata))?;
+        }
+        if shards.len() > 1 {
+            let total_size: u64 = self.weights.iter().map(|(_, tensor)| num_bytes(tensor)).sum();
+            let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+            let index = pretty(&index);
+            manifest.write_file(folder, INDEX, |out| Ok(out.write_all(&index)?))?;
+        }
+        Ok(())
+    }
+
+    /// The weights in order, split where the next tensor would not fit; at least one shard.
+    fn shards(&self) -> Vec<Vec<&'a (String, Tensor)>> {
+        let mut shards = vec![Vec::new()];
+        let mut used = 0;
+        for weight in self.weights {
+            let size = num_bytes(&weight.1);
+            if used > 0 && used + size > self.max_shard_bytes {
+                shards.push(Vec::new());
+                used = 0;
+            }
+            used += size;
+            shards.last_mut().expect("starts with one shard").push(weight);
+        }
+        shards
+    }
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}
+
+fn copy_if_there(
+    from: &Path,
+    to: &Path,
+    name: &str,
+    manifest: &mut Manifest,
+) -> Result<(), CheckpointError> {
+    let source = from.join(name);
+    let mut file = match File::open(&source) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(CheckpointError::read(&source)(error)),
+    };
+    manifest.write_file(to, name, |out| {
+        copy_hashed(&mut file, out)?;
+        Ok::<_, WriteFault>(())
+    })
+}
+
+/// Tensors in one or more safetensors files, read when asked for.
+///
+/// The files must not be changed in place while this lives: a map of a file that shrinks ends the
+/// process. Replacing or deleting them is harmless.
+#[derive(Debug)]
+pub struct WeightFiles {
+    place: PathBuf,
+    shards: Vec<Shard>,
+    by_name: BTreeMap<String, usize>,
+    metadata: HashMap<String, String>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    map: Mmap,
+    data_start: usize,
+    tensors: HashMap<String, TensorInfo>,
+}
+
+impl WeightFiles {
+    /// The weights of a model folder: `model.safetensors.index.json` and its shards where there is
+    /// an index, else `model.safetensors`. Headers and file sizes are checked here.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        if folder.join(INDEX).exists() {
+            return Self::open_index(folder);
+        }
+        let single = folder.join(SINGLE);
+        if single.exists() {
+            return Self::open_file(&single);
+        }
+        fs::read_dir(folder).map_err(CheckpointError::read(folder))?;
+        Err(CheckpointError::NoWeights { folder: folder.to_owned() })
+    }
+
+    /// The tensors of one safetensors file.
+    pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
+        let (shard, metadata) = Shard::open(path)?;
+        let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
+        Ok(Self { place: path.to_owned(), shards: vec![shard], by_name, metadata })
+    }
+
+    fn open_index(folder: &Path) -> Result<Self, CheckpointError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let path = folder.join(INDEX);
+        let text = fs::read(&path).map_err(CheckpointError::read(&path))?;
+        let Index { weight_map } = serde_json::from_slice(&text)
+            .map_err(|error| CheckpointError::invalid(&path, &error))?;
+
+        let mut opened = BTreeMap::new();
+        let mut files = Self {
+            place: folder.to_owned(),
+            shards: Vec::new(),
+            by_name: BTreeMap::new(),
+            metadata: HashMap::new(),
+        };
+        for (tensor, name) in weight_map {
+            let index = if let Some(&index) = opened.get(&name) {
+                index
+            } else {
+                files.shards.push(Shard::open_named(folder, &path, &name)?);
+                opened.insert(name.clone(), files.shards.len() - 1);
+                files.shards.len() - 1
+            };
+            if !files.shards[index].tensors.contains_key(&tensor) {
+                return Err(CheckpointError::NotInShard { index: path, shard: name, tensor });
+            }
+            files.by_name.insert(tensor, index);
+        }
+        Ok(files)
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    /// Shape of a tensor, or `None` if there is none of this name.
+    pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        Some(self.find(name)?.1.shape.clone())
+    }
+
+    /// Dtype on disk: `F32`, `BF16` or `F16`; `None` without such a tensor or for another dtype.
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        match self.find(name)?.1.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::BF16 => Some(DType::BF16),
+            Dtype::F16 => Some(DType::F16),
+            _ => None,
+        }
+    }
+
+    /// The texts in the header of a file opened by [`Self::open_file`].
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+
+    /// Reads a tensor as `dtype` (`f32`, `bf16` or `f16`), rounding to nearest where it narrows;
+    /// in the dtype of the file the bits are exactly those of the file.
+    pub fn load(
+        &self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, CheckpointError> {
+        let (shard, info) = self.find(name).ok_or_else(|| CheckpointError::NoTensor {
+            place: self.place.clone(),
+            tensor: name.to_owned(),
+        })?;
+        let data = shard.data(info);
+        let shape = info.shape.as_slice();
+        let tensor = match info.dtype {
+            Dtype::F32 => {
+                let values = decode(data, f32::from_le_bytes);
+                Tensor::from_vec(values, shape, &Device::Cpu)
+            }
+            Dtype::BF16 => {
+                let values = decode(data, bf16::from_le_bytes);
+                Tensor::from_vec(values, shape, &Device::Cpu)
+            }
+            Dtype::F16 => {
+                let values = decode(data, f16::from_le_bytes);
+                Tensor::from_vec(values, shape, &Device::Cpu)
+            }
+            other => {
+                return Err(CheckpointError::Dtype {
+                    place: self.place.clone(),
+                    tensor: name.to_owned(),
+                    dtype: format!("{other:?}"),
+                });
+            }
+        };
+        tensor
+            .and_then(|tensor| tensor.to_dtype(dtype))
+            .and_then(|tensor| tensor.to_device(device))
+            .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
+        let shard = &self.shards[*self.by_name.get(name)?];
+        Some((shard, shard.tensors.get(name)?))
+    }
+}
+
+impl Shard {
+    fn open_named(folder: &Path, index: &Path, name: &str) -> Result<Self, CheckpointError> {
+        if !is_plain_name(name) {
+            let problem = format!("shard `{name}` is not a plain file name");
+            return Err(CheckpointError::invalid(index, &problem));
+        }
+        match Self::open(&folder.join(name)) {
+            Ok((shard, _)) => Ok(shard),
+            Err(CheckpointError::Read { source, .. })
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                Err(CheckpointError::ShardMissing {
+                    index: index.to_owned(),
+                    shard: name.to_owned(),
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn open(path: &Path) -> Result<(Self, HashMap<String, String>), CheckpointError> {
+        let file = File::open(path).map_err(CheckpointError::read(path))?;
+        // SAFETY: the map is read-only, and nothing of ours changes a weight file in place: files
+        // are written under a temporary name and renamed. The doc comment of `WeightFiles` asks
+        // the same of others.
+        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::read(path))?;
+        let (header_bytes, header) =
+            SafeTensors::read_metadata(&map).map_err(|error| match error {
+                SafeTensorError::MetadataIncompleteBuffer => {
+                    let problem = format!("its {} bytes are not what its header says", map.len());
+                    CheckpointError::invalid(path, &problem)
+                }
+                error => CheckpointError::invalid(path, &error),
+            })?;
+        let data_start = 8 + header_bytes;
+        // Offsets near the end of the address space would pass the reader's own sum.
+        if data_start.checked_add(header.data_len()) != Some(map.len()) {
+            return Err(CheckpointError::invalid(path, &"offsets beyond the end of the file"));
+        }
+        let tensors =
+            header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        let metadata = header.metadata().clone().unwrap_or_default();
+        Ok((Self { map, data_start, tensors }, metadata))
+    }
+
+    /// The bytes of a tensor: in bounds, as `open` compared the header with the file's length.
+    fn data(&self, info: &TensorInfo) -> &[u8] {
+        let (start, end) = info.data_offsets;
+        &self.map[self.data_start + start..self.data_start + end]
+    }
+}
+
+fn decode<T, const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> T) -> Vec<T> {
+    let (chunks, _) = bytes.as_chunks::<N>();
+    chunks.iter().map(|&chunk| value(chunk)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::atomic::write_synced;
+    use super::*;
+
+    fn weights() -> Vec<(String, Tensor)> {
+        let tensor = |offset: f32, count: usize| {
+            let values: Vec<f32> = (0..count).map(|i| (i as f32 + offset).sin()).collect();
+            Tensor::from_vec(values, (count / 2, 2), &Device::Cpu).unwrap()
+        };
+        vec![
+            ("z.first".to_owned(), tensor(0.1, 4)),
+            ("a.second".to_owned(), tensor(0.2, 8).to_dtype(DType::BF16).unwrap()),
+            ("m.third".to_owned(), tensor(0.3, 64)),
+            ("last".to_owned(), tensor(0.4, 6)),
+        ]
+    }
+
+    fn written(max_shard_bytes: u64) -> (tempfile::TempDir, Manifest) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut manifest = Manifest::new(0);
+        let files = ModelFiles {
+            weights: &weights(),
+            config_json: &json!({"model_type": "tiny"}),
+            copy_from: Path::new("/no/such/folder"),
+            max_shard_bytes,
+        };
+        files.write(folder.path(), &mut manifest).unwrap();
+        (folder, manifest)
+    }
+
+    fn bits(tensor: &Tensor) -> Vec<u32> {
+        // bf16 widens to f32 exactly, so equal bits there mean equal bits here.
+        let values: Vec<f32> =
+            tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap();
+        values.into_iter().map(f32::to_bits).collect()
+    }
+
+    #[test]
+    fn sharded_and_unsharded_weights_load_bit_equal() {
+        // 16, 16, 256 and 24 bytes: with 32 a shard the third goes alone.
+        for (limit, num_files) in [(u64::MAX, 1), (32, 3), (1, 4)] {
+            let (folder, manifest) = written(limit);
+            let shards = manifest.files.keys().filter(|name| name.ends_with(".safetensors"));
+            assert_eq!(shards.count(), num_files);
+            let files = WeightFiles::open(folder.path()).unwrap();
+            assert_eq!(
+                files.names().collect::<Vec<_>>(),
+                ["a.second", "last", "m.third", "z.first"]
+            );
+            for (name, tensor) in weights() {
+                assert_eq!(files.shape(&name).unwrap(), tensor.dims());
+                assert_eq!(files.dtype(&name), Some(tensor.dtype()));
+                let loaded = files.load(&name, tensor.dtype(), &Device::Cpu).unwrap();
+                assert_eq!(loaded.dtype(), tensor.dtype());
+                assert_eq!(bits(&loaded), bits(&tensor), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_converted_to_the_dtype_asked_for() {
+        let (folder, _) = written(u64::MAX);
+        let files = WeightFiles::open(folder.path()).unwrap();
+        let wide = &weights()[0].1;
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let loaded = files.load("z.first", dtype, &Device::Cpu).unwrap();
+            assert_eq!(loaded.dtype(), dtype);
+            assert_eq!(bits(&loaded), bits(&wide.to_dtype(dtype).unwrap()));
+        }
+    }
+
+    #[test]
+    fn the_index_counts_all_bytes_and_maps_every_tensor() {
+        let (folder, manifest) = written(32);
+        let index: Value =
+            serde_json::from_slice(&fs::read(folder.path().join(INDEX)).unwrap()).unwrap();
+        assert_eq!(index["metadata"]["total_size"], 16 + 16 + 256 + 24);
+        assert_eq!(index["weight_map"].as_object().unwrap().len(), 4);
+        assert_eq!(index["weight_map"]["m.third"], "model-00002-of-00003.safetensors");
+        assert!(manifest.files.contains_key(INDEX));
+    }
+
+    #[test]
+    fn each_way_a_model_folder_can_be_incomplete_is_named() {
+        let shard = "model-00002-of-00003.safetensors";
+        let error = |break_it: &dyn Fn(&Path)| {
+            let (folder, _) = written(32);
+            break_it(folder.path());
+            WeightFiles::open(folder.path()).unwrap_err()
+        };
+        let missing = error(&|folder| fs::remove_file(folder.join(shard)).unwrap());
+        assert!(matches!(missing, CheckpointError::ShardMissing { .. }), "{missing}");
+        let truncated = error(&|folder| {
+            let file = File::options().write(true).open(folder.join(shard)).unwrap();
+            file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+        });
+        assert!(matches!(truncated, CheckpointError::Invalid { .. }), "{truncated}");
+        assert!(truncated.to_string().contains(shard), "{truncated}");
+        let exchanged = error(&|folder| {
+            fs::copy(folder.join("model-00001-of-00003.safetensors"), folder.join(shard)).unwrap();
+        });
+        assert!(matches!(exchanged, CheckpointError::NotInShard { .. }), "{exchanged}");
+        let escaping = error(&|folder| {
+            write_synced(&folder.join(INDEX), br#"{"weight_map": {"w": "../w"}}"#).unwrap();
+        });
+        assert!(escaping.to_string().contains("plain file name"), "{escaping}");
+        let none = error(&|folder| fs::remove_file(folder.join(INDEX)).unwrap());
+        assert!(matches!(none, CheckpointError::NoWeights { .. }), "{none}");
+        let no_folder = WeightFiles::open(Path::new("/no/such/folder")).unwrap_err();
+        assert!(matches!(no_folder, CheckpointError::Read { .. }), "{no_folder}");
+    }
+
+    #[test]
+    fn no_cut_of_a_file_panics_or_opens() {
+        let (folder, _) = written(u64::MAX);
+        let path = folder.path().join(SINGLE);
+        let whole = fs::read(&path).unwrap();
+        for length in 0..whole.len() {
+            write_synced(&path, &whole[..length]).unwrap();
+            assert!(WeightFiles::open(folder.path()).is_err(), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn other_dtypes_and_unknown_names_are_errors() {
+        let (folder, _) = written(u64::MAX);
+        let files = WeightFiles::open(folder.path()).unwrap();
+        let error = files.load("nobody", DType::F32, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("no tensor `nobody`"), "{error}");
+
+        let path = folder.path().join("ids.safetensors");
+        let header = br#"{"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}}"#;
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header);
+        bytes.extend_from_slice(&[0; 8]);
+        write_synced(&path, &bytes).unwrap();
+        let files = WeightFiles::open_file(&path).unwrap();
+        assert_eq!(files.dtype("ids"), None);
+        let error = files.load("ids", DType::F32, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("dtype I64"), "{error}");
+    }
+}
