@@ -1,0 +1,98 @@
+"""Loads an exported folder with transformers and recomputes the loss of each row: what we wrote is what others read.
+
+  python scripts/golden/check_checkpoint.py MODEL_DIR DATA.jsonl --num 8 --expect per_sample.jsonl
+
+Prints `{"id", "nll_sum", "num_targets"}` for each row, then `{"token_mean", "num_targets", "rows"}`. Fails (exit 1) if
+loading reports a missing, unexpected or mismatched tensor or warns about anything, or if a row differs from the file
+of `--expect`, which holds the lines of `trainer eval --per-sample`.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
+
+from reference_lib import Encoder, forward, read_jsonl
+
+
+class Collect(logging.Handler):
+    """Keeps the messages of warnings and worse."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def load(model_dir, image_root):
+    """The model, its encoder, and everything transformers complained about."""
+    collect = Collect()
+    logging.getLogger("transformers").addHandler(collect)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addHandler(collect)
+    warnings.simplefilter("always")
+    transformers_logging.disable_progress_bar()
+    encoder = Encoder(model_dir, image_root)
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+    )
+    notes = [f"{key}: {sorted(map(str, value))}" for key, value in info.items() if value]
+    return model.eval(), encoder, notes + collect.messages
+
+
+def differences(found, expected, tolerance):
+    """One line for each row whose loss or number of targets is not the expected one."""
+    expected = {row["id"]: row for row in expected if "id" in row}  # our own summary line has none
+    lines = []
+    for row in found:
+        other = expected.get(row["id"])
+        if other is None:
+            lines.append(f"{row['id']}: not in the expected file")
+            continue
+        error = abs(row["nll_sum"] - other["nll_sum"]) / max(abs(row["nll_sum"]), 1e-3)
+        if row["num_targets"] != other["num_targets"]:
+            lines.append(f"{row['id']}: expected {other['num_targets']} targets, found {row['num_targets']}")
+        elif not error <= tolerance:  # `not <=` also catches a NaN
+            lines.append(f"{row['id']}: expected nll_sum {other['nll_sum']}, found {row['nll_sum']}, {error:.2g} relative")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir")
+    parser.add_argument("data", help="JSON-lines file of chats")
+    parser.add_argument("--num", type=int, help="only the first rows (default: all)")
+    parser.add_argument("--image-root", help="folder that image paths start from (default: the data file's)")
+    parser.add_argument("--expect", help="lines of `trainer eval --per-sample` to compare with")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, on nll_sum")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    image_root = args.image_root or (args.data.rpartition("/")[0] or ".")
+    model, encoder, problems = load(args.model_dir, image_root)
+    found = []
+    with torch.no_grad():
+        for n, row in enumerate(read_jsonl(args.data)[: args.num]):
+            ((nll_sum, num_targets),) = forward(model, encoder.config, [encoder(row)])
+            # a row without an id goes by its number, from 0
+            found.append({"id": row.get("id", str(n)), "nll_sum": float(nll_sum), "num_targets": num_targets})
+            print(json.dumps(found[-1], ensure_ascii=False), flush=True)
+    targets = sum(row["num_targets"] for row in found)
+    mean = sum(row["nll_sum"] for row in found) / max(targets, 1)
+    print(json.dumps({"token_mean": mean, "num_targets": targets, "rows": len(found)}))
+    problems = [f"loading: {text}" for text in problems]
+    if args.expect:
+        problems += differences(found, read_jsonl(args.expect), args.tolerance)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The independent reference: chats to tokens, labels, pixels and losses, through transformers and PyTorch.
+
+Everything numerical is Hugging Face transformers + PyTorch in float32 on the CPU; only the glue is ours. Conventions:
+labels are the assistant's content and its `<|im_end|>`; the whole conversation is tokenised in one call; EXIF orientation
+is applied and alpha is composited on white.
+"""
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.image_transforms import convert_to_rgb
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+IGNORE = -100
+IMAGE_PAD = "<|image_pad|>"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+
+
+class SampleError(Exception):
+    """A row that cannot be turned into a sample; the message says why."""
+
+
+def read_jsonl(path):
+    """All rows of a JSON-lines file."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def normalise(row):
+    """Messages with typed parts, and the image sources in the order of their parts.
+
+    A `<image>` in a string content becomes an image part if the row has `images`.
+    """
+    images = list(row.get("images") or [])
+    messages, sources = [], []
+    for message in row["messages"]:
+        content = message["content"]
+        if isinstance(content, str):
+            if "images" in row and "<image>" in content:
+                parts = []
+                for k, text in enumerate(content.split("<image>")):
+                    if k:
+                        parts.append({"type": "image"})
+                    if text:
+                        parts.append({"type": "text", "text": text})
+                content = parts
+        else:
+            content = [dict(part) for part in content]
+        if not isinstance(content, str):
+            for part in content:
+                if part.get("type") in ("image", "image_url"):
+                    source = part.get("image") or (part.get("image_url") or {}).get("url")
+                    if source is None:
+                        if not images:
+                            raise SampleError("more image placeholders than images")
+                        source = images.pop(0)
+                    sources.append(source)
+                    part.clear()
+                    part["type"] = "image"
+        messages.append({**message, "content": content})
+    if images:
+        raise SampleError(f"{len(images)} images have no placeholder")
+    return messages, sources
+
+
+def load_image(source, root):
+    """RGB pixels `[H, W, 3]` of a path below `root` or of a `data:` URI."""
+    if source.startswith("data:"):
+        file = io.BytesIO(base64.b64decode(source.split(",", 1)[1]))
+    else:
+        file = Path(root) / source
+    image = Image.open(file)
+    image.load()
+    return convert_to_rgb(ImageOps.exif_transpose(image), return_numpy=True)
+
+
+class Encoder:
+    """Turns rows into samples: input ids, labels, pixel values and image grids."""
+
+    def __init__(self, model_dir, image_root):
+        self.root = Path(image_root)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((Path(model_dir) / "preprocessor_config.json").read_text(encoding="utf-8"))
+        self.merge = settings["merge_size"] ** 2
+        drop = ("image_processor_type", "processor_class")
+        self.images = Qwen2VLImageProcessor(**{k: v for k, v in settings.items() if k not in drop})
+
+    def render(self, messages, tools=None, prompt=False):
+        """The chat template's text; `prompt` opens the next assistant turn."""
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+
+    @staticmethod
+    def expand(text, counts):
+        """Repeats the n-th image placeholder `counts[n]` times."""
+        left = iter(counts)
+
+        def repeat(_):
+            try:
+                return IMAGE_PAD * next(left)
+            except StopIteration:
+                raise SampleError(f"an {IMAGE_PAD} in the text has no image") from None
+
+        return re.sub(re.escape(IMAGE_PAD), repeat, text)
+
+    def pixels(self, sources):
+        """`pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row."""
+        arrays = []
+        for source in sources:
+            try:
+                arrays.append(load_image(source, self.root))
+            except Exception as error:
+                raise SampleError(f"{source[:80]}: {type(error).__name__}: {error}") from error
+        tensors = [torch.from_numpy(np.array(a)).permute(2, 0, 1) for a in arrays]
+        try:
+            out = self.images(tensors, input_data_format="channels_first", return_tensors="pt")
+        except ValueError as error:
+            raise SampleError(str(error)) from error
+        return out["pixel_values"], out["image_grid_thw"].tolist()
+
+    def __call__(self, row):
+        messages, sources = normalise(row)
+        pixel_values, grid = self.pixels(sources) if sources else (None, [])
+        counts = [t * h * w // self.merge for t, h, w in grid]
+        tools = row.get("tools")
+        text = self.expand(self.render(messages, tools), counts)
+        spans = []
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            head = self.expand(self.render(messages[:k], tools, prompt=True), counts) if k else "<|im_start|>assistant\n"
+            upto = self.expand(self.render(messages[: k + 1], tools), counts)
+            if not (text.startswith(head) and text.startswith(upto) and upto.endswith("<|im_end|>\n")):
+                raise SampleError("the chat template does not render turn by turn")
+            spans.append((len(head), len(upto) - 1))
+        encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        ids = encoded["input_ids"]
+        labels = [IGNORE] * len(ids)
+        for begin, end in spans:
+            for i, (a, b) in enumerate(encoded["offset_mapping"]):
+                if a >= begin and b <= end and b > a:
+                    labels[i] = ids[i]
+        if ids.count(self.config["image_token_id"]) != sum(counts):
+            raise SampleError("image tokens and image features differ")
+        return {"id": row.get("id"), "input_ids": ids, "labels": labels, "grid": grid, "pixel_values": pixel_values}
+
+
+def load_model(model_dir):
+    """The folder's model in float32, ready for training (nothing in it drops out)."""
+    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    model.train()
+    return model
+
+
+def token_types(ids, config):
+    """0 text, 1 image, 2 video: what transformers 5 needs to place positions."""
+    types = torch.zeros_like(ids)
+    types[ids == config["image_token_id"]] = 1
+    types[ids == config["video_token_id"]] = 2
+    return types
+
+
+def positions(model, config, sample):
+    """M-RoPE position ids [3, L] of one sample and its rope delta."""
+    ids = torch.tensor([sample["input_ids"]])
+    grid = torch.tensor(sample["grid"]) if sample["grid"] else None
+    position_ids, delta = model.model.get_rope_index(
+        ids, mm_token_type_ids=token_types(ids, config), image_grid_thw=grid, attention_mask=torch.ones_like(ids)
+    )
+    return position_ids[:, 0], int(delta)
+
+
+def join_pixels(samples):
+    """The pixel values and grids of several samples end to end; `(None, None)` without images."""
+    pixels = [s["pixel_values"] for s in samples if s["pixel_values"] is not None]
+    grids = [g for s in samples for g in s["grid"]]
+    return (torch.cat(pixels), torch.tensor(grids)) if pixels else (None, None)
+
+
+def nll(logits, labels):
+    """Negative log likelihood of each next token [B, L-1] and which of them are targets."""
+    logits, targets = logits[:, :-1], labels[:, 1:]
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORE, reduction="none"
+    )
+    return loss.view(targets.shape), targets != IGNORE
+
+
+def forward(model, config, samples, mode="per-sample"):
+    """`[(nll sum, number of targets), ..]`, one a sample. `mode`: `per-sample`, `padded` or `packed`; all agree."""
+    if mode == "per-sample":
+        return [_packed(model, config, [sample])[0] for sample in samples]
+    return {"padded": _padded, "packed": _packed}[mode](model, config, samples)
+
+
+def _padded(model, config, samples):
+    length = max(len(s["input_ids"]) for s in samples)
+    ids = torch.full((len(samples), length), config["text_config"]["bos_token_id"])
+    labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
+    for i, sample in enumerate(samples):
+        n = len(sample["input_ids"])
+        ids[i, :n] = torch.tensor(sample["input_ids"])
+        labels[i, :n] = torch.tensor(sample["labels"])
+        mask[i, :n] = 1
+    pixels, grid = join_pixels(samples)
+    types = token_types(ids, config) * mask
+    position_ids, _ = model.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=mask)
+    logits = model(
+        input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid, position_ids=position_ids,
+        use_cache=False, mm_token_type_ids=types,
+    ).logits
+    loss, is_target = nll(logits, labels)
+    return [(loss[i].sum(), int(is_target[i].sum())) for i in range(len(samples))]
+
+
+def _packed(model, config, samples):
+    """One row, samples end to end, attention inside each sample only. The last token of a sample predicts the first
+    of the next one, which is never a target: a sample starts with `<|im_start|>`."""
+    lengths = [len(s["input_ids"]) for s in samples]
+    total = sum(lengths)
+    ids = torch.tensor([[t for s in samples for t in s["input_ids"]]])
+    labels = torch.tensor([[t for s in samples for t in s["labels"]]])
+    position_ids = torch.cat([positions(model, config, s)[0] for s in samples], dim=1)[:, None]
+    mask = None
+    if len(samples) > 1:
+        segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        mask = torch.tril(torch.ones(total, total, dtype=torch.bool)) & (segment[:, None] == segment[None, :])
+        mask = mask[None, None]
+    pixels, grid = join_pixels(samples)
+    logits = model(
+        input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid, position_ids=position_ids,
+        use_cache=False, mm_token_type_ids=token_types(ids, config),
+    ).logits
+    loss, is_target = nll(logits, labels)
+    out, at = [], 0
+    for n in lengths:
+        span = slice(at, min(at + n, total - 1))
+        out.append((loss[0, span].sum(), int(is_target[0, span].sum())))
+        at += n
+    return out
