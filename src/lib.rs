@@ -14,4 +14,5 @@ pub mod batch;
 pub mod checkpoint;
 pub mod data;
 pub mod ops;
+pub mod optim;
 pub mod tape;

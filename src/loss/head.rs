@@ -41,13 +41,11 @@ pub fn loss_and_gradient(
     let ids = Tensor::from_slice(&targets.ids, targets.len(), device)?; // [S]
     let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
     let scale = (1.0 / num_targets as f64) as f32;
-    let (nll, d_selected) = ops::linear_cross_entropy_backward(
-        &selected,
-        lm_head.tensor(),
-        &ids,
-        scale,
-        grads.buffer(lm_head),
-    )?;
+    let dw = grads.buffer(lm_head);
+    let weight = lm_head.tensor();
+    let (nll, d_selected) =
+        ops::linear_cross_entropy_backward(&selected, weight, &ids, scale, dw, true)?;
+    let d_selected = d_selected.ok_or_else(|| candle_core::Error::msg("dh was asked for"))?;
     let d_hidden = ops::spread_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
     Ok(Some(LossOutput { nll, d_hidden }))
 }

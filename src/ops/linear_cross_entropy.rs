@@ -6,7 +6,7 @@
 use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
 use super::matmul::{Into, nn, nt, tn};
 use super::simd::{exp, kernels, max, sum_exp};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Upper bound on the logits that exist at one time.
@@ -51,8 +51,12 @@ fn check(
     Ok((s, d, v, dtype))
 }
 
-/// `nll [S]` in `f32`.
-pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<Tensor> {
+/// `nll [S]` in `f32`, and the most likely token of each row, `argmax [S]` (the lowest id of a tie).
+pub fn linear_cross_entropy(
+    h: &Tensor,
+    w: &Tensor,
+    targets: &Tensor,
+) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
@@ -61,19 +65,23 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     let chunk = chunk_rows(v).min(s.max(1));
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
+    let mut argmax = vec![0u32; s];
     for start in (0..s).step_by(chunk) {
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
         nt((rows, v, d), logits, Into::Overwrite, &h[start * d..(start + rows) * d], &w);
         nll[start..start + rows]
             .par_iter_mut()
+            .zip(&mut argmax[start..start + rows])
             .zip(logits.par_chunks(v))
             .zip(&targets[start..start + rows])
-            .for_each(|((nll, logits), target)| {
+            .for_each(|(((nll, argmax), logits), target)| {
                 *nll = log_sum_exp(logits) - logits[*target as usize];
+                let largest = max(logits);
+                *argmax = logits.iter().position(|logit| *logit == largest).unwrap_or(0) as u32;
             });
     }
-    cpu::tensor(nll, s, DType::F32)
+    Ok((cpu::tensor(nll, s, DType::F32)?, Tensor::from_vec(argmax, s, &Device::Cpu)?))
 }
 
 /// `nll [S]` in `f32`, and in the same pass the gradients of `scale * sum(nll)`: adds to `dw [V, D]` (`f32`) if the
