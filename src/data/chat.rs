@@ -231,7 +231,7 @@ impl<'a> Chat<'a> {
             ]);
         let template = self.template.env.get_template(NAME).expect("added by the constructor");
         template
-            .render(context.collect::<Value>())
+            .render(Value::from_pairs(context))
             .map_err(|error| TemplateError::Render { problem: describe(&error) })
     }
 
@@ -280,16 +280,14 @@ fn message_value(message: &Message) -> Value {
         Content::Parts(parts) => parts.iter().map(part_value).collect(),
     };
     let tool_calls = message.tool_calls.iter().map(|calls| ("tool_calls", value_of_json(calls)));
-    [("role", Value::from(message.role.as_str())), ("content", content)]
-        .into_iter()
-        .chain(tool_calls)
-        .collect()
+    let always = [("role", Value::from(message.role.as_str())), ("content", content)];
+    Value::from_pairs(always.into_iter().chain(tool_calls))
 }
 
 fn part_value(part: &Part) -> Value {
     match part {
-        Part::Text(text) => Value::from_iter([("type", "text"), ("text", text.as_str())]),
-        Part::Image => Value::from_iter([("type", "image")]),
+        Part::Text(text) => Value::from_pairs([("type", "text"), ("text", text.as_str())]),
+        Part::Image => Value::from_pairs([("type", "image")]),
     }
 }
 
@@ -307,7 +305,8 @@ fn value_of_json(json: &serde_json::Value) -> Value {
         Json::String(text) => Value::from(text.as_str()),
         Json::Array(values) => values.iter().map(value_of_json).collect(),
         Json::Object(entries) => {
-            entries.iter().map(|(key, value)| (key.as_str(), value_of_json(value))).collect()
+            let entries = entries.iter();
+            Value::from_pairs(entries.map(|(key, value)| (key.as_str(), value_of_json(value))))
         }
     }
 }

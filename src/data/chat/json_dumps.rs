@@ -26,7 +26,7 @@ impl Writer {
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Seq => {
                 let items = value.try_iter()?.collect::<Vec<_>>();
-                self.container(['[', ']'], &items, |this, item| this.value(item))?;
+                self.container(['[', ']'], &items, Self::value)?;
             }
             ValueKind::Map => {
                 let keys = value.try_iter()?.collect::<Vec<_>>();
@@ -140,9 +140,9 @@ mod tests {
 
     #[test]
     fn text_keeps_html_and_other_scripts_and_order() {
-        let inner = Value::from_iter([("z", Value::from("<\u{e9}&'\"\\\n\u{1}\u{7f}>"))]);
+        let inner = Value::from_pairs([("z", Value::from("<\u{e9}&'\"\\\n\u{1}\u{7f}>"))]);
         let items = vec![Value::from(1), Value::from(true), Value::from(()), inner];
-        let value = Value::from_iter([("b", Value::from(items)), ("a", Value::from(2.5))]);
+        let value = Value::from_pairs([("b", Value::from(items)), ("a", Value::from(2.5))]);
         let expected =
             "{\"b\": [1, true, null, {\"z\": \"<\u{e9}&'\\\"\\\\\\n\\u0001\u{7f}>\"}], \"a\": 2.5}";
         assert_eq!(dumps(&value, None).unwrap(), expected);
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn indented_text_breaks_lines_but_not_empty_containers() {
-        let value = Value::from_iter([
+        let value = Value::from_pairs([
             ("a", Value::from(vec![1, 2])),
             ("b", Value::from(Vec::<i32>::new())),
         ]);
