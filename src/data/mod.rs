@@ -1,24 +1,25 @@
 //! JSONL to token streams, on host threads.
 
-// mod chat;
+mod chat;
 mod collate;
 mod config;
-// mod encode;
+mod encode;
 pub mod image;
 mod loader;
 mod loader_error;
 mod order;
 mod packing;
 mod plan;
-// mod rope_index;
+mod rope_index;
 mod row;
-// mod source;
+mod source;
 mod steps;
-// mod tokenizer;
+mod tokenizer;
 mod workers;
 
 pub use collate::{CollateError, collate};
 pub use config::{DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation};
+pub use encode::{Encoder, EncoderError};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
 pub use loader::{Loader, LoaderOptions, Rmpad, StepData};
 pub use loader_error::LoaderError;
@@ -26,4 +27,6 @@ pub use order::{DatasetShare, Order, OrderError, RowOrder};
 pub use packing::{Overlong, Packing};
 pub use plan::{Plan, plan};
 pub use row::{Length, Rejection, Row, RowReader};
+pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::DataState;
+pub use tokenizer::TokenizerError;
