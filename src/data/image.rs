@@ -299,6 +299,6 @@ mod golden {
 
     pub(super) fn sha256(bytes: &[u8]) -> String {
         use sha2::{Digest as _, Sha256};
-        Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+        format!("{:x}", Sha256::digest(bytes))
     }
 }

@@ -95,7 +95,7 @@ fn split(weight: i32) -> (i16, i16) {
 }
 
 /// Adds two taps, with their weights `[low, low, high, high]`, to the sums of each lane.
-#[inline(always)]
+#[inline]
 fn add_taps(
     [low, high]: &mut [[i32; LANES]; 2],
     a: &Lanes,
@@ -110,7 +110,7 @@ fn add_taps(
 }
 
 /// Joins the two halves of each sum, rounds and clamps. Wraps: only the joined sum has to fit.
-#[inline(always)]
+#[inline]
 fn finish([low, high]: &[[i32; LANES]; 2]) -> Lanes {
     std::array::from_fn(|i| {
         let sum = (high[i] << SPLIT_BITS).wrapping_add(low[i]);
@@ -190,7 +190,7 @@ fn resize_width(image: &Rgb, width: usize) -> Rgb {
 }
 
 /// The lanes of a row at `at`.
-#[inline(always)]
+#[inline]
 fn lanes(row: &[u8], at: usize) -> &Lanes {
     row[at..].first_chunk().expect("the target row has lanes here and the source row its length")
 }
