@@ -1,3 +1,4 @@
 //! What can be checked from outside of the crate, one module a topic.
 
 mod encoding;
+mod images;
