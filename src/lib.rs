@@ -13,5 +13,6 @@
 pub mod batch;
 pub mod checkpoint;
 pub mod data;
+pub mod metrics;
 pub mod ops;
 pub mod tape;
