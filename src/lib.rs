@@ -13,6 +13,7 @@
 pub mod batch;
 pub mod checkpoint;
 pub mod data;
+pub mod metrics;
 pub mod ops;
 pub mod optim;
 pub mod tape;
