@@ -13,7 +13,10 @@
 pub mod batch;
 pub mod checkpoint;
 pub mod data;
+pub mod loss;
 pub mod metrics;
+pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod tape;
+pub mod train;

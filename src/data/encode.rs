@@ -15,6 +15,7 @@ use folder::TextFolder;
 use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
 use super::image::{ImageConfig, ImageError, ImageProcessor};
 use super::rope_index::position_ids;
+use super::row::Length;
 use super::source::SampleError;
 use super::tokenizer::{TokenizerError, Tokens};
 use crate::batch::{
@@ -45,13 +46,16 @@ impl Encoder {
         Ok(tokens.into_sample(sample.id.clone(), media))
     }
 
-    /// Length in tokens, with the checks of [`Encoder::encode`] but reading headers of images only.
-    pub fn length(&self, sample: &Sample) -> Result<usize, SampleError> {
+    /// The size that [`Encoder::encode`] would give, with its checks, from headers of images only.
+    pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
         let (text, targets) = self.render_targets(sample)?;
         let grids = per_image(&sample.id, &sample.media, |media| self.images.grid(media))?;
         let tokens = self.tokenise(&sample.id, &text, targets, &grids)?;
         tokens.check_supervised(&sample.id)?;
-        Ok(tokens.input_ids.len())
+        let patches: u64 = grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
+        let patch_bytes = self.images.patch_values() * size_of::<f32>();
+        let pixel_bytes = patches * patch_bytes as u64;
+        Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })
     }
 
     /// The conversation before its last assistant turn, with that turn's header and no labels, and

@@ -114,6 +114,11 @@ impl ImageProcessor {
         self.temporal_patch_size
     }
 
+    /// Values of one flattened patch: `channels * temporal_patch_size * patch_size^2`.
+    pub fn patch_values(&self) -> usize {
+        3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
+    }
+
     /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.
     pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
         let patches: usize = grid_thw.iter().map(|n| *n as usize).product();

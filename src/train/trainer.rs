@@ -7,9 +7,10 @@ use super::state::TrainState;
 use super::step::{StepError, StepRunner};
 use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::{Loader, LoaderError, StepData};
-use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::optim::Schedule;
 use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -96,13 +97,8 @@ pub enum TrainError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// `metrics.jsonl` or `rejects.jsonl`.
-    #[error("cannot write `{}`", .path.display())]
-    Sink {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Sink(#[from] JsonlError),
     /// An op failed outside of a step.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -170,7 +166,7 @@ impl Trainer {
         let lr = parts.schedule.lr(step);
         let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
         for rejection in &data.rejected {
-            parts.rejects.write(&RejectRow { step, rejection }).map_err(sink_error(&parts.rejects))?;
+            parts.rejects.write(&RejectRow { step, rejection })?;
         }
         let outcome = parts.runner.run(data.micro_batches, lr, step)?;
         if !self.audited {
@@ -199,7 +195,7 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             rejected: state.data.rejected.values().sum(),
         };
-        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        parts.metrics.write(&metrics)?;
         observer.step(&metrics, state.total_steps);
         Ok(())
     }
@@ -211,6 +207,7 @@ impl Trainer {
         let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step)) else {
             return Ok(());
         };
+        let started = Instant::now();
         let total = rows.files().iter().map(crate::data::JsonlFile::len).sum();
         let evaluator = Evaluator {
             rows,
@@ -224,16 +221,12 @@ impl Trainer {
         for rejection in &report.rejected {
             tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
         }
-        let metrics = EvalMetrics {
-            eval: true,
-            step,
-            loss: report.loss(),
-            num_target_tokens: report.num_targets(),
-            num_samples: report.samples.len() as u64,
-            accuracy: report.accuracy(),
-            rejected: report.rejected.len() as u64,
-        };
-        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        let time_s = started.elapsed().as_secs_f64();
+        let num_samples = report.samples.len() as u64;
+        let metrics =
+            EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
+                .with_accuracy(report.accuracy());
+        parts.metrics.write(&metrics)?;
         watch.into_inner().evaluated(&metrics);
         self.evaluated_at = Some(step);
         self.last_eval = Some(report);
@@ -245,7 +238,7 @@ impl Trainer {
         let parts = &self.parts;
         let step = parts.state.step;
         if self.saved_at == Some(step) {
-            return Ok(parts.checkpointer.folder(step));
+            return Ok(parts.checkpointer.step_folder(step));
         }
         let weights: Vec<(String, Tensor)> = parts
             .runner
@@ -262,8 +255,7 @@ impl Trainer {
                 optimizer.push((format!("master.{name}"), master.clone()));
             }
         }
-        let state = serde_json::to_value(&parts.state)
-            .map_err(|error| candle_core::Error::wrap(error))?;
+        let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let folder = parts.checkpointer.save(
             step,
             &Contents {
@@ -274,7 +266,8 @@ impl Trainer {
                     max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
                 },
                 optimizer: Some(&optimizer),
-                state: Some(&state),
+                optimizer_metadata: &BTreeMap::new(),
+                state: &state,
             },
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
@@ -293,11 +286,6 @@ struct RejectRow<'a> {
 
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
-}
-
-fn sink_error(sink: &JsonlSink) -> impl FnOnce(std::io::Error) -> TrainError {
-    let path = sink.path().to_owned();
-    |source| TrainError::Sink { path, source }
 }
 
 /// After the first backward: every trained tensor has a gradient, or is named. True when the tower

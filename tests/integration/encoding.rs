@@ -9,9 +9,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
-use trainer::data::encode::{Encoder, EncoderError};
-use trainer::data::image::ImageConfig;
-use trainer::data::source::{JsonlFile, SampleError};
+use trainer::data::{Encoder, EncoderError, ImageConfig, JsonlFile, Length, SampleError};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -50,7 +48,7 @@ fn encode(row: Value) -> Result<EncodedSample, SampleError> {
     // The planner sees the same rows as the loader.
     assert_eq!(
         encoder().length(&sample).map_err(|error| error.to_string()),
-        encoded.as_ref().map(EncodedSample::len).map_err(ToString::to_string)
+        encoded.as_ref().map(Length::of).map_err(ToString::to_string)
     );
     encoded
 }
