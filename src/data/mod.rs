@@ -9,4 +9,6 @@ pub mod packing;
 pub mod plan;
 pub mod row;
 mod steps;
+#[cfg(test)]
+mod test_reader;
 mod workers;

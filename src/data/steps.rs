@@ -58,8 +58,8 @@ impl DataState {
         if let Some(position) = held.last().filter(|position| **position >= self.next) {
             return error(format!("it holds row {position} but was only at row {}", self.next));
         }
-        if let Some(pair) = held.windows(2).find(|pair| pair[0] == pair[1]) {
-            return error(format!("it holds row {} twice", pair[0]));
+        if !held.is_sorted_by(|before, after| before < after) {
+            return error("it holds a row twice".to_owned());
         }
         if self.ready.iter().any(Vec::is_empty) {
             return error("it has a pack without samples".to_owned());
@@ -182,7 +182,7 @@ impl<T> Assembly<T> {
         let consumed = state.next - state.held().count() as u64;
         let samples = || micro_batches.iter().flatten().flatten();
         Some(Step {
-            epoch: state.epoch as f64 + consumed as f64 / self.epoch_rows as f64,
+            epoch: (state.epoch * self.epoch_rows + consumed) as f64 / self.epoch_rows as f64,
             num_samples: samples().count(),
             num_tokens: samples().map(|item| item.length.tokens).sum(),
             fill: fill(self.options.packing, &micro_batches),
