@@ -198,6 +198,10 @@ mod tests {
             let side = if left { PaddingSide::Left } else { PaddingSide::Right };
             let batch = collate(packs.clone(), pad_id, side, TWO).unwrap();
             prop_assert_eq!(batch.length, packs.iter().map(Pack::len).max().unwrap());
+            for row in batch.attention_mask.chunks(batch.length) {
+                let touched = if left { row.last() } else { row.first() };
+                prop_assert_eq!(touched, Some(&true));
+            }
             let stream = batch.unpad().unwrap();
             prop_assert_eq!(&stream.input_ids, &concat(&packs, |sample| &sample.input_ids));
             prop_assert_eq!(&stream.labels, &concat(&packs, |sample| &sample.labels));

@@ -4,65 +4,24 @@
 //! steps are a function of order, options and start alone. Memory is bounded: encoded rows ahead
 //! (by bytes), one packing window, and two steps.
 
-use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use super::collate::collate;
-use super::config::{OnError, Truncation};
 use super::order::Order;
-use super::packing::{Item, Packing, WINDOW_SAMPLES};
+use super::packing::{Item, WINDOW_SAMPLES};
 use super::row::{Length, Rejection, Row, RowReader};
 use super::steps::{Assembly, Step};
 use super::workers::{Limits, Workers, panic_message};
-use crate::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
+use crate::batch::{EncodedSample, Pack, VarlenBatch};
 
 pub use super::loader_error::LoaderError;
-pub use super::steps::DataState;
+pub use super::steps::{DataState, LoaderOptions, Rmpad};
 
 /// Bytes of encoded rows that wait to be packed.
 const AHEAD_BYTES: u64 = 256 << 20;
-
-/// How rows become steps.
-#[derive(Debug, Clone, Copy)]
-pub struct LoaderOptions {
-    /// Which samples share a pack.
-    pub packing: Packing,
-    /// Upper bound on one sample, in tokens.
-    pub max_length: Option<NonZeroU32>,
-    /// What becomes of a sample longer than that.
-    pub truncation: Truncation,
-    /// Packs a micro-batch.
-    pub batch_size: NonZeroUsize,
-    /// Micro-batches a step.
-    pub gradient_accumulation_steps: NonZeroUsize,
-    /// Threads that read and encode; they change no result.
-    pub workers: NonZeroUsize,
-    /// Id that fills short rows up.
-    pub pad_id: u32,
-    /// Edge, in patches, of the square that becomes one vision token.
-    pub merge_size: NonZeroU32,
-    /// Which form of a batch the model gets.
-    pub rmpad: Rmpad,
-    /// Where short rows are filled up.
-    pub side: PaddingSide,
-    /// Epochs after which the data ends; `None`: never.
-    pub epochs: Option<NonZeroU64>,
-    /// What becomes of the run when a row cannot be used.
-    pub on_error: OnError,
-    /// Share of the rows read that may be rejected.
-    pub max_rejected: f64,
-}
-
-/// Which form of a batch the model gets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rmpad {
-    /// Real tokens only.
-    Unpad,
-    /// The padded batch, row by row.
-    KeepPadding,
-}
 
 /// The data of one optimizer step.
 #[derive(Debug, Clone, PartialEq)]
@@ -248,13 +207,14 @@ fn collate_step(
 
 #[cfg(test)]
 mod tests {
+    use std::num::{NonZeroU32, NonZeroUsize};
     use std::time::{Duration, Instant};
 
     use proptest::prelude::*;
 
-    use super::super::config::PackingStrategy;
+    use super::super::config::{OnError, PackingStrategy, Truncation};
     use super::super::order::RowOrder;
-    use super::super::packing::Overlong;
+    use super::super::packing::{Overlong, Packing};
     use super::super::test_reader::{Kind, TestReader, any_options, any_rows, options, order};
     use super::*;
 
@@ -274,6 +234,13 @@ mod tests {
 
     fn collect(mut loader: Loader) -> Vec<StepData> {
         std::iter::from_fn(|| loader.next_step()).map(Result::unwrap).collect()
+    }
+
+    /// The steps of a loader that starts where `step` ends; its state went through a file.
+    fn resumed_after(rows: &[Kind], options: LoaderOptions, step: &StepData) -> Vec<StepData> {
+        let text = serde_json::to_string(&step.state).unwrap();
+        let from = serde_json::from_str(&text).unwrap();
+        collect(start(rows, RowOrder::Shuffled, options, from))
     }
 
     /// The steps before the error, and the error.
@@ -309,7 +276,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(24))]
+        #![proptest_config(ProptestConfig::with_cases(16))]
 
         #[test]
         fn every_usable_row_comes_once_an_epoch_and_every_other_is_reported(
@@ -334,14 +301,11 @@ mod tests {
 
         #[test]
         fn a_loader_started_from_any_step_yields_the_steps_that_follow(
-            rows in any_rows(), options in any_options(), every in 1usize..4
+            rows in any_rows(), options in any_options(), first in 0usize..9
         ) {
             let steps = all_steps(&rows, options);
-            for (index, step) in steps.iter().enumerate().step_by(every) {
-                let text = serde_json::to_string(&step.state).unwrap();
-                let from = serde_json::from_str(&text).unwrap();
-                let resumed = collect(start(&rows, RowOrder::Shuffled, options, from));
-                prop_assert!(resumed == steps[index + 1..], "resumed after step {}", index);
+            for index in (first..steps.len()).step_by(steps.len() / 8 + 1) {
+                prop_assert!(resumed_after(&rows, options, &steps[index]) == steps[index + 1..]);
             }
         }
 
@@ -366,6 +330,27 @@ mod tests {
                     let limit = options.batch_size.get() * length.get() as usize;
                     prop_assert!(step.micro_batches.iter().all(|batch| batch.num_tokens <= limit));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_run_may_be_resumed_after_every_one_of_its_steps() {
+        let kind = |i: usize| match i % 11 {
+            3 => Kind::Broken,
+            5 => Kind::Text(65),
+            7 => Kind::Image(i % 17),
+            _ => Kind::Text(1 + i * 7919 % 29),
+        };
+        let rows: Vec<_> = (0..600).map(kind).collect();
+        for strategy in [PackingStrategy::Sequential, PackingStrategy::BestFit] {
+            let steps = all_steps(&rows, options(strategy));
+            assert!(steps.len() > 20 && steps.iter().any(|step| !step.rejected.is_empty()));
+            for (index, step) in steps.iter().enumerate() {
+                assert!(
+                    resumed_after(&rows, options(strategy), step) == steps[index + 1..],
+                    "{strategy:?}, resumed after step {index}"
+                );
             }
         }
     }
