@@ -14,6 +14,8 @@ mod rope_index;
 mod row;
 mod source;
 mod steps;
+#[cfg(test)]
+mod test_reader;
 mod tokenizer;
 mod workers;
 

@@ -2,3 +2,4 @@
 
 mod encoding;
 mod images;
+mod parity;
