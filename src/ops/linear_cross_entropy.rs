@@ -129,3 +129,93 @@ pub fn linear_cross_entropy_backward(
     let dh = if need_dh { Some(cpu::tensor(dh, (s, d), dtype)?) } else { None };
     Ok((cpu::tensor(nll, s, DType::F32)?, dh))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, ids, message, random, values,
+    };
+    use super::*;
+    use candle_core::D;
+
+    fn target_ids(s: usize, v: usize) -> Vec<u32> {
+        (0..s).map(|i| (i * 7919 % v) as u32).collect()
+    }
+
+    /// Plain cross-entropy, a value a row.
+    fn plain(h: &Tensor, w: &Tensor, targets: &[u32]) -> Result<Tensor> {
+        let logits = h.matmul(&w.t()?)?;
+        let max = logits.max_keepdim(D::Minus1)?.detach();
+        let exps = logits.broadcast_sub(&max)?.exp()?;
+        let lse = (exps.sum_keepdim(D::Minus1)?.log()? + max)?;
+        let index = ids(targets).unsqueeze(1)?;
+        (lse - logits.gather(&index, 1)?)?.squeeze(1)
+    }
+
+    #[test]
+    fn the_loss_and_its_gradients_match_the_reference() {
+        let scale = 0.25f32;
+        for (s, d, v) in [(1, 1, 2), (3, 33, 65), (33, 16, 500), (65, 40, 129)] {
+            let targets = target_ids(s, v);
+            let inputs = [random(1, &[s, d]), (random(2, &[v, d]) * 0.3).unwrap()];
+            // A scalar output, so that `dy` is one number and `scale` can carry it.
+            let sum =
+                |t: &[Tensor]| plain(&t[0], &t[1], &targets)?.sum_keepdim(0)? * f64::from(scale);
+            check(&format!("cross-entropy {s} {d} {v}"), &inputs, sum, |t, dy| {
+                let dw = gradient_buffer(&[v, d]);
+                let dy = values(dy)[0] as f32;
+                let (nll, dh) = linear_cross_entropy_backward(
+                    &t[0],
+                    &t[1],
+                    &ids(&targets),
+                    scale * dy,
+                    Some(&dw),
+                    true,
+                )?;
+                let sum = (nll.sum_keepdim(0)? * f64::from(scale))?.to_dtype(t[0].dtype())?;
+                Ok((sum, vec![dh.unwrap(), added(&dw)]))
+            });
+        }
+    }
+
+    #[test]
+    fn evaluation_and_training_give_the_same_bits_and_frozen_parts_cost_nothing() {
+        let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
+        let eval = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
+        let (train, dh) =
+            linear_cross_entropy_backward(&h, &w, &ids(&targets), 1.0, None, false).unwrap();
+        assert!(dh.is_none());
+        assert_eq!(eval.to_vec1::<f32>().unwrap(), train.to_vec1::<f32>().unwrap());
+        let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+        let want = plain(&wide(&h), &wide(&w), &targets).unwrap();
+        assert_close("nll", &eval, &want, Tolerance::F32);
+    }
+
+    #[test]
+    fn chunks_of_rows_do_not_change_the_result() {
+        let (s, v) = (7, 3 << 20); // two rows a chunk
+        let (h, w, targets) = (random(1, &[s, 1]), random(2, &[v, 1]), target_ids(s, v));
+        assert_eq!(chunk_rows(v), 2);
+        let whole = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
+        for row in 0..s {
+            let one = h.narrow(0, row, 1).unwrap();
+            let alone = linear_cross_entropy(&one, &w, &ids(&targets[row..=row])).unwrap();
+            let whole = whole.narrow(0, row, 1).unwrap();
+            assert_close("row", &whole, &alone, Tolerance::F32);
+        }
+    }
+
+    #[test]
+    fn a_target_outside_of_the_vocabulary_is_named_with_its_row() {
+        let (h, w) = (random(1, &[3, 4]), random(2, &[5, 4]));
+        let said = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
+        assert!(said.contains("target `5` of row 1"), "{said}");
+    }
+
+    #[test]
+    fn no_rows_give_no_loss() {
+        let (h, w) = (random(1, &[0, 4]), random(2, &[5, 4]));
+        let (nll, dh) = linear_cross_entropy_backward(&h, &w, &ids(&[]), 1.0, None, true).unwrap();
+        assert_eq!((nll.dims(), dh.unwrap().dims()), (&[0][..], &[0, 4][..]));
+    }
+}
