@@ -23,8 +23,8 @@ fn check_rows(op: &str, rows: &[u32], num_rows: usize, which: Rows) -> Result<()
     if which == Rows::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
         let mut sorted = rows.to_vec();
         sorted.sort_unstable();
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            bail!("{op}: row `{}` is named twice", pair[0]);
+        if let Some([row, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            bail!("{op}: row `{row}` is named twice");
         }
     }
     Ok(())
@@ -97,7 +97,6 @@ pub fn add_to_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     }
 }
 
-#[inline(always)]
 fn add_element<T: Element>(x: &mut T, y: T) {
     *x = T::narrow(x.widen() + y.widen());
 }
