@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const TICK: Duration = Duration::from_millis(200);
 
-/// A bar that disappears when the work is done or fails.
+/// A bar that fits in 80 columns and disappears when the work is done or fails.
 #[derive(Debug)]
 pub struct Progress {
     bar: ProgressBar,
@@ -57,13 +57,13 @@ impl Drop for Progress {
     }
 }
 
-const STEPS: &str = "[{elapsed_precise}] {bar:24} {pos}/{len} eta {eta} {wide_msg}";
-const ITEMS: &str = "[{elapsed_precise}] {bar:24} {human_pos}/{human_len} {prefix} eta {eta}";
+const STEPS: &str = "{elapsed:>4} [{bar:10}] {pos}/{len} eta {eta} {wide_msg}";
+const ITEMS: &str = "{elapsed:>4} [{bar:10}] {human_pos}/{human_len} {prefix} eta {eta}";
 
 fn message(metrics: &StepMetrics) -> String {
     let wait = 100.0 * metrics.data_wait_s / metrics.step_time_s.max(f64::MIN_POSITIVE);
     format!(
-        "loss {:.4}, {} tok/s, fill {:.0} %, data wait {:.0} %",
+        "loss {:.4} {} tok/s fill {:.0}% data wait {:.0}%",
         metrics.loss,
         HumanCount(metrics.tokens_per_s as u64),
         100.0 * metrics.fill,
@@ -123,9 +123,11 @@ mod tests {
             lines
         }
 
-        fn change(&self, change: impl FnOnce(&mut Shown)) -> io::Result<()> {
-            change(&mut self.0.lock().unwrap());
-            Ok(())
+        fn change<T>(&self, change: impl FnOnce(&mut Shown) -> T) -> io::Result<T> {
+            self.0
+                .lock()
+                .map(|mut shown| change(&mut shown))
+                .map_err(|_| io::ErrorKind::Other.into())
         }
     }
 
@@ -191,7 +193,7 @@ mod tests {
         progress.step(&metrics(20));
         progress.bar.force_draw();
         let shown = screen.lines().join("\n");
-        for part in ["20/40", "eta", "loss 1.2500", "12,345 tok/s", "fill 97 %", "data wait 5 %"] {
+        for part in ["20/40", "eta", "loss 1.2500", "12,345 tok/s", "fill 97%", "data wait 5%"] {
             assert!(shown.contains(part), "{part} not in {shown}");
         }
         assert_eq!(shown.lines().count(), 1, "{shown}");

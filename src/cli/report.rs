@@ -99,10 +99,10 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
 pub fn text(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}\n");
     for cause in error.chain().skip(1) {
-        text += &format!("caused by: {cause}\n");
+        text.extend(["caused by: ", &cause.to_string(), "\n"]);
     }
     if let Some(hint) = error.chain().find_map(hint) {
-        text += &format!("hint: {hint}\n");
+        text.extend(["hint: ", &hint, "\n"]);
     }
     text
 }

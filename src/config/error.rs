@@ -16,12 +16,12 @@ pub(super) enum Source {
 impl Source {
     /// `line` and `column` count from 1, columns in characters.
     pub(super) fn at(&self, line: usize, column: usize) -> Place {
-        Place(match self {
+        Place(Arc::new(match self {
             Self::File { path, text } => {
                 At::File { path: Arc::clone(path), text: Arc::clone(text), line, column }
             }
             Self::Set { argument } => At::Set { argument: Arc::clone(argument) },
-        })
+        }))
     }
 }
 
@@ -29,7 +29,7 @@ impl Source {
 ///
 /// Shown as `config.yaml:12:3` or `--set data.packing=maybe`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place(At);
+pub struct Place(Arc<At>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum At {
@@ -40,14 +40,14 @@ enum At {
 impl Place {
     /// Line and column in the file, from 1, columns in characters; `None` for `--set`.
     pub fn position(&self) -> Option<(usize, usize)> {
-        match self.0 {
+        match *self.0 {
             At::File { line, column, .. } => Some((line, column)),
             At::Set { .. } => None,
         }
     }
 
     fn excerpt(&self) -> Excerpt<'_> {
-        match &self.0 {
+        match &*self.0 {
             At::File { text, line, column, .. } => Excerpt::of(text, *line, *column),
             At::Set { .. } => Excerpt::none(),
         }
@@ -56,7 +56,7 @@ impl Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        match &*self.0 {
             At::File { path, line, column, .. } => {
                 write!(f, "{}:{line}:{column}", path.display())
             }

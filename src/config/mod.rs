@@ -3,6 +3,7 @@
 mod de;
 mod error;
 mod excerpt;
+mod fault;
 mod load;
 mod nearest;
 mod scalar;

@@ -414,7 +414,7 @@ data:
     let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
     for i in 1..9 {
         let aliases = vec![format!("*a{}", i - 1); 10].join(", ");
-        bomb += &format!("a{i}: &a{i} [{aliases}]\n");
+        bomb = format!("{bomb}a{i}: &a{i} [{aliases}]\n");
     }
     let error = load_text(&bomb, &[]).unwrap_err();
     assert!(error.to_string().contains("too many values"), "{error}");
