@@ -12,6 +12,8 @@
 
 pub mod batch;
 pub mod checkpoint;
+pub mod cli;
+pub mod config;
 pub mod data;
 pub mod loss;
 pub mod metrics;

@@ -1,8 +1,17 @@
 //! The whole config: composes the section structs, checks them against each other.
 
+mod de;
+mod error;
+mod excerpt;
+mod fault;
 mod load;
+mod nearest;
+mod scalar;
+mod set;
+mod tree;
 
-pub use load::{ConfigError, load, to_yaml};
+pub use error::{ConfigError, Place};
+pub use load::{load, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
@@ -81,9 +90,7 @@ impl RunConfig {
         }
         let norm = self.train.max_grad_norm;
         rule(finite(norm), "train.max_grad_norm", &norm, "finite and not negative (0: no clipping)")?;
-        rule(!self.data.train.is_empty(), "data.train", &"empty", "a list of data sets")?;
-        let keep = self.checkpoint.keep;
-        rule(keep > 0, "checkpoint.keep", &keep, "at least 1")
+        Ok(())
     }
 
     /// Hash of what decides the result: a checkpoint of another fingerprint is of another run.
@@ -105,7 +112,7 @@ impl RunConfig {
         same.eval = EvalConfig::default();
         same.log = LogConfig::default();
         same.data.eval.clear();
-        same.data.workers = DataConfig::default().workers;
+        same.data.workers = std::num::NonZeroUsize::MIN;
         (same.train.epochs, same.train.max_steps) = (None, None);
         let json = serde_json::to_string(&same).expect("a config of plain values");
         let hash = Sha256::digest(json.as_bytes());

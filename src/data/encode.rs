@@ -6,6 +6,7 @@
 
 mod folder;
 
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
 
@@ -109,6 +110,11 @@ impl Encoder {
     /// Rows of the embedding; every id is smaller.
     pub fn vocab_size(&self) -> usize {
         self.text.vocab_size
+    }
+
+    /// Edge, in patches, of the square that becomes one vision token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.images.merge_size()).unwrap_or(NonZeroU32::MIN)
     }
 
     /// The image side.

@@ -27,7 +27,7 @@ pub use loader::{Loader, LoaderOptions, Rmpad, StepData};
 pub use loader_error::LoaderError;
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
 pub use packing::{Overlong, Packing};
-pub use plan::{Plan, plan};
+pub use plan::{Plan, first_epoch_packs, plan};
 pub use row::{Length, Rejection, Row, RowReader};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::DataState;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use super::loader::{DataState, LoaderError, LoaderOptions};
 use super::order::Order;
 use super::row::{Length, Rejection, Row, RowReader};
-use super::steps::Assembly;
+use super::packing::Item;
+use super::steps::{Assembly, Step};
 use super::workers::{Limits, Workers};
 
 /// Rows measured ahead of the one that is stored next.
@@ -43,31 +44,64 @@ pub fn plan(
     epochs: u64,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Plan, LoaderError> {
-    let start = DataState::default();
     let mut plan =
         Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
+    simulate(reader, order, options, epochs, progress, |step| {
+        plan.steps += 1;
+        plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+        plan.samples += step.num_samples as u64;
+        plan.tokens += step.num_tokens as u64;
+        plan.rows_read = step.state.rows_read;
+        plan.rejected = step.state.rejected;
+    })?;
+    Ok(plan)
+}
+
+/// The packs of the first epoch, in the order in which they are consumed: rows and their tokens.
+pub fn first_epoch_packs(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Vec<Vec<(Row, usize)>>, LoaderError> {
+    let rows = order.epoch(0);
+    let mut packs = Vec::new();
+    simulate(reader, order, options, 1, progress, |step| {
+        for pack in step.micro_batches.into_iter().flatten() {
+            let row = |item: Item<()>| (rows[item.position as usize], item.length.tokens);
+            packs.push(pack.into_iter().map(row).collect());
+        }
+    })?;
+    Ok(packs)
+}
+
+/// Measures every row once, then gives the steps that a loader would, without their samples.
+fn simulate(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+    mut each: impl FnMut(Step<()>),
+) -> Result<(), LoaderError> {
     if epochs == 0 {
-        return Ok(plan);
+        return Ok(());
     }
+    let start = DataState::default();
     start.check_epoch(order.len())?;
     let lengths = measure(reader, order, options, epochs, progress)?;
     let no_samples = |_| unreachable!("a run that begins holds no samples");
-    let mut assembly = Assembly::resume(*options, order.len(), start, no_samples)?;
+    let mut assembly = Assembly::resume(options.clone(), order.len(), start, no_samples)?;
     for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
         let outcome = lengths[row.dataset as usize][row.row as usize].clone();
         let outcome = outcome.expect("every row of these epochs is measured");
         let outcome = outcome.map(|length| (length, ())).map_err(|rejection| *rejection);
         assembly.push(outcome, || reader.id(row))?;
         while let Some(step) = assembly.pop() {
-            plan.steps += 1;
-            plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
-            plan.samples += step.num_samples as u64;
-            plan.tokens += step.num_tokens as u64;
-            plan.rows_read = step.state.rows_read;
-            plan.rejected = step.state.rejected;
+            each(step);
         }
     }
-    Ok(plan)
+    Ok(())
 }
 
 /// What is known of a row; `None` before it is measured. Rejections are few, so they are boxed.

@@ -17,7 +17,7 @@ pub use config::{
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use reader::JsonlRows;
-pub use setup::{LoadedModel, SetupError, load_model};
-pub use state::TrainState;
+pub use setup::{LoadedModel, SetupError, load_model, trainable};
+pub use state::{Planned, TrainState};
 pub use step::{StepError, StepOutcome, StepRunner};
 pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts};

@@ -138,7 +138,7 @@ impl LoadedModel {
 }
 
 /// Which parameters of `groups` are trained.
-pub(super) fn trainable(groups: &Groups) -> Vec<Trainable> {
+pub fn trainable(groups: &Groups) -> Vec<Trainable> {
     let each = |frozen: bool| if frozen { Trainable::Frozen } else { Trainable::Yes };
     groups.iter().map(|setting| each(setting.frozen)).collect()
 }

@@ -121,6 +121,11 @@ impl Trainer {
         Self { parts, audited, saved_at, evaluated_at: None, last_eval: None }
     }
 
+    /// Where the run stands.
+    pub fn state(&self) -> &TrainState {
+        &self.parts.state
+    }
+
     /// The trained model, for showing answers.
     pub fn runner(&self) -> &StepRunner {
         &self.parts.runner
@@ -262,7 +267,7 @@ impl Trainer {
                 model: ModelFiles {
                     weights: &weights,
                     config_json: &parts.config_json,
-                    copy_from: &parts.model_folder,
+                    copy_from: Some(&parts.model_folder),
                     max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
                 },
                 optimizer: Some(&optimizer),

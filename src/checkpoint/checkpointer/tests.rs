@@ -42,7 +42,7 @@ impl Run {
             model: ModelFiles {
                 weights: &weights(step),
                 config_json: &json!({"model_type": "tiny"}),
-                copy_from: &self.folder.path().join("model"),
+                copy_from: Some(&self.folder.path().join("model")),
                 max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
             },
             optimizer: Some(&moments(step)),
@@ -248,7 +248,7 @@ fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
         model: ModelFiles {
             weights: &ids,
             config_json: &json!({}),
-            copy_from: &run.output_dir(),
+            copy_from: Some(&run.output_dir()),
             max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
         },
         optimizer: None,
