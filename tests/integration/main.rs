@@ -1,5 +1,7 @@
 //! What can be checked from outside of the crate, one module a topic.
 
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
+
 mod encoding;
 mod images;
 mod parity;
