@@ -1,13 +1,13 @@
 //! `trainer generate`: an answer to a prompt with pictures.
 
 use super::report::{Exit, Failure};
-use anyhow::Context as _;
 use crate::batch::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
 use crate::train::{
     AttentionChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice, Weights, generate,
     load_model,
 };
+use anyhow::Context as _;
 use candle_core::Device;
 use candle_transformers::generation::Sampling;
 use clap::Args;

@@ -38,7 +38,8 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     for file in listed.siblings {
         let name = file.rfilename;
         if SMALL_FILES.contains(&name.as_str()) || name.contains(".safetensors") {
-            let file = repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
+            let file =
+                repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
             folder = file.parent().map(Path::to_owned);
         }
     }
@@ -49,6 +50,8 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
 #[cfg(not(feature = "hub"))]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     Err(Failure::new(Exit::Usage, format!("there is no model folder `{}`", path.display()))
-        .hint("give a folder in the transformers layout; hub ids need a build with `--features hub`")
+        .hint(
+            "give a folder in the transformers layout; hub ids need a build with `--features hub`",
+        )
         .into())
 }

@@ -86,7 +86,8 @@ impl Preset {
         let small = || serde_json::from_str::<Value>(SMALL_CONFIG).expect("a file of ours");
         let vit_l = ([24, 1024, 4096], [5, 11, 17]);
         let vit_so = ([27, 1152, 4304], [8, 16, 24]);
-        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self {
+        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self
+        {
             Self::Tiny => return small(),
             Self::Debug => {
                 let mut config = small();
@@ -104,17 +105,9 @@ impl Preset {
             Self::B32 => (64, 5120, 64, 8, 25600, false, vit_so),
             Self::B30A3 => (48, 2048, 32, 4, 6144, false, vit_so),
         };
-        let mut config = Published {
-            layers,
-            hidden,
-            heads,
-            kv_heads,
-            intermediate,
-            tied,
-            vision,
-            deepstack,
-        }
-        .config();
+        let mut config =
+            Published { layers, hidden, heads, kv_heads, intermediate, tied, vision, deepstack }
+                .config();
         if self == Self::B30A3 {
             config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
             config["model_type"] = json!("qwen3_vl_moe");

@@ -131,9 +131,8 @@ fn as_json(sample: &EncodedSample) -> Value {
 fn as_tensors(sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
     let device = &Device::Cpu;
     let name = |what: &str| format!("{}/{what}", sample.id);
-    let (tokens, integers) = (sample.len(), |ids: &[u32]| -> Vec<i64> {
-        ids.iter().map(|id| i64::from(*id)).collect()
-    });
+    let (tokens, integers) =
+        (sample.len(), |ids: &[u32]| -> Vec<i64> { ids.iter().map(|id| i64::from(*id)).collect() });
     let positions: Vec<u32> =
         (0..3).flat_map(|axis| sample.position_ids.iter().map(move |p| p[axis])).collect();
     let mut tensors = vec![
@@ -169,7 +168,11 @@ fn show_packs(
         let ids: Vec<String> = pack.iter().map(|(row, _)| rows.id(*row).to_string()).collect();
         let lengths: Vec<usize> = pack.iter().map(|(_, length)| *length).collect();
         let length: usize = lengths.iter().sum();
-        writeln!(out, "{}", json!({"pack": index, "length": length, "ids": ids, "lengths": lengths}))?;
+        writeln!(
+            out,
+            "{}",
+            json!({"pack": index, "length": length, "ids": ids, "lengths": lengths})
+        )?;
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ const MAX_KEPT_BYTES: usize = 1 << 20;
 
 /// The log of this process.
 #[derive(Debug, Clone)]
-pub struct Logging {
+pub(super) struct Logging {
     bars: MultiProgress,
     file: Arc<Mutex<Kept>>,
 }
@@ -31,7 +31,7 @@ enum Kept {
 impl Logging {
     /// Starts logging: to stderr now, and to a file from [`Self::write_to`] on. `RUST_LOG` sets the
     /// level, by default `info`. Colours only on a terminal, and not if `NO_COLOR` is set.
-    pub fn start() -> Result<Self, TryInitError> {
+    pub(super) fn start() -> Result<Self, TryInitError> {
         let logging = Self::new();
         let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
         let (filter, complaint) = filter(std::env::var("RUST_LOG").ok().as_deref());
@@ -43,7 +43,7 @@ impl Logging {
     }
 
     /// Appends all lines to `path`, those logged so far included.
-    pub fn write_to(&self, path: &Path) -> io::Result<()> {
+    pub(super) fn write_to(&self, path: &Path) -> io::Result<()> {
         let mut file = File::options().create(true).append(true).open(path)?;
         let mut kept = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         if let Kept::Early(lines) = &*kept {
@@ -54,7 +54,7 @@ impl Logging {
     }
 
     /// Where progress bars are drawn; log lines make room for them.
-    pub fn bars(&self) -> &MultiProgress {
+    pub(super) fn bars(&self) -> &MultiProgress {
         &self.bars
     }
 

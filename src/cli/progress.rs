@@ -8,13 +8,13 @@ const TICK: Duration = Duration::from_millis(200);
 
 /// A bar that fits in 80 columns and disappears when the work is done or fails.
 #[derive(Debug)]
-pub struct Progress {
+pub(super) struct Progress {
     bar: ProgressBar,
 }
 
 impl Progress {
     /// A bar over optimizer steps; `done` of them are from before a resume.
-    pub fn steps(bars: &MultiProgress, total: u64, done: u64) -> Self {
+    pub(super) fn steps(bars: &MultiProgress, total: u64, done: u64) -> Self {
         let progress = Self::new(bars, total, STEPS);
         progress.bar.set_position(done);
         // The time left is judged by the steps of this process alone.
@@ -23,20 +23,20 @@ impl Progress {
     }
 
     /// A bar over `total` things: rows measured, samples evaluated.
-    pub fn items(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
+    pub(super) fn items(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
         let progress = Self::new(bars, total, ITEMS);
         progress.bar.set_prefix(label);
         progress
     }
 
     /// Shows a finished step.
-    pub fn step(&self, metrics: &StepMetrics) {
+    pub(super) fn step(&self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
         self.bar.set_message(message(metrics));
     }
 
     /// Shows how many things are done.
-    pub fn set(&self, done: u64) {
+    pub(super) fn set(&self, done: u64) {
         self.bar.set_position(done);
     }
 

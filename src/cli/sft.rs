@@ -8,20 +8,21 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::{Checkpointer, Found, write_atomically};
 use crate::config::{RunConfig, to_yaml};
 use crate::data::{
-    DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order, Rmpad,
-    RowReader, plan,
+    DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
+    Rmpad, RowReader, plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::optim::{AdamW, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
-    TrainerParts, Weights, generate, load_model, trainable,
+    GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState,
+    Trainer, TrainerParts, Weights, generate, load_model, trainable,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
 use candle_transformers::generation::Sampling;
 use clap::Args;
+use sha2::digest::generic_array::GenericArray;
 use std::fmt::Write as _;
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -59,7 +60,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     write_atomically(&output_dir.join("config.yaml"), to_yaml(&config)?.as_bytes())?;
 
     let stop = stop_on_signals()?;
-    let mut trainer = assemble(&config, checkpointer, found, logging, stop.clone())?;
+    let mut trainer = assemble(&config, checkpointer, found.as_ref(), logging, stop)?;
     let mut watch = Watch::new(logging, &config, &trainer);
     let outcome = trainer.run(&mut watch);
     drop(watch);
@@ -109,14 +110,23 @@ fn find_checkpoint(
 
 /// Moves what an earlier run left in `output_dir` out of the way: nothing is lost, nothing is mixed.
 fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
-    const FILES: [&str; 7] =
-        ["config.yaml", "metrics.jsonl", "rejects.jsonl", "train.log", "checkpoints", "final", "report.html"];
-    let left: Vec<&str> =
-        FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
+    const FILES: [&str; 7] = [
+        "config.yaml",
+        "metrics.jsonl",
+        "rejects.jsonl",
+        "train.log",
+        "checkpoints",
+        "final",
+        "report.html",
+    ];
+    let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
     if !left.iter().any(|name| *name != "config.yaml" && *name != "train.log") {
         return Ok(()); // a run that ended before its first step is no run
     }
-    let number = (1..).find(|n| !output_dir.join(format!("previous-{n}")).exists()).unwrap_or(1);
+    let mut number = 1;
+    while output_dir.join(format!("previous-{number}")).exists() {
+        number += 1;
+    }
     let aside = output_dir.join(format!("previous-{number}"));
     std::fs::create_dir(&aside)
         .with_context(|| format!("cannot make folder `{}`", aside.display()))?;
@@ -145,7 +155,7 @@ fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
 fn assemble(
     config: &RunConfig,
     checkpointer: Checkpointer,
-    found: Option<Found>,
+    found: Option<&Found>,
     logging: &Logging,
     stop: Arc<AtomicBool>,
 ) -> anyhow::Result<Trainer> {
@@ -157,11 +167,11 @@ fn assemble(
         datasets => Some(open_rows(datasets, &encoder)?),
     };
     let data_fingerprint = rows.fingerprint();
-    let hex: String = data_fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
-    let resumed = found.as_ref().map(|found| resumed_state(found, &hex)).transpose()?;
+    let hex = format!("{:x}", GenericArray::from(data_fingerprint));
+    let resumed = found.map(|found| resumed_state(found, &hex)).transpose()?;
 
     let mut section = config.model.clone();
-    if let Some(found) = &found {
+    if let Some(found) = found {
         section.path.clone_from(&found.dir);
         section.weights = Weights::Pretrained;
     }
@@ -184,7 +194,7 @@ fn assemble(
         data: DataState::default(),
     });
     let state = TrainState { total_steps, planned, ..state };
-    let (runner, config_json) = runner(config, loaded, found.as_ref(), &device)?;
+    let (runner, config_json) = runner(config, loaded, found, &device)?;
     describe(config, &runner, &rows, &state);
 
     let warmup = match (config.optim.warmup_steps, config.optim.warmup_ratio) {
@@ -242,10 +252,12 @@ fn resumed_state(found: &Found, data_fingerprint: &str) -> anyhow::Result<TrainS
 
 /// The order in which epochs visit the rows.
 pub(super) fn order(config: &RunConfig, rows: &JsonlRows) -> anyhow::Result<Order> {
-    let shares = config.data.train.iter().zip(rows.files()).map(|(set, file)| DatasetShare {
-        rows: file.len() as u64,
-        weight: set.weight,
-    });
+    let shares = config
+        .data
+        .train
+        .iter()
+        .zip(rows.files())
+        .map(|(set, file)| DatasetShare { rows: file.len() as u64, weight: set.weight });
     let shares: Vec<DatasetShare> = shares.collect();
     let order = Order::new(&shares, config.data.row_order(), config.seed, rows.fingerprint());
     Ok(order.map_err(|error| {
@@ -399,7 +411,8 @@ impl Observer for Watch<'_> {
 
     fn evaluating(&mut self, done: usize, total: usize) {
         let bars = self.logging.bars();
-        let bar = self.rows.get_or_insert_with(|| Progress::items(bars, "rows scored", total as u64));
+        let bar =
+            self.rows.get_or_insert_with(|| Progress::items(bars, "rows scored", total as u64));
         bar.set(done as u64);
     }
 

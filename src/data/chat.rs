@@ -22,7 +22,7 @@ const PROBE: [&str; 2] = ["question", "answer"];
 
 /// A compiled chat template.
 #[derive(Debug)]
-pub struct ChatTemplate {
+pub(super) struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: Vec<(&'static str, String)>,
     /// What follows the content of an assistant turn, as in `"<|im_end|>\n"`.
@@ -31,7 +31,7 @@ pub struct ChatTemplate {
 
 /// Whether the text ends with the header of an assistant turn to come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GenerationPrompt {
+pub(super) enum GenerationPrompt {
     /// It does: the model is to answer.
     Append,
     /// It does not.
@@ -40,7 +40,7 @@ pub enum GenerationPrompt {
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RenderedChat {
+pub(super) struct RenderedChat {
     /// The text, media as one placeholder each.
     pub text: String,
     /// Bytes of `text` that are targets: content and end mark of each trained assistant turn.
@@ -49,7 +49,7 @@ pub struct RenderedChat {
 
 /// A conversation cut before its last assistant turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RenderedPrompt {
+pub(super) struct RenderedPrompt {
     /// Everything up to and with the header of that turn.
     pub text: String,
     /// Content of that turn, without its end mark.
@@ -112,7 +112,7 @@ impl TemplateError {
 impl ChatTemplate {
     /// Compiles `source` with the settings and functions of transformers, and tries it on one
     /// exchange. `special_tokens` are variables of the template, such as `bos_token`.
-    pub fn new(
+    pub(super) fn new(
         source: String,
         special_tokens: Vec<(&'static str, String)>,
     ) -> Result<Self, TemplateError> {
@@ -131,7 +131,7 @@ impl ChatTemplate {
     }
 
     /// Text of a conversation, media as one placeholder each.
-    pub fn render(
+    pub(super) fn render(
         &self,
         messages: &[Message],
         tools: Option<&serde_json::Value>,
@@ -141,7 +141,7 @@ impl ChatTemplate {
     }
 
     /// Text of a conversation, and where its targets are.
-    pub fn render_with_targets(
+    pub(super) fn render_with_targets(
         &self,
         messages: &[Message],
         tools: Option<&serde_json::Value>,
@@ -159,7 +159,7 @@ impl ChatTemplate {
     }
 
     /// The conversation up to its last assistant turn, and that turn; `None` without one.
-    pub fn render_prompt(
+    pub(super) fn render_prompt(
         &self,
         messages: &[Message],
         tools: Option<&serde_json::Value>,

@@ -53,7 +53,8 @@ impl Encoder {
         let grids = per_image(&sample.id, &sample.media, |media| self.images.grid(media))?;
         let tokens = self.tokenise(&sample.id, &text, targets, &grids)?;
         tokens.check_supervised(&sample.id)?;
-        let patches: u64 = grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
+        let patches: u64 =
+            grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
         let patch_bytes = self.images.patch_values() * size_of::<f32>();
         let pixel_bytes = patches * patch_bytes as u64;
         Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })

@@ -17,8 +17,8 @@ use super::steps::{Assembly, Step};
 use super::workers::{Limits, Workers, panic_message};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 
-pub use super::loader_error::LoaderError;
-pub use super::steps::{DataState, LoaderOptions, Rmpad};
+pub(super) use super::loader_error::LoaderError;
+pub(super) use super::steps::{DataState, LoaderOptions, Rmpad};
 
 /// Bytes of encoded rows that wait to be packed.
 const AHEAD_BYTES: u64 = 256 << 20;

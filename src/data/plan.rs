@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::loader::{DataState, LoaderError, LoaderOptions};
 use super::order::Order;
-use super::row::{Length, Rejection, Row, RowReader};
 use super::packing::Item;
+use super::row::{Length, Rejection, Row, RowReader};
 use super::steps::{Assembly, Step};
 use super::workers::{Limits, Workers};
 
@@ -91,7 +91,7 @@ fn simulate(
     start.check_epoch(order.len())?;
     let lengths = measure(reader, order, options, epochs, progress)?;
     let no_samples = |_| unreachable!("a run that begins holds no samples");
-    let mut assembly = Assembly::resume(options.clone(), order.len(), start, no_samples)?;
+    let mut assembly = Assembly::resume(*options, order.len(), start, no_samples)?;
     for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
         let outcome = lengths[row.dataset as usize][row.row as usize].clone();
         let outcome = outcome.expect("every row of these epochs is measured");

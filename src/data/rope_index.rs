@@ -8,7 +8,7 @@
 ///
 /// `vision_rows` `[M]` ascends and holds, image by image, one run of `t * h * w / merge_size^2`
 /// tokens for each of `grids` (patches per axis, before merging).
-pub fn position_ids(
+pub(super) fn position_ids(
     num_tokens: usize,
     vision_rows: &[u32],
     grids: &[[u32; 3]],

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use tokenizers::{PostProcessorWrapper, Tokenizer};
 
 /// A byte-level tokenizer; special tokens in the text become their ids.
-pub struct TextTokenizer {
+pub(super) struct TextTokenizer {
     inner: Tokenizer,
 }
 
 /// A tokenised text; both lists are `[T]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Tokens {
+pub(super) struct Tokens {
     /// Token ids.
     pub ids: Vec<u32>,
     /// Bytes of the text, before normalisation, that a token stands for. The tokens that share a
@@ -47,7 +47,7 @@ pub enum TokenizerError {
 
 impl TextTokenizer {
     /// Parses a `tokenizer.json`; `path` is for messages.
-    pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TokenizerError> {
+    pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TokenizerError> {
         let load_error = |problem: String| TokenizerError::Load { path: path.to_owned(), problem };
         let mut inner = Tokenizer::from_bytes(bytes).map_err(|e| load_error(e.to_string()))?;
         // A sample is never cut or padded here, and the template writes every special token.
@@ -58,7 +58,7 @@ impl TextTokenizer {
     }
 
     /// Ids and offsets of `text`, in one call: tokens may span anything but special tokens.
-    pub fn encode(&self, text: &str) -> Result<Tokens, TokenizerError> {
+    pub(super) fn encode(&self, text: &str) -> Result<Tokens, TokenizerError> {
         let encoding = self
             .inner
             .encode(text, false)
@@ -67,27 +67,27 @@ impl TextTokenizer {
     }
 
     /// Text of `ids` without special tokens.
-    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+    pub(super) fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decoded(ids, true)
     }
 
     /// Text of `ids` with special tokens.
-    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+    pub(super) fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decoded(ids, false)
     }
 
     /// Text of one token.
-    pub fn token(&self, id: u32) -> Option<String> {
+    pub(super) fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
     /// Id of one token.
-    pub fn id(&self, token: &str) -> Option<u32> {
+    pub(super) fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
     /// The largest id that a text can contain.
-    pub fn max_id(&self) -> u32 {
+    pub(super) fn max_id(&self) -> u32 {
         self.inner.get_vocab(true).into_values().max().unwrap_or(0)
     }
 

@@ -53,11 +53,7 @@ fn check(
 }
 
 /// `nll [S]` in `f32`, and the most likely token of each row, `argmax [S]` (the lowest id of a tie).
-pub fn linear_cross_entropy(
-    h: &Tensor,
-    w: &Tensor,
-    targets: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
@@ -203,10 +199,13 @@ mod tests {
     #[test]
     fn evaluation_and_training_give_the_same_bits_and_frozen_parts_cost_nothing() {
         let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
-        let eval = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
+        let (eval, argmax) = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
         let (train, dh) =
             linear_cross_entropy_backward(&h, &w, &ids(&targets), 1.0, None, false).unwrap();
         assert!(dh.is_none());
+        let logits = h.matmul(&w.t().unwrap()).unwrap();
+        let best = logits.argmax(1).unwrap();
+        assert_eq!(argmax.to_vec1::<u32>().unwrap(), best.to_vec1::<u32>().unwrap());
         assert_eq!(eval.to_vec1::<f32>().unwrap(), train.to_vec1::<f32>().unwrap());
         let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
         let want = plain(&wide(&h), &wide(&w), &targets).unwrap();

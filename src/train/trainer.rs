@@ -209,7 +209,8 @@ impl Trainer {
     fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
         let parts = &mut self.parts;
         let step = parts.state.step;
-        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step)) else {
+        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step))
+        else {
             return Ok(());
         };
         let started = Instant::now();
@@ -297,10 +298,8 @@ fn due(step: u64, every: u64) -> bool {
 /// has been looked at too, which needs a step with pictures.
 fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<bool, TrainError> {
     let silent = runner.without_gradient()?;
-    let expected: Vec<&&str> = silent
-        .iter()
-        .filter(|name| has_pictures || !name.starts_with("model.visual."))
-        .collect();
+    let expected: Vec<&&str> =
+        silent.iter().filter(|name| has_pictures || !name.starts_with("model.visual.")).collect();
     let trained = runner.grads.iter().flatten().count();
     if expected.is_empty() {
         let heard = trained - silent.len();

@@ -34,7 +34,8 @@ fn encoder() -> &'static Encoder {
 /// A file with one row a value, whose images are those of the golden data.
 fn rows(values: &[Value]) -> (TempDir, JsonlFile) {
     let folder = TempDir::new().unwrap();
-    let text: String = values.iter().map(|value| format!("{value}\n")).collect();
+    let lines: Vec<String> = values.iter().map(Value::to_string).collect();
+    let text = lines.join("\n") + "\n";
     let path = folder.path().join("rows.jsonl");
     write(&path, text.as_bytes());
     let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
@@ -90,7 +91,7 @@ fn position_hash(sample: &EncodedSample) -> String {
             hasher.update(i64::from(position[axis]).to_le_bytes());
         }
     }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    format!("{:x}", hasher.finalize())
 }
 
 fn assert_matches(sample: &EncodedSample, expected: &Value) {
@@ -99,8 +100,9 @@ fn assert_matches(sample: &EncodedSample, expected: &Value) {
     assert_eq!(sample.len() as u64, expected["n"].as_u64().unwrap(), "length of {name}");
     let mut labels = vec![IGNORE_INDEX; sample.len()];
     for span in expected["label_spans"].as_array().unwrap() {
-        for at in span[0].as_u64().unwrap() as usize..span[1].as_u64().unwrap() as usize {
-            labels[at] = i64::from(sample.input_ids[at]);
+        let [from, to] = [0, 1].map(|end| span[end].as_u64().unwrap() as usize);
+        for (label, id) in labels[from..to].iter_mut().zip(&sample.input_ids[from..to]) {
+            *label = i64::from(*id);
         }
     }
     assert_eq!(sample.labels, labels, "labels of {name}");
@@ -350,7 +352,9 @@ fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, EncoderError> {
 #[test]
 fn a_template_is_found_in_each_of_its_three_places() {
     let remove = |folder: &Path, names: &[&str]| {
-        names.iter().for_each(|name| std::fs::remove_file(folder.join(name)).unwrap());
+        for name in names {
+            std::fs::remove_file(folder.join(name)).unwrap();
+        }
     };
     load_changed(|folder| remove(folder, &["chat_template.jinja"])).unwrap();
     load_changed(|folder| remove(folder, &["chat_template.jinja", "chat_template.json"])).unwrap();

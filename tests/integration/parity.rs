@@ -46,7 +46,7 @@ const PLAIN: Variant = Variant {
 };
 
 impl Variant {
-    fn micro_batches(self, samples: Vec<EncodedSample>) -> Vec<VarlenBatch> {
+    fn micro_batches(self, samples: &[EncodedSample]) -> Vec<VarlenBatch> {
         let per_micro_batch = samples.len() / self.micro_batches;
         let lay_out = |samples: &[EncodedSample]| {
             let rows = samples.chunks(self.samples_a_row);
@@ -104,7 +104,7 @@ fn curve(data: &str, variant: Variant, precision: Precision, steps: u64) -> Vec<
     let run = |step: u64| {
         let samples = next.by_ref().take(SAMPLES_A_STEP).map(|row| rows.read(*row).unwrap());
         let samples: Vec<EncodedSample> = samples.collect();
-        runner.run(variant.micro_batches(samples), 1e-3, step).unwrap()
+        runner.run(variant.micro_batches(&samples), 1e-3, step).unwrap()
     };
     (1..=steps).map(run).collect()
 }
@@ -124,7 +124,13 @@ fn assert_follows(data: &str, name: &str, variant: Variant) -> Vec<StepOutcome> 
         let off = (outcome.loss - loss[i]).abs();
         assert!(off <= bound, "{variant:?} step {}: {} not {}", i + 1, outcome.loss, loss[i]);
         let off = (outcome.grad_norm / norm[i] - 1.0).abs();
-        assert!(off <= 1e-3, "{variant:?} step {}: norm {} not {}", i + 1, outcome.grad_norm, norm[i]);
+        assert!(
+            off <= 1e-3,
+            "{variant:?} step {}: norm {} not {}",
+            i + 1,
+            outcome.grad_norm,
+            norm[i]
+        );
         assert_eq!(outcome.num_targets as f64, targets[i], "{variant:?} step {}", i + 1);
     }
     let worst = found.iter().zip(&loss).map(|(o, l)| (o.loss - l).abs()).fold(0.0, f64::max);
@@ -173,10 +179,12 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
     for (data, name) in [("text", "text_small-tied"), ("image_exact", "image_exact_small-tied")] {
         let golden = &golden_json("curves.json")[name]["grad_norms_step1"];
         let (rows, runner) = (rows(data), runner(PLAIN, Precision::F32));
-        let samples = rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
-        runner.accumulate(PLAIN.micro_batches(samples)).unwrap();
+        let samples: Vec<EncodedSample> =
+            rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
+        runner.accumulate(PLAIN.micro_batches(&samples)).unwrap();
         for param in &runner.params {
-            let expected = golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
+            let expected =
+                golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
             let buffer = runner.grads.get(param.index()).unwrap();
             let found = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
             let off = (found - expected).abs();
@@ -195,7 +203,8 @@ fn losses_of_single_samples_equal_the_references() {
         let dtype = runner.dtype;
         let evaluator = Evaluator { rows: &rows, max_tokens: 2048, dtype, device: &device };
         let report = evaluator.run(&runner.model, &|_| {}).unwrap();
-        for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap()) {
+        for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap())
+        {
             let mean = found.nll_sum / found.num_targets as f64;
             let off = (mean - expected[1].as_f64().unwrap()).abs();
             assert!(off <= 2e-5, "{}: {mean} not {}", found.id, expected[1]);
