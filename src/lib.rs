@@ -12,7 +12,13 @@
 
 pub mod batch;
 pub mod checkpoint;
+pub mod cli;
+pub mod config;
 pub mod data;
+pub mod loss;
+pub mod metrics;
+pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod tape;
+pub mod train;

@@ -82,8 +82,9 @@ impl Batch {
         let mut kept = Vec::with_capacity(num_tokens);
         for (row, start) in starts.iter().enumerate() {
             let first = row * self.length + start;
-            for flat in first..first + self.row_tokens(row) {
-                new_row[flat] = Some(kept.len() as u32);
+            let places = new_row.iter_mut().enumerate().skip(first);
+            for (flat, place) in places.take(self.row_tokens(row)) {
+                *place = Some(kept.len() as u32);
                 kept.push(flat);
             }
         }
@@ -157,5 +158,85 @@ impl Batch {
             starts.push(start);
         }
         Ok(starts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two rows of five: samples of 2 and 1 tokens, then one of 5. Padding on the left; its id, 9, is
+    /// also that of real tokens.
+    fn batch() -> Batch {
+        Batch {
+            input_ids: vec![9, 9, 1, 9, 2, 3, 9, 4, 9, 5],
+            labels: vec![-100, -100, -100, 9, 2, -100, 9, 4, -100, 5],
+            attention_mask: [[false; 2].as_slice(), &[true; 8]].concat(),
+            position_ids: [0, 0, 0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]).to_vec(),
+            vision_rows: vec![3, 6, 8],
+            media: vec![Patches { pixel_values: vec![0.5; 12], grid_thw: [1, 2, 6] }],
+            segment_lengths: vec![vec![2, 1], vec![5]],
+            length: 5,
+        }
+    }
+
+    #[test]
+    fn unpad_keeps_real_tokens_whatever_their_id() {
+        let stream = batch().unpad().unwrap();
+        assert_eq!(stream.input_ids, [1, 9, 2, 3, 9, 4, 9, 5]);
+        assert_eq!(stream.labels, [-100, 9, 2, -100, 9, 4, -100, 5]);
+        assert_eq!(stream.position_ids, [0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]));
+        assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 8]);
+        assert_eq!(stream.row_ends.as_slice(), [0, 8]);
+        assert_eq!(stream.vision_rows, [1, 4, 6]); // the tokens of rows 3, 6 and 8 before
+        assert_eq!(stream.media, batch().media);
+        assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
+    }
+
+    #[test]
+    fn keep_padding_makes_each_run_of_padding_a_segment_without_targets() {
+        let mut padded = batch();
+        padded.labels[0] = 9; // a batch made elsewhere may label its padding
+        let stream = padded.keep_padding().unwrap();
+        assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 4, 5, 10]);
+        assert_eq!(stream.row_ends.as_slice(), [0, 5, 10]);
+        assert_eq!(stream.input_ids, batch().input_ids);
+        assert_eq!(stream.labels, batch().labels);
+        assert_eq!(stream.vision_rows, [3, 6, 8]);
+        assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
+    }
+
+    #[test]
+    fn padding_may_stand_on_either_side() {
+        let mut right = batch();
+        for column in 0..2 {
+            right.attention_mask.swap(column, column + 3);
+        }
+        right.vision_rows[0] = 1;
+        let stream = right.clone().keep_padding().unwrap();
+        assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 5, 10]);
+        assert_eq!(right.unpad().unwrap().vision_rows, [1, 4, 6]);
+    }
+
+    #[test]
+    fn a_mask_that_contradicts_the_lengths_is_refused() {
+        let mut more = batch();
+        more.attention_mask[1] = true;
+        let error = UnpadError::MaskAndLengths { row: 0, in_mask: 4, in_samples: 3 };
+        assert_eq!(more.clone().unpad(), Err(error.clone()));
+        assert_eq!(more.keep_padding(), Err(error));
+        let mut hole = batch();
+        hole.attention_mask.swap(1, 3);
+        assert_eq!(hole.clone().unpad(), Err(UnpadError::PaddingInside { row: 0 }));
+        assert_eq!(hole.keep_padding(), Err(UnpadError::PaddingInside { row: 0 }));
+    }
+
+    #[test]
+    fn a_visual_feature_never_fills_padding() {
+        let mut padded = batch();
+        padded.vision_rows[0] = 1;
+        let error = UnpadError::VisionRowIsPadding { vision_row: 1 };
+        assert_eq!(padded.clone().unpad(), Err(error.clone()));
+        assert_eq!(padded.keep_padding(), Err(error));
     }
 }

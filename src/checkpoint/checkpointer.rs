@@ -83,7 +83,7 @@ impl Checkpointer {
     /// later steps belong to another run in the same folder: they are neither counted nor removed.
     pub fn save(&self, step: u64, contents: &Contents<'_>) -> Result<PathBuf, CheckpointError> {
         let &Contents { model, optimizer, optimizer_metadata, state } = contents;
-        let target = self.folder().join(format!("{STEP}{step:08}"));
+        let target = self.step_folder(step);
         build_folder(&target, |folder| {
             let mut manifest = Manifest::new(step);
             model.write(folder, &mut manifest)?;
@@ -167,6 +167,11 @@ impl Checkpointer {
     /// Steps of the checkpoints that are there, ascending, whether good or not.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
         Ok(self.by_step()?.into_iter().map(|(step, _)| step).collect())
+    }
+
+    /// Where the checkpoint of `step` is, or would be.
+    pub fn step_folder(&self, step: u64) -> PathBuf {
+        self.folder().join(format!("{STEP}{step:08}"))
     }
 
     fn folder(&self) -> PathBuf {

@@ -43,8 +43,8 @@ pub struct ModelFiles<'a> {
     pub weights: &'a [(String, Tensor)],
     /// `config.json`.
     pub config_json: &'a Value,
-    /// The folder that the tokenizer, template and processor files are copied from.
-    pub copy_from: &'a Path,
+    /// The folder that the tokenizer, template and processor files are copied from, if any.
+    pub copy_from: Option<&'a Path>,
     /// Upper bound on one weight file, in bytes of tensor data; a larger tensor goes alone.
     pub max_shard_bytes: u64,
 }
@@ -52,6 +52,12 @@ pub struct ModelFiles<'a> {
 impl<'a> ModelFiles<'a> {
     /// 5 GB, as transformers does by default.
     pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
+    /// Writes and syncs all files into the existing folder `folder`, without a manifest.
+    /// Without weights, only config and copied files.
+    pub fn write_into(&self, folder: &Path) -> Result<(), CheckpointError> {
+        self.write(folder, &mut Manifest::new(0))
+    }
 
     /// Writes and syncs all files into `folder`, noting each in `manifest`.
     pub(super) fn write(
@@ -62,7 +68,12 @@ impl<'a> ModelFiles<'a> {
         let config = pretty(self.config_json);
         manifest.write_file(folder, CONFIG, |out| Ok(out.write_all(&config)?))?;
         for name in COPIED {
-            copy_if_there(self.copy_from, folder, name, manifest)?;
+            if let Some(from) = self.copy_from {
+                copy_if_there(from, folder, name, manifest)?;
+            }
+        }
+        if self.weights.is_empty() {
+            return Ok(());
         }
         self.write_weights(folder, manifest)
     }
@@ -360,7 +371,7 @@ mod tests {
         let files = ModelFiles {
             weights: &weights(),
             config_json: &json!({"model_type": "tiny"}),
-            copy_from: Path::new("/no/such/folder"),
+            copy_from: None,
             max_shard_bytes,
         };
         files.write(folder.path(), &mut manifest).unwrap();

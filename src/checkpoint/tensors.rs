@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn chunks_join_without_a_seam() {
-        let values: Vec<f32> = (0..CHUNK_ELEMENTS + 1).map(|i| i as f32).collect();
+        let values: Vec<f32> = (0..=CHUNK_ELEMENTS).map(|i| i as f32).collect();
         let expected: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let tensor = Tensor::new(values, &Device::Cpu).unwrap();
         let bytes = written(&[("long".to_owned(), tensor)]);

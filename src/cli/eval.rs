@@ -1,8 +1,9 @@
 //! `trainer eval`: loss and exact answers on the eval rows.
 
 use super::ConfigArgs;
+use super::logging::Logging;
 use super::progress::Progress;
-use super::report::Failure;
+use super::report::{Exit, Failure};
 use crate::checkpoint::write_atomically;
 use crate::data::{Encoder, JsonlFile};
 use crate::train::{EvalReport, Evaluator, JsonlRows, Weights, load_model};
@@ -29,18 +30,16 @@ pub(super) struct EvalArgs {
 }
 
 /// Scores and prints one JSON object.
-pub(super) fn run(args: &EvalArgs) -> anyhow::Result<()> {
+pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut config = args.config.load()?;
     if let Some(checkpoint) = &args.checkpoint {
         config.model.path.clone_from(checkpoint);
         config.model.weights = Weights::Pretrained;
     }
     if config.data.eval.is_empty() {
-        return Err(Failure::config(
-            "`data.eval` is empty: there is nothing to score",
-            "list a data set under `data.eval`, or `--set data.eval=[{path: FILE}]`",
-        )
-        .into());
+        return Err(Failure::new(Exit::Usage, "`data.eval` is empty: there is nothing to score")
+            .hint("list a data set under `data.eval`, or `--set 'data.eval=[{path: FILE}]'`")
+            .into());
     }
     let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
     let rows = JsonlRows::open(&config.data.eval, encoder)?;
@@ -53,9 +52,9 @@ pub(super) fn run(args: &EvalArgs) -> anyhow::Result<()> {
         device: &device,
     };
     let total: usize = rows.files().iter().map(JsonlFile::len).sum();
-    let progress = Progress::rows("eval", total as u64);
+    let progress = Progress::items(logging.bars(), "rows", total as u64);
     let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
-    progress.finish();
+    drop(progress);
     for rejection in &report.rejected {
         tracing::warn!(row = %rejection.message, "a row cannot be scored");
     }

@@ -1,12 +1,13 @@
 //! `trainer generate`: an answer to a prompt with pictures.
 
-use super::report::Failure;
+use super::report::{Exit, Failure};
 use crate::batch::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
 use crate::train::{
     AttentionChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice, Weights, generate,
     load_model,
 };
+use anyhow::Context as _;
 use candle_core::Device;
 use candle_transformers::generation::Sampling;
 use clap::Args;
@@ -64,9 +65,10 @@ impl GenerateArgs {
         let mut media = Vec::new();
         let mut parts = Vec::new();
         for image in &self.images {
-            let path = image.canonicalize().map_err(|source| {
-                Failure::data(format!("cannot read image `{}`", image.display()), source)
-            })?;
+            let path = image
+                .canonicalize()
+                .map_err(|error| Failure::of(Exit::Data, error))
+                .with_context(|| format!("cannot read image `{}`", image.display()))?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
             media.push(MediaRef { source: MediaSource::File { root, path } });
             parts.push(Part::Image);

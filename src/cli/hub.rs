@@ -1,5 +1,6 @@
 //! Hub ids instead of folders.
 
+use super::report::{Exit, Failure};
 use std::path::{Path, PathBuf};
 
 /// Files of a model repository that training reads or carries on.
@@ -25,10 +26,11 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     use anyhow::Context;
     let id = path.to_string_lossy().into_owned();
     let looks_like_id = id.split('/').count() == 2 && !id.starts_with(['.', '/']);
-    anyhow::ensure!(looks_like_id, super::report::Failure::config(
-        format!("`model.path`: `{id}` is neither a folder nor a hub id"),
-        "give a folder in the transformers layout, or `owner/name`",
-    ));
+    if !looks_like_id {
+        return Err(Failure::new(Exit::Usage, format!("`{id}` is neither a folder nor a hub id"))
+            .hint("give a model folder in the transformers layout, or `owner/name`")
+            .into());
+    }
     let api = hf_hub::api::sync::Api::new().context("the hub's cache cannot be opened")?;
     let repo = api.model(id.clone());
     let listed = repo.info().with_context(|| format!("the hub has no answer for `{id}`"))?;
@@ -36,7 +38,8 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     for file in listed.siblings {
         let name = file.rfilename;
         if SMALL_FILES.contains(&name.as_str()) || name.contains(".safetensors") {
-            let file = repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
+            let file =
+                repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
             folder = file.parent().map(Path::to_owned);
         }
     }
@@ -46,9 +49,9 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
 /// This build reads folders only.
 #[cfg(not(feature = "hub"))]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
-    Err(super::report::Failure::config(
-        format!("`model.path`: there is no folder `{}`", path.display()),
-        "give a folder in the transformers layout; hub ids need a build with `--features hub`",
-    )
-    .into())
+    Err(Failure::new(Exit::Usage, format!("there is no model folder `{}`", path.display()))
+        .hint(
+            "give a folder in the transformers layout; hub ids need a build with `--features hub`",
+        )
+        .into())
 }

@@ -1,9 +1,10 @@
 //! `trainer init`: a model folder with random weights.
 
-use super::report::Failure;
-use crate::checkpoint::{ModelFiles, WeightFiles, write_atomically, write_model};
+use super::report::{Exit, Failure};
+use crate::checkpoint::{ModelFiles, WeightFiles, write_atomically};
 use crate::model::init::random_tensor;
 use crate::model::{ModelConfig, param_specs};
+use anyhow::Context as _;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -85,7 +86,8 @@ impl Preset {
         let small = || serde_json::from_str::<Value>(SMALL_CONFIG).expect("a file of ours");
         let vit_l = ([24, 1024, 4096], [5, 11, 17]);
         let vit_so = ([27, 1152, 4304], [8, 16, 24]);
-        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self {
+        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self
+        {
             Self::Tiny => return small(),
             Self::Debug => {
                 let mut config = small();
@@ -103,17 +105,9 @@ impl Preset {
             Self::B32 => (64, 5120, 64, 8, 25600, false, vit_so),
             Self::B30A3 => (48, 2048, 32, 4, 6144, false, vit_so),
         };
-        let mut config = Published {
-            layers,
-            hidden,
-            heads,
-            kv_heads,
-            intermediate,
-            tied,
-            vision,
-            deepstack,
-        }
-        .config();
+        let mut config =
+            Published { layers, hidden, heads, kv_heads, intermediate, tied, vision, deepstack }
+                .config();
         if self == Self::B30A3 {
             config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
             config["model_type"] = json!("qwen3_vl_moe");
@@ -201,31 +195,29 @@ impl Published {
 /// Writes the folder.
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if args.out.join("config.json").exists() || WeightFiles::open(&args.out).is_ok() {
-        return Err(Failure::config(
-            format!("`{}` holds a model already", args.out.display()),
-            "choose another `--out`, or remove the folder first",
-        )
-        .into());
+        let message = format!("`{}` holds a model already", args.out.display());
+        return Err(Failure::new(Exit::Usage, message)
+            .hint("choose another `--out`, or remove the folder first")
+            .into());
     }
-    std::fs::create_dir_all(&args.out).map_err(|source| {
-        Failure::cannot_write(format!("cannot make `{}`", args.out.display()), source)
-    })?;
+    std::fs::create_dir_all(&args.out)
+        .map_err(|error| Failure::of(Exit::CannotWrite, error))
+        .with_context(|| format!("cannot make folder `{}`", args.out.display()))?;
     let config = args.preset.config();
     if args.preset.is_small() {
         for (name, text) in SMALL_FILES {
             write_atomically(&args.out.join(name), text.as_bytes())?;
         }
     }
-    let copy_from = args.tokenizer.as_deref().unwrap_or(&args.out);
     let with_weights = args.preset.is_small() || args.weights;
     let weights = if with_weights { random_weights(&config, args.seed)? } else { Vec::new() };
     let files = ModelFiles {
         weights: &weights,
         config_json: &config,
-        copy_from,
+        copy_from: args.tokenizer.as_deref(),
         max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
     };
-    write_model(&args.out, &files)?;
+    files.write_into(&args.out)?;
     let count: usize = weights.iter().map(|(_, tensor)| tensor.elem_count()).sum();
     tracing::info!(folder = %args.out.display(), parameters = count, "model folder written");
     if !args.preset.is_small() && !has_tokenizer(&args.out) {

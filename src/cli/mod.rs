@@ -2,12 +2,15 @@
 
 mod eval;
 mod generate;
+mod hub;
 mod init;
 mod inspect;
 mod logging;
 mod progress;
 mod report;
 mod sft;
+
+use report::{Exit, Failure};
 
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -50,8 +53,11 @@ impl ConfigArgs {
     fn load(&self) -> anyhow::Result<crate::config::RunConfig> {
         let mut config: crate::config::RunConfig =
             crate::config::load(&self.config, &self.overrides)?;
-        config.check()?;
-        config.data.validate()?;
+        config.check().map_err(|error| Failure::of(Exit::Usage, error))?;
+        config.data.validate().map_err(|error| {
+            let hint = error.hint();
+            Failure::of(Exit::Usage, error).hint(hint)
+        })?;
         config.model.path = resolve_model(&config.model.path)?;
         Ok(config)
     }
@@ -65,8 +71,6 @@ fn resolve_model(path: &std::path::Path) -> anyhow::Result<PathBuf> {
     hub::resolve(path)
 }
 
-mod hub;
-
 /// Parses, runs, reports.
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -77,16 +81,19 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
         }
     };
-    logging::start();
-    let result = match cli.command {
-        Command::Sft(args) => sft::run(&args),
-        Command::Init(args) => init::run(&args),
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Eval(args) => eval::run(&args),
-        Command::Generate(args) => generate::run(&args),
-    };
-    match result {
+    match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report::report(&error),
+    }
+}
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    let logging = logging::Logging::start()?;
+    match command {
+        Command::Sft(args) => sft::run(args, &logging),
+        Command::Init(args) => init::run(args),
+        Command::Inspect(args) => inspect::run(args),
+        Command::Eval(args) => eval::run(args, &logging),
+        Command::Generate(args) => generate::run(args),
     }
 }

@@ -141,3 +141,132 @@ fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), CollateEr
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::super::test_reader::sample;
+    use super::*;
+    use crate::batch::{Patches, VarlenBatch};
+
+    const TWO: NonZeroU32 = NonZeroU32::new(2).unwrap();
+
+    fn id(line: u64) -> SampleId {
+        SampleId { file: Arc::from(Path::new("a.jsonl")), line }
+    }
+
+    fn patches() -> Patches {
+        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4] }
+    }
+
+    fn any_packs() -> impl Strategy<Value = Vec<Pack>> {
+        // the ids are below 5, and so is the pad id of the tests
+        let sample = (1usize..9, 0u32..5, 0usize..3).prop_map(|(tokens, first, images)| {
+            sample(id(1), tokens.max(2 * images), first, &vec![patches(); images])
+        });
+        let pack = prop::collection::vec(sample, 1..4).prop_map(|samples| Pack { samples });
+        prop::collection::vec(pack, 1..5)
+    }
+
+    /// What the vision rows of a sample or a stream point at.
+    fn seen(rows: &[u32], ids: &[u32], positions: &[[u32; 3]]) -> Vec<(u32, [u32; 3])> {
+        rows.iter().map(|row| (ids[*row as usize], positions[*row as usize])).collect()
+    }
+
+    fn concat<T: Clone>(packs: &[Pack], part: fn(&EncodedSample) -> &[T]) -> Vec<T> {
+        packs.iter().flat_map(|pack| &pack.samples).flat_map(part).cloned().collect()
+    }
+
+    fn check_vision(packs: &[Pack], stream: &VarlenBatch) -> Result<(), TestCaseError> {
+        let of_sample = |s: &EncodedSample| seen(&s.vision_rows, &s.input_ids, &s.position_ids);
+        let expected: Vec<_> =
+            packs.iter().flat_map(|pack| &pack.samples).flat_map(of_sample).collect();
+        let found = seen(&stream.vision_rows, &stream.input_ids, &stream.position_ids);
+        prop_assert_eq!(found, expected);
+        prop_assert!(stream.vision_rows.is_sorted_by(|before, after| before < after));
+        prop_assert_eq!(&stream.media, &concat(packs, |sample| &sample.media));
+        Ok(())
+    }
+
+    proptest! {
+        #[test]
+        fn unpad_undoes_collate(packs in any_packs(), pad_id in 0u32..5, left in any::<bool>()) {
+            let side = if left { PaddingSide::Left } else { PaddingSide::Right };
+            let batch = collate(packs.clone(), pad_id, side, TWO).unwrap();
+            prop_assert_eq!(batch.length, packs.iter().map(Pack::len).max().unwrap());
+            for row in batch.attention_mask.chunks(batch.length) {
+                let touched = if left { row.last() } else { row.first() };
+                prop_assert_eq!(touched, Some(&true));
+            }
+            let stream = batch.unpad().unwrap();
+            prop_assert_eq!(&stream.input_ids, &concat(&packs, |sample| &sample.input_ids));
+            prop_assert_eq!(&stream.labels, &concat(&packs, |sample| &sample.labels));
+            prop_assert_eq!(&stream.position_ids, &concat(&packs, |sample| &sample.position_ids));
+            let lengths: Vec<_> = stream.cu_seqlens.segments().map(|segment| segment.len()).collect();
+            let samples = || packs.iter().flat_map(|pack| &pack.samples);
+            prop_assert_eq!(lengths, samples().map(EncodedSample::len).collect::<Vec<_>>());
+            check_vision(&packs, &stream)?;
+        }
+
+        #[test]
+        fn keep_padding_keeps_every_real_token_position_and_target(
+            packs in any_packs(), pad_id in 0u32..5, left in any::<bool>()
+        ) {
+            let side = if left { PaddingSide::Left } else { PaddingSide::Right };
+            let batch = collate(packs.clone(), pad_id, side, TWO).unwrap();
+            let mask = batch.attention_mask.clone();
+            let stream = batch.keep_padding().unwrap();
+            let samples: Vec<_> = packs.iter().flat_map(|pack| &pack.samples).collect();
+            let mut next = samples.iter();
+            for segment in stream.cu_seqlens.segments() {
+                let (ids, labels) = (&stream.input_ids[segment.clone()], &stream.labels[segment.clone()]);
+                if mask[segment.start] {
+                    let sample = next.next().unwrap();
+                    prop_assert_eq!(ids, &sample.input_ids[..]);
+                    prop_assert_eq!(labels, &sample.labels[..]);
+                    prop_assert_eq!(&stream.position_ids[segment], &sample.position_ids[..]);
+                } else {
+                    prop_assert!(ids.iter().all(|id| *id == pad_id));
+                    prop_assert!(labels.iter().all(|label| *label == IGNORE_INDEX));
+                }
+            }
+            prop_assert!(next.next().is_none());
+            prop_assert_eq!(stream.num_tokens, packs.iter().map(Pack::len).sum::<usize>());
+            check_vision(&packs, &stream)?;
+        }
+    }
+
+    #[test]
+    fn a_sample_whose_parts_disagree_is_named() {
+        let good = sample(id(7), 5, 1, &[patches()]);
+        let collate = |sample: EncodedSample| {
+            let pack = Pack { samples: vec![sample] };
+            collate(vec![pack], 0, PaddingSide::Right, TWO).map(drop)
+        };
+        assert_eq!(collate(good.clone()), Ok(()));
+        let id = || id(7);
+        let fewer = EncodedSample { vision_rows: vec![0], ..good.clone() };
+        let expected = CollateError::VisionRows { id: id(), num_vision_rows: 1, num_merged: 2 };
+        assert_eq!(collate(fewer), Err(expected.clone()));
+        let message = "a.jsonl:7: 1 vision rows, but its images make 2 merged tokens";
+        assert_eq!(expected.to_string(), message);
+        for vision_rows in [vec![1, 1], vec![1, 0], vec![0, 5]] {
+            let error = collate(EncodedSample { vision_rows, ..good.clone() }).unwrap_err();
+            assert!(matches!(error, CollateError::VisionRow { .. }), "{error}");
+        }
+        let labels = EncodedSample { labels: vec![1; 4], ..good };
+        assert!(matches!(collate(labels), Err(CollateError::Lengths { num_labels: 4, .. })));
+        assert_eq!(collate(sample(id(), 0, 1, &[])), Err(CollateError::NoTokens { id: id() }));
+    }
+
+    #[test]
+    fn nothing_makes_no_batch() {
+        let empty = |packs| collate(packs, 0, PaddingSide::Right, TWO).unwrap_err();
+        assert_eq!(empty(Vec::new()), CollateError::NoSample { row: 0 });
+        assert_eq!(empty(vec![Pack { samples: Vec::new() }]), CollateError::NoSample { row: 0 });
+    }
+}

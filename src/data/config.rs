@@ -10,7 +10,7 @@ use super::order::RowOrder;
 use super::packing::{Overlong, Packing};
 
 /// What is trained on, and how it becomes batches.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
     /// Data sets to train on.

@@ -8,7 +8,7 @@
 //! `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
 //! Choices where libraries differ: EXIF orientation is applied, transparency is composited on
 //! white, 16-bit values are divided by 257, an animation gives its first frame, and the resize is
-//! Pillow's, bit for bit. An incomplete file is an error, never a half-grey picture.
+//! Pillow's, bit for bit. An incomplete file is an error, not a half-grey picture.
 
 mod config;
 mod decode;
@@ -112,6 +112,11 @@ impl ImageProcessor {
     /// Frames in a patch.
     pub fn temporal_patch_size(&self) -> u32 {
         self.temporal_patch_size
+    }
+
+    /// Values of one flattened patch: `channels * temporal_patch_size * patch_size^2`.
+    pub fn patch_values(&self) -> usize {
+        3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
     }
 
     /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.
@@ -261,5 +266,44 @@ impl ImageError {
             Self::AspectRatio { .. } => "image_aspect_ratio",
             Self::TooLarge { .. } => "image_too_large",
         }
+    }
+}
+
+/// The fixtures and their expected values, made by `scripts/golden/image_fixtures.py`.
+#[cfg(test)]
+mod golden {
+    use safetensors::SafeTensors;
+
+    use super::decode::Rgb;
+
+    const TENSORS: &[u8] = include_bytes!("../../tests/golden/images.safetensors");
+
+    pub(super) fn fixture(name: &str) -> Vec<u8> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/images/");
+        std::fs::read(format!("{folder}{name}")).unwrap()
+    }
+
+    /// All tensors whose name starts with `prefix`, by the rest of their names, as pictures.
+    pub(super) fn pictures(prefix: &str) -> Vec<(String, Rgb)> {
+        let tensors = SafeTensors::deserialize(TENSORS).unwrap();
+        let mut pictures: Vec<(String, Rgb)> = tensors
+            .iter()
+            .filter_map(|(name, view)| {
+                let [height, width, 3] = *view.shape() else { return None };
+                let picture = Rgb { width, height, data: view.data().to_vec() };
+                Some((name.strip_prefix(prefix)?.to_owned(), picture))
+            })
+            .collect();
+        pictures.sort_by(|a, b| a.0.cmp(&b.0));
+        pictures
+    }
+
+    pub(super) fn json() -> serde_json::Value {
+        serde_json::from_str(include_str!("../../tests/golden/images.json")).unwrap()
+    }
+
+    pub(super) fn sha256(bytes: &[u8]) -> String {
+        use sha2::{Digest as _, Sha256};
+        format!("{:x}", Sha256::digest(bytes))
     }
 }

@@ -1,29 +1,36 @@
 //! JSONL to token streams, on host threads.
 
-// mod chat;
+mod chat;
 mod collate;
 mod config;
-// mod encode;
+mod encode;
 pub mod image;
 mod loader;
 mod loader_error;
 mod order;
 mod packing;
 mod plan;
-// mod rope_index;
+mod rope_index;
 mod row;
-// mod source;
+mod source;
 mod steps;
-// mod tokenizer;
+#[cfg(test)]
+mod test_reader;
+mod tokenizer;
 mod workers;
 
 pub use collate::{CollateError, collate};
-pub use config::{DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation};
+pub use config::{
+    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+};
+pub use encode::{Encoder, EncoderError};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
-pub use loader::{Loader, LoaderOptions, Rmpad, StepData};
+pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
 pub use packing::{Overlong, Packing};
-pub use plan::{Plan, plan};
+pub use plan::{Plan, first_epoch_packs, plan};
 pub use row::{Length, Rejection, Row, RowReader};
-pub use steps::DataState;
+pub use source::{JsonlFile, RowForm, SampleError, SourceError};
+pub use steps::{DataState, LoaderOptions, Rmpad};
+pub use tokenizer::TokenizerError;

@@ -64,7 +64,7 @@ impl OrderError {
 #[derive(Debug, Clone)]
 pub struct Order {
     datasets: Vec<DatasetPasses>,
-    row_order: RowOrder,
+    sequence: RowOrder,
     seed: u64,
     fingerprint: [u8; 32],
 }
@@ -101,7 +101,7 @@ impl Order {
                 extra_rows: extra_rows as u32,
             });
         }
-        Ok(Self { datasets: passes, row_order, seed, fingerprint })
+        Ok(Self { datasets: passes, sequence: row_order, seed, fingerprint })
     }
 
     /// Rows an epoch; the same in each.
@@ -136,7 +136,7 @@ impl Order {
                 order.extend(subset.into_iter().map(|row| Row { dataset, row }));
             }
         }
-        if self.row_order == RowOrder::Shuffled {
+        if self.sequence == RowOrder::Shuffled {
             let mut rng = self.rng(epoch, u64::MAX); // no data set has this index
             for last in (1..order.len()).rev() {
                 order.swap(last, below(&mut rng, last as u64 + 1) as usize);

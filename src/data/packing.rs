@@ -10,9 +10,9 @@ use super::config::PackingStrategy;
 use super::row::Length;
 
 /// New samples after which a window is packed.
-pub const WINDOW_SAMPLES: usize = 256;
+pub(super) const WINDOW_SAMPLES: usize = 256;
 /// Bytes of new pixels after which a window is packed; it bounds memory.
-pub const WINDOW_PIXEL_BYTES: u64 = 256 << 20;
+pub(super) const WINDOW_PIXEL_BYTES: u64 = 256 << 20;
 /// One bin in so many may wait for samples of the next window that fill it better.
 const CARRIED_BINS: usize = 4;
 
@@ -53,7 +53,7 @@ impl Packing {
 
 /// A sample on its way into a pack.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Item<T> {
+pub(super) struct Item<T> {
     /// Position in the order of the epoch.
     pub position: u64,
     /// Size.
@@ -64,7 +64,7 @@ pub struct Item<T> {
 
 /// Joins the samples of one epoch, which arrive by ascending position.
 #[derive(Debug)]
-pub struct Packer<T> {
+pub(super) struct Packer<T> {
     packing: Packing,
     held: Vec<Item<T>>, // ascending; sequential: the open pack, best fit: carried ones, new ones
     new: usize,         // the last of `held`, arrived since a window was packed
@@ -73,12 +73,12 @@ pub struct Packer<T> {
 
 impl<T> Packer<T> {
     /// A packer that holds `carry`, as [`Packer::held`] told it at the end of a step.
-    pub fn new(packing: Packing, carry: Vec<Item<T>>) -> Self {
+    pub(super) fn new(packing: Packing, carry: Vec<Item<T>>) -> Self {
         Self { packing, held: carry, new: 0, new_pixel_bytes: 0 }
     }
 
     /// Positions of the samples that are in no pack yet.
-    pub fn held(&self) -> impl Iterator<Item = u64> + '_ {
+    pub(super) fn held(&self) -> impl Iterator<Item = u64> + '_ {
         self.held.iter().map(|item| item.position)
     }
 
@@ -86,7 +86,7 @@ impl<T> Packer<T> {
     ///
     /// While it returns none, a best-fit packer is in the middle of a window: only after packs came
     /// out is [`Packer::held`] all of its state.
-    pub fn push(&mut self, item: Item<T>) -> Vec<Vec<Item<T>>> {
+    pub(super) fn push(&mut self, item: Item<T>) -> Vec<Vec<Item<T>>> {
         match self.packing {
             Packing::Off => vec![vec![item]],
             Packing::On { length, strategy: PackingStrategy::Sequential, .. } => {
@@ -113,7 +113,7 @@ impl<T> Packer<T> {
     }
 
     /// Ends the epoch: everything held becomes packs.
-    pub fn finish(&mut self) -> Vec<Vec<Item<T>>> {
+    pub(super) fn finish(&mut self) -> Vec<Vec<Item<T>>> {
         (self.new, self.new_pixel_bytes) = (0, 0);
         if self.held.is_empty() {
             return Vec::new();

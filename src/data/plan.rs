@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use super::loader::{DataState, LoaderError, LoaderOptions};
 use super::order::Order;
+use super::packing::Item;
 use super::row::{Length, Rejection, Row, RowReader};
-use super::steps::Assembly;
+use super::steps::{Assembly, Step};
 use super::workers::{Limits, Workers};
 
 /// Rows measured ahead of the one that is stored next.
@@ -43,31 +44,64 @@ pub fn plan(
     epochs: u64,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Plan, LoaderError> {
-    let start = DataState::default();
     let mut plan =
         Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
+    simulate(reader, order, options, epochs, progress, |step| {
+        plan.steps += 1;
+        plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+        plan.samples += step.num_samples as u64;
+        plan.tokens += step.num_tokens as u64;
+        plan.rows_read = step.state.rows_read;
+        plan.rejected = step.state.rejected;
+    })?;
+    Ok(plan)
+}
+
+/// The packs of the first epoch, in the order in which they are consumed: rows and their tokens.
+pub fn first_epoch_packs(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Vec<Vec<(Row, usize)>>, LoaderError> {
+    let rows = order.epoch(0);
+    let mut packs = Vec::new();
+    simulate(reader, order, options, 1, progress, |step| {
+        for pack in step.micro_batches.into_iter().flatten() {
+            let row = |item: Item<()>| (rows[item.position as usize], item.length.tokens);
+            packs.push(pack.into_iter().map(row).collect());
+        }
+    })?;
+    Ok(packs)
+}
+
+/// Measures every row once, then gives the steps that a loader would, without their samples.
+fn simulate(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+    mut each: impl FnMut(Step<()>),
+) -> Result<(), LoaderError> {
     if epochs == 0 {
-        return Ok(plan);
+        return Ok(());
     }
+    let start = DataState::default();
     start.check_epoch(order.len())?;
     let lengths = measure(reader, order, options, epochs, progress)?;
     let no_samples = |_| unreachable!("a run that begins holds no samples");
-    let mut assembly = Assembly::resume(options.clone(), order.len(), start, no_samples)?;
+    let mut assembly = Assembly::resume(*options, order.len(), start, no_samples)?;
     for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
         let outcome = lengths[row.dataset as usize][row.row as usize].clone();
         let outcome = outcome.expect("every row of these epochs is measured");
         let outcome = outcome.map(|length| (length, ())).map_err(|rejection| *rejection);
         assembly.push(outcome, || reader.id(row))?;
         while let Some(step) = assembly.pop() {
-            plan.steps += 1;
-            plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
-            plan.samples += step.num_samples as u64;
-            plan.tokens += step.num_tokens as u64;
-            plan.rows_read = step.state.rows_read;
-            plan.rejected = step.state.rejected;
+            each(step);
         }
     }
-    Ok(plan)
+    Ok(())
 }
 
 /// What is known of a row; `None` before it is measured. Rejections are few, so they are boxed.
@@ -125,4 +159,82 @@ fn distinct_rows(order: &Order, epochs: u64) -> Vec<Row> {
         seen.map(move |(row, _)| Row { dataset, row })
     };
     (0u32..).zip(seen).flat_map(rows).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::num::NonZeroU64;
+
+    use proptest::prelude::*;
+
+    use super::super::config::{OnError, PackingStrategy};
+    use super::super::loader::{Loader, StepData};
+    use super::super::order::{DatasetShare, RowOrder};
+    use super::super::test_reader::{Kind, TestReader, any_options, any_rows, options, order};
+    use super::*;
+
+    fn reader(rows: &[Kind]) -> Arc<dyn RowReader> {
+        Arc::new(TestReader(rows.to_vec()))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn a_plan_has_the_steps_that_the_loader_yields(
+            rows in any_rows(), options in any_options(), weight in 1u32..250, epochs in 1u64..4
+        ) {
+            let weight = f64::from(weight) / 100.0;
+            let share = DatasetShare { rows: rows.len() as u64, weight };
+            let order = Order::new(&[share], RowOrder::Shuffled, 3, [9; 32]).unwrap();
+            let options = LoaderOptions { epochs: NonZeroU64::new(epochs), ..options };
+            let planned = plan(&reader(&rows), &order, &options, epochs, &|_, _| ());
+            let mut loader = Loader::start(reader(&rows), order, options, DataState::default());
+            let steps: Result<Vec<StepData>, _> = std::iter::from_fn(|| loader.next_step()).collect();
+            // a low weight may leave no usable row: then both say so, in the same words
+            let (planned, steps) = match (planned, steps) {
+                (Ok(planned), Ok(steps)) => (planned, steps),
+                (planned, steps) => {
+                    prop_assert_eq!(planned.err(), steps.err());
+                    return Ok(());
+                }
+            };
+            let sum = |count: fn(&StepData) -> usize| steps.iter().map(count).sum::<usize>() as u64;
+            prop_assert_eq!(planned.steps, steps.len() as u64);
+            prop_assert_eq!(planned.samples, sum(|step| step.num_samples));
+            prop_assert_eq!(planned.tokens, sum(|step| step.num_tokens));
+            let last = steps.into_iter().next_back().unwrap().state;
+            prop_assert_eq!((planned.rows_read, planned.rejected), (last.rows_read, last.rejected));
+        }
+    }
+
+    #[test]
+    fn each_row_is_measured_once_and_progress_ends_at_all_of_them() {
+        let rows = [Kind::Text(3); 150];
+        let order = order(rows.len(), RowOrder::Shuffled);
+        let told = Cell::new((0, 0));
+        let progress = |done, total| {
+            assert!(done > told.get().0);
+            told.set((done, total));
+        };
+        let options = options(PackingStrategy::Sequential);
+        let plan = plan(&reader(&rows), &order, &options, 3, &progress).unwrap();
+        assert_eq!(told.get(), (150, 150));
+        // 21 samples of 3 tokens fill 63 of 64; 4 packs a step
+        assert_eq!((plan.packs, plan.steps, plan.samples), (3 * 8, 3 * 2, 450));
+    }
+
+    #[test]
+    fn a_plan_fails_where_the_run_would() {
+        let options = options(PackingStrategy::BestFit);
+        let order = order(2, RowOrder::File);
+        let plan = |rows: &[Kind], options| plan(&reader(rows), &order, &options, 1, &|_, _| ());
+        let error = plan(&[Kind::Text(1), Kind::Panic], options).unwrap_err();
+        assert!(matches!(error, LoaderError::Panicked { row: 2, .. }), "{error}");
+        let stop = LoaderOptions { on_error: OnError::Stop, ..options };
+        let error = plan(&[Kind::Broken, Kind::Text(1)], stop).unwrap_err();
+        assert!(matches!(error, LoaderError::Rejected { .. }), "{error}");
+        assert_eq!(plan(&[Kind::BrokenPixels, Kind::Text(1)], stop).unwrap().samples, 2);
+    }
 }

@@ -4,20 +4,60 @@
 //! along, the other nothing.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use serde::{Deserialize, Serialize};
 
 use super::config::{OnError, Truncation};
-use super::loader::LoaderOptions;
 use super::loader_error::LoaderError;
 use super::packing::{Item, Overlong, Packer, Packing};
 use super::row::{Length, Rejection};
-use crate::batch::SampleId;
+use crate::batch::{PaddingSide, SampleId};
 
 /// Rows after which the share of rejected ones means something.
 const JUDGED_ROWS: u64 = 100;
 /// Rejections that an error names.
 const NUM_EXAMPLES: usize = 5;
+
+/// How rows become steps.
+#[derive(Debug, Clone, Copy)]
+pub struct LoaderOptions {
+    /// Which samples share a pack.
+    pub packing: Packing,
+    /// Upper bound on one sample, in tokens.
+    pub max_length: Option<NonZeroU32>,
+    /// What becomes of a sample longer than that.
+    pub truncation: Truncation,
+    /// Packs a micro-batch.
+    pub batch_size: NonZeroUsize,
+    /// Micro-batches a step.
+    pub gradient_accumulation_steps: NonZeroUsize,
+    /// Threads that read and encode; they change no result.
+    pub workers: NonZeroUsize,
+    /// Id that fills short rows up.
+    pub pad_id: u32,
+    /// Edge, in patches, of the square that becomes one vision token.
+    pub merge_size: NonZeroU32,
+    /// Which form of a batch the model gets.
+    pub rmpad: Rmpad,
+    /// Where short rows are filled up.
+    pub side: PaddingSide,
+    /// Epochs after which the data ends; `None`: never.
+    pub epochs: Option<NonZeroU64>,
+    /// What becomes of the run when a row cannot be used.
+    pub on_error: OnError,
+    /// Share of the rows read that may be rejected.
+    pub max_rejected: f64,
+}
+
+/// Which form of a batch the model gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rmpad {
+    /// Real tokens only.
+    Unpad,
+    /// The padded batch, row by row.
+    KeepPadding,
+}
 
 /// Where a run stands in its data. A position is an index into the order of the epoch.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,8 +98,8 @@ impl DataState {
         if let Some(position) = held.last().filter(|position| **position >= self.next) {
             return error(format!("it holds row {position} but was only at row {}", self.next));
         }
-        if let Some(pair) = held.windows(2).find(|pair| pair[0] == pair[1]) {
-            return error(format!("it holds row {} twice", pair[0]));
+        if !held.is_sorted_by(|before, after| before < after) {
+            return error("it holds a row twice".to_owned());
         }
         if self.ready.iter().any(Vec::is_empty) {
             return error("it has a pack without samples".to_owned());
@@ -182,7 +222,7 @@ impl<T> Assembly<T> {
         let consumed = state.next - state.held().count() as u64;
         let samples = || micro_batches.iter().flatten().flatten();
         Some(Step {
-            epoch: state.epoch as f64 + consumed as f64 / self.epoch_rows as f64,
+            epoch: (state.epoch * self.epoch_rows + consumed) as f64 / self.epoch_rows as f64,
             num_samples: samples().count(),
             num_tokens: samples().map(|item| item.length.tokens).sum(),
             fill: fill(self.options.packing, &micro_batches),

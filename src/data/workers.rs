@@ -54,6 +54,8 @@ enum Phase {
     Exhausted,
     /// Nobody wants the results.
     Stopped,
+    /// A worker has panicked outside of the work on a row, so a result may be missing for ever.
+    Broken,
 }
 
 impl<O: Send + 'static> Workers<O> {
@@ -77,9 +79,13 @@ impl<O: Send + 'static> Workers<O> {
         let work = Arc::new(work);
         for worker in 0..limits.workers.get() {
             let (shared, work) = (Arc::clone(&pool.shared), Arc::clone(&work));
-            let thread = thread::Builder::new()
-                .name(format!("loader-{worker}"))
-                .spawn(move || shared.work(&*work, size, limits))?; // on error `pool` is dropped
+            let thread =
+                thread::Builder::new().name(format!("loader-{worker}")).spawn(move || {
+                    let work = || shared.work(&*work, size, limits);
+                    if catch_unwind(AssertUnwindSafe(work)).is_err() {
+                        shared.end(Phase::Broken);
+                    }
+                })?; // on error `pool` is dropped
             pool.threads.push(thread);
         }
         Ok(pool)
@@ -90,8 +96,10 @@ impl<O: Send + 'static> Workers<O> {
     pub(super) fn next(&self) -> Option<(Row, Result<O, String>)> {
         let mut queue = self.shared.lock();
         loop {
-            if queue.phase == Phase::Stopped {
-                return None;
+            match queue.phase {
+                Phase::Stopped => return None,
+                Phase::Broken => panic!("a worker of the loader panicked"), // not the data's end
+                Phase::Running | Phase::Exhausted => {}
             }
             match queue.slots.pop_front() {
                 Some(Slot { row, result: Some((bytes, result)) }) => {
@@ -110,16 +118,13 @@ impl<O: Send + 'static> Workers<O> {
 
     /// Lets each worker end after the row it is at, and [`Workers::next`] at once.
     pub(super) fn stop(&self) {
-        self.shared.lock().phase = Phase::Stopped;
-        self.shared.room.notify_all();
-        self.shared.done.notify_all();
+        self.shared.end(Phase::Stopped);
     }
 }
 
 impl<O> Drop for Workers<O> {
     fn drop(&mut self) {
-        self.shared.lock().phase = Phase::Stopped;
-        self.shared.room.notify_all();
+        self.shared.end(Phase::Stopped);
         for thread in self.threads.drain(..) {
             // a worker catches the panics of its work, so there is no other to pass on
             let _ = thread.join();
@@ -130,6 +135,13 @@ impl<O> Drop for Workers<O> {
 impl<O> Shared<O> {
     fn lock(&self) -> MutexGuard<'_, Queue<O>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// No row is begun any more; wakes everyone to see it.
+    fn end(&self, phase: Phase) {
+        self.lock().phase = phase;
+        self.room.notify_all();
+        self.done.notify_all();
     }
 
     fn work(&self, work: &impl Fn(Row) -> O, size: fn(&O) -> u64, limits: Limits) {
@@ -158,7 +170,7 @@ impl<O> Shared<O> {
             }
             if queue.slots.len() < limits.rows.max(1) && queue.bytes < limits.bytes.max(1) {
                 let Some(row) = queue.rows.next() else {
-                    queue.phase = Phase::Exhausted;
+                    queue.phase = Phase::Exhausted; // under the same lock: `Stopped` must stay
                     self.room.notify_all();
                     self.done.notify_all();
                     return None;
@@ -232,6 +244,14 @@ mod tests {
         assert_eq!(failed.len(), 1);
         assert_eq!(failed[0].0, 3);
         assert!(failed[0].1.contains("row three"), "{failed:?}");
+    }
+
+    #[test]
+    #[should_panic(expected = "a worker of the loader panicked")]
+    fn a_panic_outside_of_the_work_on_a_row_is_neither_a_hang_nor_the_end() {
+        let rows = rows(6).inspect(|row| assert_ne!(row.row, 3));
+        let pool = Workers::start(rows, |_| (), |()| 0, limits(2, 4, 1)).unwrap();
+        while pool.next().is_some() {}
     }
 
     #[test]

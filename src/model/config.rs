@@ -2,6 +2,7 @@
 
 use crate::ops::Gelu;
 use serde_json::Value;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 /// Sizes of the language model.
@@ -242,6 +243,11 @@ impl ModelConfig {
             ));
         }
         Ok(())
+    }
+
+    /// Patches a side that merge into one token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.vision.spatial_merge_size as u32).unwrap_or(NonZeroU32::MIN)
     }
 
     /// Merged vision tokens that one row of the language model gets from `patches` patches.

@@ -50,7 +50,8 @@ impl ModelInput {
         device: &Device,
     ) -> Result<Self> {
         let num_rows = batch.input_ids.len();
-        let rope = upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
+        let rope =
+            upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
         let text = TextContext {
             rope,
             cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),

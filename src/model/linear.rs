@@ -14,13 +14,19 @@ pub(super) struct Linear {
 
 impl Linear {
     /// `<name>.weight` and `<name>.bias`.
-    pub(super) fn with_bias(params: &ParamMap<'_>, name: &str) -> std::result::Result<Self, WeightError> {
+    pub(super) fn with_bias(
+        params: &ParamMap<'_>,
+        name: &str,
+    ) -> std::result::Result<Self, WeightError> {
         let bias = Some(params.get(&format!("{name}.bias"))?);
         Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias })
     }
 
     /// `<name>.weight` alone.
-    pub(super) fn without_bias(params: &ParamMap<'_>, name: &str) -> std::result::Result<Self, WeightError> {
+    pub(super) fn without_bias(
+        params: &ParamMap<'_>,
+        name: &str,
+    ) -> std::result::Result<Self, WeightError> {
         Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias: None })
     }
 
@@ -43,7 +49,12 @@ impl Linear {
     }
 
     /// Parameter gradients alone, for `x: [N, K]` and `dy: [N, M]`.
-    pub(super) fn backward_params(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<()> {
+    pub(super) fn backward_params(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<()> {
         if let Some(dw) = grads.buffer(&self.weight) {
             ops::linear_backward_weight(x, dy, dw)?;
         }

@@ -73,7 +73,7 @@ pub(super) struct Merger {
 
 /// What a merger keeps.
 pub(super) struct SavedMerger {
-    x: Tensor,      // [P, Dv] or [M, 4 * Dv], as the norm saw it
+    x: Tensor, // [P, Dv] or [M, 4 * Dv], as the norm saw it
     stats: Tensor,
     hidden: Tensor, // [M, 4 * Dv], before the GELU
 }

@@ -19,5 +19,5 @@ mod vision;
 pub use config::{ModelConfig, ModelConfigError, TextConfig, VisionConfig};
 pub use generate::Cache;
 pub use input::ModelInput;
-pub use params::{Part, ParamSpec, WeightError, param_specs};
+pub use params::{ParamSpec, Part, WeightError, param_specs};
 pub use stages::{Model, RecomputePolicy, Tape};

@@ -52,9 +52,8 @@ pub(super) fn mrope_table(config: &TextConfig, position_ids: &[[u32; 3]]) -> Hos
 fn merge_block_order(h: u32, w: u32, merge: u32) -> impl Iterator<Item = (u32, u32)> {
     (0..h / merge).flat_map(move |block_row| {
         (0..w / merge).flat_map(move |block_column| {
-            (0..merge * merge).map(move |i| {
-                (block_row * merge + i / merge, block_column * merge + i % merge)
-            })
+            (0..merge * merge)
+                .map(move |i| (block_row * merge + i / merge, block_column * merge + i % merge))
         })
     })
 }
@@ -169,9 +168,8 @@ mod tests {
     fn a_grid_of_the_tables_own_size_reads_the_table_itself() {
         let (index, weight) = interpolated_positions(&vision(), &[[1, 48, 48]]);
         for (patch, (row, column)) in merge_block_order(48, 48, 2).enumerate() {
-            let value: f32 = (0..4)
-                .map(|tap| index[patch * 4 + tap] as f32 * weight[patch * 4 + tap])
-                .sum();
+            let value: f32 =
+                (0..4).map(|tap| index[patch * 4 + tap] as f32 * weight[patch * 4 + tap]).sum();
             assert!((value - (row * 48 + column) as f32).abs() < 1e-2, "{row} {column} {value}");
         }
     }

@@ -257,13 +257,10 @@ impl Vision {
         self.deepstack.iter().find(|(at, _)| *at == block).map(|(_, merger)| merger)
     }
 
-    fn forward(
-        &self,
-        input: &VisionInput,
-        recompute: Recompute,
-    ) -> Result<(Features, VisionTape)> {
+    fn forward(&self, input: &VisionInput, recompute: Recompute) -> Result<(Features, VisionTape)> {
         let (context, pixels) = (&input.context, input.pixel_values.clone());
-        let (mut h, patch_embed) = Kept::forward(&self.patch_embed, pixels, context, Recompute::No)?;
+        let (mut h, patch_embed) =
+            Kept::forward(&self.patch_embed, pixels, context, Recompute::No)?;
         let mut tape = (Vec::with_capacity(self.blocks.len()), Vec::new());
         let mut features = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {

@@ -1,9 +1,9 @@
 //! The decoder: pre-norm layers with q/k norm, interleaved M-RoPE, grouped-query attention and SwiGLU.
 
+use super::TextConfig;
 use super::input::TextContext;
 use super::linear::Linear;
 use super::params::{ParamMap, WeightError};
-use super::TextConfig;
 use crate::ops::{self, AttentionBackend, Masking, Qkv, Segments};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};

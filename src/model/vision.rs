@@ -133,8 +133,7 @@ impl Stage for VisionBlock {
         let (normed, stats2) = self.norm2.forward(&x1)?;
         let hidden = self.fc1.forward(&normed)?; // [P, F]
         let y = self.fc2.forward_add(&ops::gelu(&hidden, self.act)?, &x1)?; // [P, Dv]
-        let saved =
-            SavedVisionBlock { x: x.clone(), stats1, q, k, v, o, lse, x1, stats2, hidden };
+        let saved = SavedVisionBlock { x: x.clone(), stats1, q, k, v, o, lse, x1, stats2, hidden };
         Ok((y, saved))
     }
 
@@ -159,12 +158,8 @@ impl Stage for VisionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let d_heads =
             self.attention.backward(heads, &o, &lse, &d_o, context.segments(), Masking::Full)?;
-        let d_qkv = ops::vision_rope_merge_backward(
-            &d_heads.dq,
-            &d_heads.dk,
-            &d_heads.dv,
-            &context.rope,
-        )?; // [P, 3 * Dv]
+        let d_qkv =
+            ops::vision_rope_merge_backward(&d_heads.dq, &d_heads.dk, &d_heads.dv, &context.rope)?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats1)?;
         let d_normed = self.qkv.backward(&normed, &d_qkv, grads)?; // [P, Dv]
         self.norm1.backward(&x, &stats1, &d_normed, Some(&dx1), grads).map(Some)

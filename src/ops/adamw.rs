@@ -185,3 +185,110 @@ pub fn fill_zero(t: &Tensor) -> Result<()> {
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{message, random, values, with_threads};
+    use super::*;
+    use candle_core::Device;
+
+    const HYPER: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+
+    /// The update in `f64`.
+    fn plain(p: &mut f64, m: &mut f64, v: &mut f64, g: f64, lr: f64, decay: f64, step: i32) {
+        *p *= 1.0 - lr * decay;
+        *m += (1.0 - HYPER.beta1) * (g - *m);
+        *v = HYPER.beta2 * *v + (1.0 - HYPER.beta2) * g * g;
+        let denominator = v.sqrt() / (1.0 - HYPER.beta2.powi(step)).sqrt() + HYPER.eps;
+        *p -= lr / (1.0 - HYPER.beta1.powi(step)) * *m / denominator;
+    }
+
+    fn zeros(dims: &[usize]) -> Tensor {
+        Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn five_steps_match_the_equations_in_f64() {
+        for n in [1, 15, 16, 17, 70_000] {
+            let weight = random(1, &[n]);
+            let (exp_avg, exp_avg_sq) = (zeros(&[n]), zeros(&[n]));
+            let mut want = values(&weight);
+            let (mut m, mut v) = (vec![0f64; n], vec![0f64; n]);
+            for step in 1..=5 {
+                let grad = random(10 + step, &[n]);
+                let lr = 1e-2 / step as f64;
+                let tensors = AdamWTensors {
+                    weight: &weight,
+                    master: None,
+                    exp_avg: &exp_avg,
+                    exp_avg_sq: &exp_avg_sq,
+                    grad: &grad,
+                };
+                adamw_step(&HYPER, &tensors, lr, 0.1, step, 0.5).unwrap();
+                for (i, g) in values(&grad).iter().enumerate() {
+                    plain(&mut want[i], &mut m[i], &mut v[i], 0.5 * g, lr, 0.1, step as i32);
+                }
+            }
+            for (got, want) in values(&weight).iter().zip(&want) {
+                assert!((got - want).abs() < 1e-6 * (1.0 + want.abs()), "{n}: {got} {want}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_bf16_weight_follows_its_master() {
+        let master = random(1, &[33]);
+        let alone = master.copy().unwrap();
+        let weight = master.to_dtype(DType::BF16).unwrap();
+        let state = [zeros(&[33]), zeros(&[33]), zeros(&[33]), zeros(&[33])];
+        let grad = random(2, &[33]);
+        for step in 1..=3 {
+            let tensors = AdamWTensors {
+                weight: &weight,
+                master: Some(&master),
+                exp_avg: &state[0],
+                exp_avg_sq: &state[1],
+                grad: &grad,
+            };
+            adamw_step(&HYPER, &tensors, 1e-4, 0.01, step, 1.0).unwrap();
+            let tensors = AdamWTensors {
+                weight: &alone,
+                master: None,
+                exp_avg: &state[2],
+                exp_avg_sq: &state[3],
+                grad: &grad,
+            };
+            adamw_step(&HYPER, &tensors, 1e-4, 0.01, step, 1.0).unwrap();
+        }
+        assert_eq!(values(&master), values(&alone));
+        assert_eq!(values(&weight), values(&master.to_dtype(DType::BF16).unwrap()));
+    }
+
+    #[test]
+    fn state_of_the_wrong_kind_is_refused() {
+        let (x, y, z) = (random(1, &[3]), zeros(&[3]), zeros(&[3]));
+        let grad = random(2, &[3]);
+        let tensors =
+            AdamWTensors { weight: &x, master: None, exp_avg: &y, exp_avg_sq: &z, grad: &grad };
+        assert!(message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 0, 1.0)).contains("count from 1"));
+        let twice = AdamWTensors { exp_avg_sq: &y, ..tensors };
+        let said = message(adamw_step(&HYPER, &twice, 0.1, 0.0, 1, 1.0));
+        assert!(said.contains("`exp_avg` is written in place"), "{said}");
+        let weight = x.to_dtype(DType::BF16).unwrap();
+        let bare = AdamWTensors { weight: &weight, ..tensors };
+        let said = message(adamw_step(&HYPER, &bare, 0.1, 0.0, 1, 1.0));
+        assert!(said.contains("`master` is absent"), "{said}");
+    }
+
+    #[test]
+    fn the_norm_is_exact_and_the_same_on_any_number_of_threads() {
+        let x = random(1, &[100_003]);
+        let want: f64 = values(&x).iter().map(|x| x * x).sum();
+        let one = with_threads(1, || sum_of_squares(&x)).unwrap();
+        let two = with_threads(2, || sum_of_squares(&x)).unwrap();
+        assert_eq!(one.to_bits(), two.to_bits());
+        assert!((one - want).abs() < 1e-9 * want, "{one} {want}");
+        fill_zero(&x).unwrap();
+        assert_eq!(sum_of_squares(&x).unwrap(), 0.0);
+    }
+}

@@ -4,6 +4,10 @@
 //! operands are widened, results narrowed.
 
 #![expect(unsafe_code, reason = "a raw pointer is shared by tasks that write disjoint parts")]
+#![expect(
+    clippy::inline_always,
+    reason = "a call would leave the level that a kernel is compiled for"
+)]
 
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
@@ -211,7 +215,7 @@ pub(super) fn write<T: Element, R>(
 ) -> Result<R> {
     struct Write<T, F, R> {
         op: &'static str,
-        name: &'static str,
+        operand: &'static str,
         f: Cell<Option<F>>,
         result: Cell<Option<R>>,
         element: std::marker::PhantomData<T>,
@@ -223,10 +227,10 @@ pub(super) fn write<T: Element, R>(
         }
 
         fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-            let range = contiguous(self.op, self.name, layout)?;
+            let range = contiguous(self.op, self.operand, layout)?;
             let dtype = candle_core::backend::BackendStorage::dtype(storage);
             let Some(all) = T::all(storage) else {
-                bail!("{}: `{}` is {dtype:?}, expected {:?}", self.op, self.name, T::DTYPE);
+                bail!("{}: `{}` is {dtype:?}, expected {:?}", self.op, self.operand, T::DTYPE);
             };
             if let Some(f) = self.f.take() {
                 self.result.set(Some(f(&mut all[range])));
@@ -237,7 +241,7 @@ pub(super) fn write<T: Element, R>(
 
     let write = Write {
         op,
-        name,
+        operand: name,
         f: Cell::new(Some(f)),
         result: Cell::new(None),
         element: std::marker::PhantomData,

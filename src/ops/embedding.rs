@@ -154,3 +154,59 @@ pub fn interpolate_rows_backward(
         });
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{added, check, gradient_buffer, ids, message, random};
+    use super::*;
+
+    #[test]
+    fn a_lookup_and_its_gradient_match_the_reference() {
+        for (v, d, chosen) in [
+            (1, 1, vec![0]),
+            (5, 33, vec![4, 0, 4, 4, 2]),
+            (9, 64, (0..200).map(|i| i * i % 9).collect()),
+        ] {
+            let chosen: Vec<u32> = chosen;
+            let plain = |t: &[Tensor]| t[0].index_select(&ids(&chosen), 0);
+            check(&format!("embedding {v} {d}"), &[random(1, &[v, d])], plain, |t, dy| {
+                let dw = gradient_buffer(&[v, d]);
+                embedding_backward(&ids(&chosen), dy, &dw)?;
+                Ok((embedding(&ids(&chosen), &t[0])?, vec![added(&dw)]))
+            });
+        }
+    }
+
+    #[test]
+    fn interpolation_and_its_gradient_match_the_reference() {
+        let (n, d, p) = (6, 33, 50);
+        let taps: Vec<u32> = (0..4 * p as u32).map(|i| i * 5 % 6).collect();
+        let index = ids(&taps).reshape((p, 4)).unwrap();
+        let weight = random(9, &[p, 4]);
+        let plain = |t: &[Tensor]| {
+            let picked = t[0].index_select(&index.flatten_all()?, 0)?.reshape((p, 4, d))?;
+            let weight = weight.to_dtype(t[0].dtype())?.unsqueeze(2)?;
+            picked.broadcast_mul(&weight)?.sum(1)? + &t[1]
+        };
+        let inputs = [random(1, &[n, d]), random(2, &[p, d])];
+        check("interpolate_rows", &inputs, plain, |t, dy| {
+            let dtable = gradient_buffer(&[n, d]);
+            interpolate_rows_backward(&index, &weight, dy, &dtable)?;
+            let y = interpolate_rows_add(&t[0], &index, &weight, &t[1])?;
+            Ok((y, vec![added(&dtable), dy.clone()]))
+        });
+        let (table, zero) = (&inputs[0], inputs[1].zeros_like().unwrap());
+        let alone = interpolate_rows(table, &index, &weight).unwrap();
+        let onto_zero = interpolate_rows_add(table, &index, &weight, &zero).unwrap();
+        assert_eq!(alone.to_vec2::<f32>().unwrap(), onto_zero.to_vec2::<f32>().unwrap());
+    }
+
+    #[test]
+    fn an_id_outside_of_the_table_is_named() {
+        let said = message(embedding(&ids(&[0, 7]), &random(1, &[7, 2])));
+        assert!(said.contains("id `7` at 1"), "{said}");
+        let dw = gradient_buffer(&[7, 2]);
+        let said = message(embedding_backward(&ids(&[9]), &random(1, &[1, 2]), &dw));
+        assert!(said.contains("id `9` at 0"), "{said}");
+    }
+}

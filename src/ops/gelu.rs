@@ -81,3 +81,60 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
     );
     cpu::tensor(dx, shape, dtype)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{check, random, values};
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn tanh_gelu_and_its_gradient_match_the_reference() {
+        let plain = |t: &[Tensor]| {
+            let inner =
+                ((&t[0] + (t[0].powf(3.0)? * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+            (&t[0] * 0.5)? * (inner.tanh()? + 1.0)?
+        };
+        for dims in [[1, 1], [7, 9], [257, 130]] {
+            let inputs = [(random(1, &dims) * 2.0).unwrap()];
+            check(&format!("gelu tanh {dims:?}"), &inputs, plain, |t, dy| {
+                Ok((gelu(&t[0], Gelu::Tanh)?, vec![gelu_backward(&t[0], dy, Gelu::Tanh)?]))
+            });
+        }
+    }
+
+    #[test]
+    fn erf_gelu_and_its_gradient_match_the_reference() {
+        let plain = |t: &[Tensor]| {
+            let erf = (&t[0] * std::f64::consts::FRAC_1_SQRT_2)?.erf()?;
+            (&t[0] * 0.5)? * (erf + 1.0)?
+        };
+        for dims in [[1, 1], [7, 9], [257, 130]] {
+            let inputs = [(random(1, &dims) * 2.0).unwrap()];
+            check(&format!("gelu erf {dims:?}"), &inputs, plain, |t, dy| {
+                Ok((gelu(&t[0], Gelu::Erf)?, vec![gelu_backward(&t[0], dy, Gelu::Erf)?]))
+            });
+        }
+    }
+
+    #[test]
+    fn both_forms_are_within_a_millionth_over_the_whole_range() {
+        let x: Vec<f64> = (-12_000..=12_000).map(|i| f64::from(i) * 1e-3).collect();
+        let t = Tensor::new(x.as_slice(), &Device::Cpu).unwrap();
+        let narrow = t.to_dtype(candle_core::DType::F32).unwrap();
+        let wide = narrow.to_dtype(candle_core::DType::F64).unwrap();
+        let root = (2.0 / std::f64::consts::PI).sqrt();
+        let u = ((&wide + (wide.powf(3.0).unwrap() * 0.044715).unwrap()).unwrap() * root).unwrap();
+        let erf = (&wide * std::f64::consts::FRAC_1_SQRT_2).unwrap().erf().unwrap();
+        for (kind, step) in [(Gelu::Tanh, u.tanh().unwrap()), (Gelu::Erf, erf)] {
+            let want = values(&((&wide * 0.5).unwrap() * (step + 1.0).unwrap()).unwrap());
+            let got = values(&gelu(&narrow, kind).unwrap());
+            for ((got, want), x) in got.iter().zip(&want).zip(&x) {
+                assert!(
+                    (got - want).abs() <= 1e-6 * (1.0 + want.abs()),
+                    "{kind:?} {x}: {got} {want}"
+                );
+            }
+        }
+    }
+}

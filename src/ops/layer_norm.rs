@@ -139,3 +139,55 @@ pub fn layer_norm_backward(
     }
     cpu::tensor(dx, (n, d), dtype)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{added, check, gradient_buffer, random};
+    use super::*;
+    use candle_core::D;
+
+    fn plain(t: &[Tensor]) -> Result<Tensor> {
+        let centred = t[0].broadcast_sub(&t[0].mean_keepdim(D::Minus1)?)?;
+        let deviation = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
+        centred.broadcast_div(&deviation)?.broadcast_mul(&t[1])?.broadcast_add(&t[2])
+    }
+
+    #[test]
+    fn the_norm_and_its_gradients_match_the_reference() {
+        for (n, d) in [(1, 5), (1, 64), (31, 63), (32, 65), (33, 128), (70, 200)] {
+            let inputs = [random(1, &[n, d]), random(2, &[d]), random(3, &[d])];
+            check(&format!("layer_norm {n} {d}"), &inputs, plain, |t, dy| {
+                let (y, stats) = layer_norm(&t[0], &t[1], &t[2], 1e-6)?;
+                let (dw, db) = (gradient_buffer(&[d]), gradient_buffer(&[d]));
+                let dx = layer_norm_backward(&t[0], &stats, &t[1], dy, None, Some(&dw), Some(&db))?;
+                Ok((y, vec![dx, added(&dw), added(&db)]))
+            });
+        }
+    }
+
+    #[test]
+    fn the_residual_gradient_is_added_and_frozen_weights_need_no_buffer() {
+        let inputs = [random(1, &[40, 96])];
+        let (w, b) = (random(2, &[96]), random(3, &[96]));
+        let both = |t: &[Tensor]| {
+            let t = [t[0].clone(), w.to_dtype(t[0].dtype())?, b.to_dtype(t[0].dtype())?];
+            plain(&t)? + &t[0]
+        };
+        check("layer_norm with residual", &inputs, both, |t, dy| {
+            let (w, b) = (w.to_dtype(dy.dtype())?, b.to_dtype(dy.dtype())?);
+            let (y, stats) = layer_norm(&t[0], &w, &b, 1e-6)?;
+            let dx = layer_norm_backward(&t[0], &stats, &w, dy, Some(dy), None, None)?;
+            Ok(((y + &t[0])?, vec![dx]))
+        });
+    }
+
+    #[test]
+    fn a_large_mean_does_not_cost_the_variance() {
+        let x = (random(1, &[4, 256]) + 1000.0).unwrap();
+        let (one, zero) = (x.ones_like().unwrap(), x.zeros_like().unwrap());
+        let (w, b) = (one.get(0).unwrap(), zero.get(0).unwrap().contiguous().unwrap());
+        let (y, _) = layer_norm(&x, &w, &b, 1e-6).unwrap();
+        let squares = y.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!((squares - 1.0).abs() < 1e-3, "{squares}");
+    }
+}

@@ -161,3 +161,71 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     });
     cpu::write(op, "db", db, |db| cpu::add(&sums, db))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{added, check, gradient_buffer, message, random};
+    use super::*;
+    use candle_core::{DType, Device};
+
+    fn plain(t: &[Tensor]) -> Result<Tensor> {
+        t[0].matmul(&t[1].t()?)?.broadcast_add(&t[2])
+    }
+
+    #[test]
+    fn a_linear_and_its_gradients_match_the_reference() {
+        for (n, k, m) in
+            [(1, 1, 1), (1, 33, 65), (3, 17, 5), (31, 64, 33), (65, 40, 1), (130, 70, 96)]
+        {
+            let inputs = [random(1, &[n, k]), random(2, &[m, k]), random(3, &[m])];
+            check(&format!("linear {n} {k} {m}"), &inputs, plain, |t, dy| {
+                let y = linear(&t[0], &t[1], Some(&t[2]))?;
+                let (dw, db) = (gradient_buffer(&[m, k]), gradient_buffer(&[m]));
+                linear_backward_weight(&t[0], dy, &dw)?;
+                bias_backward(dy, &db)?;
+                Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), added(&db)]))
+            });
+        }
+    }
+
+    #[test]
+    fn a_residual_is_added_on_both_ways() {
+        let inputs =
+            [random(1, &[33, 20]), random(2, &[40, 20]), random(3, &[40]), random(4, &[33, 40])];
+        let plain = |t: &[Tensor]| plain(t)? + &t[3];
+        check("linear_add", &inputs, plain, |t, dy| {
+            let y = linear_add(&t[0], &t[1], Some(&t[2]), &t[3])?;
+            let (dw, db) = (gradient_buffer(&[40, 20]), gradient_buffer(&[40]));
+            linear_backward_weight(&t[0], dy, &dw)?;
+            bias_backward(dy, &db)?;
+            let dx = Tensor::ones((33, 20), dy.dtype(), &Device::Cpu)?;
+            let dx = (linear_backward_input_add(dy, &t[1], dx)? - 1.0)?;
+            Ok((y, vec![dx, added(&dw), added(&db), dy.clone()]))
+        });
+    }
+
+    #[test]
+    fn a_weight_of_more_dims_is_read_as_a_matrix() {
+        let (x, w) = (random(1, &[5, 12]), random(2, &[7, 3, 2, 2]));
+        let y = linear(&x, &w, None).unwrap();
+        let flat = linear(&x, &w.reshape((7, 12)).unwrap(), None).unwrap();
+        assert_eq!(y.to_vec2::<f32>().unwrap(), flat.to_vec2::<f32>().unwrap());
+        let dw = Tensor::zeros((7, 3, 2, 2), DType::F32, &Device::Cpu).unwrap();
+        linear_backward_weight(&x, &y, &dw).unwrap();
+        assert!(dw.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap() > 0.0);
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_named() {
+        let (x, w) = (random(1, &[5, 12]), random(2, &[7, 11]));
+        let said = message(linear(&x, &w, None));
+        assert!(said.contains("12 against 11 inputs"), "{said}");
+        let said = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
+        assert!(said.contains("`x`") && said.contains("contiguous"), "{said}");
+        let said = message(bias_backward(&x, &x));
+        assert!(said.contains("`db`"), "{said}");
+        let square = random(1, &[12, 12]);
+        let said = message(linear_backward_weight(&square, &square, &square));
+        assert!(said.contains("shares memory"), "{said}");
+    }
+}

@@ -9,8 +9,9 @@ use super::simd::{exp, kernels, max, sum_exp};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Upper bound on the logits that exist at one time.
-const LOGITS_BYTES: usize = 32 << 20;
+/// Upper bound on the logits that exist at one time. With the published vocabulary this is 220 rows; fewer rows read
+/// the weight too often for what they compute.
+const LOGITS_BYTES: usize = 128 << 20;
 
 /// Rows in a chunk: fixed by the vocabulary, so that results do not depend on the machine.
 fn chunk_rows(vocabulary: usize) -> usize {
@@ -52,11 +53,7 @@ fn check(
 }
 
 /// `nll [S]` in `f32`, and the most likely token of each row, `argmax [S]` (the lowest id of a tie).
-pub fn linear_cross_entropy(
-    h: &Tensor,
-    w: &Tensor,
-    targets: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
@@ -94,8 +91,22 @@ pub fn linear_cross_entropy_backward(
     dw: Option<&Tensor>,
     need_dh: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
+    let chunk = chunk_rows(w.dim(0)?);
+    backward_in_chunks(h, w, targets, scale, dw, need_dh, chunk)
+}
+
+fn backward_in_chunks(
+    h: &Tensor,
+    w: &Tensor,
+    targets: &Tensor,
+    scale: f32,
+    dw: Option<&Tensor>,
+    need_dh: bool,
+    chunk: usize,
+) -> Result<(Tensor, Option<Tensor>)> {
     let op = "linear_cross_entropy_backward";
     let (s, d, v, dtype) = check(op, h, w, targets)?;
+    let chunk = chunk.min(s.max(1));
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
@@ -103,7 +114,6 @@ pub fn linear_cross_entropy_backward(
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
-    let chunk = chunk_rows(v).min(s.max(1));
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut dh = vec![0f32; if need_dh { s * d } else { 0 }];
@@ -136,4 +146,107 @@ pub fn linear_cross_entropy_backward(
     }
     let dh = if need_dh { Some(cpu::tensor(dh, (s, d), dtype)?) } else { None };
     Ok((cpu::tensor(nll, s, DType::F32)?, dh))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, ids, message, random, values,
+    };
+    use super::*;
+    use candle_core::D;
+
+    fn target_ids(s: usize, v: usize) -> Vec<u32> {
+        (0..s).map(|i| (i * 7919 % v) as u32).collect()
+    }
+
+    /// Plain cross-entropy, a value a row.
+    fn plain(h: &Tensor, w: &Tensor, targets: &[u32]) -> Result<Tensor> {
+        let logits = h.matmul(&w.t()?)?;
+        let max = logits.max_keepdim(D::Minus1)?.detach();
+        let exps = logits.broadcast_sub(&max)?.exp()?;
+        let lse = (exps.sum_keepdim(D::Minus1)?.log()? + max)?;
+        let index = ids(targets).unsqueeze(1)?;
+        (lse - logits.gather(&index, 1)?)?.squeeze(1)
+    }
+
+    #[test]
+    fn the_loss_and_its_gradients_match_the_reference() {
+        let scale = 0.25f32;
+        for (s, d, v) in [(1, 1, 2), (3, 33, 65), (33, 16, 500), (65, 40, 129)] {
+            let targets = target_ids(s, v);
+            let inputs = [random(1, &[s, d]), (random(2, &[v, d]) * 0.3).unwrap()];
+            // A scalar output, so that `dy` is one number and `scale` can carry it.
+            let sum =
+                |t: &[Tensor]| plain(&t[0], &t[1], &targets)?.sum_keepdim(0)? * f64::from(scale);
+            check(&format!("cross-entropy {s} {d} {v}"), &inputs, sum, |t, dy| {
+                let dw = gradient_buffer(&[v, d]);
+                let dy = values(dy)[0] as f32;
+                let (nll, dh) = linear_cross_entropy_backward(
+                    &t[0],
+                    &t[1],
+                    &ids(&targets),
+                    scale * dy,
+                    Some(&dw),
+                    true,
+                )?;
+                let sum = (nll.sum_keepdim(0)? * f64::from(scale))?.to_dtype(t[0].dtype())?;
+                Ok((sum, vec![dh.unwrap(), added(&dw)]))
+            });
+        }
+    }
+
+    #[test]
+    fn evaluation_and_training_give_the_same_bits_and_frozen_parts_cost_nothing() {
+        let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
+        let (eval, argmax) = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
+        let (train, dh) =
+            linear_cross_entropy_backward(&h, &w, &ids(&targets), 1.0, None, false).unwrap();
+        assert!(dh.is_none());
+        let logits = h.matmul(&w.t().unwrap()).unwrap();
+        let best = logits.argmax(1).unwrap();
+        assert_eq!(argmax.to_vec1::<u32>().unwrap(), best.to_vec1::<u32>().unwrap());
+        assert_eq!(eval.to_vec1::<f32>().unwrap(), train.to_vec1::<f32>().unwrap());
+        let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+        let want = plain(&wide(&h), &wide(&w), &targets).unwrap();
+        assert_close("nll", &eval, &want, Tolerance::F32);
+    }
+
+    #[test]
+    fn chunks_of_rows_do_not_change_the_result() {
+        let (s, d, v) = (7, 20, 90);
+        let (h, w, targets) = (random(1, &[s, d]), random(2, &[v, d]), ids(&target_ids(s, v)));
+        let run = |chunk| {
+            let dw = gradient_buffer(&[v, d]);
+            let (nll, dh) =
+                backward_in_chunks(&h, &w, &targets, 0.5, Some(&dw), true, chunk).unwrap();
+            [nll, dh.unwrap(), added(&dw)]
+        };
+        let whole = run(7);
+        for chunk in [1, 2, 3, 6, 100] {
+            for (whole, parts) in whole.iter().zip(run(chunk)) {
+                assert_close(&format!("chunks of {chunk}"), &parts, whole, Tolerance::F32);
+            }
+        }
+    }
+
+    #[test]
+    fn the_logits_of_a_chunk_stay_within_their_bound() {
+        assert_eq!(chunk_rows(151_936), 220);
+        assert_eq!(chunk_rows(usize::MAX / 8), 1);
+    }
+
+    #[test]
+    fn a_target_outside_of_the_vocabulary_is_named_with_its_row() {
+        let (h, w) = (random(1, &[3, 4]), random(2, &[5, 4]));
+        let said = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
+        assert!(said.contains("target `5` of row 1"), "{said}");
+    }
+
+    #[test]
+    fn no_rows_give_no_loss() {
+        let (h, w) = (random(1, &[0, 4]), random(2, &[5, 4]));
+        let (nll, dh) = linear_cross_entropy_backward(&h, &w, &ids(&[]), 1.0, None, true).unwrap();
+        assert_eq!((nll.dims(), dh.unwrap().dims()), (&[0][..], &[0, 4][..]));
+    }
 }

@@ -168,3 +168,56 @@ pub fn qk_norm_rope_backward(
     }
     cpu::tensor(dx, (t, width), dtype)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{
+        added, check, gradient_buffer, message, random, rope_table, rotate_half, values,
+    };
+    use super::*;
+    use candle_core::D;
+
+    #[test]
+    fn norm_and_rotation_and_their_gradients_match_the_reference() {
+        for (t, h, dh) in [(1, 1, 4), (3, 2, 32), (31, 4, 64), (33, 1, 72), (65, 3, 128)] {
+            let table = rope_table(t, dh / 2);
+            let inputs = [random(1, &[t, h * dh]), random(2, &[dh])];
+            let plain = |i: &[Tensor]| {
+                let x = i[0].reshape((t, h, dh))?;
+                let rms = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
+                rotate_half(&x.broadcast_div(&rms)?.broadcast_mul(&i[1])?, &table)
+            };
+            check(&format!("qk_norm_rope {t} {h} {dh}"), &inputs, plain, |i, dy| {
+                let (y, rstd) = qk_norm_rope(&i[0], &i[1], 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx = qk_norm_rope_backward(&i[0], &rstd, &i[1], &table, dy, Some(&dw))?;
+                Ok((y, vec![dx, added(&dw)]))
+            });
+        }
+    }
+
+    #[test]
+    fn scores_depend_on_the_distance_of_two_positions_only() {
+        let (half, w) = (8, random(3, &[16]));
+        let angle = |position: f64| {
+            let angles: Vec<f32> =
+                (0..half).map(|i| (position / 10f64.powf(i as f64 / 4.0)) as f32).collect();
+            let angles = Tensor::from_vec(angles, (1, half), w.device()).unwrap();
+            RopeTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() }
+        };
+        let score = |q_at: f64, k_at: f64| {
+            let q = qk_norm_rope(&random(1, &[1, 16]), &w, 1e-6, &angle(q_at)).unwrap().0;
+            let k = qk_norm_rope(&random(2, &[1, 16]), &w, 1e-6, &angle(k_at)).unwrap().0;
+            values(&(q * k).unwrap().sum_all().unwrap())[0]
+        };
+        assert!((score(9.0, 4.0) - score(25.0, 20.0)).abs() < 1e-4);
+        assert!((score(9.0, 4.0) - score(9.0, 5.0)).abs() > 1e-3);
+    }
+
+    #[test]
+    fn a_table_of_another_length_is_refused() {
+        let said =
+            message(qk_norm_rope(&random(1, &[3, 8]), &random(2, &[4]), 1e-6, &rope_table(2, 2)));
+        assert!(said.contains("[T, Dh/2]"), "{said}");
+    }
+}

@@ -23,8 +23,8 @@ fn check_rows(op: &str, rows: &[u32], num_rows: usize, which: Rows) -> Result<()
     if which == Rows::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
         let mut sorted = rows.to_vec();
         sorted.sort_unstable();
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            bail!("{op}: row `{}` is named twice", pair[0]);
+        if let Some([row, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            bail!("{op}: row `{row}` is named twice");
         }
     }
     Ok(())
@@ -97,7 +97,6 @@ pub fn add_to_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     }
 }
 
-#[inline(always)]
 fn add_element<T: Element>(x: &mut T, y: T) {
     *x = T::narrow(x.widen() + y.widen());
 }
@@ -161,4 +160,82 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
             }
         });
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{ids, message, random, values, with_threads};
+    use super::*;
+
+    /// Row numbers in the first column, so that a row can be told from another.
+    fn numbered(t: usize, d: usize, dtype: DType) -> Tensor {
+        let x: Vec<f32> = (0..t * d).map(|i| (i / d) as f32).collect();
+        Tensor::from_vec(x, (t, d), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn first_column(x: &Tensor) -> Vec<f64> {
+        values(&x.narrow(1, 0, 1).unwrap())
+    }
+
+    #[test]
+    fn rows_are_gathered_spread_set_added_and_zeroed() {
+        for dtype in [DType::F32, DType::BF16] {
+            let (x, rows) = (numbered(5, 3, dtype), ids(&[3, 0]));
+            let two = gather_rows(&x, &rows).unwrap();
+            assert_eq!(first_column(&two), [3.0, 0.0]);
+            assert_eq!(
+                first_column(&spread_rows(&two, &ids(&[1, 2]), 4).unwrap()),
+                [0., 3., 0., 0.]
+            );
+            set_rows(&x, &ids(&[4, 1]), &two).unwrap();
+            assert_eq!(first_column(&x), [0., 0., 2., 3., 3.]);
+            add_to_rows(&x, &ids(&[2, 3]), &two).unwrap();
+            assert_eq!(first_column(&x), [0., 0., 5., 3., 3.]);
+            zero_rows(&x, &ids(&[4, 2])).unwrap();
+            assert_eq!(first_column(&x), [0., 0., 0., 3., 0.]);
+            add_in_place(&x, &numbered(5, 3, dtype)).unwrap();
+            assert_eq!(first_column(&x), [0., 1., 2., 6., 4.]);
+        }
+    }
+
+    #[test]
+    fn many_rows_move_alike_on_any_number_of_threads() {
+        let x = random(1, &[500, 7]);
+        let chosen: Vec<u32> = (0..300).map(|i| i * 7 % 500).collect();
+        let moved = |num_threads| {
+            with_threads(num_threads, || {
+                let y = Tensor::zeros((500, 7), DType::F32, &Device::Cpu).unwrap();
+                set_rows(&y, &ids(&chosen), &gather_rows(&x, &ids(&chosen)).unwrap()).unwrap();
+                add_in_place(&y, &x).unwrap();
+                y.to_vec2::<f32>().unwrap()
+            })
+        };
+        let (one, two) = (moved(1), moved(2));
+        assert_eq!(one, two);
+        let x = x.to_vec2::<f32>().unwrap();
+        for (row, (x, y)) in x.iter().zip(&one).enumerate() {
+            let times = if chosen.contains(&(row as u32)) { 2.0 } else { 1.0 };
+            assert_eq!(y[3], times * x[3]);
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_storage_is_written_and_the_rest_left_alone() {
+        let whole = numbered(6, 2, DType::F32);
+        let part = whole.narrow(0, 2, 3).unwrap();
+        zero_rows(&part, &ids(&[1])).unwrap();
+        assert_eq!(first_column(&whole), [0., 1., 2., 0., 4., 5.]);
+    }
+
+    #[test]
+    fn rows_out_of_range_or_named_twice_are_refused() {
+        let x = numbered(3, 2, DType::F32);
+        let src = numbered(2, 2, DType::F32);
+        let said = message(gather_rows(&x, &ids(&[0, 3])));
+        assert!(said.contains("row `3` at 1"), "{said}");
+        let said = message(set_rows(&x, &ids(&[1, 1]), &src));
+        assert!(said.contains("row `1` is named twice"), "{said}");
+        let said = message(add_in_place(&x, &x));
+        assert!(said.contains("shares memory with `y`"), "{said}");
+    }
 }

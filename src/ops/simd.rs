@@ -3,6 +3,11 @@
 //! All three do the same additions in the same order with fused multiply-adds, so a result does
 //! not depend on which one runs.
 
+#![expect(
+    clippy::inline_always,
+    reason = "a call would leave the level that a kernel is compiled for"
+)]
+
 use std::sync::LazyLock;
 
 /// What the CPU has.
@@ -312,4 +317,54 @@ fn fold(lanes: &[f32; LANES]) -> f32 {
         half /= 2;
     }
     a[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_units_of_the_last_place() {
+        let mut worst = 0f64;
+        for i in -870_000..=880_000 {
+            let x = i as f32 * 1e-4;
+            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
+            worst = worst.max(((got - want) / want).abs());
+        }
+        assert!(worst < 2e-7, "{worst}");
+        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(-1e9) < 1e-37 && exp(1e9) > 1e38);
+    }
+
+    #[test]
+    fn rounding_to_bf16_is_that_of_the_type() {
+        for x in
+            [0.0f32, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.3333, 1e-40, 3.4e38, f32::INFINITY]
+        {
+            assert_eq!(
+                round_to_bf16(x).to_bits(),
+                half::bf16::from_f32(x).to_f32().to_bits(),
+                "{x}"
+            );
+        }
+        assert!(round_to_bf16(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn reductions_cover_whole_and_ragged_lengths() {
+        for n in [0, 1, 63, 64, 65, 127, 128, 200] {
+            let x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.7).sin()).collect();
+            let y: Vec<f32> = (0..n).map(|i| (i as f32 * 0.3).cos()).collect();
+            let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-4, "{n}: {a} {b}");
+            close(sum(&x), x.iter().sum());
+            close(dot(&x, &y), x.iter().zip(&y).map(|(x, y)| x * y).sum());
+            close(dot3(&x, &y, &y), x.iter().zip(&y).map(|(x, y)| x * y * y).sum());
+            close(sum_exp(&x, 0.5), x.iter().map(|x| (x - 0.5).exp()).sum());
+            close(
+                sum_of_squared_differences(&x, 0.1),
+                x.iter().map(|x| (x - 0.1) * (x - 0.1)).sum(),
+            );
+            assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        }
+    }
 }

@@ -61,3 +61,34 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
         .for_each(|((((dgate, dup), gate), up), dy)| backward(gate, up, dy, dgate, dup));
     Ok((cpu::tensor(dgate, shape.clone(), dtype)?, cpu::tensor(dup, shape, dtype)?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{check, random};
+    use super::*;
+
+    #[test]
+    fn swiglu_and_its_gradients_match_the_reference() {
+        let plain = |t: &[Tensor]| {
+            let sigmoid = ((t[0].neg()?.exp()? + 1.0)?).recip()?;
+            (&t[0] * sigmoid)? * &t[1]
+        };
+        for dims in [[1, 1], [7, 9], [3, 64], [257, 130]] {
+            let inputs = [(random(1, &dims) * 3.0).unwrap(), random(2, &dims)];
+            check(&format!("swiglu {dims:?}"), &inputs, plain, |t, dy| {
+                let (dgate, dup) = swiglu_backward(&t[0], &t[1], dy)?;
+                Ok((swiglu(&t[0], &t[1])?, vec![dgate, dup]))
+            });
+        }
+    }
+
+    #[test]
+    fn large_gates_saturate_and_a_nan_stays_one() {
+        let gate = Tensor::new(&[200f32, -200.0, f32::NAN], &candle_core::Device::Cpu).unwrap();
+        let up = gate.ones_like().unwrap();
+        let y = swiglu(&gate, &up).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(y[0], 200.0);
+        assert!(y[1].abs() < 1e-30, "{}", y[1]);
+        assert!(y[2].is_nan());
+    }
+}

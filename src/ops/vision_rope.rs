@@ -94,3 +94,35 @@ pub fn vision_rope_merge_backward(
     });
     cpu::tensor(dqkv, (p, 3 * part), dtype)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{check, message, random, rope_table, rotate_half};
+    use super::*;
+
+    #[test]
+    fn the_split_and_its_gradient_match_the_reference() {
+        for (p, h, dh) in [(1, 1, 4), (31, 2, 64), (33, 3, 72), (64, 4, 32)] {
+            let table = rope_table(p, dh / 2);
+            let plain = |i: &[Tensor]| {
+                let qkv = i[0].reshape((p, 3 * h, dh))?;
+                let rotated = rotate_half(&qkv.narrow(1, 0, 2 * h)?, &table)?;
+                let (q, k) = (rotated.narrow(1, 0, h)?, rotated.narrow(1, h, h)?);
+                Tensor::cat(&[q, k, qkv.narrow(1, 2 * h, h)?], 0)
+            };
+            let inputs = [random(1, &[p, 3 * h * dh])];
+            check(&format!("vision_rope {p} {h} {dh}"), &inputs, plain, |i, dy| {
+                let (q, k, v) = vision_rope_split(&i[0], h, &table)?;
+                let part = |n: usize| dy.narrow(0, n * p, p);
+                let dqkv = vision_rope_merge_backward(&part(0)?, &part(1)?, &part(2)?, &table)?;
+                Ok((Tensor::cat(&[q, k, v], 0)?, vec![dqkv]))
+            });
+        }
+    }
+
+    #[test]
+    fn a_width_that_is_not_three_times_the_heads_is_refused() {
+        let said = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
+        assert!(said.contains("expected [P, 3*H*Dh]"), "{said}");
+    }
+}

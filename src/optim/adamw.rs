@@ -91,6 +91,11 @@ impl AdamW {
         &self.slots
     }
 
+    /// The same, to restore a checkpoint.
+    pub fn slots_mut(&mut self) -> &mut [Slot] {
+        &mut self.slots
+    }
+
     /// Clips and updates; `step` counts from 1. Gradients are left as they are.
     /// Nothing is changed when a gradient is not finite.
     pub fn step(

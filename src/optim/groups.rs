@@ -19,7 +19,9 @@ pub struct Groups(Vec<Setting>);
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum GroupError {
     /// It names no parameter.
-    #[error("`{key}`: `{pattern}` matches no parameter; parts are `vision`, `merger` and `llm`, and the nearest parameter name is `{nearest}`")]
+    #[error(
+        "`{key}`: `{pattern}` matches no parameter; parts are `vision`, `merger` and `llm`, and the nearest parameter name is `{nearest}`"
+    )]
     NoMatch {
         /// Config key.
         key: &'static str,
@@ -39,7 +41,9 @@ pub enum GroupError {
         reason: String,
     },
     /// A factor that makes no sense.
-    #[error("`optim.lr_multipliers`: `{pattern}` is {found}; a factor is finite and not negative (to keep a part as it is, use `model.freeze`)")]
+    #[error(
+        "`optim.lr_multipliers`: `{pattern}` is {found}; a factor is finite and not negative (to keep a part as it is, use `model.freeze`)"
+    )]
     Factor {
         /// As written.
         pattern: String,
@@ -133,7 +137,8 @@ fn common_pieces(pattern: &str, name: &str) -> usize {
     let pieces: Vec<&str> = pattern.split(['.', '*']).filter(|piece| !piece.is_empty()).collect();
     name.split('.')
         .map(|piece| {
-            let shared = |p: &&str| piece.chars().zip(p.chars()).take_while(|(a, b)| a == b).count();
+            let shared =
+                |p: &&str| piece.chars().zip(p.chars()).take_while(|(a, b)| a == b).count();
             pieces.iter().map(shared).max().unwrap_or(0)
         })
         .sum()

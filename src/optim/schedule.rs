@@ -35,7 +35,13 @@ pub struct Schedule {
 
 impl Schedule {
     /// `total_steps` is the length of the whole run.
-    pub fn new(shape: ScheduleConfig, lr: f64, min_lr: f64, warmup: Warmup, total_steps: u64) -> Self {
+    pub fn new(
+        shape: ScheduleConfig,
+        lr: f64,
+        min_lr: f64,
+        warmup: Warmup,
+        total_steps: u64,
+    ) -> Self {
         let warmup_steps = match warmup {
             Warmup::Steps(steps) => steps,
             Warmup::Ratio(ratio) => (ratio * total_steps as f64).ceil() as u64,

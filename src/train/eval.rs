@@ -123,7 +123,7 @@ impl Evaluator<'_> {
             return Ok(());
         }
         let ids: Vec<SampleId> = samples.iter().map(|sample| sample.id.clone()).collect();
-        let merge = model.config().vision.spatial_merge_size as u32;
+        let merge = model.config().merge_size();
         let packs = vec![Pack { samples }];
         let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
         let targets = Targets::of(&batch);

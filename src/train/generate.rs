@@ -28,7 +28,7 @@ pub fn generate(
     options: &GenerateOptions,
     device: &Device,
 ) -> Result<Vec<u32>, EvalError> {
-    let merge = model.config().vision.spatial_merge_size as u32;
+    let merge = model.config().merge_size();
     let packs = vec![Pack { samples: vec![prompt] }];
     let prompt = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?;
     let mut processor = LogitsProcessor::from_sampling(options.seed, options.sampling.clone());

@@ -14,10 +14,10 @@ pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
-pub use eval::{EvalReport, Evaluator, SampleScore};
+pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use reader::JsonlRows;
-pub use setup::{LoadedModel, SetupError, load_model};
-pub use state::TrainState;
+pub use setup::{LoadedModel, SetupError, load_model, trainable};
+pub use state::{Planned, TrainState};
 pub use step::{StepError, StepOutcome, StepRunner};
-pub use trainer::{Outcome, TrainError, Trainer, TrainerParts};
+pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts};

@@ -1,6 +1,6 @@
 //! Rows of JSONL files as the loader wants them.
 
-use crate::batch::{EncodedSample, Sample};
+use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
     DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError, SourceError,
 };
@@ -55,12 +55,7 @@ impl JsonlRows {
 /// As the log and `rejects.jsonl` say it.
 fn rejection(error: &SampleError) -> Rejection {
     let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-    Rejection {
-        file: error.id().file.display().to_string(),
-        row: error.id().line,
-        reason: error.reason().to_owned(),
-        message: format!("{error}{hint}"),
-    }
+    Rejection::new(error.id(), error.reason(), format!("{error}{hint}"))
 }
 
 impl RowReader for JsonlRows {
@@ -72,5 +67,9 @@ impl RowReader for JsonlRows {
     fn length(&self, row: Row) -> Result<Length, Rejection> {
         let length = self.sample(row).and_then(|sample| self.encoder.length(&sample));
         length.map_err(|error| rejection(&error))
+    }
+
+    fn id(&self, row: Row) -> SampleId {
+        self.files[row.dataset as usize].id(row.row as usize)
     }
 }

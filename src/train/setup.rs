@@ -28,8 +28,8 @@ pub enum SetupError {
     Files {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong.
-        source: CheckpointError,
+        /// What is wrong; boxed, as it is large.
+        source: Box<CheckpointError>,
     },
     /// Tensors that `config.json` promises and the files lack.
     #[error("model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`", .folder.display())]
@@ -94,9 +94,9 @@ impl WeightSource {
         device: &Device,
     ) -> Result<candle_core::Tensor, SetupError> {
         match self {
-            Self::Files(files) => files
-                .load(&spec.name, dtype, device)
-                .map_err(|source| SetupError::Files { folder: folder.to_owned(), source }),
+            Self::Files(files) => {
+                files.load(&spec.name, dtype, device).map_err(|source| files_error(folder, source))
+            }
             Self::Seed { config, seed } => {
                 Ok(random_tensor(spec, config, *seed, device)?.to_dtype(dtype)?)
             }
@@ -106,7 +106,11 @@ impl WeightSource {
 
 impl LoadedModel {
     /// The weight in `f32`, as the folder (or the seed) has it: the start of a master copy.
-    pub fn master(&self, param: &Param, device: &Device) -> candle_core::Result<candle_core::Tensor> {
+    pub fn master(
+        &self,
+        param: &Param,
+        device: &Device,
+    ) -> candle_core::Result<candle_core::Tensor> {
         let spec = &self.specs[param.index()];
         let loaded = self.source.load(spec, Path::new(""), DType::F32, device);
         loaded.map_err(candle_core::Error::wrap)
@@ -138,7 +142,7 @@ impl LoadedModel {
 }
 
 /// Which parameters of `groups` are trained.
-pub(super) fn trainable(groups: &Groups) -> Vec<Trainable> {
+pub fn trainable(groups: &Groups) -> Vec<Trainable> {
     let each = |frozen: bool| if frozen { Trainable::Frozen } else { Trainable::Yes };
     groups.iter().map(|setting| each(setting.frozen)).collect()
 }
@@ -167,10 +171,13 @@ pub fn load_model(
     Ok(LoadedModel { model, config_json, params, specs, source })
 }
 
+fn files_error(folder: &Path, source: CheckpointError) -> SetupError {
+    SetupError::Files { folder: folder.to_owned(), source: Box::new(source) }
+}
+
 /// Opens the weights and holds their names and shapes against the config.
 fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupError> {
-    let files = WeightFiles::open(folder)
-        .map_err(|source| SetupError::Files { folder: folder.to_owned(), source })?;
+    let files = WeightFiles::open(folder).map_err(|source| files_error(folder, source))?;
     let missing: Vec<&ParamSpec> =
         specs.iter().filter(|spec| files.shape(&spec.name).is_none()).collect();
     if let Some(first) = missing.first() {

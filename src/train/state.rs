@@ -10,8 +10,10 @@ pub struct TrainState {
     pub version: u32,
     /// Optimizer steps done.
     pub step: u64,
-    /// Steps of the whole run, as planned when it started.
+    /// Steps of the whole run.
     pub total_steps: u64,
+    /// Steps until the data ends; absent when it is repeated until `max_steps`.
+    pub planned: Option<Planned>,
     /// Supervised targets seen.
     pub targets_seen: u64,
     /// Tokens seen, padding not counted.
@@ -24,6 +26,15 @@ pub struct TrainState {
     pub data_fingerprint: String,
     /// Where the loader stands; order and shuffle are functions of it and the seed.
     pub data: DataState,
+}
+
+/// What measuring every row once has found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Planned {
+    /// For this many epochs.
+    pub epochs: u64,
+    /// There are this many optimizer steps.
+    pub steps: u64,
 }
 
 impl TrainState {

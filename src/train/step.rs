@@ -64,10 +64,7 @@ pub struct StepRunner {
 impl StepRunner {
     /// Gradients of all micro-batches, summed in place and divided by the step's target count;
     /// returns the summed loss and that count. Splitting a step changes neither.
-    pub fn accumulate(
-        &self,
-        micro_batches: Vec<VarlenBatch>,
-    ) -> candle_core::Result<(f64, u64)> {
+    pub fn accumulate(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<(f64, u64)> {
         for buffer in self.grads.iter().flatten() {
             ops::fill_zero(buffer)?;
         }
@@ -82,7 +79,8 @@ impl StepRunner {
             let loss = loss_and_gradient(&hidden, head, &targets, num_targets, &self.grads)?;
             drop(hidden);
             if let Some(loss) = loss {
-                loss_sum += loss.nll.to_vec1::<f32>()?.iter().map(|nll| f64::from(*nll)).sum::<f64>();
+                loss_sum +=
+                    loss.nll.to_vec1::<f32>()?.iter().map(|nll| f64::from(*nll)).sum::<f64>();
                 self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
             }
         }

@@ -7,9 +7,10 @@ use super::state::TrainState;
 use super::step::{StepError, StepRunner};
 use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::{Loader, LoaderError, StepData};
-use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::optim::Schedule;
 use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -96,13 +97,8 @@ pub enum TrainError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// `metrics.jsonl` or `rejects.jsonl`.
-    #[error("cannot write `{}`", .path.display())]
-    Sink {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Sink(#[from] JsonlError),
     /// An op failed outside of a step.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -123,6 +119,11 @@ impl Trainer {
         let audited = parts.state.step > 0; // a resumed run has been audited when it began
         let saved_at = (parts.state.step > 0).then_some(parts.state.step);
         Self { parts, audited, saved_at, evaluated_at: None, last_eval: None }
+    }
+
+    /// Where the run stands.
+    pub fn state(&self) -> &TrainState {
+        &self.parts.state
     }
 
     /// The trained model, for showing answers.
@@ -170,7 +171,7 @@ impl Trainer {
         let lr = parts.schedule.lr(step);
         let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
         for rejection in &data.rejected {
-            parts.rejects.write(&RejectRow { step, rejection }).map_err(sink_error(&parts.rejects))?;
+            parts.rejects.write(&RejectRow { step, rejection })?;
         }
         let outcome = parts.runner.run(data.micro_batches, lr, step)?;
         if !self.audited {
@@ -199,7 +200,7 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             rejected: state.data.rejected.values().sum(),
         };
-        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        parts.metrics.write(&metrics)?;
         observer.step(&metrics, state.total_steps);
         Ok(())
     }
@@ -208,9 +209,11 @@ impl Trainer {
     fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
         let parts = &mut self.parts;
         let step = parts.state.step;
-        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step)) else {
+        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step))
+        else {
             return Ok(());
         };
+        let started = Instant::now();
         let total = rows.files().iter().map(crate::data::JsonlFile::len).sum();
         let evaluator = Evaluator {
             rows,
@@ -224,16 +227,12 @@ impl Trainer {
         for rejection in &report.rejected {
             tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
         }
-        let metrics = EvalMetrics {
-            eval: true,
-            step,
-            loss: report.loss(),
-            num_target_tokens: report.num_targets(),
-            num_samples: report.samples.len() as u64,
-            accuracy: report.accuracy(),
-            rejected: report.rejected.len() as u64,
-        };
-        parts.metrics.write(&metrics).map_err(sink_error(&parts.metrics))?;
+        let time_s = started.elapsed().as_secs_f64();
+        let num_samples = report.samples.len() as u64;
+        let metrics =
+            EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
+                .with_accuracy(report.accuracy());
+        parts.metrics.write(&metrics)?;
         watch.into_inner().evaluated(&metrics);
         self.evaluated_at = Some(step);
         self.last_eval = Some(report);
@@ -245,7 +244,7 @@ impl Trainer {
         let parts = &self.parts;
         let step = parts.state.step;
         if self.saved_at == Some(step) {
-            return Ok(parts.checkpointer.folder(step));
+            return Ok(parts.checkpointer.step_folder(step));
         }
         let weights: Vec<(String, Tensor)> = parts
             .runner
@@ -262,19 +261,19 @@ impl Trainer {
                 optimizer.push((format!("master.{name}"), master.clone()));
             }
         }
-        let state = serde_json::to_value(&parts.state)
-            .map_err(|error| candle_core::Error::wrap(error))?;
+        let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let folder = parts.checkpointer.save(
             step,
             &Contents {
                 model: ModelFiles {
                     weights: &weights,
                     config_json: &parts.config_json,
-                    copy_from: &parts.model_folder,
+                    copy_from: Some(&parts.model_folder),
                     max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
                 },
                 optimizer: Some(&optimizer),
-                state: Some(&state),
+                optimizer_metadata: &BTreeMap::new(),
+                state: &state,
             },
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
@@ -295,19 +294,12 @@ fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-fn sink_error(sink: &JsonlSink) -> impl FnOnce(std::io::Error) -> TrainError {
-    let path = sink.path().to_owned();
-    |source| TrainError::Sink { path, source }
-}
-
 /// After the first backward: every trained tensor has a gradient, or is named. True when the tower
 /// has been looked at too, which needs a step with pictures.
 fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<bool, TrainError> {
     let silent = runner.without_gradient()?;
-    let expected: Vec<&&str> = silent
-        .iter()
-        .filter(|name| has_pictures || !name.starts_with("model.visual."))
-        .collect();
+    let expected: Vec<&&str> =
+        silent.iter().filter(|name| has_pictures || !name.starts_with("model.visual.")).collect();
     let trained = runner.grads.iter().flatten().count();
     if expected.is_empty() {
         let heard = trained - silent.len();

@@ -1,3 +1,8 @@
 //! What can be checked from outside of the crate, one module a topic.
 
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
+
+mod encoding;
+mod images;
 mod laws;
+mod parity;

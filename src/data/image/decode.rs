@@ -2,7 +2,8 @@
 //!
 //! Colour: grey is repeated, palettes are looked up, 16-bit values become `round(value / 257)`,
 //! and every kind of transparency is composited on white with Pillow's `alpha_composite`
-//! arithmetic. Animations give their first frame. Incomplete files are errors.
+//! arithmetic. Animations give their first frame. Incomplete files are errors; only a JPEG that was
+//! cut and then closed with an end marker cannot be told from a whole one (nor does Pillow try).
 
 use std::error::Error;
 use std::io::Cursor;
@@ -56,10 +57,11 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
 
 fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     let header = Header::read(&mut Cursor::new(bytes))?;
-    // Decoders are lenient: they fill what is missing with grey.
+    // Decoders are lenient: they fill what is missing with grey, or miss a late orientation.
     let complete = match header.format {
         ImageFormat::Jpeg => jpeg_has_an_end(bytes),
         ImageFormat::WebP => riff_is_whole(bytes),
+        ImageFormat::Png => png_has_an_end(bytes),
         _ => true,
     };
     if !complete {
@@ -94,9 +96,21 @@ fn jpeg_has_an_end(bytes: &[u8]) -> bool {
                 at += 1 + usize::from(u16::from_be_bytes(*length));
             }
             Some(_) if in_scan => at += 1, // a damaged scan: the decoder's business
-            Some(_) => return false,
-            None => return false,
+            _ => return false,
         }
+    }
+    false
+}
+
+/// Whether the chunks lead to `IEND`.
+fn png_has_an_end(bytes: &[u8]) -> bool {
+    let mut at = 8;
+    while let Some([l0, l1, l2, l3, kind @ ..]) = bytes.get(at..).and_then(<[u8]>::first_chunk::<8>)
+    {
+        if kind == b"IEND" {
+            return true;
+        }
+        at += 12 + u32::from_be_bytes([*l0, *l1, *l2, *l3]) as usize;
     }
     false
 }
@@ -187,4 +201,86 @@ fn upright(image: Rgb, orientation: Orientation) -> Rgb {
         }
     }
     Rgb { width, height, data }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::golden;
+    use super::*;
+
+    /// Levels that a JPEG may be off the reference's: inverse DCT, chroma upsampling and colour
+    /// conversion are rounded differently. Everything else is exact.
+    fn tolerance(name: &str) -> u8 {
+        if name.contains(".jpg") { 2 } else { 0 }
+    }
+
+    #[test]
+    fn every_format_and_colour_kind_gives_the_reference_rgb() {
+        let expected = golden::pictures("rgb/");
+        assert!(expected.len() > 50);
+        for (name, expected) in expected {
+            let found = decode(&golden::fixture(&name)).unwrap();
+            assert_eq!((found.width, found.height), (expected.width, expected.height), "{name}");
+            let differences = found.data.iter().zip(&expected.data).map(|(a, b)| a.abs_diff(*b));
+            let worst = differences.max().unwrap();
+            assert!(worst <= tolerance(&name), "{name} is {worst} levels off");
+        }
+    }
+
+    #[test]
+    fn a_truncated_file_is_an_error_or_lacks_nothing_that_shows() {
+        for (name, _) in golden::pictures("rgb/") {
+            let bytes = golden::fixture(&name);
+            let whole = decode(&bytes).unwrap();
+            // Each length takes a while in the long ones; these are spread over the whole file.
+            for length in (0..bytes.len()).step_by(1 + bytes.len() / 400) {
+                if let Ok(part) = decode(&bytes[..length]) {
+                    let spare = name.contains(".gif") || length + 8 >= bytes.len();
+                    assert!(spare && part == whole, "{name} cut to {length}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn damaged_bytes_never_make_a_decoder_panic() {
+        for (name, _) in golden::pictures("rgb/") {
+            let bytes = golden::fixture(&name);
+            for at in (0..bytes.len()).step_by(1 + bytes.len() / 60) {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= 0xff;
+                damaged[at / 2] ^= 0x10;
+                if let Err(DecodeError::Broken(error)) = decode(&damaged) {
+                    assert!(!error.to_string().contains("panicked"), "{name} damaged at {at}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn transparency_over_white_rounds_as_the_reference_does() {
+        let table: Vec<u8> = (0..=255)
+            .flat_map(|value| (0..=255).map(move |alpha| on_white(value, alpha)))
+            .collect();
+        assert_eq!(golden::json()["over_white_sha256"], golden::sha256(&table));
+    }
+
+    #[test]
+    fn a_bomb_is_refused_from_its_header() {
+        let mut bomb = golden::fixture("rgb.png");
+        bomb[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 0, 0x10, 1]); // 65536 x 4097
+        let found = decode(&bomb);
+        assert!(matches!(found, Err(DecodeError::TooLarge { width: 65536, height: 4097 })));
+    }
+
+    #[test]
+    fn what_is_no_picture_is_told_from_a_damaged_one() {
+        let broken = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::Broken(_)));
+        let unknown = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::UnknownFormat));
+        assert!(broken(b""));
+        assert!(broken(&golden::fixture("rgb.png")[..20]));
+        assert!(broken(b"\xff\xd8\xff\xd9"));
+        assert!(unknown(b"<html>404</html>"));
+        assert!(unknown(b"II*\0 a TIFF picture"));
+    }
 }

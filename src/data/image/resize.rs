@@ -95,7 +95,7 @@ fn split(weight: i32) -> (i16, i16) {
 }
 
 /// Adds two taps, with their weights `[low, low, high, high]`, to the sums of each lane.
-#[inline(always)]
+#[inline]
 fn add_taps(
     [low, high]: &mut [[i32; LANES]; 2],
     a: &Lanes,
@@ -110,7 +110,7 @@ fn add_taps(
 }
 
 /// Joins the two halves of each sum, rounds and clamps. Wraps: only the joined sum has to fit.
-#[inline(always)]
+#[inline]
 fn finish([low, high]: &[[i32; LANES]; 2]) -> Lanes {
     std::array::from_fn(|i| {
         let sum = (high[i] << SPLIT_BITS).wrapping_add(low[i]);
@@ -190,7 +190,7 @@ fn resize_width(image: &Rgb, width: usize) -> Rgb {
 }
 
 /// The lanes of a row at `at`.
-#[inline(always)]
+#[inline]
 fn lanes(row: &[u8], at: usize) -> &Lanes {
     row[at..].first_chunk().expect("the target row has lanes here and the source row its length")
 }
@@ -230,4 +230,66 @@ fn resize_height(image: &Rgb, height: usize) -> Rgb {
         }
     }
     Rgb { width: image.width, height, data }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::golden;
+    use super::*;
+
+    fn source(name: &str) -> Rgb {
+        let pictures = golden::pictures("rgb/");
+        pictures.into_iter().find(|(other, _)| other == name).unwrap().1
+    }
+
+    #[test]
+    fn resized_pictures_are_the_references_to_the_bit() {
+        let cases = golden::json()["resize"].as_array().unwrap().clone();
+        assert!(cases.len() > 10);
+        for case in cases {
+            let [height, width] = ["height", "width"].map(|key| case[key].as_u64().unwrap() as u32);
+            let found = resize(source(case["file"].as_str().unwrap()), height, width);
+            assert_eq!((found.height, found.width), (height as usize, width as usize));
+            assert_eq!(case["sha256"], golden::sha256(&found.data), "{case}");
+        }
+    }
+
+    /// The same law as above, on bytes: it says where a difference is.
+    #[test]
+    fn small_resized_pictures_are_the_references_byte_for_byte() {
+        for (name, expected) in golden::pictures("resize/") {
+            let file = name.rsplit_once('/').unwrap().0;
+            let found = resize(source(file), expected.height as u32, expected.width as u32);
+            let wrong = (0..found.data.len()).find(|i| found.data[*i] != expected.data[*i]);
+            assert_eq!(wrong.map(|i| (i, found.data[i], expected.data[i])), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn one_colour_stays_that_colour_whatever_the_sizes() {
+        for (height, width) in [(1, 1), (5, 7), (16, 33), (200, 3)] {
+            let data = [7, 130, 255].repeat(height * width);
+            for (new_height, new_width) in [(1, 1), (3, 2), (17, 31), (64, 96)] {
+                let image = Rgb { height, width, data: data.clone() };
+                let found = resize(image, new_height, new_width);
+                assert!(found.data.as_chunks().0.iter().all(|pixel| *pixel == [7, 130, 255]));
+            }
+        }
+    }
+
+    #[test]
+    fn transposing_swaps_rows_and_columns() {
+        let square: [Lanes; LANES] =
+            std::array::from_fn(|i| std::array::from_fn(|j| (i * 16 + j) as u8));
+        let found = transpose(square);
+        assert!((0..LANES).all(|i| (0..LANES).all(|j| found[i][j] == square[j][i])));
+    }
+
+    /// Sums of thousands of taps overflow in one half, and come out right when the halves join.
+    #[test]
+    fn a_very_long_strip_keeps_its_mean() {
+        let (width, data) = (200_000, [255, 0, 1].repeat(200_000));
+        let found = resize(Rgb { height: 1, width, data }, 1, 2);
+        assert_eq!(found.data, [255, 0, 1, 255, 0, 1]);
+    }
 }

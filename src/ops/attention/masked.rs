@@ -94,7 +94,9 @@ impl AttentionBackend for Masked {
                 for (i, p) in p.chunks_mut(l).enumerate() {
                     let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                     let sum: f32 = p.iter().map(|s| (s - max).exp()).sum();
-                    p.iter_mut().for_each(|s| *s = (*s - max).exp() / sum);
+                    for s in p {
+                        *s = (*s - max).exp() / sum;
+                    }
                     lse[index * t + row.start + i] = max + sum.ln();
                 }
                 let mut rows = vec![0f32; l * dh];
@@ -136,7 +138,9 @@ impl AttentionBackend for Masked {
                 let mut p = scores(&q, &k, dh, sizes.scale(), &ids, masking); // [L, L]
                 for (i, p) in p.chunks_mut(l).enumerate() {
                     let lse = lse[index * t + row.start + i];
-                    p.iter_mut().for_each(|s| *s = (*s - lse).exp());
+                    for s in p {
+                        *s = (*s - lse).exp();
+                    }
                 }
                 let mut rows = vec![0f32; l * dh];
                 tn((l, dh, l), &mut rows, Into::Overwrite, &p, &d_o); // dv = p^T do

@@ -1,1 +1,227 @@
+//! Both backends against plain attention in `f64`, and the laws of a packed stream.
 
+use super::super::testing::{Tolerance, assert_close, check_within, message, random};
+use super::*;
+use candle_core::{D, Device};
+
+const BACKENDS: [&dyn AttentionBackend; 2] = [&Masked, &Flash];
+const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
+
+fn ends(lengths: &[usize]) -> Vec<u32> {
+    let mut ends = vec![0];
+    for length in lengths {
+        ends.push(ends[ends.len() - 1] + *length as u32);
+    }
+    ends
+}
+
+/// Attention out of plain ops, segment by segment.
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> Result<Tensor> {
+    let ((_, h, dh), hkv) = (q.dims3()?, k.dim(1)?);
+    let heads: Vec<u32> = (0..h).map(|head| (head / (h / hkv)) as u32).collect();
+    let heads = Tensor::new(heads.as_slice(), q.device())?;
+    let mut outputs = Vec::new();
+    for range in ranges(ends) {
+        let (start, l) = (range.start, range.len());
+        let of = |x: &Tensor| x.narrow(0, start, l)?.transpose(0, 1)?.contiguous(); // [H, L, Dh]
+        let q = of(q)?;
+        let k = of(k)?.index_select(&heads, 0)?;
+        let v = of(v)?.index_select(&heads, 0)?;
+        let mask: Vec<f64> = (0..l * l)
+            .map(|i| if masking == Masking::Causal && i % l > i / l { -1e9 } else { 0.0 })
+            .collect();
+        let mask = Tensor::from_vec(mask, (l, l), &Device::Cpu)?.to_dtype(q.dtype())?;
+        let scores = (q.matmul(&k.transpose(1, 2)?)? * (1.0 / (dh as f64).sqrt()))?;
+        let scores = scores.broadcast_add(&mask)?;
+        let exps = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
+        let p = exps.broadcast_div(&exps.sum_keepdim(D::Minus1)?)?;
+        outputs.push(p.matmul(&v)?.transpose(0, 1)?.contiguous()?);
+    }
+    Tensor::cat(&outputs, 0)
+}
+
+fn check_backend(
+    backend: &dyn AttentionBackend,
+    lengths: &[usize],
+    (h, hkv, dh): (usize, usize, usize),
+    masking: Masking,
+) {
+    let ends = ends(lengths);
+    let t = lengths.iter().sum::<usize>();
+    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let inputs = [random(1, &[t, h, dh]), random(2, &[t, hkv, dh]), random(3, &[t, hkv, dh])];
+    let what = format!("{} {masking:?} {lengths:?} {h}/{hkv} x {dh}", backend.name());
+    check_within(
+        Tolerance::BF16_SAVED,
+        &what,
+        &inputs,
+        |i| plain(&i[0], &i[1], &i[2], &ends, masking),
+        |i, dy| {
+            let qkv = Qkv { q: &i[0], k: &i[1], v: &i[2] };
+            let (o, lse) = backend.forward(qkv, segments, masking)?;
+            let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, dy, segments, masking)?;
+            Ok((o, vec![dq, dk, dv]))
+        },
+    );
+}
+
+#[test]
+fn both_backends_match_the_reference_for_every_head_shape() {
+    for backend in BACKENDS {
+        for masking in MASKINGS {
+            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128)] {
+                check_backend(backend, &[5, 1, 17], (h, hkv, dh), masking);
+            }
+        }
+    }
+}
+
+#[test]
+fn both_backends_match_the_reference_across_tile_boundaries() {
+    for backend in BACKENDS {
+        for masking in MASKINGS {
+            check_backend(backend, &[1, 2, 63, 64, 65], (4, 1, 32), masking);
+            check_backend(backend, &[127, 128, 129], (1, 1, 16), masking);
+        }
+    }
+}
+
+/// Output, `lse` and gradients of a backend.
+fn run(
+    backend: &dyn AttentionBackend,
+    [q, k, v, d_o]: [&Tensor; 4],
+    segments: Segments<'_>,
+    masking: Masking,
+) -> [Tensor; 5] {
+    let qkv = Qkv { q, k, v };
+    let (o, lse) = backend.forward(qkv, segments, masking).unwrap();
+    let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, d_o, segments, masking).unwrap();
+    [o, lse, dq, dk, dv]
+}
+
+#[test]
+fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
+    let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
+    let (ends, t) = (ends(&lengths), lengths.iter().sum::<usize>());
+    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let (q, d_o) = (random(1, &[t, 4, 32]), random(4, &[t, 4, 32]));
+    let (k, v) = (random(2, &[t, 1, 32]), random(3, &[t, 1, 32]));
+    for masking in MASKINGS {
+        let exact = run(&Masked, [&q, &k, &v, &d_o], segments, masking);
+        let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
+        for (name, (exact, tiled)) in
+            ["o", "lse", "dq", "dk", "dv"].iter().zip(exact.iter().zip(&tiled))
+        {
+            assert_close(&format!("{masking:?} {name}"), tiled, exact, Tolerance::F32);
+        }
+    }
+}
+
+#[test]
+fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
+    let ends = ends(&[3, 4, 5, 2]);
+    let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[14, 2, 8]));
+    for masking in MASKINGS {
+        let one = Segments { cu_seqlens: &ends, row_ends: &[0, 14] };
+        let two = Segments { cu_seqlens: &ends, row_ends: &[0, 7, 14] };
+        let one = run(&Masked, [&q, &k, &v, &d_o], one, masking);
+        let two = run(&Masked, [&q, &k, &v, &d_o], two, masking);
+        for (one, two) in one.iter().zip(&two) {
+            assert_close("rows", two, one, Tolerance::F32);
+        }
+    }
+}
+
+/// The tokens whose rows differ, for tensors `[T, ..]`.
+fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
+    let rows = |x: &Tensor| x.flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
+    let (a, b) = (rows(a), rows(b));
+    (0..a.len()).filter(|t| a[*t] != b[*t]).collect()
+}
+
+#[test]
+fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
+    let lengths = [70, 140, 30];
+    let (ends, t) = (ends(&lengths), 240);
+    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[t, 2, 32]));
+    let touched = 150; // in the segment 70..210
+    let mut nudge = vec![0f32; t * 64];
+    nudge[touched * 64..(touched + 1) * 64].fill(0.5);
+    let nudge = Tensor::from_vec(nudge, (t, 2, 32), &Device::Cpu).unwrap();
+    let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
+    for backend in BACKENDS {
+        for (masking, reached) in [(Masking::Causal, touched..210), (Masking::Full, 70..210)] {
+            let before = run(backend, [&q, &k, &v, &d_o], segments, masking);
+            let after = run(backend, [&q, &k2, &v2, &d_o], segments, masking);
+            let name = backend.name();
+            let o = differing_tokens(&before[0], &after[0]);
+            assert_eq!(o, reached.clone().collect::<Vec<_>>(), "{name} {masking:?}: output");
+            for grad in 2..5 {
+                let tokens = differing_tokens(&before[grad], &after[grad]);
+                assert!(
+                    tokens.iter().all(|token| (70..210).contains(token)),
+                    "{name} {masking:?}: gradient {grad} at {tokens:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
+    let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[150, 1, 16]));
+    let mut d_o = vec![0f32; 150 * 16];
+    d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
+    let d_o = Tensor::from_vec(d_o, (150, 1, 16), &Device::Cpu).unwrap();
+    let segments = Segments { cu_seqlens: &[0, 150], row_ends: &[0, 150] };
+    for backend in BACKENDS {
+        let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
+        let zeros = dk.zeros_like().unwrap();
+        assert_eq!(differing_tokens(&dq, &zeros), [140], "{}", backend.name());
+        for grad in [dk, dv] {
+            let want: Vec<usize> = (0..=140).collect();
+            assert_eq!(differing_tokens(&grad, &zeros), want, "{}", backend.name());
+        }
+    }
+}
+
+#[test]
+fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
+    let s = 140;
+    let q = random(1, &[s, 4, 32]);
+    let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
+    let segments = Segments { cu_seqlens: &[0, s as u32], row_ends: &[0, s as u32] };
+    let qkv = Qkv { q: &q, k: &k, v: &v };
+    let (whole, _) = Flash.forward(qkv, segments, Masking::Causal).unwrap();
+    for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
+        let q = q.narrow(0, num_past, n).unwrap();
+        let (k, v) = (k.narrow(0, 0, num_past + n), v.narrow(0, 0, num_past + n));
+        let got = decode_attention(&q, &k.unwrap(), &v.unwrap(), num_past).unwrap();
+        let want = whole.narrow(0, num_past, n).unwrap();
+        assert_close(&format!("{num_past} + {n}"), &got, &want, Tolerance::F32);
+    }
+}
+
+#[test]
+fn boundaries_that_do_not_tile_the_stream_are_refused() {
+    let x = random(1, &[4, 1, 8]);
+    let qkv = Qkv { q: &x, k: &x, v: &x };
+    for (cu_seqlens, row_ends, word) in [
+        (&[0, 3][..], &[0, 4][..], "`cu_seqlens`"),
+        (&[0, 4], &[0, 2, 2, 4], "`row_ends`"),
+        (&[0, 4], &[0, 2, 4], "inside a segment"),
+    ] {
+        let segments = Segments { cu_seqlens, row_ends };
+        for backend in BACKENDS {
+            let said = message(backend.forward(qkv, segments, Masking::Causal));
+            assert!(said.contains(word), "{said}");
+        }
+    }
+    let three = random(2, &[4, 3, 8]);
+    let two = random(2, &[4, 2, 8]);
+    let segments = Segments { cu_seqlens: &[0, 4], row_ends: &[0, 4] };
+    let qkv = Qkv { q: &three, k: &two, v: &two };
+    let said = message(Flash.forward(qkv, segments, Masking::Full));
+    assert!(said.contains("3 query heads"), "{said}");
+}

@@ -1,0 +1,145 @@
+"""Reference trainer: Hugging Face model + PyTorch AdamW, float32, rows in file order, nothing dropped out.
+
+  python scripts/golden/ref_trainer.py --model tests/golden/models/small-tied --data tests/golden/data/text.jsonl \
+      --out RUN --steps 20 --batch-size 8 --lr 1e-3
+  python scripts/golden/ref_trainer.py --check-curves      # tests/golden/curves.json again, compared to the stored one
+
+Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and RUN/summary.json
+(settings, gradient norms of step 1, parameter norms at the end). The loss of a step is the sum of its target losses over
+its number of targets; grad_norm is the L2 norm over all parameters, a tied embedding counted once.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, read_jsonl
+
+
+def lr_at(args, step):
+    """The learning rate of a 0-based optimizer step; the first step of a warm-up has 0, as Hugging Face's."""
+    if step < args.warmup:
+        return args.lr * step / args.warmup
+    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.schedule]
+    return args.lr * factor
+
+
+def parameter_groups(model, weight_decay):
+    """Biases, norms and other 1-D parameters are not decayed."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def train(args):
+    """Runs the steps; returns the metrics of each and the summary."""
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    encoder = Encoder(args.model, Path(args.data).parent)
+    rows = read_jsonl(args.data)
+    model = load_model(args.model)
+    groups = parameter_groups(model, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+    parameters = list(model.parameters())
+    micro = 1 if args.mode == "per-sample" else args.batch_size
+    metrics, first, start = [], {}, time.time()
+    for step in range(args.steps):
+        samples = [encoder(rows[(step * args.batch_size + k) % len(rows)]) for k in range(args.batch_size)]
+        lr = lr_at(args, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        num_targets = sum(label != IGNORE for s in samples for label in s["labels"][1:])
+        loss = 0.0
+        for at in range(0, len(samples), micro):
+            part = sum(r[0] for r in forward(model, encoder.config, samples[at : at + micro], args.mode)) / num_targets
+            part.backward()
+            loss += float(part.detach())
+        for parameter in parameters:  # a step of text rows leaves the vision tower without gradients
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if step == 0:
+            first = {n: float(p.grad.double().norm()) for n, p in model.named_parameters()}
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, args.clip if args.clip > 0 else math.inf))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        metrics.append({
+            "step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr,
+            "tokens": sum(len(s["input_ids"]) for s in samples), "target_tokens": num_targets,
+        })
+        if not args.quiet:
+            print(json.dumps(metrics[-1]), flush=True)
+    summary = {
+        "args": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "check_curves", "quiet")},
+        "model": Path(args.model).name, "data": Path(args.data).name, "seconds": round(time.time() - start, 1),
+        "grad_norms_step1": first,
+        "param_norms_final": {n: float(p.detach().double().norm()) for n, p in model.named_parameters()},
+    }
+    return metrics, summary
+
+
+def check_curves(parser):
+    """Runs every curve of `curves.json` again and compares it. Bounds are relative; padded and per-sample runs differ by 1.4e-6."""
+    wrong = []
+    for name, golden in json.loads((GOLDEN / "curves.json").read_text(encoding="utf-8")).items():
+        folder, data = GOLDEN / "models" / golden["model"], GOLDEN / "data" / golden["data"]
+        args = parser.parse_args(["--quiet", "--model", str(folder), "--data", str(data)])
+        for key in ("steps", "batch_size", "mode", "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"):
+            setattr(args, key, golden["args"][key])
+        metrics, _ = train(args)
+        worst = {}
+        for key, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 0.0), ("tokens", 0.0), ("target_tokens", 0.0)):
+            worst[key] = max(abs(m[key] - g) / max(abs(g), 1e-12) for m, g in zip(metrics, golden[key], strict=True))
+            if not worst[key] <= bound:
+                wrong.append(f"{name}: {key} differs by {worst[key]:.2g}")
+        print(name, worst, flush=True)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check-curves", action="store_true", help="only compare the runs of curves.json")
+    parser.add_argument("--model", help="model folder")
+    parser.add_argument("--data", help="JSON-lines file; image paths start from its folder")
+    parser.add_argument("--out", help="folder of metrics.jsonl and summary.json")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples an optimizer step")
+    parser.add_argument("--mode", default="per-sample", choices=["per-sample", "padded", "packed"])
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"])
+    parser.add_argument("--warmup", type=int, default=0, help="steps")
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--beta1", type=float, default=0.9)
+    parser.add_argument("--beta2", type=float, default=0.999)
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--clip", type=float, default=1.0, help="0: never")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quiet", action="store_true")
+    return parser
+
+
+def main():
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.check_curves:
+        check_curves(parser)
+        return
+    if not (args.model and args.data and args.out):
+        parser.error("--model, --data and --out are needed")
+    metrics, summary = train(args)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics), encoding="utf-8")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+//! Log lines to stderr and to `<output_dir>/train.log`, around the progress bars.
+
+use indicatif::MultiProgress;
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use tracing::Subscriber;
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
+use tracing_subscriber::{EnvFilter, fmt};
+
+/// What is logged before there is a file is kept up to this size.
+const MAX_KEPT_BYTES: usize = 1 << 20;
+
+/// The log of this process.
+#[derive(Debug, Clone)]
+pub(super) struct Logging {
+    bars: MultiProgress,
+    file: Arc<Mutex<Kept>>,
+}
+
+/// The log file, or what will be its beginning.
+#[derive(Debug)]
+enum Kept {
+    Early(Vec<u8>),
+    File(File),
+}
+
+impl Logging {
+    /// Starts logging: to stderr now, and to a file from [`Self::write_to`] on. `RUST_LOG` sets the
+    /// level, by default `info`. Colours only on a terminal, and not if `NO_COLOR` is set.
+    pub(super) fn start() -> Result<Self, TryInitError> {
+        let logging = Self::new();
+        let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+        let (filter, complaint) = filter(std::env::var("RUST_LOG").ok().as_deref());
+        logging.subscriber(filter, Stderr { bars: logging.bars.clone() }, colours).try_init()?;
+        if let Some(complaint) = complaint {
+            tracing::warn!("`RUST_LOG` is ignored: {complaint}");
+        }
+        Ok(logging)
+    }
+
+    /// Appends all lines to `path`, those logged so far included.
+    pub(super) fn write_to(&self, path: &Path) -> io::Result<()> {
+        let mut file = File::options().create(true).append(true).open(path)?;
+        let mut kept = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Kept::Early(lines) = &*kept {
+            file.write_all(lines)?;
+        }
+        *kept = Kept::File(file);
+        Ok(())
+    }
+
+    /// Where progress bars are drawn; log lines make room for them.
+    pub(super) fn bars(&self) -> &MultiProgress {
+        &self.bars
+    }
+
+    fn new() -> Self {
+        Self { bars: MultiProgress::new(), file: Arc::new(Mutex::new(Kept::Early(Vec::new()))) }
+    }
+
+    fn subscriber<W>(&self, filter: EnvFilter, stderr: W, colours: bool) -> impl Subscriber + use<W>
+    where
+        W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+    {
+        let log_file = LogFile(Arc::clone(&self.file));
+        tracing_subscriber::registry()
+            .with(filter)
+            .with(fmt::layer().compact().with_target(false).with_ansi(colours).with_writer(stderr))
+            .with(fmt::layer().compact().with_target(false).with_ansi(false).with_writer(log_file))
+    }
+}
+
+/// The filter, and why the wish was refused.
+fn filter(wish: Option<&str>) -> (EnvFilter, Option<String>) {
+    let default = || EnvFilter::new("info");
+    match wish.filter(|wish| !wish.trim().is_empty()).map(EnvFilter::try_new) {
+        None => (default(), None),
+        Some(Ok(filter)) => (filter, None),
+        Some(Err(error)) => (default(), Some(error.to_string())),
+    }
+}
+
+/// Takes the bars off the terminal while a line is written.
+#[derive(Debug, Clone)]
+struct Stderr {
+    bars: MultiProgress,
+}
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.bars.suspend(|| io::stderr().lock().write_all(line))?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for Stderr {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
+#[derive(Debug, Clone)]
+struct LogFile(Arc<Mutex<Kept>>);
+
+impl Write for LogFile {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            Kept::Early(lines) if lines.len() + line.len() > MAX_KEPT_BYTES => {}
+            Kept::Early(lines) => lines.extend_from_slice(line),
+            // A full disk must not end a run by its log; the checkpoint will report it.
+            Kept::File(file) => drop(file.write_all(line)),
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for LogFile {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn the_file_has_every_line_also_those_from_before_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.log");
+        let logging = Logging::new();
+        let subscriber = logging.subscriber(filter(None).0, io::sink, true);
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!(step = 1, "early");
+            logging.write_to(&path).unwrap();
+            tracing::warn!(path = "a b", "late");
+            tracing::debug!("not at this level");
+        });
+        let text = fs::read_to_string(&path).unwrap();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 2, "{text}");
+        assert!(lines[0].contains("INFO") && lines[0].ends_with("early step=1"), "{text}");
+        assert!(lines[1].contains("WARN") && lines[1].ends_with("late path=\"a b\""), "{text}");
+        assert!(!text.contains('\u{1b}'), "colours in a file: {text:?}");
+    }
+
+    #[test]
+    fn a_second_run_appends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.log");
+        for _ in 0..2 {
+            let logging = Logging::new();
+            logging.write_to(&path).unwrap();
+            let subscriber = logging.subscriber(filter(None).0, io::sink, false);
+            tracing::subscriber::with_default(subscriber, || tracing::info!("again"));
+        }
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);
+        assert!(Logging::new().write_to(Path::new("/no/such/folder/train.log")).is_err());
+    }
+
+    #[test]
+    fn the_level_is_info_unless_the_user_says_otherwise() {
+        assert_eq!(filter(None).0.to_string(), "info");
+        assert_eq!(filter(Some("")).0.to_string(), "info");
+        assert_eq!(filter(Some("debug")).0.to_string(), "debug");
+        let (filter, complaint) = filter(Some("trainer=loud"));
+        assert_eq!(filter.to_string(), "info");
+        assert!(complaint.is_some());
+    }
+}

@@ -1,0 +1,227 @@
+//! Progress of long work: a bar on a terminal, nothing elsewhere (log lines carry it there).
+
+use crate::metrics::StepMetrics;
+use indicatif::{HumanCount, MultiProgress, ProgressBar, ProgressStyle};
+use std::time::Duration;
+
+const TICK: Duration = Duration::from_millis(200);
+
+/// A bar that fits in 80 columns and disappears when the work is done or fails.
+#[derive(Debug)]
+pub(super) struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    /// A bar over optimizer steps; `done` of them are from before a resume.
+    pub(super) fn steps(bars: &MultiProgress, total: u64, done: u64) -> Self {
+        let progress = Self::new(bars, total, STEPS);
+        progress.bar.set_position(done);
+        // The time left is judged by the steps of this process alone.
+        progress.bar.reset_eta();
+        progress
+    }
+
+    /// A bar over `total` things: rows measured, samples evaluated.
+    pub(super) fn items(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
+        let progress = Self::new(bars, total, ITEMS);
+        progress.bar.set_prefix(label);
+        progress
+    }
+
+    /// Shows a finished step.
+    pub(super) fn step(&self, metrics: &StepMetrics) {
+        self.bar.set_position(metrics.step);
+        self.bar.set_message(message(metrics));
+    }
+
+    /// Shows how many things are done.
+    pub(super) fn set(&self, done: u64) {
+        self.bar.set_position(done);
+    }
+
+    fn new(bars: &MultiProgress, total: u64, template: &str) -> Self {
+        let style = ProgressStyle::with_template(template)
+            .expect("the templates of this file are valid")
+            .progress_chars("=> ");
+        let bar = bars.add(ProgressBar::new(total).with_style(style));
+        // The clock goes on during a long step.
+        bar.enable_steady_tick(TICK);
+        Self { bar }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+const STEPS: &str = "{elapsed:>4} [{bar:10}] {pos}/{len} eta {eta} {wide_msg}";
+const ITEMS: &str = "{elapsed:>4} [{bar:10}] {human_pos}/{human_len} {prefix} eta {eta}";
+
+fn message(metrics: &StepMetrics) -> String {
+    let wait = 100.0 * metrics.data_wait_s / metrics.step_time_s.max(f64::MIN_POSITIVE);
+    format!(
+        "loss {:.4} {} tok/s fill {:.0}% data wait {:.0}%",
+        metrics.loss,
+        HumanCount(metrics.tokens_per_s as u64),
+        100.0 * metrics.fill,
+        wait
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use indicatif::{ProgressDrawTarget, TermLike};
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    fn metrics(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            epoch: 0.5,
+            loss: 1.25,
+            grad_norm: 1.0,
+            lr: 1e-5,
+            num_tokens: 1000,
+            num_target_tokens: 100,
+            num_samples: 2,
+            fill: 0.97,
+            step_time_s: 2.0,
+            data_wait_s: 0.1,
+            tokens_per_s: 12345.6,
+            peak_memory_bytes: 0,
+            rejected: 0,
+        }
+    }
+
+    /// What a terminal of 120 columns would show.
+    #[derive(Debug, Clone, Default)]
+    struct Screen(Arc<Mutex<Shown>>);
+
+    #[derive(Debug, Default)]
+    struct Shown {
+        lines: Vec<Vec<char>>,
+        row: usize,
+        column: usize,
+    }
+
+    impl Screen {
+        fn bars(&self) -> MultiProgress {
+            MultiProgress::with_draw_target(ProgressDrawTarget::term_like(Box::new(self.clone())))
+        }
+
+        fn lines(&self) -> Vec<String> {
+            let shown = self.0.lock().unwrap();
+            let lines = shown.lines.iter().map(|line| line.iter().collect::<String>());
+            let mut lines: Vec<_> = lines.map(|line| line.trim_end().to_owned()).collect();
+            while lines.last().is_some_and(String::is_empty) {
+                lines.pop();
+            }
+            lines
+        }
+
+        fn change<T>(&self, change: impl FnOnce(&mut Shown) -> T) -> io::Result<T> {
+            self.0
+                .lock()
+                .map(|mut shown| change(&mut shown))
+                .map_err(|_| io::ErrorKind::Other.into())
+        }
+    }
+
+    impl Shown {
+        fn put(&mut self, text: &str) {
+            for letter in text.chars() {
+                match letter {
+                    '\n' => (self.row, self.column) = (self.row + 1, 0),
+                    '\r' => self.column = 0,
+                    letter => {
+                        self.lines.resize(self.lines.len().max(self.row + 1), Vec::new());
+                        let line = &mut self.lines[self.row];
+                        line.resize(line.len().max(self.column + 1), ' ');
+                        line[self.column] = letter;
+                        self.column += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            120
+        }
+        fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+            self.change(|shown| shown.row = shown.row.saturating_sub(n))
+        }
+        fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+            self.change(|shown| shown.row += n)
+        }
+        fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+            self.change(|shown| shown.column += n)
+        }
+        fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+            self.change(|shown| shown.column = shown.column.saturating_sub(n))
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.change(|shown| shown.put(&format!("{text}\n")))
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.change(|shown| shown.put(text))
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            self.change(|shown| {
+                let row = shown.row;
+                shown.column = 0;
+                if let Some(line) = shown.lines.get_mut(row) {
+                    line.clear();
+                }
+            })
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_shows_steps_time_and_speed() {
+        let screen = Screen::default();
+        let bars = screen.bars();
+        let progress = Progress::steps(&bars, 40, 10);
+        progress.step(&metrics(20));
+        progress.bar.force_draw();
+        let shown = screen.lines().join("\n");
+        for part in ["20/40", "eta", "loss 1.2500", "12,345 tok/s", "fill 97%", "data wait 5%"] {
+            assert!(shown.contains(part), "{part} not in {shown}");
+        }
+        assert_eq!(shown.lines().count(), 1, "{shown}");
+        drop(progress);
+        assert!(screen.lines().is_empty());
+    }
+
+    #[test]
+    fn a_log_line_goes_above_the_bar_and_does_not_tear_it() {
+        let screen = Screen::default();
+        let bars = screen.bars();
+        let progress = Progress::items(&bars, "rows", 2000);
+        for line in ["first", "second"] {
+            progress.set(1234);
+            progress.bar.force_draw();
+            bars.suspend(|| screen.write_line(line)).unwrap();
+        }
+        progress.bar.force_draw();
+        let lines = screen.lines();
+        assert_eq!(lines[..2], ["first", "second"]);
+        assert!(lines.len() == 3 && lines[2].contains("1,234/2,000 rows eta"), "{lines:?}");
+    }
+
+    #[test]
+    fn without_a_terminal_nothing_is_drawn() {
+        let bars = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
+        let progress = Progress::steps(&bars, 2, 0);
+        progress.step(&metrics(1));
+        assert!(progress.bar.is_hidden());
+    }
+}

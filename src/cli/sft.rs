@@ -1,0 +1,488 @@
+//! `trainer sft`: puts a run together, watches it, and shows what came of it.
+
+use super::ConfigArgs;
+use super::logging::Logging;
+use super::progress::Progress;
+use super::report::{Exit, Failure};
+use crate::batch::PaddingSide;
+use crate::checkpoint::{Checkpointer, Found, write_atomically};
+use crate::config::{RunConfig, to_yaml};
+use crate::data::{
+    DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
+    Rmpad, RowReader, plan,
+};
+use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
+use crate::optim::{AdamW, Schedule, Warmup};
+use crate::tape::{Gradients, Param};
+use crate::train::{
+    GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState,
+    Trainer, TrainerParts, Weights, generate, load_model, trainable,
+};
+use anyhow::Context as _;
+use candle_core::{DType, Device};
+use candle_transformers::generation::Sampling;
+use clap::Args;
+use sha2::digest::generic_array::GenericArray;
+use std::fmt::Write as _;
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Arguments of `sft`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  trainer sft --config configs/quickstart.yaml\n  \
+    trainer sft --config configs/quickstart.yaml --set optim.lr=5e-4 --resume never")]
+pub(super) struct SftArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// `auto`: go on from the newest good checkpoint of this run, else start; `never`: start;
+    /// DIR: go on from this checkpoint
+    #[arg(long, value_name = "auto|never|DIR", default_value = "auto")]
+    resume: String,
+}
+
+/// Trains.
+pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
+    let config = args.config.load()?;
+    let output_dir = config.output_dir.as_path();
+    std::fs::create_dir_all(output_dir)
+        .map_err(|error| Failure::of(Exit::CannotWrite, error))
+        .with_context(|| format!("cannot make folder `{}`", output_dir.display()))?;
+    let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
+    checkpointer.recover()?;
+    let found = find_checkpoint(args, &config, &checkpointer)?;
+    if found.is_none() {
+        set_aside(output_dir)?;
+    }
+    let log = output_dir.join("train.log");
+    logging.write_to(&log).with_context(|| format!("cannot write `{}`", log.display()))?;
+    write_atomically(&output_dir.join("config.yaml"), to_yaml(&config)?.as_bytes())?;
+
+    let stop = stop_on_signals()?;
+    let mut trainer = assemble(&config, checkpointer, found.as_ref(), logging, stop)?;
+    let mut watch = Watch::new(logging, &config, &trainer);
+    let outcome = trainer.run(&mut watch);
+    drop(watch);
+    match outcome? {
+        Outcome::Stopped { folder } => Err(Failure::new(
+            Exit::Stopped,
+            format!("stopped by a signal; the run is saved in `{}`", folder.display()),
+        )
+        .hint("run the same command again to go on")
+        .into()),
+        Outcome::Finished { eval, folder } => {
+            tracing::info!(folder = %folder.display(), "done: a model folder for transformers and vLLM");
+            if let Some(eval) = eval {
+                show_answers(&config, &trainer, &eval)?;
+            }
+            say_next_steps(&args.config.config, &folder);
+            Ok(())
+        }
+    }
+}
+
+/// The checkpoint to go on from.
+fn find_checkpoint(
+    args: &SftArgs,
+    config: &RunConfig,
+    checkpointer: &Checkpointer,
+) -> anyhow::Result<Option<Found>> {
+    let fingerprint = config.fingerprint();
+    let same_run = |state: &serde_json::Value| state["fingerprint"] == fingerprint.as_str();
+    match args.resume.as_str() {
+        "never" => Ok(None),
+        "auto" => Ok(checkpointer.newest_good(same_run)?),
+        folder => {
+            let found = Checkpointer::open(Path::new(folder))?;
+            if same_run(&found.state) {
+                return Ok(Some(found));
+            }
+            Err(Failure::new(
+                Exit::Usage,
+                format!("`{folder}` is a checkpoint of another config than this one"),
+            )
+            .hint("only the length of the run, layout, attention, recompute, eval, log and checkpoint settings may change; to start from its weights, set `model.path` to it")
+            .into())
+        }
+    }
+}
+
+/// Moves what an earlier run left in `output_dir` out of the way: nothing is lost, nothing is mixed.
+fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
+    const FILES: [&str; 7] = [
+        "config.yaml",
+        "metrics.jsonl",
+        "rejects.jsonl",
+        "train.log",
+        "checkpoints",
+        "final",
+        "report.html",
+    ];
+    let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
+    if !left.iter().any(|name| *name != "config.yaml" && *name != "train.log") {
+        return Ok(()); // a run that ended before its first step is no run
+    }
+    let mut number = 1;
+    while output_dir.join(format!("previous-{number}")).exists() {
+        number += 1;
+    }
+    let aside = output_dir.join(format!("previous-{number}"));
+    std::fs::create_dir(&aside)
+        .with_context(|| format!("cannot make folder `{}`", aside.display()))?;
+    for name in left {
+        std::fs::rename(output_dir.join(name), aside.join(name))
+            .with_context(|| format!("cannot move `{name}` to `{}`", aside.display()))?;
+    }
+    tracing::info!(folder = %aside.display(), "an earlier run's files are moved there");
+    Ok(())
+}
+
+/// The first SIGINT or SIGTERM asks for an orderly stop; a second SIGINT ends the process.
+fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::flag;
+    let stop = Arc::new(AtomicBool::new(false));
+    // Registered first, so that it looks at the flag before this signal sets it.
+    flag::register_conditional_shutdown(SIGINT, Exit::Interrupted as i32, stop.clone())?;
+    for signal in [SIGINT, SIGTERM] {
+        flag::register(signal, stop.clone())?;
+    }
+    Ok(stop)
+}
+
+/// Model, data and state of the run, from the beginning or from a checkpoint.
+fn assemble(
+    config: &RunConfig,
+    checkpointer: Checkpointer,
+    found: Option<&Found>,
+    logging: &Logging,
+    stop: Arc<AtomicBool>,
+) -> anyhow::Result<Trainer> {
+    let device = Device::Cpu;
+    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
+    let rows = Arc::new(open_rows(&config.data.train, &encoder)?);
+    let eval_rows = match config.data.eval.as_slice() {
+        [] => None,
+        datasets => Some(open_rows(datasets, &encoder)?),
+    };
+    let data_fingerprint = rows.fingerprint();
+    let hex = format!("{:x}", GenericArray::from(data_fingerprint));
+    let resumed = found.map(|found| resumed_state(found, &hex)).transpose()?;
+
+    let mut section = config.model.clone();
+    if let Some(found) = found {
+        section.path.clone_from(&found.dir);
+        section.weights = Weights::Pretrained;
+    }
+    let loaded = load_model(&section, config.seed, &device)?;
+    let options = loader_options(config, &encoder);
+    let order = order(config, &rows)?;
+    let planned = planned(config, &rows, &order, &options, resumed.as_ref(), logging)?;
+    let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
+    let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
+    let state = resumed.unwrap_or_else(|| TrainState {
+        version: TrainState::VERSION,
+        step: 0,
+        total_steps,
+        planned,
+        targets_seen: 0,
+        tokens_seen: 0,
+        samples_seen: 0,
+        fingerprint: config.fingerprint(),
+        data_fingerprint: hex,
+        data: DataState::default(),
+    });
+    let state = TrainState { total_steps, planned, ..state };
+    let (runner, config_json) = runner(config, loaded, found, &device)?;
+    describe(config, &runner, &rows, &state);
+
+    let warmup = match (config.optim.warmup_steps, config.optim.warmup_ratio) {
+        (_, Some(ratio)) => Warmup::Ratio(ratio),
+        (steps, None) => Warmup::Steps(steps.unwrap_or(0)),
+    };
+    let optim = &config.optim;
+    let sink = |name: &str| {
+        let path = config.output_dir.join(name);
+        match state.step {
+            0 => JsonlSink::open(&path),
+            step => JsonlSink::open_truncated_after(&path, step),
+        }
+    };
+    let config_json = config.model.precision.stamp(&config_json);
+    Ok(Trainer::new(TrainerParts {
+        loader: Loader::start(rows, order, options, state.data.clone()),
+        schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
+        checkpointer,
+        checkpoint_every: config.checkpoint.every_steps,
+        model_folder: config.model.path.clone(),
+        config_json,
+        eval_rows,
+        eval: config.eval.clone(),
+        eval_max_tokens: config.data.packing_length.get() as usize,
+        metrics: sink("metrics.jsonl")?,
+        rejects: sink("rejects.jsonl")?,
+        stop,
+        runner,
+        state,
+    }))
+}
+
+fn open_rows(datasets: &[DatasetConfig], encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
+    let rows = JsonlRows::open(datasets, encoder.clone())?;
+    for file in rows.files() {
+        tracing::info!(file = %file.path().display(), rows = file.len(), form = %file.form(), "data");
+    }
+    Ok(rows)
+}
+
+/// The state of a checkpoint, if the training files are still the same.
+fn resumed_state(found: &Found, data_fingerprint: &str) -> anyhow::Result<TrainState> {
+    let state: TrainState = serde_json::from_value(found.state.clone())
+        .map_err(|error| Failure::of(Exit::Data, error))
+        .with_context(|| format!("`{}`: trainer_state.json", found.dir.display()))?;
+    if state.data_fingerprint != data_fingerprint {
+        let message = format!("the training files changed since `{}`", found.dir.display());
+        return Err(Failure::new(Exit::Data, message)
+            .hint("restore them, or start anew with `--resume never` (for example with `model.path` set to that checkpoint)")
+            .into());
+    }
+    Ok(state)
+}
+
+/// The order in which epochs visit the rows.
+pub(super) fn order(config: &RunConfig, rows: &JsonlRows) -> anyhow::Result<Order> {
+    let shares = config
+        .data
+        .train
+        .iter()
+        .zip(rows.files())
+        .map(|(set, file)| DatasetShare { rows: file.len() as u64, weight: set.weight });
+    let shares: Vec<DatasetShare> = shares.collect();
+    let order = Order::new(&shares, config.data.row_order(), config.seed, rows.fingerprint());
+    Ok(order.map_err(|error| {
+        let hint = error.hint();
+        Failure::of(Exit::Usage, error).hint(hint)
+    })?)
+}
+
+/// How rows become steps.
+pub(super) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOptions {
+    let (data, train) = (&config.data, &config.train);
+    LoaderOptions {
+        packing: data.packing(),
+        max_length: data.max_length,
+        truncation: data.truncation,
+        batch_size: train.batch_size,
+        gradient_accumulation_steps: train.gradient_accumulation_steps,
+        workers: data.workers,
+        pad_id: encoder.pad_id(),
+        merge_size: encoder.merge_size(),
+        rmpad: if config.model.use_rmpad { Rmpad::Unpad } else { Rmpad::KeepPadding },
+        side: PaddingSide::Right,
+        epochs: train.epoch_limit().and_then(NonZeroU64::new),
+        on_error: data.on_error,
+        max_rejected: data.max_rejected,
+    }
+}
+
+/// Steps until the data ends, counted by measuring every row once; `None` if it never ends.
+fn planned(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    order: &Order,
+    options: &LoaderOptions,
+    resumed: Option<&TrainState>,
+    logging: &Logging,
+) -> anyhow::Result<Option<Planned>> {
+    let Some(epochs) = config.train.epoch_limit() else { return Ok(None) };
+    // A run of the same length has been planned when it began.
+    let same = |plan: &Planned| plan.epochs == epochs;
+    if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
+        return Ok(Some(plan));
+    }
+    let progress = Progress::items(logging.bars(), "rows measured", order.len());
+    let reader: Arc<dyn RowReader> = rows.clone();
+    let plan = plan(&reader, order, options, epochs, &|done, _| progress.set(done))?;
+    drop(progress);
+    tracing::info!(
+        steps = plan.steps,
+        packs = plan.packs,
+        samples = plan.samples,
+        tokens = plan.tokens,
+        rejected = plan.rejected.values().sum::<u64>(),
+        "plan"
+    );
+    Ok(Some(Planned { epochs, steps: plan.steps }))
+}
+
+/// Model, gradients and optimizer, with the state of `found`.
+fn runner(
+    config: &RunConfig,
+    loaded: LoadedModel,
+    found: Option<&Found>,
+    device: &Device,
+) -> anyhow::Result<(StepRunner, serde_json::Value)> {
+    let groups = loaded
+        .groups(&config.model.freeze, &config.optim.lr_multipliers)
+        .map_err(|error| Failure::of(Exit::Usage, error))?;
+    let saved = found.map(Found::optimizer).transpose()?;
+    let load = |kind: &str, param: &Param| {
+        let name = format!("{kind}.{}", param.name());
+        saved.as_ref().map(|saved| saved.load(&name, DType::F32, device)).transpose()
+    };
+    let master = |param: &Param| match load("master", param).map_err(candle_core::Error::wrap)? {
+        Some(master) => Ok(master),
+        None => loaded.master(param, device),
+    };
+    let max_norm = config.train.max_grad_norm;
+    let mut optimizer =
+        AdamW::new(&config.optim, max_norm, &loaded.params, &groups, master, device)?;
+    for slot in optimizer.slots_mut() {
+        if let Some(moment) = load("exp_avg", &slot.param)? {
+            slot.exp_avg = moment;
+        }
+        if let Some(moment) = load("exp_avg_sq", &slot.param)? {
+            slot.exp_avg_sq = moment;
+        }
+    }
+    let grads = Gradients::zeros(&loaded.params, &trainable(&groups), device)?;
+    let runner = StepRunner {
+        grads,
+        model: loaded.model,
+        params: loaded.params,
+        optimizer,
+        recompute: config.model.recompute.policy(),
+        dtype: config.model.precision.dtype(),
+        device: device.clone(),
+    };
+    Ok((runner, loaded.config_json))
+}
+
+/// What is trained on what, in a few log lines.
+fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &TrainState) {
+    let count = |params: &mut dyn Iterator<Item = &Param>| {
+        params.map(|param| param.tensor().elem_count()).sum::<usize>()
+    };
+    tracing::info!(
+        path = %config.model.path.display(),
+        parameters = count(&mut runner.params.iter()),
+        trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
+        precision = config.model.precision.hf_name(),
+        attention = config.model.attention.backend().name(),
+        device = "cpu",
+        threads = rayon::current_num_threads(),
+        "model"
+    );
+    let num_rows: usize = rows.files().iter().map(JsonlFile::len).sum();
+    tracing::info!(
+        from_step = state.step,
+        steps = state.total_steps,
+        rows = num_rows,
+        fingerprint = state.fingerprint,
+        "{}",
+        if state.step == 0 { "start" } else { "resume" }
+    );
+}
+
+/// Shows a run: a bar on a terminal, log lines everywhere.
+struct Watch<'a> {
+    logging: &'a Logging,
+    log_every: u64,
+    steps: Progress,
+    rows: Option<Progress>,
+}
+
+impl<'a> Watch<'a> {
+    fn new(logging: &'a Logging, config: &RunConfig, trainer: &Trainer) -> Self {
+        let state = trainer.state();
+        let steps = Progress::steps(logging.bars(), state.total_steps, state.step);
+        Self { logging, log_every: config.log.every_steps.get(), steps, rows: None }
+    }
+}
+
+impl Observer for Watch<'_> {
+    fn step(&mut self, metrics: &StepMetrics, total_steps: u64) {
+        self.steps.step(metrics);
+        if metrics.step.is_multiple_of(self.log_every) || metrics.step == total_steps {
+            metrics.log();
+        }
+    }
+
+    fn evaluating(&mut self, done: usize, total: usize) {
+        let bars = self.logging.bars();
+        let bar =
+            self.rows.get_or_insert_with(|| Progress::items(bars, "rows scored", total as u64));
+        bar.set(done as u64);
+    }
+
+    fn evaluated(&mut self, metrics: &EvalMetrics) {
+        self.rows = None;
+        metrics.log();
+    }
+}
+
+/// Generates a few answers of the eval rows, wrong ones among them, and prints them.
+fn show_answers(
+    config: &RunConfig,
+    trainer: &Trainer,
+    eval: &crate::train::EvalReport,
+) -> anyhow::Result<()> {
+    let Some(rows) = trainer.eval_rows() else { return Ok(()) };
+    let exact = eval.samples.iter().filter(|sample| sample.exact).count();
+    let total = eval.samples.len();
+    let mut text = format!(
+        "\n{exact} of {total} held-out answers are exact ({:.1} %). Some of them:\n",
+        100.0 * eval.accuracy()
+    );
+    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(config.eval.show / 2);
+    let num_wrong = wrong.clone().count();
+    let right = eval.samples.iter().filter(|sample| sample.exact);
+    let shown: std::collections::HashSet<_> =
+        right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
+    let runner = trainer.runner();
+    let encoder = rows.encoder();
+    let options = GenerateOptions {
+        max_new_tokens: 64,
+        sampling: Sampling::ArgMax,
+        seed: config.seed,
+        stop_ids: encoder.stop_ids().to_vec(),
+    };
+    for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
+        let sample = rows.sample(row)?;
+        let (prompt, expected) = encoder.encode_prompt(&sample)?;
+        let pictures = prompt.media.len();
+        let answer = generate(&runner.model, prompt, &options, &runner.device)?;
+        let answer = encoder.decode(&answer)?;
+        let mark = if answer == expected { "right" } else { "wrong" };
+        let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
+        let _ = writeln!(
+            text,
+            "  {mark}  {}  ({pictures} picture{})  expected `{}`, answered `{}`",
+            sample.id,
+            if pictures == 1 { "" } else { "s" },
+            cut(&expected),
+            cut(&answer)
+        ); // a String takes every write
+    }
+    say(&text);
+    Ok(())
+}
+
+fn say_next_steps(config: &Path, folder: &Path) {
+    let folder = folder.display();
+    say(&format!(
+        "\nThe trained model is in {folder}. Next:\n  \
+         trainer generate --model {folder} --prompt \"What digit is this?\" --image picture.png\n  \
+         trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
+         your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
+        config.display()
+    ));
+}
+
+/// Text for people, beside the log.
+fn say(text: &str) {
+    use std::io::Write as _;
+    // A closed stderr is no reason to fail a finished run.
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}

@@ -1,0 +1,140 @@
+//! What serde found wrong in a node, on its way to a [`ConfigError`].
+
+use super::error::{ConfigError, Place};
+use super::nearest::nearest;
+use super::tree::Node;
+use serde::de::{self, Expected, Unexpected};
+use std::fmt;
+
+/// A fault on its way up: each level adds what it knows.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub(super) kind: Kind,
+    place: Option<Place>,
+    /// Keys and indices above the fault, innermost first.
+    path: Vec<String>,
+}
+
+/// What is wrong.
+#[derive(Debug)]
+pub(super) enum Kind {
+    UnknownKey { key: String, valid: &'static [&'static str] },
+    MissingKey { key: &'static str },
+    UnknownValue { value: String, valid: &'static [&'static str] },
+    WrongType { found: String, expected: String },
+    Refused { message: String },
+}
+
+impl Fault {
+    pub(super) fn new(kind: Kind) -> Self {
+        Self { kind, place: None, path: Vec::new() }
+    }
+
+    pub(super) fn wrong_type(node: &Node, expected: impl Into<String>) -> Self {
+        let (found, expected) = (node.value.describe(), expected.into());
+        Self::new(Kind::WrongType { found, expected }).at(&node.place)
+    }
+
+    /// The innermost place wins.
+    pub(super) fn at(mut self, place: &Place) -> Self {
+        self.place.get_or_insert_with(|| place.clone());
+        self
+    }
+
+    pub(super) fn under(mut self, key: impl Into<String>) -> Self {
+        self.path.push(key.into());
+        self
+    }
+
+    pub(super) fn into_error(self) -> ConfigError {
+        let place = self.place.expect("the root adds its place");
+        let section = self.path.into_iter().rev().collect::<Vec<_>>().join(".");
+        let owned = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        match self.kind {
+            Kind::UnknownKey { key, valid } => {
+                let nearest = nearest(&key, valid.iter().copied()).map(str::to_owned);
+                ConfigError::UnknownKey { place, key, section, nearest, valid: owned(valid) }
+            }
+            Kind::MissingKey { key } => {
+                ConfigError::MissingKey { place, key: key.to_owned(), section }
+            }
+            Kind::UnknownValue { value, valid } => {
+                let nearest = nearest(&value, valid.iter().copied()).map(str::to_owned);
+                let (key, valid) = (section, owned(valid));
+                ConfigError::UnknownValue { place, key, value, nearest, valid }
+            }
+            Kind::WrongType { found, expected } => {
+                ConfigError::WrongType { place, key: or_config(section), found, expected }
+            }
+            Kind::Refused { message } => {
+                ConfigError::Refused { place, key: or_config(section), message }
+            }
+        }
+    }
+}
+
+fn or_config(section: String) -> String {
+    if section.is_empty() { "the config".to_owned() } else { section }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.kind)
+    }
+}
+
+impl std::error::Error for Fault {}
+
+impl de::Error for Fault {
+    fn custom<T: fmt::Display>(message: T) -> Self {
+        Self::new(Kind::Refused { message: message.to_string() })
+    }
+
+    fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        Self::invalid_value(found, expected)
+    }
+
+    fn invalid_value(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        let found = match found {
+            Unexpected::Bool(value) => format!("`{value}`"),
+            Unexpected::Unsigned(value) => format!("`{value}`"),
+            Unexpected::Signed(value) => format!("`{value}`"),
+            Unexpected::Float(value) => format!("`{value}`"),
+            Unexpected::Str(value) => format!("`{value}`"),
+            Unexpected::Unit | Unexpected::Option => "empty".to_owned(),
+            Unexpected::Seq => "a list".to_owned(),
+            Unexpected::Map => "a mapping".to_owned(),
+            other => other.to_string(),
+        };
+        Self::new(Kind::WrongType { found, expected: readable(&expected.to_string()) })
+    }
+
+    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
+        Self::new(Kind::UnknownValue { value: variant.to_owned(), valid: expected })
+    }
+
+    fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
+        Self::new(Kind::UnknownKey { key: field.to_owned(), valid: expected })
+    }
+
+    fn missing_field(field: &'static str) -> Self {
+        Self::new(Kind::MissingKey { key: field })
+    }
+}
+
+/// Rust's names of types, as a reader of YAML calls them.
+fn readable(expected: &str) -> String {
+    match expected {
+        "u8" | "u16" | "u32" | "u64" | "usize" => {
+            format!("a whole number of 0 or more that fits {expected}")
+        }
+        "i8" | "i16" | "i32" | "i64" | "isize" => format!("a whole number that fits {expected}"),
+        _ => match expected.strip_prefix("a nonzero u") {
+            Some(_) => "a whole number of 1 or more".to_owned(),
+            None => match expected.strip_prefix("struct ") {
+                Some(_) => "a mapping".to_owned(),
+                None => expected.to_owned(),
+            },
+        },
+    }
+}

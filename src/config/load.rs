@@ -1,0 +1,43 @@
+//! A config file and the `--set` arguments to a struct, and back to YAML.
+
+use super::de::read;
+use super::error::{ConfigError, Source};
+use super::set::set;
+use super::tree::parse;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fs;
+use std::path::Path;
+
+/// Reads `path`, applies `overrides` (`a.b=c`, in order, the last one wins) and reads the result
+/// into `T`. The value of an override is YAML: a scalar, `[a, b]` or `{a: b}`.
+///
+/// A value that is overridden need not be valid, and a key without a default may come from an
+/// override. Each error names its place in the file, or the `--set` that caused it.
+pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
+    let bytes =
+        fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    let text = std::str::from_utf8(&bytes).map_err(|error| {
+        let valid = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);
+        let line = valid.matches('\n').count() + 1;
+        let column = valid.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
+        ConfigError::NotUtf8 { path: path.to_owned(), line, column }
+    })?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let source = Source::File { path: path.into(), text: text.into() };
+    let mut root =
+        parse(text, &source)?.ok_or_else(|| ConfigError::Empty { path: path.to_owned() })?;
+    for argument in overrides {
+        set(&mut root, argument)?;
+    }
+    read(&root)
+}
+
+/// The config as YAML, every key with its value; [`load`] reads it back equal.
+pub fn to_yaml<T: Serialize>(config: &T) -> Result<String, ConfigError> {
+    serde_saphyr::to_string(config)
+        .map_err(|error| ConfigError::Write { message: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+//! YAML as a tree in which each key and value knows where it was written.
+//!
+//! Parsing stops here; which type a plain scalar has is decided by the struct that reads it, so
+//! that `output_dir: 1.10` is the text `1.10`.
+
+use super::error::{ConfigError, Place, Source};
+use serde_saphyr::granit_parser::{Event, Marker, Parser, ScalarStyle};
+use std::collections::HashMap;
+
+/// Deeper nesting is no config.
+const MAX_DEPTH: usize = 64;
+/// More nodes are no config but an alias that repeats itself.
+const MAX_NODES: usize = 100_000;
+
+/// A value and where it begins.
+#[derive(Debug, Clone)]
+pub(super) struct Node {
+    pub(super) place: Place,
+    pub(super) value: Value,
+}
+
+/// The three kinds of YAML node.
+#[derive(Debug, Clone)]
+pub(super) enum Value {
+    Scalar { text: String, quoting: Quoting },
+    List(Vec<Node>),
+    Map(Vec<Entry>),
+}
+
+/// A plain scalar may be a number, a boolean or null; a quoted one is text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Quoting {
+    Plain,
+    Quoted,
+}
+
+/// A key of a mapping, where it is, and its value.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) key: String,
+    pub(super) key_place: Place,
+    pub(super) node: Node,
+}
+
+impl Value {
+    pub(super) fn is_null(&self) -> bool {
+        matches!(self, Self::Scalar { text, quoting: Quoting::Plain }
+            if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
+    }
+
+    /// The value in a sentence: `` `maybe` ``, `empty`, `a list`, `a mapping`.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Self::Scalar { text, .. } if self.is_null() && text.is_empty() => "empty".to_owned(),
+            Self::Scalar { text, quoting: Quoting::Plain } => format!("`{text}`"),
+            Self::Scalar { text, quoting: Quoting::Quoted } => format!("the text {text:?}"),
+            Self::List(_) => "a list".to_owned(),
+            Self::Map(_) => "a mapping".to_owned(),
+        }
+    }
+}
+
+/// Parses the one document in `text`; `None` if there is nothing but comments.
+pub(super) fn parse(text: &str, source: &Source) -> Result<Option<Node>, ConfigError> {
+    let mut reader = Reader {
+        parser: Parser::new_from_str(text),
+        source,
+        anchors: HashMap::new(),
+        num_nodes: 0,
+    };
+    let mut root = None;
+    while let Some((event, place)) = reader.next()? {
+        match event {
+            Event::DocumentStart(..)
+            | Event::DocumentEnd
+            | Event::StreamStart
+            | Event::StreamEnd => {}
+            _ if root.is_some() => {
+                let message = "a second document begins here, expected one".to_owned();
+                return Err(ConfigError::Syntax { place, message });
+            }
+            event => root = Some(reader.node(event, place, 0)?),
+        }
+    }
+    let is_empty = |value: &Value| match value {
+        Value::Scalar { text, quoting: Quoting::Plain } => text.is_empty(),
+        _ => false,
+    };
+    Ok(root.filter(|node| !is_empty(&node.value)))
+}
+
+struct Reader<'a> {
+    parser: Parser<'a, serde_saphyr::granit_parser::StrInput<'a>>,
+    source: &'a Source,
+    anchors: HashMap<usize, Node>,
+    num_nodes: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// The next event that is not a comment.
+    fn next(&mut self) -> Result<Option<(Event<'a>, Place)>, ConfigError> {
+        loop {
+            match self.parser.next_event() {
+                None => return Ok(None),
+                Some(Ok((Event::Comment(..) | Event::Anchor(..), _))) => {}
+                // The parser shows a value that is not there as `~` of no width.
+                Some(Ok((Event::Scalar(_, style, anchor, tag), span))) if span.is_empty() => {
+                    let event = Event::Scalar("".into(), style, anchor, tag);
+                    return Ok(Some((event, self.place(&span.start))));
+                }
+                Some(Ok((event, span))) => return Ok(Some((event, self.place(&span.start)))),
+                Some(Err(error)) => {
+                    return Err(ConfigError::Syntax {
+                        place: self.place(error.marker()),
+                        message: error.info(),
+                    });
+                }
+            }
+        }
+    }
+
+    fn expect(&mut self, place: &Place) -> Result<(Event<'a>, Place), ConfigError> {
+        self.next()?.ok_or_else(|| ConfigError::Syntax {
+            place: place.clone(),
+            message: "this is never closed".to_owned(),
+        })
+    }
+
+    fn place(&self, marker: &Marker) -> Place {
+        self.source.at(marker.line(), marker.col() + 1)
+    }
+
+    fn node(&mut self, event: Event<'a>, place: Place, depth: usize) -> Result<Node, ConfigError> {
+        let refused = |message: &str| ConfigError::Syntax {
+            place: place.clone(),
+            message: message.to_owned(),
+        };
+        if depth > MAX_DEPTH {
+            return Err(refused("nested too deeply"));
+        }
+        self.num_nodes += 1;
+        if self.num_nodes > MAX_NODES {
+            return Err(refused("too many values"));
+        }
+        let (value, anchor) = match event {
+            Event::Scalar(text, style, anchor, tag) => {
+                let quoting = match (style, tag) {
+                    (ScalarStyle::Plain, None) => Quoting::Plain,
+                    _ => Quoting::Quoted,
+                };
+                (Value::Scalar { text: text.into_owned(), quoting }, anchor)
+            }
+            Event::SequenceStart(_, anchor, _) => (self.list(&place, depth)?, anchor),
+            Event::MappingStart(_, anchor, _) => (self.map(&place, depth)?, anchor),
+            Event::Alias(anchor) => {
+                let node = self
+                    .anchors
+                    .get(&anchor)
+                    .ok_or_else(|| refused("an alias inside its own anchor"))?;
+                let value = node.value.clone();
+                self.num_nodes += count(&value);
+                (value, 0)
+            }
+            _ => return Err(refused("expected a value")),
+        };
+        let node = Node { place, value };
+        if anchor > 0 {
+            self.anchors.insert(anchor, node.clone());
+        }
+        Ok(node)
+    }
+
+    fn list(&mut self, place: &Place, depth: usize) -> Result<Value, ConfigError> {
+        let mut items = Vec::new();
+        loop {
+            match self.expect(place)? {
+                (Event::SequenceEnd, _) => return Ok(Value::List(items)),
+                (event, place) => items.push(self.node(event, place, depth + 1)?),
+            }
+        }
+    }
+
+    fn map(&mut self, place: &Place, depth: usize) -> Result<Value, ConfigError> {
+        let (mut entries, mut merged): (Vec<Entry>, Vec<Node>) = (Vec::new(), Vec::new());
+        loop {
+            let (event, key_place) = match self.expect(place)? {
+                (Event::MappingEnd, _) => break,
+                other => other,
+            };
+            let Value::Scalar { text: key, quoting } =
+                self.node(event, key_place.clone(), depth + 1)?.value
+            else {
+                let message = "a key must be a text, not a list or a mapping".to_owned();
+                return Err(ConfigError::Syntax { place: key_place, message });
+            };
+            let (event, value_place) = self.expect(place)?;
+            let mut node = self.node(event, value_place, depth + 1)?;
+            if matches!(&node.value, Value::Scalar { text, .. } if text.is_empty()) {
+                // Nothing is to be seen behind the colon: the key is what to point at.
+                node.place = key_place.clone();
+            }
+            if key == "<<" && quoting == Quoting::Plain {
+                merged.push(node);
+            } else if let Some(first) = entries.iter().find(|entry| entry.key == key) {
+                let first = first.key_place.clone();
+                return Err(ConfigError::DuplicateKey { place: key_place, key, first });
+            } else {
+                entries.push(Entry { key, key_place, node });
+            }
+        }
+        for node in merged {
+            merge(&mut entries, node)?;
+        }
+        Ok(Value::Map(entries))
+    }
+}
+
+/// `<<: *anchor`: adds the keys that are not there.
+fn merge(entries: &mut Vec<Entry>, node: Node) -> Result<(), ConfigError> {
+    let maps = match node.value {
+        Value::List(items) => items,
+        value => vec![Node { place: node.place.clone(), value }],
+    };
+    for map in maps {
+        let Value::Map(inherited) = map.value else {
+            let message = "`<<` takes a mapping or a list of mappings".to_owned();
+            return Err(ConfigError::Syntax { place: map.place, message });
+        };
+        for entry in inherited {
+            if !entries.iter().any(|own| own.key == entry.key) {
+                entries.push(entry);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn count(value: &Value) -> usize {
+    match value {
+        Value::Scalar { .. } => 1,
+        Value::List(items) => items.iter().map(|item| count(&item.value)).sum::<usize>() + 1,
+        Value::Map(entries) => {
+            entries.iter().map(|entry| 1 + count(&entry.node.value)).sum::<usize>() + 1
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! `Sample` -> `EncodedSample`, a pure function of one sample.
+//!
+//! The whole conversation is rendered once, each media placeholder becomes as many tokens as the
+//! image has merged patches, and the text is tokenised in one call: so tokens are those of
+//! inference. Offsets then say which tokens lie inside a target.
+
+mod folder;
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+use std::path::Path;
+
+pub use folder::EncoderError;
+use folder::TextFolder;
+
+use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
+use super::image::{ImageConfig, ImageError, ImageProcessor};
+use super::rope_index::position_ids;
+use super::row::Length;
+use super::source::SampleError;
+use super::tokenizer::{TokenizerError, Tokens};
+use crate::batch::{
+    Content, EncodedSample, IGNORE_INDEX, MediaRef, Message, Part, Patches, Sample, SampleId,
+};
+
+/// Tokenizer, chat template and image processor of one model folder.
+pub struct Encoder {
+    text: TextFolder,
+    images: ImageProcessor,
+}
+
+impl Encoder {
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
+    /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
+    /// `chat_template.json`, else `tokenizer_config.json`.
+    pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+        let text = TextFolder::read(folder)?;
+        Ok(Self { text, images: ImageProcessor::from_folder(folder, image)? })
+    }
+
+    /// Everything the model will see of `sample`.
+    pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
+        let (text, targets) = self.render_targets(sample)?;
+        let media = self.load(&sample.id, &sample.media)?;
+        let tokens = self.tokenise(&sample.id, &text, targets, &grids(&media))?;
+        tokens.check_supervised(&sample.id)?;
+        Ok(tokens.into_sample(sample.id.clone(), media))
+    }
+
+    /// The size that [`Encoder::encode`] would give, with its checks, from headers of images only.
+    pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
+        let (text, targets) = self.render_targets(sample)?;
+        let grids = per_image(&sample.id, &sample.media, |media| self.images.grid(media))?;
+        let tokens = self.tokenise(&sample.id, &text, targets, &grids)?;
+        tokens.check_supervised(&sample.id)?;
+        let patches: u64 =
+            grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
+        let patch_bytes = self.images.patch_values() * size_of::<f32>();
+        let pixel_bytes = patches * patch_bytes as u64;
+        Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })
+    }
+
+    /// The conversation before its last assistant turn, with that turn's header and no labels, and
+    /// the text of that turn. Later turns are left out.
+    pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
+        let id = &sample.id;
+        self.check_texts(sample)?;
+        let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
+        let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let RenderedPrompt { text, answer } = self
+            .text
+            .template
+            .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
+            .map_err(|cause| template_error(id, cause))?
+            .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let media = &sample.media[..num_images(&sample.messages[..turn])];
+        self.check_placeholders(id, &text, media.len())?;
+        let media = self.load(id, media)?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &grids(&media))?;
+        Ok((tokens.into_sample(id.clone(), media), answer))
+    }
+
+    /// The rendered chat, each image still one placeholder.
+    pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
+        self.text
+            .template
+            .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
+            .map_err(|cause| template_error(&sample.id, cause))
+    }
+
+    /// Text of `ids` without special tokens.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode(ids)
+    }
+
+    /// Text of `ids` with special tokens.
+    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode_with_specials(ids)
+    }
+
+    /// Tokens that end a generated text; at least one.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.text.stop_ids
+    }
+
+    /// Token that fills padding.
+    pub fn pad_id(&self) -> u32 {
+        self.text.pad_id
+    }
+
+    /// Rows of the embedding; every id is smaller.
+    pub fn vocab_size(&self) -> usize {
+        self.text.vocab_size
+    }
+
+    /// Edge, in patches, of the square that becomes one vision token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.images.merge_size()).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// The image side.
+    pub fn image_processor(&self) -> &ImageProcessor {
+        &self.images
+    }
+
+    /// Rendered chat and its targets, after every check that needs no picture.
+    fn render_targets(&self, sample: &Sample) -> Result<(String, Vec<Range<usize>>), SampleError> {
+        self.check_texts(sample)?;
+        let chat = self
+            .text
+            .template
+            .render_with_targets(&sample.messages, sample.tools.as_ref())
+            .map_err(|cause| template_error(&sample.id, cause))?;
+        self.check_placeholders(&sample.id, &chat.text, sample.media.len())?;
+        Ok((chat.text, chat.targets))
+    }
+
+    /// Media and their places agree, and no text pretends to be a medium.
+    fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
+        let id = &sample.id;
+        for (turn, message) in sample.messages.iter().enumerate() {
+            let mut tokens = self.text.media_tokens.iter();
+            if let Some(token) = tokens.find(|token| has_text(message, token)) {
+                let token = token.clone();
+                return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
+            }
+        }
+        let placeholders = num_images(&sample.messages);
+        let images = sample.media.len();
+        if placeholders != images {
+            return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
+        }
+        Ok(())
+    }
+
+    fn check_placeholders(
+        &self,
+        id: &SampleId,
+        text: &str,
+        images: usize,
+    ) -> Result<(), SampleError> {
+        let rendered = text.matches(self.image_token()).count();
+        if rendered != images {
+            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, images });
+        }
+        Ok(())
+    }
+
+    /// `targets` are bytes of `text`, which has one placeholder for each of `grids`.
+    fn tokenise(
+        &self,
+        id: &SampleId,
+        text: &str,
+        mut targets: Vec<Range<usize>>,
+        grids: &[[u32; 3]],
+    ) -> Result<EncodedText, SampleError> {
+        let counts: Vec<_> = grids.iter().map(|grid| self.images.num_tokens(*grid)).collect();
+        let text = expand(text, self.image_token(), &counts, &mut targets);
+        let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
+            SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
+        })?;
+        let image_token_id = self.text.image_token_id;
+        let vision_rows: Vec<u32> = (0..ids.len() as u32) // [M]
+            .filter(|row| ids[*row as usize] == image_token_id)
+            .collect();
+        let expected = counts.iter().sum();
+        if vision_rows.len() != expected {
+            let tokens = vision_rows.len();
+            return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
+        }
+        let merge_size = self.images.merge_size();
+        Ok(EncodedText {
+            labels: labels(&ids, &offsets, &targets),
+            position_ids: position_ids(ids.len(), &vision_rows, grids, merge_size),
+            input_ids: ids,
+            vision_rows,
+        })
+    }
+
+    fn load(&self, id: &SampleId, media: &[MediaRef]) -> Result<Vec<Patches>, SampleError> {
+        per_image(id, media, |media| self.images.load(media))
+    }
+
+    fn image_token(&self) -> &str {
+        &self.text.media_tokens[0]
+    }
+}
+
+/// An [`EncodedSample`] that lacks its pictures.
+struct EncodedText {
+    input_ids: Vec<u32>,         // [T]
+    labels: Vec<i64>,            // [T]
+    position_ids: Vec<[u32; 3]>, // [T]
+    vision_rows: Vec<u32>,       // [M]
+}
+
+impl EncodedText {
+    fn check_supervised(&self, id: &SampleId) -> Result<(), SampleError> {
+        // The first token of a sample is never a target.
+        if self.labels.iter().skip(1).any(|label| *label != IGNORE_INDEX) {
+            return Ok(());
+        }
+        Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens: self.labels.len() })
+    }
+
+    fn into_sample(self, id: SampleId, media: Vec<Patches>) -> EncodedSample {
+        let Self { input_ids, labels, position_ids, vision_rows } = self;
+        EncodedSample { id, input_ids, labels, position_ids, vision_rows, media }
+    }
+}
+
+/// Repeats the `k`-th `placeholder` of `text` `counts[k]` times and moves `targets` along.
+fn expand(text: &str, placeholder: &str, counts: &[usize], targets: &mut [Range<usize>]) -> String {
+    let mut out =
+        String::with_capacity(text.len() + counts.iter().sum::<usize>() * placeholder.len());
+    let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
+    let mut last = 0;
+    for ((at, _), count) in text.match_indices(placeholder).zip(counts) {
+        out.push_str(&text[last..at]);
+        out.extend(std::iter::repeat_n(placeholder, *count));
+        last = at + placeholder.len();
+        grown.push((last, out.len() - last));
+    }
+    out.push_str(&text[last..]);
+    let moved = |byte: usize| {
+        let after = grown.partition_point(|(from, _)| *from <= byte);
+        byte + grown[after - 1].1
+    };
+    for target in targets {
+        *target = moved(target.start)..moved(target.end);
+    }
+    out
+}
+
+/// The id of each token that lies inside one of `targets` (ascending bytes), else `IGNORE_INDEX`;
+/// `[T]`. A token that only reaches into a target, such as newlines merged with those of the
+/// header, is part of the prompt.
+fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> Vec<i64> {
+    let is_target = |start: usize, end: usize| {
+        let candidate = targets.partition_point(|target| target.end < end);
+        end > start && targets.get(candidate).is_some_and(|target| target.start <= start)
+    };
+    let tokens = ids.iter().zip(offsets);
+    tokens
+        .map(
+            |(id, (start, end))| {
+                if is_target(*start, *end) { i64::from(*id) } else { IGNORE_INDEX }
+            },
+        )
+        .collect()
+}
+
+fn per_image<T>(
+    id: &SampleId,
+    media: &[MediaRef],
+    read: impl Fn(&MediaRef) -> Result<T, ImageError>,
+) -> Result<Vec<T>, SampleError> {
+    let numbered = media.iter().zip(1..);
+    numbered
+        .map(|(media, index)| {
+            read(media).map_err(|cause| SampleError::Image { id: id.clone(), index, cause })
+        })
+        .collect()
+}
+
+fn grids(media: &[Patches]) -> Vec<[u32; 3]> {
+    media.iter().map(|patches| patches.grid_thw).collect()
+}
+
+fn num_images(messages: &[Message]) -> usize {
+    let parts = messages.iter().map(|message| match &message.content {
+        Content::Text(_) => 0,
+        Content::Parts(parts) => parts.iter().filter(|part| **part == Part::Image).count(),
+    });
+    parts.sum()
+}
+
+fn has_text(message: &Message, token: &str) -> bool {
+    match &message.content {
+        Content::Text(text) => text.contains(token),
+        Content::Parts(parts) => {
+            parts.iter().any(|part| matches!(part, Part::Text(text) if text.contains(token)))
+        }
+    }
+}
+
+fn template_error(id: &SampleId, cause: TemplateError) -> SampleError {
+    SampleError::Template { id: id.clone(), cause }
+}

@@ -1,0 +1,280 @@
+//! What the encoder reads of a model folder in the transformers layout.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::data::chat::{ChatTemplate, TemplateError};
+use crate::data::image::ImageConfigError;
+use crate::data::tokenizer::{TextTokenizer, TokenizerError};
+
+/// Variables of the template that name special tokens.
+const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
+
+/// Why a model folder gives no encoder.
+#[derive(Debug, thiserror::Error)]
+pub enum EncoderError {
+    /// A file that is missing or closed to us.
+    #[error("cannot read `{}`: {cause}", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        cause: io::Error,
+    },
+    /// Not JSON.
+    #[error("`{}` is not JSON: {problem}", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says, with line and column.
+        problem: String,
+    },
+    /// A key that is missing or of another type.
+    #[error("`{}`: `{key}` is missing or no {expected}", .path.display())]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// The key, dotted.
+        key: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A token that the tokenizer does not know.
+    #[error("`{}`: `{key}` is `{token}`, which `tokenizer.json` does not have", .path.display())]
+    UnknownToken {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        token: String,
+    },
+    /// Embeddings would be read past their end.
+    #[error("`tokenizer.json` has ids up to {max_id} but `{}` says a `vocab_size` of {vocab_size}", .path.display())]
+    VocabSize {
+        /// The config.
+        path: PathBuf,
+        /// Largest id.
+        max_id: u32,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// No end of text.
+    #[error("`{}` names no token that ends a text", .folder.display())]
+    NoStopToken {
+        /// The model folder.
+        folder: PathBuf,
+    },
+    /// No template in any of the three places.
+    #[error("`{}` has no chat template", .folder.display())]
+    NoChatTemplate {
+        /// The model folder.
+        folder: PathBuf,
+    },
+    /// A template that cannot be used.
+    #[error("`{}`: {cause}", .path.display())]
+    Template {
+        /// Where it stands.
+        path: PathBuf,
+        /// Why.
+        cause: TemplateError,
+    },
+    /// A tokenizer that cannot be used.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// An image config that cannot be used.
+    #[error(transparent)]
+    Image(#[from] ImageConfigError),
+}
+
+impl EncoderError {
+    /// What to do about it, where that is not plain from the message.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::Read { .. } => {
+                "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+            }
+            Self::NoChatTemplate { .. } => {
+                "put one into chat_template.jinja; base models have none, their instruct versions do"
+            }
+            Self::NoStopToken { .. } => "write `eos_token_id` into generation_config.json",
+            Self::VocabSize { .. } => "tokenizer.json and config.json are of two models",
+            Self::Template { cause, .. } => return cause.hint(),
+            Self::Json { .. }
+            | Self::Key { .. }
+            | Self::UnknownToken { .. }
+            | Self::Tokenizer(_)
+            | Self::Image(_) => return None,
+        };
+        Some(hint.to_owned())
+    }
+}
+
+/// The text side of a model folder.
+#[derive(Debug)]
+pub(super) struct TextFolder {
+    pub(super) tokenizer: TextTokenizer,
+    pub(super) template: ChatTemplate,
+    pub(super) image_token_id: u32,
+    /// Tokens that stand for media and so must not come from a text.
+    pub(super) media_tokens: Vec<String>,
+    pub(super) stop_ids: Vec<u32>,
+    pub(super) pad_id: u32,
+    pub(super) vocab_size: usize,
+}
+
+impl TextFolder {
+    pub(super) fn read(folder: &Path) -> Result<Self, EncoderError> {
+        let config = JsonFile::read(folder, "config.json")?;
+        let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
+        let path = folder.join("tokenizer.json");
+        let tokenizer = TextTokenizer::from_bytes(&path, &read(&path)?)?;
+        let image_token_id = config.id("image_token_id")?;
+        let mut media_tokens = vec![config.token("image_token_id", image_token_id, &tokenizer)?];
+        // Only models that know videos have the other one.
+        if let Ok(id) = config.id("video_token_id") {
+            media_tokens.push(config.token("video_token_id", id, &tokenizer)?);
+        }
+        let vocab_size = config.vocab_size()?;
+        let max_id = tokenizer.max_id();
+        if max_id as usize >= vocab_size {
+            return Err(EncoderError::VocabSize { path: config.path, max_id, vocab_size });
+        }
+        let mut special_tokens = Vec::new();
+        for key in SPECIAL_TOKENS {
+            special_tokens.extend(tokenizer_config.special_token(key).map(|token| (key, token)));
+        }
+        let special_id = |key| match special_tokens.iter().find(|(name, _)| *name == key) {
+            None => Ok(None),
+            Some((_, token)) => match tokenizer.id(token) {
+                Some(id) => Ok(Some(id)),
+                None => Err(EncoderError::UnknownToken {
+                    path: tokenizer_config.path.clone(),
+                    key,
+                    token: token.clone(),
+                }),
+            },
+        };
+        let generation = JsonFile::read_if_there(folder, "generation_config.json")?;
+        let mut stop_ids = generation.as_ref().map_or(Vec::new(), |g| g.ids("eos_token_id"));
+        stop_ids.extend(special_id("eos_token")?.filter(|id| !stop_ids.contains(id)));
+        let first_stop = *stop_ids
+            .first()
+            .ok_or_else(|| EncoderError::NoStopToken { folder: folder.to_owned() })?;
+        let pad_id = special_id("pad_token")?
+            .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
+            .unwrap_or(first_stop);
+        let (path, source) = chat_template(folder, &tokenizer_config)?;
+        let template = ChatTemplate::new(source, special_tokens)
+            .map_err(|cause| EncoderError::Template { path, cause })?;
+        Ok(Self { tokenizer, template, image_token_id, media_tokens, stop_ids, pad_id, vocab_size })
+    }
+}
+
+/// The template and where it stands: a file of its own, an older file of its own, or a key.
+fn chat_template(
+    folder: &Path,
+    tokenizer_config: &JsonFile,
+) -> Result<(PathBuf, String), EncoderError> {
+    let path = folder.join("chat_template.jinja");
+    if path.exists() {
+        let source = String::from_utf8(read(&path)?).map_err(|error| EncoderError::Read {
+            path: path.clone(),
+            cause: io::Error::new(io::ErrorKind::InvalidData, error),
+        })?;
+        return Ok((path, source));
+    }
+    let older = JsonFile::read_if_there(folder, "chat_template.json")?;
+    for file in older.iter().chain([tokenizer_config]) {
+        if let Some(source) = file.chat_template() {
+            return Ok((file.path.clone(), source));
+        }
+    }
+    Err(EncoderError::NoChatTemplate { folder: folder.to_owned() })
+}
+
+/// A parsed file that can name itself.
+struct JsonFile {
+    path: PathBuf,
+    value: Value,
+}
+
+impl JsonFile {
+    fn read(folder: &Path, name: &str) -> Result<Self, EncoderError> {
+        let path = folder.join(name);
+        let bytes = read(&path)?;
+        let value = serde_json::from_slice(&bytes).map_err(|error| EncoderError::Json {
+            path: path.clone(),
+            problem: error.to_string(),
+        })?;
+        Ok(Self { path, value })
+    }
+
+    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, EncoderError> {
+        if folder.join(name).exists() { Self::read(folder, name).map(Some) } else { Ok(None) }
+    }
+
+    fn id(&self, key: &'static str) -> Result<u32, EncoderError> {
+        as_id(&self.value[key]).ok_or_else(|| self.key_error(key, "token id"))
+    }
+
+    /// One id or a list of them; empty without the key.
+    fn ids(&self, key: &str) -> Vec<u32> {
+        match &self.value[key] {
+            Value::Array(ids) => ids.iter().filter_map(as_id).collect(),
+            one => as_id(one).into_iter().collect(),
+        }
+    }
+
+    fn token(
+        &self,
+        key: &'static str,
+        id: u32,
+        tokenizer: &TextTokenizer,
+    ) -> Result<String, EncoderError> {
+        tokenizer.token(id).ok_or_else(|| EncoderError::UnknownToken {
+            path: self.path.clone(),
+            key,
+            token: id.to_string(),
+        })
+    }
+
+    fn vocab_size(&self) -> Result<usize, EncoderError> {
+        let nested = self.value["text_config"]["vocab_size"].as_u64();
+        nested
+            .or_else(|| self.value["vocab_size"].as_u64())
+            .map(|size| size as usize)
+            .ok_or_else(|| self.key_error("text_config.vocab_size", "count"))
+    }
+
+    /// A token by its text, or by an object that has it as `content`.
+    fn special_token(&self, key: &str) -> Option<String> {
+        let value = &self.value[key];
+        value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+    }
+
+    /// One template, or the default one of several.
+    fn chat_template(&self) -> Option<String> {
+        let value = &self.value["chat_template"];
+        let of_list = || {
+            let templates = value.as_array()?;
+            let default = templates.iter().find(|entry| entry["name"] == "default")?;
+            default["template"].as_str()
+        };
+        value.as_str().or_else(of_list).map(str::to_owned)
+    }
+
+    fn key_error(&self, key: &'static str, expected: &'static str) -> EncoderError {
+        EncoderError::Key { path: self.path.clone(), key, expected }
+    }
+}
+
+fn as_id(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, EncoderError> {
+    std::fs::read(path).map_err(|cause| EncoderError::Read { path: path.to_owned(), cause })
+}

@@ -1,0 +1,307 @@
+//! The row forms: each becomes the same [`Sample`].
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::SampleError;
+use super::content::{RowMedia, missing, take, type_name, wrong_type};
+use crate::batch::{Content, Message, Sample, SampleId};
+
+/// Keys of a turn that would change what is learnt, and are not read.
+const UNREAD_TURN_KEYS: [(&str, &str); 4] = [
+    ("weight", "weights of turns (`\"train\": false` takes a turn out of the loss) are"),
+    ("loss", "loss switches (`\"train\": false` takes a turn out of the loss) are"),
+    ("reasoning_content", "reasoning apart from the content is"),
+    ("function_call", "function calls outside of `tool_calls` are"),
+];
+
+/// Layout of a row; the contract's table of input rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowForm {
+    /// `messages` with `role` and `content`; images, if any, are parts of the content.
+    Messages,
+    /// `messages`, and `images` for the `<image>` in their texts.
+    MessagesWithImages,
+    /// `conversations` with `from` and `value`.
+    Conversations,
+    /// `instruction`, `input`, `output`.
+    Alpaca,
+}
+
+impl fmt::Display for RowForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Messages => "messages",
+            Self::MessagesWithImages => "messages with a list of images",
+            Self::Conversations => "conversations",
+            Self::Alpaca => "alpaca",
+        })
+    }
+}
+
+impl RowForm {
+    /// Form of one line, by its keys.
+    pub(super) fn of_row(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
+        Self::of(id, &object(id, bytes)?)
+    }
+
+    fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
+        let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
+        if has("messages") {
+            let listed = has("images") || has("image");
+            Ok(if listed { Self::MessagesWithImages } else { Self::Messages })
+        } else if has("conversations") {
+            Ok(Self::Conversations)
+        } else if has("instruction") && has("output") {
+            Ok(Self::Alpaca)
+        } else if has("text") {
+            let what = "plain text rows are";
+            Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what })
+        } else {
+            let keys: Vec<_> = row.keys().take(8).map(|key| format!("`{key}`")).collect();
+            let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
+            Err(SampleError::UnknownForm { id: id.clone(), keys })
+        }
+    }
+}
+
+/// Parses one line.
+pub(super) fn parse_row(
+    id: &SampleId,
+    bytes: &[u8],
+    image_root: &Arc<Path>,
+) -> Result<Sample, SampleError> {
+    let mut row = object(id, bytes)?;
+    let form = RowForm::of(id, &row)?;
+    let media = RowMedia::of_row(id, image_root, &mut row)?;
+    let tools = tools(id, &take(&mut row, "tools"))?;
+    let mut turns = Turns { id, media, messages: Vec::new() };
+    if let Some(system) = optional_text(id, "system", take(&mut row, "system"))? {
+        turns.messages.push(turn("system", Content::Text(system)));
+    }
+    match form {
+        RowForm::Messages | RowForm::MessagesWithImages => {
+            turns.list("messages", take(&mut row, "messages"), Turns::message)?;
+        }
+        RowForm::Conversations => {
+            turns.list("conversations", take(&mut row, "conversations"), Turns::conversation)?;
+        }
+        RowForm::Alpaca => turns.alpaca(&mut row)?,
+    }
+    let Turns { media, messages, .. } = turns;
+    Ok(Sample { id: id.clone(), messages, media: media.finish()?, tools })
+}
+
+/// Reads the turn at a JSON path.
+type ReadTurn<T> = fn(&mut T, &str, Map<String, Value>) -> Result<Message, SampleError>;
+
+/// The turns read so far.
+struct Turns<'a> {
+    id: &'a SampleId,
+    media: RowMedia<'a>,
+    messages: Vec<Message>,
+}
+
+impl Turns<'_> {
+    /// Reads each entry of the list under `key`.
+    fn list(
+        &mut self,
+        key: &'static str,
+        value: Value,
+        read: ReadTurn<Self>,
+    ) -> Result<(), SampleError> {
+        let values = match value {
+            Value::Array(values) => values,
+            other => return Err(wrong_type(self.id, key, &other, "a list of turns")),
+        };
+        if values.is_empty() {
+            return Err(SampleError::NoMessages { id: self.id.clone(), at: key });
+        }
+        for (index, value) in values.into_iter().enumerate() {
+            let at = format!("{key}[{index}]");
+            let message = match value {
+                Value::Object(turn) => read(self, &at, turn)?,
+                other => return Err(wrong_type(self.id, &at, &other, "an object")),
+            };
+            if message.role == "system" && !self.messages.is_empty() {
+                return Err(SampleError::SystemNotFirst { id: self.id.clone(), at });
+            }
+            self.messages.push(message);
+        }
+        Ok(())
+    }
+
+    /// OpenAI, Qwen, ms-swift, LLaMA-Factory: `role` and `content`.
+    fn message(&mut self, at: &str, mut turn: Map<String, Value>) -> Result<Message, SampleError> {
+        self.refuse_unread(at, &turn)?;
+        let role = text(self.id, &format!("{at}.role"), take(&mut turn, "role"))?;
+        let role = match role.as_str() {
+            "system" | "user" | "assistant" | "tool" => role,
+            "function" => "tool".to_owned(),
+            _ => {
+                let expected = "`system`, `user`, `assistant`, `tool` or `function`";
+                return Err(self.unknown_role(format!("{at}.role"), role, expected));
+            }
+        };
+        let tool_calls = match take(&mut turn, "tool_calls") {
+            Value::Null => None,
+            Value::Array(calls) if calls.is_empty() => None,
+            calls @ Value::Array(_) => Some(calls),
+            other => {
+                return Err(wrong_type(self.id, &format!("{at}.tool_calls"), &other, "a list"));
+            }
+        };
+        let content = match take(&mut turn, "content") {
+            // A turn that only calls tools.
+            Value::Null if role == "assistant" && tool_calls.is_some() => {
+                Content::Text(String::new())
+            }
+            Value::Null => {
+                let expected = "text or a list of parts";
+                return Err(missing(self.id, &format!("{at}.content"), expected));
+            }
+            content => self.media.content(&format!("{at}.content"), content)?,
+        };
+        let train = self.train(at, &turn)?;
+        Ok(Message { role, content, tool_calls, train })
+    }
+
+    /// LLaVA, ShareGPT: `from` and `value`.
+    fn conversation(
+        &mut self,
+        at: &str,
+        mut turn: Map<String, Value>,
+    ) -> Result<Message, SampleError> {
+        self.refuse_unread(at, &turn)?;
+        let from = text(self.id, &format!("{at}.from"), take(&mut turn, "from"))?;
+        let role = match from.as_str() {
+            "human" | "user" => "user",
+            "gpt" | "assistant" => "assistant",
+            "system" => "system",
+            "function" | "tool" | "observation" => "tool",
+            _ => {
+                let expected = "`human`, `user`, `gpt`, `assistant`, `system`, `function`, `tool` or `observation`";
+                return Err(self.unknown_role(format!("{at}.from"), from, expected));
+            }
+        };
+        let value = text(self.id, &format!("{at}.value"), take(&mut turn, "value"))?;
+        let content = self.media.text(value);
+        let train = self.train(at, &turn)?;
+        Ok(Message { role: role.to_owned(), content, tool_calls: None, train })
+    }
+
+    /// Alpaca: earlier turns in `history`, then `instruction` and `input` against `output`.
+    fn alpaca(&mut self, row: &mut Map<String, Value>) -> Result<(), SampleError> {
+        let history = match take(row, "history") {
+            Value::Null => Vec::new(),
+            Value::Array(pairs) => pairs,
+            other => return Err(wrong_type(self.id, "history", &other, "a list of pairs")),
+        };
+        for (index, pair) in history.into_iter().enumerate() {
+            let at = format!("history[{index}]");
+            let pair = match pair {
+                Value::Array(pair) => <[Value; 2]>::try_from(pair).map_err(|pair| {
+                    wrong_type(self.id, &at, &Value::Array(pair), "a pair of texts")
+                })?,
+                other => return Err(wrong_type(self.id, &at, &other, "a pair of texts")),
+            };
+            let [question, answer] = pair;
+            self.exchange(
+                text(self.id, &format!("{at}[0]"), question)?,
+                text(self.id, &format!("{at}[1]"), answer)?,
+            );
+        }
+        let mut question = text(self.id, "instruction", take(row, "instruction"))?;
+        if let Some(input) = optional_text(self.id, "input", take(row, "input"))? {
+            if !question.is_empty() {
+                question.push('\n');
+            }
+            question.push_str(&input);
+        }
+        let answer = text(self.id, "output", take(row, "output"))?;
+        self.exchange(question, answer);
+        Ok(())
+    }
+
+    fn exchange(&mut self, question: String, answer: String) {
+        for (role, text) in [("user", question), ("assistant", answer)] {
+            let content = self.media.text(text);
+            self.messages.push(turn(role, content));
+        }
+    }
+
+    fn train(&self, at: &str, turn: &Map<String, Value>) -> Result<bool, SampleError> {
+        match turn.get("train") {
+            None | Some(Value::Null) => Ok(true),
+            Some(Value::Bool(train)) => Ok(*train),
+            Some(other) => Err(wrong_type(self.id, &format!("{at}.train"), other, "a boolean")),
+        }
+    }
+
+    fn refuse_unread(&self, at: &str, turn: &Map<String, Value>) -> Result<(), SampleError> {
+        for (key, what) in UNREAD_TURN_KEYS {
+            if turn.get(key).is_some_and(|value| !value.is_null() && value != "") {
+                let at = format!("{at}.{key}");
+                return Err(SampleError::NotSupported { id: self.id.clone(), at, what });
+            }
+        }
+        Ok(())
+    }
+
+    fn unknown_role(&self, at: String, role: String, expected: &'static str) -> SampleError {
+        SampleError::UnknownRole { id: self.id.clone(), at, role, expected }
+    }
+}
+
+fn turn(role: &str, content: Content) -> Message {
+    Message { role: role.to_owned(), content, tool_calls: None, train: true }
+}
+
+fn object(id: &SampleId, bytes: &[u8]) -> Result<Map<String, Value>, SampleError> {
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(row)) => Ok(row),
+        Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
+        // The first line of a file that is one pretty-printed array.
+        Err(_) if bytes.trim_ascii() == b"[" => {
+            Err(SampleError::NotAnObject { id: id.clone(), found: "the start of an array" })
+        }
+        Err(error) => {
+            let text = error.to_string();
+            let problem = text.split(" at line ").next().unwrap_or(&text).to_owned();
+            Err(SampleError::Json { id: id.clone(), column: error.column(), problem })
+        }
+    }
+}
+
+fn text(id: &SampleId, at: &str, value: Value) -> Result<String, SampleError> {
+    match value {
+        Value::String(text) => Ok(text),
+        Value::Null => Err(missing(id, at, "a string")),
+        other => Err(wrong_type(id, at, &other, "a string")),
+    }
+}
+
+/// None where nothing is written.
+fn optional_text(id: &SampleId, at: &str, value: Value) -> Result<Option<String>, SampleError> {
+    match value {
+        Value::Null => Ok(None),
+        value => Ok(Some(text(id, at, value)?).filter(|text| !text.is_empty())),
+    }
+}
+
+/// A list of definitions, or JSON text of one.
+fn tools(id: &SampleId, value: &Value) -> Result<Option<Value>, SampleError> {
+    let parsed = match value {
+        Value::Null => return Ok(None),
+        Value::String(text) if text.trim().is_empty() => return Ok(None),
+        Value::String(text) => serde_json::from_str(text).unwrap_or(Value::Null),
+        _ => value.clone(),
+    };
+    if parsed.is_array() {
+        return Ok(Some(parsed));
+    }
+    Err(wrong_type(id, "tools", value, "a list, or JSON text of a list"))
+}

@@ -1,0 +1,156 @@
+//! Made-up rows for the tests of the loader and the plan.
+
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::config::{OnError, PackingStrategy, Truncation};
+use super::loader::{LoaderOptions, Rmpad};
+use super::order::{DatasetShare, Order, RowOrder};
+use super::packing::{Overlong, Packing};
+use super::row::{Length, Rejection, Row, RowReader};
+use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
+
+/// What a made-up row is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    /// A sample of so many tokens.
+    Text(usize),
+    /// An image of two tokens, then so many tokens.
+    Image(usize),
+    /// A row that is rejected.
+    Broken,
+    /// A row that is rejected after its header.
+    BrokenPixels,
+    /// A row that takes a while.
+    Slow(Duration),
+    /// A row that panics.
+    Panic,
+}
+
+/// A single data set of made-up rows. The first id of each sample is its row.
+pub(super) struct TestReader(pub(super) Vec<Kind>);
+
+impl TestReader {
+    fn rejection(&self, row: Row) -> Rejection {
+        Rejection::new(&self.id(row), "broken", "the row is broken".to_owned())
+    }
+}
+
+impl RowReader for TestReader {
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+        let (vision, text) = match self.0[row.row as usize] {
+            Kind::Text(tokens) => (0, tokens),
+            Kind::Image(tokens) => (2, tokens),
+            Kind::Broken | Kind::BrokenPixels => return Err(self.rejection(row)),
+            Kind::Slow(duration) => {
+                std::thread::sleep(duration);
+                (0, 1)
+            }
+            Kind::Panic => panic!("made-up panic"),
+        };
+        let patches = Patches { pixel_values: vec![row.row as f32; 8 * 3], grid_thw: [1, 2, 4] };
+        Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
+    }
+
+    fn length(&self, row: Row) -> Result<Length, Rejection> {
+        match self.0[row.row as usize] {
+            Kind::BrokenPixels => Ok(Length { tokens: 1, pixel_bytes: 0 }),
+            _ => self.read(row).map(|sample| Length::of(&sample)),
+        }
+    }
+
+    fn id(&self, row: Row) -> SampleId {
+        SampleId { file: Arc::from(Path::new("made-up.jsonl")), line: u64::from(row.row) + 1 }
+    }
+}
+
+/// A sample whose ids count up from `first` modulo 5, beginning with `first` itself; each image of
+/// `[1, 2, 4]` patches fills two tokens.
+pub(super) fn sample(id: SampleId, tokens: usize, first: u32, media: &[Patches]) -> EncodedSample {
+    let mut input_ids: Vec<u32> = (first..).take(tokens).map(|id| id % 5).collect();
+    if let Some(id) = input_ids.first_mut() {
+        *id = first;
+    }
+    EncodedSample {
+        id,
+        labels: input_ids
+            .iter()
+            .map(|id| if id % 2 == 0 { i64::from(*id) } else { -100 })
+            .collect(),
+        position_ids: (0..tokens as u32).map(|position| [position, position + 1, 7]).collect(),
+        vision_rows: (0..2 * media.len() as u32).collect(),
+        media: media.to_vec(),
+        input_ids,
+    }
+}
+
+pub(super) fn order(rows: usize, row_order: RowOrder) -> Order {
+    let share = DatasetShare { rows: rows as u64, weight: 1.0 };
+    Order::new(&[share], row_order, 5, [1; 32]).unwrap()
+}
+
+/// Packs of 64 tokens, two packs a micro-batch, two micro-batches a step, one epoch, two workers.
+pub(super) fn options(strategy: PackingStrategy) -> LoaderOptions {
+    let length = const { NonZeroU32::new(64).unwrap() };
+    let two = const { NonZeroUsize::new(2).unwrap() };
+    LoaderOptions {
+        packing: Packing::On { length, strategy, overlong: Overlong::Reject },
+        max_length: None,
+        truncation: Truncation::Delete,
+        batch_size: two,
+        gradient_accumulation_steps: two,
+        workers: two,
+        pad_id: 0,
+        merge_size: const { NonZeroU32::new(2).unwrap() },
+        rmpad: Rmpad::Unpad,
+        side: PaddingSide::Right,
+        epochs: NonZeroU64::new(1),
+        on_error: OnError::Skip,
+        max_rejected: 1.0,
+    }
+}
+
+/// Enough rows for more than two windows, of any kind that neither waits nor panics.
+pub(super) fn any_rows() -> impl Strategy<Value = Vec<Kind>> {
+    let kind = prop_oneof![
+        6 => (1usize..30).prop_map(Kind::Text),
+        2 => (0usize..20).prop_map(Kind::Image),
+        1 => Just(Kind::Broken),
+        1 => Just(Kind::Text(65)),
+    ];
+    prop_oneof![prop::collection::vec(kind.clone(), 1..12), prop::collection::vec(kind, 500..600)]
+        .prop_filter("no usable row", |rows| {
+            let usable = |kind: &Kind| !matches!(kind, Kind::Broken | Kind::Text(65));
+            rows.iter().any(usable)
+        })
+}
+
+/// Two epochs of any packing and step size.
+pub(super) fn any_options() -> impl Strategy<Value = LoaderOptions> {
+    let packing = prop_oneof![
+        Just(Packing::Off),
+        Just(options(PackingStrategy::Sequential).packing),
+        Just(options(PackingStrategy::BestFit).packing),
+        Just(Packing::On {
+            length: NonZeroU32::new(40).unwrap(),
+            strategy: PackingStrategy::BestFit,
+            overlong: Overlong::Alone,
+        }),
+    ];
+    (packing, 1usize..5, 1usize..4, 1usize..5, any::<bool>(), any::<bool>()).prop_map(
+        |(packing, batch_size, accumulation, workers, keep_padding, limited)| LoaderOptions {
+            packing,
+            batch_size: NonZeroUsize::new(batch_size).unwrap(),
+            gradient_accumulation_steps: NonZeroUsize::new(accumulation).unwrap(),
+            workers: NonZeroUsize::new(workers).unwrap(),
+            rmpad: if keep_padding { Rmpad::KeepPadding } else { Rmpad::Unpad },
+            max_length: if limited { NonZeroU32::new(50) } else { None },
+            epochs: NonZeroU64::new(2),
+            ..options(PackingStrategy::BestFit)
+        },
+    )
+}

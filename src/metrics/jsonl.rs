@@ -1,0 +1,213 @@
+//! Rows of JSON in a file that only grows.
+//!
+//! Each row is one `write` of a complete line, so that a kill tears at most the last line. Opening
+//! drops a torn last line; a resumed run also drops the rows of steps that it will do again.
+
+use serde::Serialize;
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Appends rows to `metrics.jsonl`, `rejects.jsonl` and the like.
+#[derive(Debug)]
+pub struct JsonlSink {
+    path: PathBuf,
+    file: File,
+}
+
+/// A row could not be written, or the file not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum JsonlError {
+    /// The operating system refused.
+    #[error("cannot write `{}`", .path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The row has no JSON form: a map whose keys are not texts.
+    #[error("cannot write a row of `{}` as JSON", .path.display())]
+    Row {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with the row.
+        source: serde_json::Error,
+    },
+}
+
+impl JsonlError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Write { .. } => "check free space and permissions of `output_dir`",
+            Self::Row { .. } => "this is an error of the program: report it",
+        }
+    }
+}
+
+impl JsonlSink {
+    /// Opens `path` for appending, creating it if needed; a torn last line is dropped.
+    pub fn open(path: &Path) -> Result<Self, JsonlError> {
+        Self::open_keeping(path, |_| true)
+    }
+
+    /// Opens `path` for a run that resumes after `step`: rows whose `step` is later are dropped,
+    /// rows without one stay, and a torn last line is dropped.
+    pub fn open_truncated_after(path: &Path, step: u64) -> Result<Self, JsonlError> {
+        Self::open_keeping(path, |row| {
+            row.get("step").and_then(Value::as_u64).is_none_or(|found| found <= step)
+        })
+    }
+
+    /// Appends one row; it is with the system when this returns.
+    pub fn write<T: Serialize>(&mut self, row: &T) -> Result<(), JsonlError> {
+        let mut line = serde_json::to_vec(row)
+            .map_err(|source| JsonlError::Row { path: self.path.clone(), source })?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(fault(&self.path))
+    }
+
+    /// Where the rows go.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
+        rewrite(path, keep).map_err(fault(path))?;
+        let file = File::options().create(true).append(true).open(path).map_err(fault(path))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+}
+
+fn fault(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
+    move |source| JsonlError::Write { path: path.to_owned(), source }
+}
+
+/// Drops lines that are no row or not to be kept. The old file stays until the new one is complete,
+/// and is left alone if nothing is to be dropped.
+fn rewrite(path: &Path, keep: impl Fn(&Value) -> bool) -> io::Result<()> {
+    let old = match File::open(path) {
+        Ok(old) => old,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let mut name = std::ffi::OsString::from(".tmp-");
+    name.push(path.file_name().unwrap_or_default());
+    let temporary = path.with_file_name(name);
+    let result = copy_rows(old, &temporary, path, keep).and_then(|num_dropped| match num_dropped {
+        0 => fs::remove_file(&temporary),
+        _ => fs::rename(&temporary, path),
+    });
+    if result.is_err() {
+        // The first error is the one to report.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+fn copy_rows(
+    old: File,
+    new: &Path,
+    path: &Path,
+    keep: impl Fn(&Value) -> bool,
+) -> io::Result<usize> {
+    let (mut old, mut new) = (BufReader::new(old), BufWriter::new(File::create(new)?));
+    let (mut line, mut number, mut num_dropped) = (Vec::new(), 0, 0);
+    while old.read_until(b'\n', &mut line)? > 0 {
+        number += 1;
+        let row = serde_json::from_slice::<Value>(&line).ok();
+        match row {
+            Some(row) if line.ends_with(b"\n") => {
+                if keep(&row) {
+                    new.write_all(&line)?;
+                } else {
+                    num_dropped += 1;
+                }
+            }
+            _ => {
+                tracing::warn!(
+                    "{}:{number}: dropped a line that is no complete row",
+                    path.display()
+                );
+                num_dropped += 1;
+            }
+        }
+        line.clear();
+    }
+    new.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+    Ok(num_dropped)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn with(text: &str) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
+        (folder, path)
+    }
+
+    fn num_files(folder: &tempfile::TempDir) -> usize {
+        fs::read_dir(folder.path()).unwrap().count()
+    }
+
+    #[test]
+    fn each_row_can_be_read_as_soon_as_it_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut sink = JsonlSink::open(&path).unwrap();
+        sink.write(&json!({"step": 1, "note": "two\nlines"})).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "{\"step\":1,\"note\":\"two\\nlines\"}\n");
+        sink.write(&json!({"step": 2})).unwrap();
+        assert_eq!(fs::read_to_string(sink.path()).unwrap().lines().count(), 2);
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_the_rows_up_to_its_step_and_appends_the_next() {
+        let rows = "{\"step\":1}\n{\"eval\":true,\"step\":2}\n{\"step\":2}\n{\"file\":\"a\"}\n{\"step\":3}\n";
+        let (folder, path) = with(&format!("{rows}{{\"step\":4,\"lo"));
+        let mut sink = JsonlSink::open_truncated_after(&path, 2).unwrap();
+        sink.write(&json!({"step": 3})).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), rows);
+        assert_eq!(num_files(&folder), 1);
+    }
+
+    #[test]
+    fn a_torn_last_line_is_dropped_even_if_it_happens_to_be_json() {
+        for torn in ["{\"step\":2", "{\"step\":2}", "1", "\u{0}\u{0}"] {
+            let (folder, path) = with(&format!("{{\"step\":1}}\n{torn}"));
+            let mut sink = JsonlSink::open(&path).unwrap();
+            sink.write(&json!({"step": 2})).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), "{\"step\":1}\n{\"step\":2}\n");
+            assert_eq!(num_files(&folder), 1);
+        }
+    }
+
+    #[test]
+    fn a_whole_file_is_not_rewritten() {
+        let (folder, path) = with("{\"step\":1}\n");
+        let mut reader = File::open(&path).unwrap();
+        JsonlSink::open(&path).unwrap().write(&json!({"step": 2})).unwrap();
+        // The handle of before sees the new row: it is the same file.
+        let mut text = String::new();
+        io::Read::read_to_string(&mut reader, &mut text).unwrap();
+        assert_eq!(text.lines().count(), 2);
+        assert_eq!(num_files(&folder), 1);
+    }
+
+    #[test]
+    fn errors_name_the_file() {
+        let error = JsonlSink::open(Path::new("/no/such/folder/metrics.jsonl")).unwrap_err();
+        assert_eq!(error.to_string(), "cannot write `/no/such/folder/metrics.jsonl`");
+        let mut full = JsonlSink {
+            path: "/dev/full".into(),
+            file: File::options().write(true).open("/dev/full").unwrap(),
+        };
+        assert!(matches!(full.write(&json!({"step": 1})), Err(JsonlError::Write { .. })));
+    }
+}

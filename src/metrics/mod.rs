@@ -1,0 +1,12 @@
+//! What a run reports: one row an optimizer step, one a pass over the evaluation data.
+//!
+//! Rows go to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and to the log by `log`. Counts
+//! are of this step; `rejected` and `peak_memory_bytes` are of the run so far.
+
+mod jsonl;
+mod memory;
+mod rows;
+
+pub use jsonl::{JsonlError, JsonlSink};
+pub use memory::peak_memory_bytes;
+pub use rows::{EvalMetrics, StepMetrics};

@@ -1,0 +1,158 @@
+//! Pictures to patches, against transformers' `Qwen2VLImageProcessor` and through every kind of
+//! reference. Fixtures and expected values come from `scripts/golden/image_fixtures.py`.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
+use std::error::Error as _;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use base64::Engine as _;
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use trainer::batch::{MediaRef, MediaSource};
+use trainer::data::image::{ImageConfig, ImageProcessor};
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn processor(settings: &Value) -> ImageProcessor {
+    let folder = tempfile::tempdir().unwrap();
+    let mut file = fs::File::create(folder.path().join("preprocessor_config.json")).unwrap();
+    file.write_all(settings.to_string().as_bytes()).unwrap();
+    ImageProcessor::from_folder(folder.path(), &ImageConfig::default()).unwrap()
+}
+
+fn small_processor() -> ImageProcessor {
+    processor(&json!({
+        "size": {"shortest_edge": 4096, "longest_edge": 16384}, "patch_size": 16,
+        "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }))
+}
+
+fn file(name: &str) -> MediaRef {
+    let root: Arc<Path> = repository("tests/fixtures/images").into();
+    MediaRef { source: MediaSource::File { root, path: name.into() } }
+}
+
+fn uri(bytes: &[u8]) -> MediaRef {
+    let text = base64::engine::general_purpose::STANDARD.encode(bytes);
+    MediaRef { source: MediaSource::DataUri(format!("data:image/png;base64,{text}")) }
+}
+
+fn fixture(name: &str) -> Vec<u8> {
+    fs::read(repository("tests/fixtures/images").join(name)).unwrap()
+}
+
+fn fixtures() -> Vec<String> {
+    let folder = fs::read_dir(repository("tests/fixtures/images")).unwrap();
+    let mut names: Vec<_> =
+        folder.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert!(names.len() > 50);
+    names
+}
+
+#[test]
+fn pixel_values_are_the_reference_processors() {
+    let golden = fs::read(repository("tests/golden/images.json")).unwrap();
+    let golden: Value = serde_json::from_slice(&golden).unwrap();
+    let tensors = fs::read(repository("tests/golden/images.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&tensors).unwrap();
+    for case in golden["processor"].as_array().unwrap() {
+        let name = case["file"].as_str().unwrap();
+        let patches = processor(&case["config"]).load(&file(name)).unwrap();
+        assert_eq!(json!(patches.grid_thw), case["grid_thw"], "{case}");
+        let values = &patches.pixel_values;
+        if let Some(sha256) = case.get("sha256") {
+            // Nothing is resized: equal to the bit.
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let found = format!("{:x}", Sha256::digest(&bytes));
+            assert_eq!(*sha256, found, "{case}");
+            let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
+            assert!((sum - case["sum"].as_f64().unwrap()).abs() < 1e-3, "{sum} in {case}");
+        } else {
+            // Resized by torchvision, whose weights have fewer bits.
+            let expected = tensors.tensor(&format!("processor/{name}")).unwrap();
+            assert_eq!(expected.shape(), [patches.num_patches(), 3 * 2 * 16 * 16]);
+            let levels = values.iter().map(|value| (value * 127.5 + 127.5).round() as u8);
+            let off: Vec<u8> = levels.zip(expected.data()).map(|(a, b)| a.abs_diff(*b)).collect();
+            let different = off.iter().filter(|off| **off > 0).count();
+            assert!(off.iter().all(|off| *off <= 2), "{name}: {:?}", off.iter().max());
+            assert!(different * 100 < off.len(), "{name}: {different} of {}", off.len());
+        }
+    }
+}
+
+#[test]
+fn the_grid_from_the_header_is_the_grid_of_the_patches() {
+    let processor = small_processor();
+    for name in fixtures() {
+        for media in [file(&name), uri(&fixture(&name))] {
+            let grid = processor.grid(&media).unwrap();
+            let patches = processor.load(&media).unwrap();
+            assert_eq!(grid, patches.grid_thw, "{name}");
+            assert_eq!(patches.pixel_values.len(), patches.num_patches() * 1536, "{name}");
+            assert_eq!(processor.num_tokens(grid) * 4, patches.num_patches(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn orientation_turns_the_grid() {
+    let processor = processor(&json!({
+        "size": {"shortest_edge": 1, "longest_edge": 16384}, "patch_size": 8,
+        "temporal_patch_size": 2, "merge_size": 1, "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }));
+    for orientation in 1..=8 {
+        let grid = processor.grid(&file(&format!("orientation_{orientation}.jpg"))).unwrap();
+        let expected = if orientation < 5 { [1, 2, 3] } else { [1, 3, 2] };
+        assert_eq!(grid, expected, "{orientation}");
+    }
+    let late = processor.grid(&file("orientation_8_behind_pixels.png")).unwrap();
+    assert_eq!(late, [1, 3, 2]);
+}
+
+/// An uncompressed picture of any size, black.
+fn bmp(width: u32, height: u32) -> Vec<u8> {
+    let row = (width * 3).next_multiple_of(4);
+    let mut bytes = b"BM".to_vec();
+    for field in [54 + row * height, 0, 54, 40, width, height, (24 << 16) | 1, 0, 0, 0, 0, 0, 0] {
+        bytes.extend(field.to_le_bytes());
+    }
+    bytes.resize(bytes.len() + (row * height) as usize, 0);
+    bytes
+}
+
+#[test]
+fn each_unusable_picture_has_its_reason_and_its_name() {
+    let mut bomb = fixture("rgb.png");
+    bomb[16..24].fill(0x7f);
+    let data_uri = |text: &str| MediaRef { source: MediaSource::DataUri(text.into()) };
+    let processor = small_processor();
+    for (media, reason, message) in [
+        (file("no.png"), "image_missing", "`no.png`"),
+        (file("../../../Cargo.toml"), "image_path_escapes_root", "`../../../Cargo.toml`"),
+        (uri(&fixture("rgb.png")[..30]), "image_broken", "in a data URI"),
+        (uri(&fixture("rgb.jpg")[..700]), "image_broken", "in a data URI"),
+        (uri(b"GIF is what this is not"), "image_format", "in a data URI"),
+        (data_uri("data:image/png,abc"), "image_data_uri", "`;base64`"),
+        (uri(&bmp(201, 1)), "image_aspect_ratio", "is 201 x 1"),
+        (uri(&bomb), "image_too_large", "is 2139062143 x 2139062143"),
+    ] {
+        let error = processor.load(&media).unwrap_err();
+        assert_eq!(error.reason(), reason, "{error}");
+        assert!(error.to_string().contains(message), "{error}");
+        assert_eq!(error.source().is_some(), reason == "image_broken", "{error:?}");
+        if reason != "image_broken" {
+            assert_eq!(processor.grid(&media).unwrap_err().reason(), reason);
+        }
+    }
+    assert!(processor.load(&uri(&bmp(200, 1))).is_ok());
+}
