@@ -4,4 +4,5 @@
 
 mod encoding;
 mod images;
+mod laws;
 mod parity;

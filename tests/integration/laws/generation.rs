@@ -1,0 +1,72 @@
+//! Generation sees what training sees: hidden states from the cache are those of the full stream.
+
+use super::{
+    BOTH_HEADS, Backend, Image, Subject, Text, Tolerance, Weights, assert_close, packed, sample,
+    wide,
+};
+use candle_core::{Device, Tensor};
+use trainer::batch::EncodedSample;
+
+/// The first `tokens` tokens of a sample, with the first `images` images.
+fn prefix(whole: &EncodedSample, tokens: usize, images: usize) -> EncodedSample {
+    let vision_rows = whole.vision_rows.iter().copied().filter(|row| (*row as usize) < tokens);
+    EncodedSample {
+        id: whole.id.clone(),
+        input_ids: whole.input_ids[..tokens].to_vec(),
+        labels: whole.labels[..tokens].to_vec(),
+        position_ids: whole.position_ids[..tokens].to_vec(),
+        vision_rows: vision_rows.collect(),
+        media: whole.media[..images].to_vec(),
+    }
+}
+
+fn assert_row(what: &str, found: &Tensor, expected: &[f32]) {
+    assert_eq!(found.dims(), [1, expected.len()]);
+    let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
+    assert_close(what, &wide(&found), &wide(expected), Tolerance::PATH);
+}
+
+#[test]
+fn a_prompt_and_its_answer_token_by_token_are_rows_of_the_whole() {
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 80), Backend::Flash);
+        let pieces = [Text(3), Image([1, 4, 6]), Text(2), Image([1, 2, 4]), Text(9)];
+        let whole = sample(81, &pieces);
+        let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
+        // Right behind an image, and further on.
+        for (prompt, images) in [(3, 0), (9, 1), (11, 1), (13, 2), (14, 2), (20, 2)] {
+            let start = packed(&[prefix(&whole, prompt, images)]);
+            let (last, mut cache) = subject.model.prefill(start, &Device::Cpu).unwrap();
+            assert_row(&format!("prompt of {prompt}"), &last, &rows[prompt - 1]);
+            let next_image = whole.vision_rows.iter().find(|row| **row as usize >= prompt);
+            let end = next_image.map_or(whole.len(), |row| *row as usize);
+            for (at, row) in rows.iter().enumerate().take(end).skip(prompt) {
+                let id = whole.input_ids[at];
+                let hidden = subject.model.extend(id, &mut cache, &Device::Cpu).unwrap();
+                assert_row(&format!("token {at} after {prompt}"), &hidden, row);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_belongs_to_its_own_prompt() {
+    let subject = Subject::new(&Weights::random(BOTH_HEADS[1], 82), Backend::Flash);
+    let prompts = [sample(83, &[Text(4)]), sample(84, &[Image([1, 4, 2]), Text(2)])];
+    let mut caches = prompts
+        .clone()
+        .map(|prompt| subject.model.prefill(packed(&[prompt]), &Device::Cpu).unwrap().1);
+    // In turns, against one after the other.
+    let mut in_turns = [vec![], vec![]];
+    for id in [5, 9, 2] {
+        for (cache, hidden) in caches.iter_mut().zip(&mut in_turns) {
+            hidden.push(super::host(&subject.model.extend(id, cache, &Device::Cpu).unwrap()));
+        }
+    }
+    for (prompt, in_turns) in prompts.into_iter().zip(in_turns) {
+        let (_, mut cache) = subject.model.prefill(packed(&[prompt]), &Device::Cpu).unwrap();
+        let alone = [5, 9, 2]
+            .map(|id| super::host(&subject.model.extend(id, &mut cache, &Device::Cpu).unwrap()));
+        assert_eq!(in_turns, alone);
+    }
+}

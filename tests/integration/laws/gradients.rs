@@ -1,0 +1,244 @@
+//! Every weight gets the gradient that it should, whatever is kept, frozen or split.
+
+use super::oracle::Oracle;
+use super::{
+    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, Image, Outcome, Subject, Text, Tolerance, Weights,
+    assert_close, host, num_targets, packed, sample, samples, wide,
+};
+use std::collections::BTreeMap;
+use trainer::batch::VarlenBatch;
+use trainer::loss::{Targets, scores};
+use trainer::model::{ParamSpec, Part, RecomputePolicy};
+use trainer::tape::Recompute;
+
+/// The same bits in each gradient.
+fn assert_identical(subject: &Subject, what: &str, found: &[Vec<f32>], expected: &[Vec<f32>]) {
+    for ((spec, found), expected) in subject.specs.iter().zip(found).zip(expected) {
+        assert!(found == expected, "{what}: the gradient of `{}` differs", spec.name);
+    }
+}
+
+/// Outputs and every gradient against the oracle's.
+fn assert_agrees(weights: &Weights, batch: &VarlenBatch, backend: Backend) -> Vec<Vec<f32>> {
+    let (subject, oracle) = (Subject::new(weights, backend), Oracle::new(weights));
+    let (Outcome { hidden, nll }, grads) = subject.run(batch);
+    let expected = oracle.hidden(batch).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    assert_close("hidden", &wide(&hidden), &expected, Tolerance::ORACLE);
+    assert_close("nll", &wide(&nll), &oracle.losses(batch).unwrap(), Tolerance::ORACLE);
+    let loss = nll.iter().map(|nll| f64::from(*nll)).sum::<f64>() / nll.len() as f64;
+    assert_close("loss", &[loss], &[oracle.loss(batch).unwrap()], Tolerance::ORACLE);
+    let expected = oracle.gradients(batch).unwrap();
+    let what = format!("{backend:?}");
+    subject.assert_gradients(&what, &grads, &expected, Tolerance::ORACLE_GRADIENT);
+    grads
+}
+
+#[test]
+fn hidden_states_loss_and_every_gradient_are_the_oracles() {
+    for head in BOTH_HEADS {
+        for backend in BOTH_BACKENDS {
+            let weights = Weights::random(head, 10);
+            let grads = assert_agrees(&weights, &packed(&samples()), backend);
+            for (spec, grad) in weights.specs.iter().zip(&grads) {
+                assert!(grad.iter().any(|x| *x != 0.0), "nothing reaches `{}`", spec.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_picture_of_two_frames_agrees_with_the_oracle() {
+    let weights = Weights::random(Head::Tied, 11);
+    let clip = sample(20, &[Text(2), Image([2, 4, 2]), Text(4)]);
+    let still = sample(21, &[Image([1, 2, 2]), Text(3)]); // one token, first in its sample
+    assert_agrees(&weights, &packed(&[clip, still]), Backend::Flash);
+}
+
+#[test]
+fn a_batch_of_text_agrees_with_the_oracle_and_leaves_the_tower_alone() {
+    for head in BOTH_HEADS {
+        for backend in BOTH_BACKENDS {
+            let weights = Weights::random(head, 12);
+            let batch = packed(&[sample(30, &[Text(7)]), sample(31, &[Text(5)])]);
+            let grads = assert_agrees(&weights, &batch, backend);
+            for (spec, grad) in weights.specs.iter().zip(&grads) {
+                let silent = grad.iter().all(|x| *x == 0.0);
+                assert_eq!(silent, spec.part != Part::Llm, "`{}`", spec.name);
+            }
+        }
+    }
+}
+
+/// `model.visual.blocks.1.norm1.bias` and `.0.` are of one kind.
+fn kind(spec: &ParamSpec) -> String {
+    spec.name.chars().filter(|c| !c.is_ascii_digit() || spec.name.contains("norm")).collect()
+}
+
+/// The oracle is checked too: central differences of its loss, in `f64`, at the entries of each
+/// kind of parameter where the gradient is largest, median and small.
+#[test]
+fn the_oracles_gradients_are_the_differences_of_its_loss() {
+    for head in BOTH_HEADS {
+        let weights = Weights::random(head, 13);
+        let oracle = Oracle::new(&weights);
+        let all = samples();
+        let batch = packed(&all[1..]); // images, and the shortest sample
+        let grads = oracle.gradients(&batch).unwrap();
+        // The last of a kind: deeper parts have had more to go through.
+        let kinds: BTreeMap<String, usize> =
+            weights.specs.iter().enumerate().map(|(at, spec)| (kind(spec), at)).collect();
+        assert!(kinds.len() > 30, "{kinds:?}");
+        for at in kinds.into_values() {
+            let (name, grad) = (&weights.specs[at].name, &grads[at]);
+            let mut order: Vec<usize> = (0..grad.len()).collect();
+            order.sort_by(|a, b| grad[*b].abs().total_cmp(&grad[*a].abs()));
+            let values = oracle.values(name);
+            let loss_at = |entry: usize, step: f64| {
+                let mut moved = values.clone();
+                moved[entry] += step;
+                oracle.set(name, moved);
+                oracle.loss(&batch).unwrap()
+            };
+            let entries = [order[0], order[order.len() / 2]];
+            let step = 1e-5;
+            let slopes =
+                entries.map(|entry| (loss_at(entry, step) - loss_at(entry, -step)) / (2.0 * step));
+            oracle.set(name, values.clone());
+            let found = entries.map(|entry| grad[entry]);
+            // Curvature and rounding of the differences: 1e-10 each.
+            assert!(slopes[0].abs() > 1e-5, "the loss hardly depends on `{name}`");
+            assert_close(&format!("`{name}`"), &found, &slopes, Tolerance(1e-5));
+        }
+    }
+}
+
+#[test]
+fn both_backends_and_the_forward_that_keeps_nothing_agree() {
+    for head in BOTH_HEADS {
+        let weights = Weights::random(head, 14);
+        let batch = packed(&samples());
+        let [flash, masked] = BOTH_BACKENDS.map(|backend| Subject::new(&weights, backend));
+        let (from_flash, flash_grads) = flash.run(&batch);
+        let (from_masked, masked_grads) = masked.run(&batch);
+        let expected = wide(&from_masked.hidden);
+        assert_close("hidden", &wide(&from_flash.hidden), &expected, Tolerance::PATH);
+        let expected: Vec<_> = masked_grads.iter().map(|grad| wide(grad)).collect();
+        flash.assert_gradients("flash", &flash_grads, &expected, Tolerance::SUMMED);
+        for (subject, outcome) in [(&flash, &from_flash), (&masked, &from_masked)] {
+            assert_eq!(subject.hidden(&batch).concat(), outcome.hidden);
+            let hidden = subject.model.hidden(&subject.upload(&batch).unwrap()).unwrap();
+            let scores = scores(&hidden, subject.model.lm_head(), &Targets::of(&batch)).unwrap();
+            assert_eq!(scores.nll, outcome.nll);
+        }
+    }
+}
+
+#[test]
+fn recomputing_gives_the_same_bits() {
+    let batch = packed(&samples());
+    for backend in BOTH_BACKENDS {
+        let subject = Subject::new(&Weights::random(Head::Untied, 15), backend);
+        let (kept, expected) = subject.run(&batch);
+        for (vision, llm) in [
+            (Recompute::Yes, Recompute::Yes),
+            (Recompute::Yes, Recompute::No),
+            (Recompute::No, Recompute::Yes),
+        ] {
+            let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
+            let outcome = subject.accumulate(&batch, num_targets(&batch), policy, &grads);
+            assert_eq!(outcome.hidden, kept.hidden);
+            assert_identical(&subject, &format!("{policy:?}"), &subject.values(&grads), &expected);
+        }
+    }
+}
+
+#[test]
+fn a_second_backward_doubles_every_gradient() {
+    let batch = packed(&samples());
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 16), Backend::Flash);
+        let (_, once) = subject.run(&batch);
+        let grads = subject.buffers(|_| true);
+        for _ in 0..2 {
+            subject.accumulate(&batch, num_targets(&batch), RecomputePolicy::NONE, &grads);
+        }
+        let double = |grad: &Vec<f32>| grad.iter().map(|x| 2.0 * f64::from(*x)).collect();
+        let expected: Vec<Vec<f64>> = once.iter().map(double).collect();
+        subject.assert_gradients("twice", &subject.values(&grads), &expected, Tolerance(1e-6));
+    }
+}
+
+/// A choice of parameters.
+type Pick = fn(&ParamSpec) -> bool;
+
+/// The parts, and pieces of them at which the backward pass may or may not stop.
+const PICKS: [(&str, Pick); 14] = [
+    ("vision", |spec| spec.part == Part::Vision),
+    ("merger", |spec| spec.part == Part::Merger),
+    ("llm", |spec| spec.part == Part::Llm),
+    ("embedding", |spec| spec.name.contains("embed_tokens")),
+    ("head", |spec| spec.name.starts_with("lm_head")),
+    ("last norm", |spec| spec.name == "model.language_model.norm.weight"),
+    ("decoder layer 0", |spec| spec.name.contains("layers.0.")),
+    ("decoder layer 2", |spec| spec.name.contains("layers.2.")),
+    ("patch embedding", |spec| spec.name.contains("patch_embed")),
+    ("vision positions", |spec| spec.name.contains("pos_embed")),
+    ("block 1", |spec| spec.name.contains("blocks.1.")),
+    ("deepstack merger 0", |spec| spec.name.contains("deepstack_merger_list.0")),
+    ("deepstack merger 1", |spec| spec.name.contains("deepstack_merger_list.1")),
+    ("biases and norms", |spec| spec.shape.len() == 1),
+];
+
+/// Trains only what `trained` picks; the rest has no buffer, and what is trained the same bits.
+fn assert_frozen(
+    subject: &Subject,
+    batch: &VarlenBatch,
+    (what, trained): (&str, &dyn Fn(&ParamSpec) -> bool),
+    (unfrozen, expected): (&Outcome, &[Vec<f32>]),
+) {
+    for recompute in [Recompute::No, Recompute::Yes] {
+        let grads = subject.buffers(trained);
+        let policy = RecomputePolicy { vision: recompute, llm: recompute };
+        let outcome = subject.accumulate(batch, num_targets(batch), policy, &grads);
+        assert_eq!(outcome.nll, unfrozen.nll, "{what}");
+        for (index, spec) in subject.specs.iter().enumerate() {
+            let name = &spec.name;
+            match grads.get(index) {
+                Some(grad) => {
+                    assert!(trained(spec), "{what}: `{name}` is frozen and has a buffer");
+                    assert!(host(grad) == expected[index], "{what}: `{name}` differs");
+                }
+                None => assert!(!trained(spec), "{what}: `{name}` has no buffer"),
+            }
+        }
+    }
+}
+
+#[test]
+fn freezing_changes_no_bit_of_the_other_gradients() {
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 17), Backend::Flash);
+        for batch in [packed(&samples()), packed(&[sample(40, &[Text(6)])])] {
+            let (outcome, grads) = subject.run(&batch);
+            for (name, pick) in PICKS {
+                let expected = (&outcome, grads.as_slice());
+                let (only, but) = (format!("only {name}"), format!("all but {name}"));
+                assert_frozen(&subject, &batch, (&only, &pick), expected);
+                assert_frozen(&subject, &batch, (&but, &|spec| !pick(spec)), expected);
+            }
+            assert_frozen(&subject, &batch, ("nothing", &|_| false), (&outcome, &grads));
+        }
+    }
+}
+
+#[test]
+fn every_single_parameter_can_be_trained_alone() {
+    let subject = Subject::new(&Weights::random(Head::Untied, 18), Backend::Flash);
+    let all = samples();
+    let batch = packed(&all[1..3]);
+    let (outcome, grads) = subject.run(&batch);
+    for spec in &subject.specs {
+        let alone = |other: &ParamSpec| other == spec;
+        assert_frozen(&subject, &batch, (&spec.name, &alone), (&outcome, &grads));
+    }
+}

@@ -1,0 +1,198 @@
+//! No token sees a later one, nor another sample; no frame sees another in the tower.
+
+use super::{
+    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Image, Subject, Text, VOCABULARY,
+    Weights, packed, sample, samples,
+};
+use std::ops::Range;
+use trainer::batch::VarlenBatch;
+
+/// Exactly the rows of `changed` differ, and all of them; the other rows have the same bits.
+fn assert_changed(
+    what: &str,
+    before: &[Vec<f32>],
+    after: &[Vec<f32>],
+    changed: impl Fn(usize) -> bool,
+) {
+    assert_eq!(before.len(), after.len(), "{what}");
+    for (row, (before, after)) in before.iter().zip(after).enumerate() {
+        let differs = before != after;
+        match (changed(row), differs) {
+            (true, false) => panic!("{what}: row {row} should change and does not"),
+            (false, true) => panic!("{what}: row {row} changes and should not"),
+            _ => {}
+        }
+    }
+}
+
+/// Any other token of text.
+fn other_id(id: u32) -> u32 {
+    let next = (id + 1) % VOCABULARY;
+    if next == IMAGE_TOKEN { next + 1 } else { next }
+}
+
+fn segment_of(batch: &VarlenBatch, row: usize) -> Range<usize> {
+    batch.cu_seqlens.segments().find(|segment| segment.contains(&row)).unwrap()
+}
+
+/// Rows of the stream that each frame of each image fills, in order.
+fn frames(batch: &VarlenBatch) -> Vec<Range<usize>> {
+    let (mut frames, mut next) = (Vec::new(), 0);
+    for [t, h, w] in batch.media.iter().map(|media| media.grid_thw) {
+        for _ in 0..t {
+            let tokens = (h * w / 4) as usize;
+            let first = batch.vision_rows[next] as usize;
+            frames.push(first..first + tokens); // a frame's tokens stand together
+            next += tokens;
+        }
+    }
+    frames
+}
+
+/// The batch with one value of one patch of a frame of a media changed.
+fn with_other_pixel(batch: &VarlenBatch, media: usize, frame: usize, patch: usize) -> VarlenBatch {
+    let mut other = batch.clone();
+    let media = &mut other.media[media];
+    let [_, h, w] = media.grid_thw.map(|n| n as usize);
+    let patch_values = media.pixel_values.len() / media.num_patches();
+    media.pixel_values[(frame * h * w + patch) * patch_values + 5] += 0.5;
+    other
+}
+
+#[test]
+fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
+    for head in BOTH_HEADS {
+        for backend in BOTH_BACKENDS {
+            let subject = Subject::new(&Weights::random(head, 50), backend);
+            let batch = packed(&samples());
+            let before = subject.hidden(&batch);
+            for row in 0..batch.input_ids.len() {
+                let mut other = batch.clone();
+                other.input_ids[row] = other_id(other.input_ids[row]);
+                let segment = segment_of(&batch, row);
+                // The id under an image is no input: features replace its embedding.
+                let seen = !batch.vision_rows.contains(&(row as u32));
+                let what = format!("{backend:?}, token {row}");
+                assert_changed(&what, &before, &subject.hidden(&other), |i| {
+                    seen && (row..segment.end).contains(&i)
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_position_changes_nothing_before_it_and_no_other_sample() {
+    for backend in BOTH_BACKENDS {
+        let subject = Subject::new(&Weights::random(Head::Tied, 51), backend);
+        let batch = packed(&samples());
+        let before = subject.hidden(&batch);
+        for segment in batch.cu_seqlens.segments() {
+            // The first token sees itself alone: but for rounding, its rotation cancels there.
+            for (row, axis) in
+                (segment.start + 1..segment.end).flat_map(|row| (0..3).map(move |axis| (row, axis)))
+            {
+                let mut other = batch.clone();
+                other.position_ids[row][axis] += 3;
+                let what = format!("{backend:?}, position {row}, axis {axis}");
+                assert_changed(&what, &before, &subject.hidden(&other), |i| {
+                    (row..segment.end).contains(&i)
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn another_samples_text_and_pixels_change_no_bit() {
+    for head in BOTH_HEADS {
+        for backend in BOTH_BACKENDS {
+            let subject = Subject::new(&Weights::random(head, 52), backend);
+            let all = samples();
+            let batch = packed(&all);
+            let before = subject.hidden(&batch);
+            for (index, segment) in batch.cu_seqlens.segments().enumerate() {
+                let mut others = all.clone();
+                let changed = &mut others[index];
+                for (id, label) in changed.input_ids.iter_mut().zip(&mut changed.labels) {
+                    if *id != IMAGE_TOKEN {
+                        *id = other_id(*id);
+                        *label = i64::from(*id);
+                    }
+                }
+                for media in &mut changed.media {
+                    for value in &mut media.pixel_values {
+                        *value = 0.3 - *value;
+                    }
+                }
+                let what = format!("{backend:?}, sample {index}");
+                let after = subject.hidden(&packed(&others));
+                assert_changed(&what, &before, &after, |i| segment.contains(&i));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pixel_changes_its_sample_from_the_images_first_token_on() {
+    for head in BOTH_HEADS {
+        for backend in BOTH_BACKENDS {
+            let subject = Subject::new(&Weights::random(head, 53), backend);
+            let batch = packed(&samples());
+            let before = subject.hidden(&batch);
+            for (media, frame) in frames(&batch).into_iter().enumerate() {
+                let end = segment_of(&batch, frame.start).end;
+                for patch in [0, batch.media[media].num_patches() - 1] {
+                    let other = with_other_pixel(&batch, media, 0, patch);
+                    let what = format!("{backend:?}, image {media}, patch {patch}");
+                    // All tokens of the image: attention is full inside a frame.
+                    assert_changed(&what, &before, &subject.hidden(&other), |i| {
+                        (frame.start..end).contains(&i)
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// Tokens of the decoder of this model do not see each other, so that its rows show the tower.
+fn tower(backend: Backend) -> Subject {
+    Subject::new(&Weights::random(Head::Tied, 54).without_text_attention(), backend)
+}
+
+#[test]
+fn frames_and_images_do_not_mix_in_the_tower() {
+    let clip = sample(60, &[Text(2), Image([2, 4, 2]), Text(1), Image([1, 2, 4]), Text(3)]);
+    let still = sample(61, &[Image([3, 2, 2]), Text(2)]);
+    let batch = packed(&[clip, still]);
+    for backend in BOTH_BACKENDS {
+        let subject = tower(backend);
+        let before = subject.hidden(&batch);
+        let mut frames = frames(&batch).into_iter();
+        for (media, patches) in batch.media.iter().enumerate() {
+            let [t, h, w] = patches.grid_thw;
+            for frame in 0..t as usize {
+                let rows = frames.next().unwrap();
+                for patch in 0..(h * w) as usize {
+                    let other = with_other_pixel(&batch, media, frame, patch);
+                    let what = format!("{backend:?}, image {media}, frame {frame}, patch {patch}");
+                    assert_changed(&what, &before, &subject.hidden(&other), |i| rows.contains(&i));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn equal_frames_have_equal_features_wherever_they_stand() {
+    let mut clip = sample(62, &[Text(1), Image([2, 4, 2]), Text(2), Image([1, 4, 2]), Text(1)]);
+    let frame = clip.media[1].pixel_values.clone();
+    clip.media[0].pixel_values = [frame.clone(), frame].concat();
+    let batch = packed(&[clip]);
+    for backend in BOTH_BACKENDS {
+        let hidden = tower(backend).hidden(&batch);
+        let [first, second, alone] = frames(&batch).try_into().unwrap();
+        assert_eq!(hidden[first], hidden[alone.clone()]);
+        assert_eq!(hidden[second], hidden[alone]);
+    }
+}

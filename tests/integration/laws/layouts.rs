@@ -1,0 +1,239 @@
+//! Packing, padding, splitting and order are layouts: none of them changes a result.
+
+use super::oracle::Oracle;
+use super::{
+    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Subject, Tolerance, Weights,
+    assert_close, num_targets, packed, pad, samples, wide,
+};
+use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
+use trainer::loss::Targets;
+use trainer::model::RecomputePolicy;
+
+/// What becomes of padding behind collation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Padding {
+    Removed,
+    Kept,
+}
+
+impl Padding {
+    const BOTH: [Self; 2] = [Self::Removed, Self::Kept];
+
+    fn stream(self, batch: Batch) -> VarlenBatch {
+        match self {
+            Self::Removed => batch.unpad().unwrap(),
+            Self::Kept => batch.keep_padding().unwrap(),
+        }
+    }
+}
+
+/// Gradients and each target's nll of a step of several micro-batches.
+struct Step {
+    nll: Vec<f32>,
+    grads: Vec<Vec<f32>>,
+}
+
+fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
+    let total = micro_batches.iter().map(num_targets).sum();
+    let grads = subject.buffers(|_| true);
+    let nll = micro_batches
+        .iter()
+        .flat_map(|batch| subject.accumulate(batch, total, RecomputePolicy::NONE, &grads).nll);
+    Step { nll: nll.collect(), grads: subject.values(&grads) }
+}
+
+/// Equal but for rounding: every target and every gradient.
+fn assert_same(subject: &Subject, what: &str, found: &Step, expected: &Step) {
+    assert_eq!(found.nll.len(), expected.nll.len(), "{what}: number of targets");
+    for (target, (found, expected)) in found.nll.iter().zip(&expected.nll).enumerate() {
+        let what = format!("{what}: target {target}");
+        assert_close(&what, &wide(&[*found]), &wide(&[*expected]), Tolerance::LAYOUT);
+    }
+    let expected: Vec<_> = expected.grads.iter().map(|grad| wide(grad)).collect();
+    subject.assert_gradients(what, &found.grads, &expected, Tolerance::SUMMED);
+}
+
+fn alone(samples: &[EncodedSample]) -> Vec<VarlenBatch> {
+    samples.iter().map(|sample| packed(std::slice::from_ref(sample))).collect()
+}
+
+#[test]
+fn packed_padded_and_alone_are_the_same() {
+    let all = samples();
+    let rows: [(&str, Vec<&[EncodedSample]>); 3] = [
+        ("one row", vec![&all]),
+        ("a row each", all.chunks(1).collect()),
+        ("uneven rows", vec![&all[..1], &all[1..3], &all[3..]]),
+    ];
+    for head in BOTH_HEADS {
+        let weights = Weights::random(head, 70);
+        let reference = Subject::new(&weights, Backend::Flash);
+        let expected = step(&reference, &alone(&all));
+        for backend in BOTH_BACKENDS {
+            let subject = Subject::new(&weights, backend);
+            for (layout, rows) in &rows {
+                for side in [PaddingSide::Left, PaddingSide::Right] {
+                    for padding in Padding::BOTH {
+                        let what =
+                            format!("{head:?}, {backend:?}, {layout}, {side:?}, {padding:?}");
+                        let batch = padding.stream(pad(rows, 0, side));
+                        assert_same(&subject, &what, &step(&subject, &[batch]), &expected);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_layout_is_as_right_as_the_oracle_says() {
+    let all = samples();
+    let weights = Weights::random(Head::Untied, 71);
+    let oracle = Oracle::new(&weights);
+    let batch = packed(&all);
+    let expected = oracle.losses(&batch).unwrap();
+    let grads = oracle.gradients(&batch).unwrap();
+    let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
+    for backend in BOTH_BACKENDS {
+        let subject = Subject::new(&weights, backend);
+        let batch = pad(&rows, 0, PaddingSide::Left).keep_padding().unwrap();
+        let found = step(&subject, &[batch]);
+        assert_close("nll", &wide(&found.nll), &expected, Tolerance::ORACLE);
+        subject.assert_gradients("padded", &found.grads, &grads, Tolerance::ORACLE_GRADIENT);
+    }
+}
+
+#[test]
+fn the_pad_id_may_be_a_token_of_the_text_or_of_an_image() {
+    let all = samples();
+    let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
+    let in_text = all[0].input_ids[4];
+    let subject = Subject::new(&Weights::random(Head::Tied, 72), Backend::Flash);
+    for side in [PaddingSide::Left, PaddingSide::Right] {
+        for padding in Padding::BOTH {
+            let [expected, others @ ..] = [0, in_text, IMAGE_TOKEN]
+                .map(|pad_id| step(&subject, &[padding.stream(pad(&rows, pad_id, side))]));
+            for other in others {
+                assert_eq!(other.nll, expected.nll, "{side:?}, {padding:?}");
+                assert!(other.grads == expected.grads, "{side:?}, {padding:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn splitting_a_step_into_micro_batches_changes_nothing() {
+    let all = samples();
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 73), Backend::Flash);
+        let whole = step(&subject, &[packed(&all)]);
+        for split in 1..all.len() {
+            let (first, second) = all.split_at(split);
+            let found = step(&subject, &[packed(first), packed(second)]);
+            assert_same(&subject, &format!("split at {split}"), &found, &whole);
+        }
+        assert_same(&subject, "one by one", &step(&subject, &alone(&all)), &whole);
+    }
+}
+
+#[test]
+fn the_order_of_samples_in_a_pack_changes_nothing() {
+    let all = samples();
+    let subject = Subject::new(&Weights::random(Head::Tied, 74), Backend::Flash);
+    let whole = step(&subject, &[packed(&all)]);
+    let counts: Vec<usize> = all.iter().map(EncodedSample::num_targets).collect();
+    for order in [[3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+        let permuted: Vec<EncodedSample> = order.iter().map(|at| all[*at].clone()).collect();
+        let found = step(&subject, &[packed(&permuted)]);
+        let mut by_sample = vec![Vec::new(); all.len()];
+        let mut rest = found.nll.as_slice();
+        for at in order {
+            let (nll, after) = rest.split_at(counts[at]);
+            (by_sample[at], rest) = (nll.to_vec(), after);
+        }
+        let found = Step { nll: by_sample.concat(), grads: found.grads };
+        assert_same(&subject, &format!("{order:?}"), &found, &whole);
+    }
+}
+
+#[test]
+fn targets_never_cross_samples() {
+    let mut all = samples();
+    for sample in &mut all {
+        sample.labels = sample.input_ids.iter().map(|id| i64::from(*id)).collect();
+    }
+    let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
+    let expected: usize = all.iter().map(EncodedSample::num_targets).sum();
+    for side in [PaddingSide::Left, PaddingSide::Right] {
+        for padding in Padding::BOTH {
+            for rows in [rows.clone(), vec![&all]] {
+                let batch = padding.stream(pad(&rows, 3, side));
+                let targets = Targets::of(&batch);
+                assert_eq!(targets.len(), expected);
+                for (row, id) in targets.rows.iter().zip(&targets.ids) {
+                    let row = *row as usize;
+                    let mut segments = batch.cu_seqlens.segments();
+                    assert!(segments.any(|s| s.contains(&row) && s.contains(&(row + 1))));
+                    assert_eq!(*id, batch.input_ids[row + 1]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_label_of_a_samples_first_token_is_no_target() {
+    let mut all = samples();
+    let subject = Subject::new(&Weights::random(Head::Tied, 75), Backend::Flash);
+    for sample in &mut all {
+        sample.labels[0] = IGNORE_INDEX;
+    }
+    let silent = step(&subject, &[packed(&all)]);
+    for sample in &mut all {
+        sample.labels[0] = 11;
+    }
+    let labelled = step(&subject, &[packed(&all)]);
+    assert_eq!(labelled.nll, silent.nll);
+    assert!(labelled.grads == silent.grads);
+}
+
+#[test]
+fn a_shift_of_a_samples_positions_leaves_its_losses() {
+    let all = samples();
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 76), Backend::Flash);
+        let (expected, _) = subject.run(&packed(&all));
+        let mut shifted = all.clone();
+        for (by, sample) in [5, 40, 17, 90].into_iter().zip(&mut shifted) {
+            sample.position_ids.iter_mut().flatten().for_each(|position| *position += by);
+        }
+        let (found, _) = subject.run(&packed(&shifted));
+        for (found, expected) in found.nll.iter().zip(&expected.nll) {
+            assert_close("nll", &wide(&[*found]), &wide(&[*expected]), Tolerance(1e-5));
+        }
+        // And the test can fail: one axis alone is not a shift of the sample.
+        shifted[1].position_ids.iter_mut().skip(4).for_each(|position| position[2] += 1);
+        let (other, _) = subject.run(&packed(&shifted));
+        let off = other.nll.iter().zip(&expected.nll).map(|(x, y)| (x - y).abs());
+        assert!(off.fold(0.0, f32::max) > 1e-3);
+    }
+}
+
+/// A loss cannot see this, as the test above shows; the ids can.
+#[test]
+fn positions_start_at_zero_in_every_segment() {
+    let all = samples();
+    let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
+    let own: Vec<[u32; 3]> = all.iter().flat_map(|sample| sample.position_ids.clone()).collect();
+    for side in [PaddingSide::Left, PaddingSide::Right] {
+        for rows in [rows.clone(), vec![&all], vec![&all[..1], &all[1..]]] {
+            for padding in Padding::BOTH {
+                let batch = padding.stream(pad(&rows, 0, side));
+                for segment in batch.cu_seqlens.segments() {
+                    assert_eq!(batch.position_ids[segment.start], [0; 3]);
+                }
+            }
+            assert_eq!(pad(&rows, 0, side).unpad().unwrap().position_ids, own);
+        }
+    }
+}

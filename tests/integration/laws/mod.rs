@@ -1,0 +1,359 @@
+//! The laws of the trainer, as tests of tiny random models: no files, no tokenizer.
+//!
+//! Shapes: `T` tokens, `D` hidden size, `P` patches, `S` supervised rows.
+//! Here: the models, the samples, and how two results are compared. `oracle` is the whole model a
+//! second time, in `f64` and with automatic differentiation.
+
+mod generation;
+mod gradients;
+mod isolation;
+mod layouts;
+mod oracle;
+
+use candle_core::{DType, Device, Result, Tensor};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::StandardNormal;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use trainer::batch::{
+    Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, Patches, SampleId, VarlenBatch,
+};
+use trainer::data::collate;
+use trainer::loss::{Targets, loss_and_gradient};
+use trainer::model::{
+    Model, ModelConfig, ModelInput, ParamSpec, RecomputePolicy, TextConfig, VisionConfig,
+    param_specs,
+};
+use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
+use trainer::tape::{Gradients, Param, Trainable};
+
+/// How far two results may be apart, relative to the largest value of the expected one.
+#[derive(Debug, Clone, Copy)]
+struct Tolerance(f64);
+
+impl Tolerance {
+    /// Hidden states, and losses, of the model in `f32` against the oracle in `f64`.
+    const ORACLE: Self = Self(1e-5);
+    /// Gradients of one tensor against the oracle's.
+    const ORACLE_GRADIENT: Self = Self(1e-4);
+    /// The same hidden states by another path through the same kernels.
+    const PATH: Self = Self(1e-5);
+    /// The nll of one target in another layout; each against its own value.
+    const LAYOUT: Self = Self(2e-6);
+    /// Gradients summed in another order.
+    const SUMMED: Self = Self(1e-5);
+}
+
+/// Panics with the worst element and how much of the bound it used.
+fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: Tolerance) {
+    assert_eq!(found.len(), expected.len(), "{what}: number of values");
+    let scale = expected.iter().fold(0f64, |scale, x| scale.max(x.abs()));
+    let bound = tolerance.0 * scale;
+    let errors = found.iter().zip(expected).map(|(x, y)| (x - y).abs());
+    // A NaN is the largest error.
+    let worst = errors.enumerate().max_by(|a, b| a.1.total_cmp(&b.1));
+    if let Some((at, error)) = worst {
+        assert!(
+            error <= bound,
+            "{what}: element {at} is {}, expected {}: off by {error:e}, {:.1} times the bound \
+             {bound:e}",
+            found[at],
+            expected[at],
+            error / bound
+        );
+    }
+}
+
+fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|value| f64::from(*value)).collect()
+}
+
+fn host(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Whether the head is the embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Head {
+    Tied,
+    Untied,
+}
+
+const IMAGE_TOKEN: u32 = 7;
+const VOCABULARY: u32 = 50;
+const BOTH_HEADS: [Head; 2] = [Head::Tied, Head::Untied];
+
+/// Small, and with no two sizes alike where a mix-up could hide.
+fn config(head: Head) -> ModelConfig {
+    // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
+    let (hidden_size, kv, mrope_section) = match head {
+        Head::Tied => (24, 2, [4, 1, 1]),
+        Head::Untied => (32, 1, [2, 2, 2]),
+    };
+    ModelConfig {
+        text: TextConfig {
+            vocab_size: VOCABULARY as usize,
+            hidden_size,
+            intermediate_size: 40,
+            num_hidden_layers: 3,
+            num_attention_heads: 4,
+            num_key_value_heads: kv,
+            head_dim: 12, // 4 * 12 is not the hidden size
+            rms_norm_eps: 1e-6,
+            rope_theta: 100.0, // small: every frequency turns within a short sample
+            mrope_section,
+        },
+        vision: VisionConfig {
+            depth: 3,
+            hidden_size: 16,
+            intermediate_size: 20,
+            num_heads: 2,
+            in_channels: 3,
+            patch_size: 2,
+            temporal_patch_size: 2,
+            spatial_merge_size: 2,
+            num_position_embeddings: 25,
+            out_hidden_size: hidden_size,
+            deepstack_visual_indexes: vec![0, 2],
+            hidden_act: Gelu::Tanh,
+        },
+        tie_word_embeddings: head == Head::Tied,
+        initializer_range: 0.02,
+        image_token_id: IMAGE_TOKEN,
+    }
+}
+
+/// Values of every parameter of a model: none is at a point where a mistake would not show, as
+/// norm weights of 1 and biases of 0 are.
+#[derive(Debug, Clone)]
+struct Weights {
+    config: ModelConfig,
+    specs: Vec<ParamSpec>,
+    values: Vec<Vec<f32>>,
+}
+
+impl Weights {
+    fn random(head: Head, seed: u64) -> Self {
+        let config = config(head);
+        let specs = param_specs(&config);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let values = specs.iter().map(|spec| {
+            let fan_in: usize = spec.shape[1..].iter().product();
+            let (mean, deviation) = match spec.shape.len() {
+                1 if spec.name.ends_with("bias") => (0.0, 0.3),
+                1 => (1.0, 0.3),
+                _ if spec.name.contains("embed") && !spec.name.contains("proj") => (0.0, 0.7),
+                _ => (0.0, 1.0 / (fan_in as f32).sqrt()),
+            };
+            let mut draw = || mean + deviation * rng.sample::<f32, _>(StandardNormal);
+            (0..spec.shape.iter().product()).map(|_| draw()).collect()
+        });
+        let values = values.collect();
+        Self { config, specs, values }
+    }
+
+    /// The same model, but tokens of the decoder do not see each other: what a row shows is what
+    /// the tower or the embedding put there.
+    fn without_text_attention(mut self) -> Self {
+        for (spec, values) in self.specs.iter().zip(&mut self.values) {
+            if spec.name.contains("self_attn.v_proj") {
+                values.fill(0.0);
+            }
+        }
+        self
+    }
+}
+
+/// The way that attention is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Backend {
+    Flash,
+    Masked,
+}
+
+const BOTH_BACKENDS: [Backend; 2] = [Backend::Flash, Backend::Masked];
+
+/// The model under test.
+struct Subject {
+    specs: Vec<ParamSpec>,
+    params: Vec<Param>,
+    model: Model,
+}
+
+/// Results of a micro-batch.
+struct Outcome {
+    hidden: Vec<f32>, // [T, D]
+    nll: Vec<f32>,    // [S]
+}
+
+impl Subject {
+    fn new(weights: &Weights, backend: Backend) -> Self {
+        let specs = weights.specs.clone();
+        let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
+            .map(|(index, (spec, values))| {
+                let tensor = Tensor::from_slice(values, spec.shape.as_slice(), &Device::Cpu);
+                Param::new(spec.name.as_str(), index, tensor.unwrap())
+            })
+            .collect();
+        let attention: Arc<dyn AttentionBackend> = match backend {
+            Backend::Flash => Arc::new(Flash),
+            Backend::Masked => Arc::new(Masked),
+        };
+        let model = Model::new(&weights.config, &params, &attention).unwrap();
+        Self { specs, params, model }
+    }
+
+    fn upload(&self, batch: &VarlenBatch) -> Result<ModelInput> {
+        ModelInput::upload(batch.clone(), self.model.config(), DType::F32, &Device::Cpu)
+    }
+
+    /// Hidden states, a row a token.
+    fn hidden(&self, batch: &VarlenBatch) -> Vec<Vec<f32>> {
+        self.model.hidden(&self.upload(batch).unwrap()).unwrap().to_vec2().unwrap()
+    }
+
+    /// Zeros for the parameters that `trained` picks.
+    fn buffers(&self, trained: impl Fn(&ParamSpec) -> bool) -> Gradients {
+        let trainable = |spec| if trained(spec) { Trainable::Yes } else { Trainable::Frozen };
+        let trainable: Vec<Trainable> = self.specs.iter().map(trainable).collect();
+        Gradients::zeros(&self.params, &trainable, &Device::Cpu).unwrap()
+    }
+
+    /// Forward and backward of a micro-batch of a step with `num_targets` targets.
+    fn accumulate(
+        &self,
+        batch: &VarlenBatch,
+        num_targets: u64,
+        recompute: RecomputePolicy,
+        grads: &Gradients,
+    ) -> Outcome {
+        let input = self.upload(batch).unwrap();
+        let (hidden, tape) = self.model.forward(&input, recompute).unwrap();
+        let (head, targets) = (self.model.lm_head(), Targets::of(batch));
+        let loss = loss_and_gradient(&hidden, head, &targets, num_targets, grads).unwrap();
+        let loss = loss.expect("the samples of these tests have targets");
+        let outcome = Outcome { hidden: host(&hidden), nll: host(&loss.nll) };
+        self.model.backward(tape, loss.d_hidden, &input, grads).unwrap();
+        outcome
+    }
+
+    /// Everything trained, everything kept, one micro-batch.
+    fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
+        let grads = self.buffers(|_| true);
+        let outcome = self.accumulate(batch, num_targets(batch), RecomputePolicy::NONE, &grads);
+        (outcome, self.values(&grads))
+    }
+
+    /// Gradients of a run in which nothing is frozen, in the order of `specs`.
+    fn values(&self, grads: &Gradients) -> Vec<Vec<f32>> {
+        (0..self.specs.len()).map(|index| host(grads.get(index).unwrap())).collect()
+    }
+
+    /// Compares the gradient of every parameter with what it should be.
+    fn assert_gradients(
+        &self,
+        what: &str,
+        found: &[Vec<f32>],
+        expected: &[Vec<f64>],
+        t: Tolerance,
+    ) {
+        assert_eq!(found.len(), expected.len(), "{what}: number of gradients");
+        for ((spec, found), expected) in self.specs.iter().zip(found).zip(expected) {
+            assert_close(
+                &format!("{what}: gradient of `{}`", spec.name),
+                &wide(found),
+                expected,
+                t,
+            );
+        }
+    }
+}
+
+fn num_targets(batch: &VarlenBatch) -> u64 {
+    Targets::of(batch).len() as u64
+}
+
+/// A part of a sample.
+#[derive(Debug, Clone, Copy)]
+enum Piece {
+    /// So many tokens.
+    Text(usize),
+    /// Patches per axis: time, height, width.
+    Image([u32; 3]),
+}
+use Piece::{Image, Text};
+
+/// A sample of random tokens and pixels; about half of its text is supervised, the last token
+/// always.
+fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let id = SampleId { file: Path::new("laws.jsonl").into(), line: seed };
+    let (mut input_ids, mut labels, mut position_ids) = (vec![], vec![], vec![]);
+    let (mut vision_rows, mut media) = (vec![], vec![]);
+    let mut next_position = 0;
+    for piece in pieces {
+        match *piece {
+            Text(tokens) => {
+                for _ in 0..tokens {
+                    let token = random_id(&mut rng);
+                    input_ids.push(token);
+                    labels.push(if rng.random() { i64::from(token) } else { IGNORE_INDEX });
+                    position_ids.push([next_position; 3]);
+                    next_position += 1;
+                }
+            }
+            Image(grid) => {
+                let [t, h, w] = grid;
+                for (frame, row, column) in (0..t).flat_map(|frame| {
+                    (0..h / 2).flat_map(move |row| (0..w / 2).map(move |col| (frame, row, col)))
+                }) {
+                    vision_rows.push(input_ids.len() as u32);
+                    input_ids.push(IMAGE_TOKEN);
+                    labels.push(IGNORE_INDEX);
+                    let at = |offset| next_position + offset;
+                    position_ids.push([at(frame), at(row), at(column)]);
+                }
+                next_position += t.max(h / 2).max(w / 2);
+                let values = (t * h * w) as usize * config(Head::Tied).vision.patch_values();
+                let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
+                media.push(Patches { pixel_values, grid_thw: grid });
+            }
+        }
+    }
+    if let (Some(label), Some(token)) = (labels.last_mut(), input_ids.last()) {
+        *label = i64::from(*token);
+    }
+    EncodedSample { id, input_ids, labels, position_ids, vision_rows, media }
+}
+
+/// Any token of text.
+fn random_id(rng: &mut ChaCha8Rng) -> u32 {
+    loop {
+        let token = rng.random_range(0..VOCABULARY);
+        if token != IMAGE_TOKEN {
+            return token;
+        }
+    }
+}
+
+/// Text alone; one image; two images of unequal, oblong grids; a single token of question.
+fn samples() -> Vec<EncodedSample> {
+    vec![
+        sample(1, &[Text(9)]),
+        sample(2, &[Text(3), Image([1, 4, 6]), Text(6)]),
+        sample(3, &[Text(2), Image([1, 6, 2]), Text(3), Image([1, 2, 4]), Text(5)]),
+        sample(4, &[Text(2)]),
+    ]
+}
+
+fn pad(rows: &[&[EncodedSample]], pad_id: u32, side: PaddingSide) -> Batch {
+    let packs = rows.iter().map(|row| Pack { samples: row.to_vec() }).collect();
+    collate(packs, pad_id, side, NonZeroU32::new(2).unwrap()).unwrap()
+}
+
+/// All samples end to end.
+fn packed(samples: &[EncodedSample]) -> VarlenBatch {
+    pad(&[samples], 0, PaddingSide::Right).unpad().unwrap()
+}

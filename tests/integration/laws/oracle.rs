@@ -1,0 +1,325 @@
+//! The model a second time: plain tensor operations in `f64`, one sample stream, dense masks,
+//! matrices of ones where the model indexes, and candle's automatic differentiation.
+//!
+//! Written from the description of the architecture and sharing no code with `src/`. Only
+//! operations whose derivative in candle is right are used: no fused op, no scatter.
+
+use super::Weights;
+use candle_core::{D, Device, Result, Tensor, Var};
+use std::collections::BTreeMap;
+use trainer::batch::{IGNORE_INDEX, VarlenBatch};
+use trainer::model::ModelConfig;
+
+const CPU: &Device = &Device::Cpu;
+const LAYER_NORM_EPS: f64 = 1e-6;
+
+pub(super) struct Oracle {
+    config: ModelConfig,
+    vars: BTreeMap<String, Var>,
+    names: Vec<String>,
+}
+
+/// A matrix from a function of row and column.
+fn matrix(rows: usize, columns: usize, value: impl Fn(usize, usize) -> f64) -> Result<Tensor> {
+    let value = &value;
+    let values = (0..rows).flat_map(|row| (0..columns).map(move |column| value(row, column)));
+    Tensor::from_vec(values.collect::<Vec<f64>>(), (rows, columns), CPU)
+}
+
+/// 1 where the statement holds.
+fn indicator(holds: bool) -> f64 {
+    f64::from(u8::from(holds))
+}
+
+/// Where a patch is.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    frame: usize, // counted over all images
+    row: usize,
+    column: usize,
+    height: usize, // of the grid, in patches
+    width: usize,
+}
+
+impl Oracle {
+    pub(super) fn new(weights: &Weights) -> Self {
+        let vars = weights.specs.iter().zip(&weights.values).map(|(spec, values)| {
+            let values: Vec<f64> = values.iter().map(|value| f64::from(*value)).collect();
+            let tensor = Tensor::from_vec(values, spec.shape.as_slice(), CPU).unwrap();
+            (spec.name.clone(), Var::from_tensor(&tensor).unwrap())
+        });
+        let names = weights.specs.iter().map(|spec| spec.name.clone()).collect();
+        Self { config: weights.config.clone(), vars: vars.collect(), names }
+    }
+
+    fn p(&self, name: &str) -> &Tensor {
+        self.vars[name].as_tensor()
+    }
+
+    pub(super) fn values(&self, name: &str) -> Vec<f64> {
+        self.p(name).flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// Replaces one parameter.
+    pub(super) fn set(&self, name: &str, values: Vec<f64>) {
+        let shape = self.p(name).shape().clone();
+        self.vars[name].set(&Tensor::from_vec(values, shape, CPU).unwrap()).unwrap();
+    }
+
+    /// `x W^T (+ b)`; a kernel of any rank is a matrix with one row an output.
+    fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let y = x.matmul(&self.p(&format!("{name}.weight")).flatten_from(1)?.t()?)?;
+        match self.vars.get(&format!("{name}.bias")) {
+            Some(bias) => y.broadcast_add(bias.as_tensor()),
+            None => Ok(y),
+        }
+    }
+
+    fn layer_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+        let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+        let normed = centred.broadcast_div(&(variance + LAYER_NORM_EPS)?.sqrt()?)?;
+        normed
+            .broadcast_mul(self.p(&format!("{name}.weight")))?
+            .broadcast_add(self.p(&format!("{name}.bias")))
+    }
+
+    fn rms_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+        let root = (mean_square + self.config.text.rms_norm_eps)?.sqrt()?;
+        x.broadcast_div(&root)?.broadcast_mul(self.p(&format!("{name}.weight")))
+    }
+
+    fn places(&self, batch: &VarlenBatch) -> Vec<Place> {
+        let merge = self.config.vision.spatial_merge_size;
+        let (mut places, mut frame) = (Vec::new(), 0);
+        for media in &batch.media {
+            let [t, height, width] = media.grid_thw.map(|n| n as usize);
+            for _ in 0..t {
+                for patch in 0..height * width {
+                    // Patches that will be one token stand together.
+                    let (block, inside) = (patch / (merge * merge), patch % (merge * merge));
+                    let row = block / (width / merge) * merge + inside / merge;
+                    let column = block % (width / merge) * merge + inside % merge;
+                    places.push(Place { frame, row, column, height, width });
+                }
+                frame += 1;
+            }
+        }
+        places
+    }
+
+    /// Features of the pictures, `[M, D]` each: the main ones, then those of the deepstack.
+    fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
+        let v = &self.config.vision;
+        let places = self.places(batch);
+        let num_patches = places.len();
+        let pixels = batch.media.iter().flat_map(|media| &media.pixel_values);
+        let pixels: Vec<f64> = pixels.map(|value| f64::from(*value)).collect();
+        let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
+
+        // The learned table is a picture of side x side cells, stretched over the grid.
+        let side = v.num_position_embeddings.isqrt();
+        let along = |i: usize, n: usize| {
+            if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
+        };
+        let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
+        let stretch = matrix(num_patches, side * side, |patch, cell| {
+            let at = places[patch];
+            hat(along(at.row, at.height), cell / side)
+                * hat(along(at.column, at.width), cell % side)
+        })?;
+        let positions = stretch.matmul(self.p("model.visual.pos_embed.weight"))?;
+        let mut h = (self.linear(&pixels, "model.visual.patch_embed.proj")? + positions)?;
+
+        // A quarter of the head turns with the row, a quarter with the column.
+        let head_dim = v.hidden_size / v.num_heads;
+        let quarter = head_dim / 4;
+        let angles = matrix(num_patches, head_dim, |patch, dim| {
+            let k = dim % (2 * quarter);
+            let frequency = 10000f64.powf(-((k % quarter) as f64) / quarter as f64);
+            let at = if k < quarter { places[patch].row } else { places[patch].column };
+            at as f64 * frequency
+        })?;
+        let seen =
+            matrix(num_patches, num_patches, |i, j| indicator(places[i].frame == places[j].frame))?;
+        let mut taps = Vec::new();
+        for block in 0..v.depth {
+            let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
+            let qkv = self.linear(&self.layer_norm(&h, &name("norm1"))?, &name("attn.qkv"))?;
+            let part = |i: usize| {
+                let part = qkv.narrow(1, i * v.hidden_size, v.hidden_size)?;
+                part.reshape((num_patches, v.num_heads, head_dim))
+            };
+            let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
+            let attended = attention(&q, &k, &part(2)?, &seen)?;
+            h = (h + self.linear(&attended, &name("attn.proj"))?)?;
+            let inner =
+                self.linear(&self.layer_norm(&h, &name("norm2"))?, &name("mlp.linear_fc1"))?;
+            h = (h + self.linear(&gelu_tanh(&inner)?, &name("mlp.linear_fc2"))?)?;
+            if v.deepstack_visual_indexes.contains(&block) {
+                let name = format!("model.visual.deepstack_merger_list.{}", taps.len());
+                let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
+                taps.push(self.merge(&joined, &name)?);
+            }
+        }
+        let name = "model.visual.merger";
+        let joined = self.joined(&self.layer_norm(&h, &format!("{name}.norm"))?)?;
+        let mut features = vec![self.merge(&joined, name)?];
+        features.extend(taps);
+        Ok(features)
+    }
+
+    fn joined(&self, x: &Tensor) -> Result<Tensor> {
+        let together = self.config.vision.spatial_merge_size.pow(2);
+        let (patches, width) = x.dims2()?;
+        x.reshape((patches / together, together * width))
+    }
+
+    fn merge(&self, joined: &Tensor, name: &str) -> Result<Tensor> {
+        let inner = self.linear(joined, &format!("{name}.linear_fc1"))?;
+        let activated = (&inner * 0.5)?.mul(&((inner / 2f64.sqrt())?.erf()? + 1.0)?)?;
+        self.linear(&activated, &format!("{name}.linear_fc2"))
+    }
+
+    /// Hidden states after the last norm, `[T, D]`.
+    pub(super) fn hidden(&self, batch: &VarlenBatch) -> Result<Tensor> {
+        let c = &self.config.text;
+        let num_tokens = batch.input_ids.len();
+        let chosen = matrix(num_tokens, c.vocab_size, |token, id| {
+            indicator(batch.input_ids[token] as usize == id)
+        })?;
+        let mut h = chosen.matmul(self.p("model.language_model.embed_tokens.weight"))?;
+
+        let mut features = Vec::new(); // in their rows of the stream, [T, D] each
+        if !batch.vision_rows.is_empty() {
+            let rows = &batch.vision_rows;
+            let placed =
+                matrix(num_tokens, rows.len(), |token, m| indicator(rows[m] as usize == token))?;
+            for feature in self.vision(batch)? {
+                features.push(placed.matmul(&feature)?);
+            }
+            let text =
+                matrix(num_tokens, 1, |token, _| indicator(!rows.contains(&(token as u32))))?;
+            h = (h.broadcast_mul(&text)? + &features[0])?;
+        }
+
+        let half = c.head_dim / 2;
+        let angles = matrix(num_tokens, c.head_dim, |token, dim| {
+            let k = dim % half;
+            let axis = match k % 3 {
+                1 if k < 3 * c.mrope_section[1] => 1,
+                2 if k < 3 * c.mrope_section[2] => 2,
+                _ => 0,
+            };
+            let frequency = c.rope_theta.powf(-2.0 * k as f64 / c.head_dim as f64);
+            f64::from(batch.position_ids[token][axis]) * frequency
+        })?;
+        let mut sample = vec![0; num_tokens];
+        for (index, segment) in batch.cu_seqlens.segments().enumerate() {
+            sample[segment].fill(index);
+        }
+        let seen =
+            matrix(num_tokens, num_tokens, |i, j| indicator(sample[i] == sample[j] && j <= i))?;
+
+        for layer in 0..c.num_hidden_layers {
+            let name = |part: &str| format!("model.language_model.layers.{layer}.{part}");
+            let x = self.rms_norm(&h, &name("input_layernorm"))?;
+            let heads = |part: &str| {
+                let y = self.linear(&x, &name(&format!("self_attn.{part}_proj")))?;
+                let num_heads = y.dim(1)? / c.head_dim;
+                y.reshape((num_tokens, num_heads, c.head_dim))
+            };
+            let normed = |part: &str| {
+                let y = self.rms_norm(&heads(part)?, &name(&format!("self_attn.{part}_norm")))?;
+                rotate(&y, &angles)
+            };
+            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &seen)?;
+            h = (h + self.linear(&attended, &name("self_attn.o_proj"))?)?;
+            let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
+            let gate = self.linear(&x, &name("mlp.gate_proj"))?;
+            let silu = (&gate / (gate.neg()?.exp()? + 1.0)?)?;
+            let inner = silu.mul(&self.linear(&x, &name("mlp.up_proj"))?)?;
+            h = (h + self.linear(&inner, &name("mlp.down_proj"))?)?;
+            if let Some(feature) = features.get(layer + 1) {
+                h = (h + feature)?;
+            }
+        }
+        self.rms_norm(&h, "model.language_model.norm")
+    }
+
+    /// Negative log likelihood of each supervised token but the first of a sample, `[S]`.
+    fn nll(&self, hidden: &Tensor, batch: &VarlenBatch) -> Result<Tensor> {
+        let mut targets = Vec::new(); // (token that predicts, id that it should predict)
+        for segment in batch.cu_seqlens.segments() {
+            for token in segment.clone().skip(1) {
+                if batch.labels[token] != IGNORE_INDEX {
+                    targets.push((token - 1, batch.labels[token] as usize));
+                }
+            }
+        }
+        let (num_tokens, s) = (batch.input_ids.len(), targets.len());
+        let rows = matrix(s, num_tokens, |i, token| indicator(targets[i].0 == token))?;
+        let head = if self.config.tie_word_embeddings {
+            self.p("model.language_model.embed_tokens.weight")
+        } else {
+            self.p("lm_head.weight")
+        };
+        let logits = rows.matmul(hidden)?.matmul(&head.t()?)?; // [S, V]
+        let right = matrix(s, head.dim(0)?, |i, id| indicator(targets[i].1 == id))?;
+        logits.exp()?.sum(1)?.log()? - logits.mul(&right)?.sum(1)?
+    }
+
+    /// Each target's nll, without a graph.
+    pub(super) fn losses(&self, batch: &VarlenBatch) -> Result<Vec<f64>> {
+        self.nll(&self.hidden(batch)?, batch)?.to_vec1()
+    }
+
+    /// Mean over the targets of the batch.
+    pub(super) fn loss(&self, batch: &VarlenBatch) -> Result<f64> {
+        self.nll(&self.hidden(batch)?, batch)?.mean_all()?.to_scalar()
+    }
+
+    /// Gradient of [`Self::loss`] for every parameter, in the model's order; zeros where no path
+    /// leads to it.
+    pub(super) fn gradients(&self, batch: &VarlenBatch) -> Result<Vec<Vec<f64>>> {
+        let loss = self.nll(&self.hidden(batch)?, batch)?.mean_all()?;
+        let grads = loss.backward()?;
+        let gradient = |name: &String| match grads.get(self.p(name)) {
+            Some(gradient) => gradient.flatten_all()?.to_vec1(),
+            None => Ok(vec![0.0; self.p(name).elem_count()]),
+        };
+        self.names.iter().map(gradient).collect()
+    }
+}
+
+/// `x: [N, H, Dh]` turned by `angles: [N, Dh]`; dimension `i` pairs with `i + Dh / 2`.
+fn rotate(x: &Tensor, angles: &Tensor) -> Result<Tensor> {
+    let half = x.dim(2)? / 2;
+    let (first, second) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let turned = Tensor::cat(&[&second.neg()?, &first], 2)?;
+    let (cos, sin) = (angles.cos()?.unsqueeze(1)?, angles.sin()?.unsqueeze(1)?); // [N, 1, Dh]
+    x.broadcast_mul(&cos)? + turned.broadcast_mul(&sin)?
+}
+
+/// One head after the other: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `seen: [N, N]` of zeros and
+/// ones; the result is `[N, H * Dh]`.
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seen: &Tensor) -> Result<Tensor> {
+    let (_, num_heads, head_dim) = q.dims3()?;
+    let group = num_heads / k.dim(1)?;
+    let mut outputs = Vec::with_capacity(num_heads);
+    for head in 0..num_heads {
+        let one = |x: &Tensor, head: usize| x.narrow(1, head, 1)?.squeeze(1)?.contiguous();
+        let (q, k, v) = (one(q, head)?, one(k, head / group)?, one(v, head / group)?); // [N, Dh]
+        let scores = (q.matmul(&k.t()?)? / (head_dim as f64).sqrt())?; // [N, N]
+        let weights = scores.exp()?.mul(seen)?; // scores are small: no maximum to subtract
+        outputs.push(weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(1)?)?);
+    }
+    Tensor::cat(&outputs, 1)
+}
+
+fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
+    let cube = x.mul(x)?.mul(x)?;
+    let inner = ((x + (cube * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+    (x * 0.5)?.mul(&(inner.tanh()? + 1.0)?)
+}
