@@ -16,6 +16,7 @@ use trainer::train::{
 };
 
 const SAMPLES_A_STEP: usize = 8;
+const SMALL: &str = "small-tied";
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -59,15 +60,15 @@ impl Variant {
 }
 
 fn rows(data: &str) -> JsonlRows {
-    let encoder = Encoder::from_folder(&golden("models/small-tied"), &ImageConfig::default());
+    let encoder = Encoder::from_folder(&golden("models").join(SMALL), &ImageConfig::default());
     let path = golden("data").join(format!("{data}.jsonl"));
     let set = DatasetConfig { path, image_root: None, weight: 1.0 };
     JsonlRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
 }
 
-fn section(variant: Variant, precision: Precision) -> ModelSection {
+fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection {
     ModelSection {
-        path: golden("models/small-tied"),
+        path: golden("models").join(model),
         weights: Weights::Pretrained,
         use_rmpad: variant.use_rmpad,
         attention: variant.attention,
@@ -78,9 +79,9 @@ fn section(variant: Variant, precision: Precision) -> ModelSection {
 }
 
 /// As the reference trains: AdamW, constant 1e-3, clipped to 1, no decay.
-fn runner(variant: Variant, precision: Precision) -> StepRunner {
+fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let device = Device::Cpu;
-    let loaded = load_model(&section(variant, precision), 0, &device).unwrap();
+    let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
     let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &trainer::tape::Param| loaded.master(param, &device);
@@ -98,7 +99,7 @@ fn runner(variant: Variant, precision: Precision) -> StepRunner {
 }
 
 fn curve(data: &str, variant: Variant, precision: Precision, steps: u64) -> Vec<StepOutcome> {
-    let (rows, runner) = (rows(data), runner(variant, precision));
+    let (rows, runner) = (rows(data), runner(SMALL, variant, precision));
     let all: Vec<Row> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
@@ -178,7 +179,7 @@ fn digits_follow_the_reference_in_every_layout() {
 fn gradient_norms_of_every_parameter_equal_the_references() {
     for (data, name) in [("text", "text_small-tied"), ("image_exact", "image_exact_small-tied")] {
         let golden = &golden_json("curves.json")[name]["grad_norms_step1"];
-        let (rows, runner) = (rows(data), runner(PLAIN, Precision::F32));
+        let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
         let samples: Vec<EncodedSample> =
             rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
         runner.accumulate(PLAIN.micro_batches(&samples)).unwrap();
@@ -198,7 +199,7 @@ fn losses_of_single_samples_equal_the_references() {
     let golden = golden_json("losses_at_init.json");
     for (name, entry) in golden.as_object().unwrap() {
         let data = name.split('|').nth(1).unwrap();
-        let (rows, runner) = (rows(data), runner(PLAIN, Precision::F32));
+        let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
         let device = Device::Cpu;
         let dtype = runner.dtype;
         let evaluator = Evaluator { rows: &rows, max_tokens: 2048, dtype, device: &device };
@@ -221,4 +222,53 @@ fn bf16_follows_f32() {
     for (a, b) in rough.iter().zip(&exact) {
         assert!((a.loss / b.loss - 1.0).abs() < 0.02, "{} not {}", a.loss, b.loss);
     }
+}
+
+/// Rows by their ids, wherever they are.
+fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
+    let row = |wanted: &Value| {
+        let rows = rows(wanted["file"].as_str().unwrap().trim_end_matches(".jsonl"));
+        let text = std::fs::read_to_string(rows.files()[0].path()).unwrap();
+        let has_id =
+            |line: &str| serde_json::from_str::<Value>(line).unwrap()["id"] == wanted["id"];
+        let row = text.lines().position(has_id).unwrap() as u32;
+        rows.read(Row { dataset: 0, row }).unwrap()
+    };
+    wanted.as_array().unwrap().iter().map(row).collect()
+}
+
+/// Made by `scripts/golden/make_variants.py`: an untied head, a q projection wider than the hidden
+/// size and transformers 5's spelling of `config.json`; and bf16 weights in two shards.
+#[test]
+fn other_shapes_and_files_give_the_references_losses_and_gradients() {
+    let golden_variants = golden_json("variants.json");
+    let samples = samples_by_id(&golden_variants["rows"]);
+    let file = golden("variants_grads.safetensors");
+    let full = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
+    let mut compared = 0;
+    for model in ["untied", "sharded-bf16"] {
+        let (golden, runner) = (&golden_variants[model], runner(model, PLAIN, Precision::F32));
+        let (loss_sum, num_targets) = runner.accumulate(PLAIN.micro_batches(&samples)).unwrap();
+        assert_eq!(num_targets, golden["num_targets"].as_u64().unwrap());
+        let loss = loss_sum / num_targets as f64;
+        let off = (loss - golden["loss"].as_f64().unwrap()).abs();
+        assert!(off <= 1e-5, "{model}: {loss} not {}", golden["loss"]);
+        for param in &runner.params {
+            let buffer = runner.grads.get(param.index()).unwrap();
+            let norm = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
+            let expected = golden["grad_norms"][param.name()].as_f64().unwrap();
+            let off = (norm - expected).abs();
+            assert!(
+                off <= 1e-3 * expected + 1e-6,
+                "{model} {}: {norm} not {expected}",
+                param.name()
+            );
+            let Some(expected) = full.get(&format!("{model}/{}", param.name())) else { continue };
+            let difference = (buffer - expected).unwrap();
+            let off = trainer::ops::sum_of_squares(&difference).unwrap().sqrt();
+            assert!(off <= 1e-4 * norm, "{model} {}: {off} of {norm}", param.name());
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, full.len());
 }
