@@ -22,3 +22,7 @@ pub mod ops;
 pub mod optim;
 pub mod tape;
 pub mod train;
+
+/// A step runs in the memory of the step before it.
+#[global_allocator]
+static ALLOCATOR: ops::Recycler = ops::Recycler::new();

@@ -1,5 +1,6 @@
 //! The command line: one file a command. The only place that reads the environment, prints and exits.
 
+mod bench;
 mod eval;
 mod generate;
 mod hub;
@@ -36,6 +37,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Answer a prompt
     Generate(generate::GenerateArgs),
+    /// How fast this machine runs the ops, a step, and the data side
+    Bench(bench::BenchArgs),
 }
 
 /// A config file and changes to it.
@@ -95,5 +98,6 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Inspect(args) => inspect::run(args),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Generate(args) => generate::run(args),
+        Command::Bench(args) => bench::run(args),
     }
 }

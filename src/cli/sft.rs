@@ -317,7 +317,7 @@ fn planned(
 }
 
 /// Model, gradients and optimizer, with the state of `found`.
-fn runner(
+pub(super) fn runner(
     config: &RunConfig,
     loaded: LoadedModel,
     found: Option<&Found>,

@@ -5,8 +5,10 @@
 
 mod jsonl;
 mod memory;
+mod mfu;
 mod rows;
 
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::peak_memory_bytes;
+pub use mfu::{ModelWork, Passes, StepSizes};
 pub use rows::{EvalMetrics, StepMetrics};

@@ -21,6 +21,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
+mod recycler;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -45,6 +46,7 @@ pub use linear::{
     linear_backward_weight,
 };
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_backward};
+pub use recycler::Recycler;
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, add_to_rows, gather_rows, set_rows, spread_rows, zero_rows};

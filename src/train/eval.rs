@@ -85,7 +85,7 @@ pub struct Evaluator<'a> {
 }
 
 /// Rows encoded at a time: enough to keep all cores busy, few enough to stay small.
-const ROWS_AT_A_TIME: usize = 64;
+const ROWS_AT_A_TIME: usize = 8;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` is told how many are done.

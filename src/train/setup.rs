@@ -2,6 +2,7 @@
 
 use super::config::{ModelSection, Precision, Weights};
 use crate::checkpoint::{CheckpointError, WeightFiles};
+use crate::metrics::{ModelWork, Passes};
 use crate::model::init::random_tensor;
 use crate::model::{
     Model, ModelConfig, ModelConfigError, ParamSpec, Part, WeightError, param_specs,
@@ -130,14 +131,48 @@ impl LoadedModel {
         Groups::new(&named, freeze, lr_multipliers)
     }
 
-    /// Number of parameters: all, and those of each part.
-    pub fn num_parameters(&self) -> (usize, [(Part, usize); 3]) {
-        let count = |part: Part| {
-            let specs = self.specs.iter().filter(|spec| spec.part == part);
-            (part, specs.map(|spec| spec.shape.iter().product::<usize>()).sum::<usize>())
+    /// Sizes that decide how many operations a step takes.
+    pub fn work(&self) -> ModelWork {
+        let (text, vision) = (&self.model.config().text, &self.model.config().vision);
+        // Matrices that a row is multiplied with: tables that are looked up do not count.
+        let matrices = |part: Part| {
+            let is_table = |name: &str| {
+                name.ends_with("embed_tokens.weight")
+                    || name == "lm_head.weight"
+                    || name.ends_with("pos_embed.weight")
+            };
+            let specs = self.specs.iter().filter(|s| s.part == part && s.shape.len() > 1);
+            let counted = specs.filter(|spec| !is_table(&spec.name));
+            counted.map(|spec| spec.shape.iter().product::<usize>()).sum::<usize>() as f64
         };
-        let parts = [Part::Vision, Part::Merger, Part::Llm].map(count);
-        (parts.iter().map(|(_, count)| count).sum(), parts)
+        ModelWork {
+            text_params: matrices(Part::Llm),
+            head_params: (text.vocab_size * text.hidden_size) as f64,
+            vision_params: matrices(Part::Vision),
+            merger_params: matrices(Part::Merger),
+            text_attention: (text.num_hidden_layers * text.num_attention_heads * text.head_dim)
+                as f64,
+            vision_attention: (vision.depth * vision.hidden_size) as f64,
+        }
+    }
+
+    /// Operations a weight and row of each part, as far as whole parts are frozen.
+    pub fn passes(&self, groups: &Groups) -> Passes {
+        let trained = |part: Part| {
+            let mut settings = self.specs.iter().zip(groups.iter());
+            settings.any(|(spec, setting)| spec.part == part && !setting.frozen)
+        };
+        let [vision, merger, text] = [Part::Vision, Part::Merger, Part::Llm].map(trained);
+        let passes = |trained: bool, below: bool| match (trained, below) {
+            (true, _) => 6.0,
+            (false, true) => 4.0,
+            (false, false) => 2.0,
+        };
+        Passes {
+            text: passes(text, vision || merger),
+            vision: passes(vision, false),
+            merger: passes(merger, vision),
+        }
     }
 }
 

@@ -1,0 +1,193 @@
+//! Each op at a few sizes. `share` is of the measured matmul or memory peak of this machine.
+
+use super::{Table, fastest};
+use crate::ops::{
+    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
+    adamw_step, gelu, gelu_backward, layer_norm, layer_norm_backward, linear,
+    linear_backward_input, linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope,
+    qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
+};
+use candle_core::{DType, Device, Result, Tensor};
+
+fn random(shape: &[usize]) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
+}
+
+fn zeros(shape: &[usize]) -> Result<Tensor> {
+    Tensor::zeros(shape, DType::F32, &Device::Cpu)
+}
+
+/// What this machine can do at best.
+struct Peaks {
+    flops: f64,
+    bytes: f64,
+}
+
+impl Peaks {
+    fn measure(table: &mut Table) -> anyhow::Result<Self> {
+        let (x, w) = (random(&[2048, 2048])?, random(&[2048, 2048])?);
+        let seconds = fastest(|| linear(&x, &w, None).map(drop))?;
+        let flops = 2.0 * 2048f64.powi(3) / seconds;
+        let source = vec![1f32; 64 << 20];
+        let mut target = vec![0f32; 64 << 20];
+        let seconds = fastest(|| {
+            use rayon::prelude::*;
+            let chunks = target.par_chunks_mut(1 << 16).zip(source.par_chunks(1 << 16));
+            chunks.for_each(|(target, source)| target.copy_from_slice(source));
+            Ok(())
+        })?;
+        let bytes = 2.0 * (source.len() * 4) as f64 / seconds;
+        table.row("peak", &[("GFLOP/s", flops / 1e9), ("GB/s", bytes / 1e9)])?;
+        Ok(Self { flops, bytes })
+    }
+}
+
+/// An op to time: what it computes or moves, and how to run it.
+struct Case<'a> {
+    name: String,
+    work: Work,
+    run: Box<dyn FnMut() -> Result<()> + 'a>,
+}
+
+enum Work {
+    Flops(f64),
+    Bytes(f64),
+}
+
+fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Case<'a> {
+    Case { name: name.to_owned(), work, run: Box::new(run) }
+}
+
+/// Prints one row an op whose name contains `filter`.
+pub(super) fn run(filter: &str, table: &mut Table) -> anyhow::Result<()> {
+    let peaks = Peaks::measure(table)?;
+    let mut time = |case: Case<'_>| -> anyhow::Result<()> {
+        if !case.name.contains(filter) {
+            return Ok(());
+        }
+        let seconds = fastest(case.run)?;
+        let (unit, rate, share) = match case.work {
+            Work::Flops(flops) => ("GFLOP/s", flops / seconds, flops / seconds / peaks.flops),
+            Work::Bytes(bytes) => ("GB/s", bytes / seconds, bytes / seconds / peaks.bytes),
+        };
+        table.row(&case.name, &[("ms", seconds * 1e3), (unit, rate / 1e9), ("share", share)])
+    };
+    linears(&mut time)?;
+    rows(&mut time)?;
+    attention(&mut time)?;
+    heads(&mut time)
+}
+
+type Time<'t> = dyn FnMut(Case<'_>) -> anyhow::Result<()> + 't;
+
+fn linears(time: &mut Time<'_>) -> anyhow::Result<()> {
+    for (n, k, m) in [(2048, 1024, 3072), (1881, 512, 1536), (416, 128, 256)] {
+        let (x, w, dy) = (random(&[n, k])?, random(&[m, k])?, random(&[n, m])?);
+        let dw = zeros(&[m, k])?;
+        let flops = 2.0 * (n * k * m) as f64;
+        let size = format!("{n}x{k}x{m}");
+        time(case(&format!("linear {size}"), Work::Flops(flops), || {
+            linear(&x, &w, None).map(drop)
+        }))?;
+        time(case(&format!("linear dx {size}"), Work::Flops(flops), || {
+            linear_backward_input(&dy, &w).map(drop)
+        }))?;
+        time(case(&format!("linear dw {size}"), Work::Flops(flops), || {
+            linear_backward_weight(&x, &dy, &dw)
+        }))?;
+    }
+    Ok(())
+}
+
+fn rows(time: &mut Time<'_>) -> anyhow::Result<()> {
+    let (n, d, f, h) = (2048, 1024, 3072, 16);
+    let (x, dy, w, dw) = (random(&[n, d])?, random(&[n, d])?, random(&[d])?, zeros(&[d])?);
+    let pass = (4 * n * d) as f64;
+    let (_, rstd) = rms_norm(&x, &w, 1e-6)?;
+    time(case("rms_norm 2048x1024", Work::Bytes(2.0 * pass), || rms_norm(&x, &w, 1e-6).map(drop)))?;
+    time(case("rms_norm backward 2048x1024", Work::Bytes(3.0 * pass), || {
+        rms_norm_backward(&x, &rstd, &w, &dy, None, Some(&dw)).map(drop)
+    }))?;
+    let (_, stats) = layer_norm(&x, &w, &w, 1e-6)?;
+    time(case("layer_norm 2048x1024", Work::Bytes(2.0 * pass), || {
+        layer_norm(&x, &w, &w, 1e-6).map(drop)
+    }))?;
+    time(case("layer_norm backward 2048x1024", Work::Bytes(3.0 * pass), || {
+        layer_norm_backward(&x, &stats, &w, &dy, None, Some(&dw), Some(&dw.copy()?)).map(drop)
+    }))?;
+    let half = d / h / 2;
+    let table = RopeTable { cos: random(&[n, half])?, sin: random(&[n, half])? };
+    let (qw, qdw) = (random(&[d / h])?, zeros(&[d / h])?);
+    let (rotated, rstd) = qk_norm_rope(&x, &qw, 1e-6, &table)?;
+    time(case("qk_norm_rope 2048x16x64", Work::Bytes(2.0 * pass), || {
+        qk_norm_rope(&x, &qw, 1e-6, &table).map(drop)
+    }))?;
+    time(case("qk_norm_rope backward 2048x16x64", Work::Bytes(3.0 * pass), || {
+        qk_norm_rope_backward(&x, &rstd, &qw, &table, &rotated, Some(&qdw)).map(drop)
+    }))?;
+    let (gate, up, da) = (random(&[n, f])?, random(&[n, f])?, random(&[n, f])?);
+    let pass = (4 * n * f) as f64;
+    time(case("swiglu 2048x3072", Work::Bytes(3.0 * pass), || swiglu(&gate, &up).map(drop)))?;
+    time(case("swiglu backward 2048x3072", Work::Bytes(5.0 * pass), || {
+        swiglu_backward(&gate, &up, &da).map(drop)
+    }))?;
+    for (name, kind) in [("tanh", Gelu::Tanh), ("erf", Gelu::Erf)] {
+        time(case(&format!("gelu {name} 2048x3072"), Work::Bytes(2.0 * pass), || {
+            gelu(&gate, kind).map(drop)
+        }))?;
+        time(case(&format!("gelu {name} backward 2048x3072"), Work::Bytes(3.0 * pass), || {
+            gelu_backward(&gate, &da, kind).map(drop)
+        }))?;
+    }
+    Ok(())
+}
+
+fn attention(time: &mut Time<'_>) -> anyhow::Result<()> {
+    for (segments, length, heads, kv_heads, dim, masking) in [
+        (1, 2048, 16, 8, 128, Masking::Causal),
+        (16, 128, 16, 8, 128, Masking::Causal),
+        (4, 512, 16, 16, 64, Masking::Full),
+    ] {
+        let tokens = segments * length;
+        let q = random(&[tokens, heads, dim])?;
+        let (k, v) = (random(&[tokens, kv_heads, dim])?, random(&[tokens, kv_heads, dim])?);
+        let ends: Vec<u32> = (0..=segments).map(|i| (i * length) as u32).collect();
+        let boundaries = Segments { cu_seqlens: &ends, row_ends: &[0, tokens as u32] };
+        let qkv = || Qkv { q: &q, k: &k, v: &v };
+        let (o, lse) = Flash.forward(qkv(), boundaries, masking)?;
+        let half = if masking == Masking::Causal { 0.5 } else { 1.0 };
+        let product = 2.0 * half * (segments * length * length * heads * dim) as f64;
+        let name = format!("{segments}x{length} h{heads}/{kv_heads} d{dim} {masking:?}");
+        time(case(&format!("attention {name}"), Work::Flops(2.0 * product), || {
+            Flash.forward(qkv(), boundaries, masking).map(drop)
+        }))?;
+        time(case(&format!("attention backward {name}"), Work::Flops(5.0 * product), || {
+            Flash.backward(qkv(), &o, &lse, &o, boundaries, masking).map(drop)
+        }))?;
+    }
+    Ok(())
+}
+
+fn heads(time: &mut Time<'_>) -> anyhow::Result<()> {
+    let (s, d, v) = (1024, 512, 151_936);
+    let (h, w, dw) = (random(&[s, d])?, random(&[v, d])?, zeros(&[v, d])?);
+    let targets = Tensor::from_vec((0..s as u32).collect::<Vec<_>>(), s, &Device::Cpu)?;
+    let flops = 6.0 * (s * d * v) as f64;
+    time(case("linear_cross_entropy 1024x512x151936", Work::Flops(flops), || {
+        linear_cross_entropy_backward(&h, &w, &targets, 1e-3, Some(&dw), true).map(drop)
+    }))?;
+    let count = 16 << 20;
+    let [weight, exp_avg, exp_avg_sq, grad] =
+        [random(&[count])?, zeros(&[count])?, zeros(&[count])?, random(&[count])?];
+    let tensors = AdamWTensors {
+        weight: &weight,
+        master: None,
+        exp_avg: &exp_avg,
+        exp_avg_sq: &exp_avg_sq,
+        grad: &grad,
+    };
+    let hyper = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };
+    time(case("adamw 16.8M", Work::Bytes(7.0 * (4 * count) as f64), || {
+        adamw_step(&hyper, &tensors, 1e-4, 0.1, 1, 1.0)
+    }))
+}
