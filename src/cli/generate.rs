@@ -1,7 +1,6 @@
 //! `trainer generate`: an answer to a prompt with pictures.
 
 use super::report::{Exit, Failure};
-use anyhow::Context as _;
 use crate::batch::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
 use crate::train::{
@@ -65,10 +64,10 @@ impl GenerateArgs {
         let mut media = Vec::new();
         let mut parts = Vec::new();
         for image in &self.images {
-            let path = image
-                .canonicalize()
-                .map_err(|error| Failure::of(Exit::Data, error))
-                .with_context(|| format!("cannot read image `{}`", image.display()))?;
+            let path = image.canonicalize().map_err(|error| {
+                let message = format!("`--image`: cannot read `{}`: {error}", image.display());
+                Failure::new(Exit::Data, message).hint("check the path")
+            })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
             media.push(MediaRef { source: MediaSource::File { root, path } });
             parts.push(Part::Image);

@@ -253,6 +253,22 @@ impl ImageError {
         }
     }
 
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => {
+                "paths are relative to `image_root` of the data set, by default the folder of its file"
+            }
+            Self::Root { .. } => "check `image_root` of the data set",
+            Self::EscapesRoot { .. } => "move the picture, or set `image_root` to a folder above it",
+            Self::Read { .. } => "the path must lead to a file that you may read",
+            Self::DataUri { .. } => "write `data:image/png;base64,` and the encoded file",
+            Self::UnknownFormat { .. } => "convert it to PNG or JPEG",
+            Self::Broken { .. } => "copy or make the picture again",
+            Self::AspectRatio { .. } | Self::TooLarge { .. } => "cut or scale the picture",
+        }
+    }
+
     /// A short key to count rejected samples by.
     pub fn reason(&self) -> &'static str {
         match self {

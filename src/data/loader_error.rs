@@ -125,6 +125,18 @@ impl LoaderError {
             _ => &[],
         }
     }
+
+    /// With `rejections` before those that no step has reported: their steps were not either.
+    #[must_use]
+    pub(super) fn after(mut self, mut rejections: Vec<Rejection>) -> Self {
+        if let Self::TooManyRejected { unreported, .. } | Self::EmptyEpoch { unreported, .. } =
+            &mut self
+        {
+            rejections.append(unreported);
+            *unreported = rejections;
+        }
+        self
+    }
 }
 
 /// `2 overlong, 1 json`

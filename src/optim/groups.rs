@@ -19,7 +19,7 @@ pub struct Groups(Vec<Setting>);
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum GroupError {
     /// It names no parameter.
-    #[error("`{key}`: `{pattern}` matches no parameter; parts are `vision`, `merger` and `llm`, and the nearest parameter name is `{nearest}`")]
+    #[error("`{key}`: `{pattern}` matches no part and no parameter; the nearest parameter name is `{nearest}`")]
     NoMatch {
         /// Config key.
         key: &'static str,
@@ -39,7 +39,7 @@ pub enum GroupError {
         reason: String,
     },
     /// A factor that makes no sense.
-    #[error("`optim.lr_multipliers`: `{pattern}` is {found}; a factor is finite and not negative (to keep a part as it is, use `model.freeze`)")]
+    #[error("`optim.lr_multipliers`: `{pattern}` is `{found}`, expected a finite number of 0 or more")]
     Factor {
         /// As written.
         pattern: String,
@@ -49,6 +49,31 @@ pub enum GroupError {
     /// Nothing is left to train.
     #[error("`model.freeze` freezes every parameter: there is nothing to train")]
     AllFrozen,
+}
+
+impl GroupError {
+    /// The key of the config and, if one is to blame, the pattern in it.
+    pub fn origin(&self) -> (&'static str, Option<&str>) {
+        match self {
+            Self::NoMatch { key, pattern, .. } | Self::NotAGlob { key, pattern, .. } => {
+                (key, Some(pattern))
+            }
+            Self::Factor { pattern, .. } => ("optim.lr_multipliers", Some(pattern)),
+            Self::AllFrozen => ("model.freeze", None),
+        }
+    }
+
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NoMatch { .. } => {
+                "name a part (`vision`, `merger`, `llm`), or write a glob such as `model.visual.blocks.0.*`"
+            }
+            Self::NotAGlob { .. } => "`*` stands for any text, `?` for one character, `[ab]` for one of them",
+            Self::Factor { .. } => "1.0 is the plain learning rate; to keep a part as it is, use `model.freeze`",
+            Self::AllFrozen => "take at least one part out of `model.freeze`",
+        }
+    }
 }
 
 /// A parameter as patterns see it.

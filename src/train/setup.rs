@@ -66,6 +66,24 @@ pub enum SetupError {
     Candle(#[from] candle_core::Error),
 }
 
+impl SetupError {
+    /// What to do about it, where its cause does not say.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::MissingTensors { .. } => {
+                "`config.json` and the weights are of two models, or a file of weights is missing"
+            }
+            Self::Shape { .. } => "`config.json` and the weights are of two models: copy both again",
+            Self::Config { .. }
+            | Self::Files { .. }
+            | Self::Groups(_)
+            | Self::Weights(_)
+            | Self::Candle(_) => return None,
+        };
+        Some(hint.to_owned())
+    }
+}
+
 /// A model, its parameters, and what its folder says.
 pub struct LoadedModel {
     /// The stages.
