@@ -6,7 +6,7 @@ use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::checkpoint::write_atomically;
 use crate::data::JsonlFile;
-use crate::train::{EvalReport, Evaluator, Weights, load_model};
+use crate::train::{EvalReport, Evaluator, Weights};
 use candle_core::Device;
 use clap::Args;
 use std::fmt::Write as _;
@@ -44,7 +44,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let encoder = args.config.encoder(&config)?;
     let rows = args.config.open_rows("eval", &config.data.eval, &encoder)?;
     let device = Device::Cpu;
-    let loaded = load_model(&config.model, config.seed, &device)?;
+    let loaded = args.config.load_model(&config.model, config.seed, &device)?;
     let evaluator = Evaluator {
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,

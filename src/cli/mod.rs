@@ -13,12 +13,14 @@ mod sft;
 mod verdict;
 
 use self::report::{Exit, Failure};
+use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
     DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
 };
 use crate::optim::Groups;
-use crate::train::{JsonlRows, LoadedModel};
+use crate::train::{JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
+use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -117,6 +119,22 @@ impl ConfigArgs {
             {
                 let key = if min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
                 self.refuse(&["data", "image", key], image, image.hint()).into()
+            }
+            _ => error.into(),
+        })
+    }
+
+    /// Reads the model at `section`, which is that of the config or of a checkpoint.
+    fn load_model(
+        &self,
+        section: &ModelSection,
+        seed: u64,
+        device: &Device,
+    ) -> anyhow::Result<LoadedModel> {
+        load_model(section, seed, device).map_err(|error| match &error {
+            SetupError::Files { source: source @ CheckpointError::NoWeights { .. }, .. } => {
+                let problem = format!("`model.weights` is `pretrained`, but there are {source}");
+                self.refuse(&["model", "weights"], problem, source.hint()).into()
             }
             _ => error.into(),
         })

@@ -16,7 +16,7 @@ use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
-    TrainerParts, Weights, generate, load_model, trainable, write_rejects,
+    TrainerParts, Weights, generate, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -45,7 +45,11 @@ pub(super) struct SftArgs {
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let output_dir = config.output_dir.as_path();
-    std::fs::create_dir_all(output_dir).map_err(|error| cannot_make(output_dir, error))?;
+    std::fs::create_dir_all(output_dir).map_err(|error| {
+        let problem = format!("`output_dir`: cannot make folder `{}`: {error}", output_dir.display());
+        let error = args.config.refuse(&["output_dir"], problem, WRITABLE);
+        Failure::of(Exit::CannotWrite, error)
+    })?;
     let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
@@ -187,7 +191,7 @@ fn assemble(
         section.path.clone_from(&found.dir);
         section.weights = Weights::Pretrained;
     }
-    let loaded = load_model(&section, config.seed, &device)?;
+    let loaded = args.load_model(&section, config.seed, &device)?;
     let groups = args.groups(config, &loaded)?; // before the rows are measured, which takes longer
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;

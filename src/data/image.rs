@@ -175,7 +175,7 @@ pub enum ImageError {
         root: PathBuf,
     },
     /// The folder itself is not there.
-    #[error("cannot open `image_root` `{}`", .root.display())]
+    #[error("cannot open `image_root` `{}`: {source}", .root.display())]
     Root {
         /// The folder.
         root: PathBuf,
@@ -191,7 +191,7 @@ pub enum ImageError {
         root: PathBuf,
     },
     /// The file cannot be read, or is not a regular file.
-    #[error("cannot read image `{}`", .path.display())]
+    #[error("cannot read image `{}`: {source}", .path.display())]
     Read {
         /// As the row writes it.
         path: PathBuf,
@@ -211,7 +211,7 @@ pub enum ImageError {
         image: ImageName,
     },
     /// The picture is damaged or incomplete.
-    #[error("image {image} is broken")]
+    #[error("image {image} is broken: {source}")]
     Broken {
         /// Which picture.
         image: ImageName,

@@ -19,13 +19,13 @@ pub struct Groups(Vec<Setting>);
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum GroupError {
     /// It names no parameter.
-    #[error("`{key}`: `{pattern}` matches no part and no parameter; the nearest parameter name is `{nearest}`")]
+    #[error("`{key}`: `{pattern}` matches no part and no parameter; the nearest name is `{nearest}`")]
     NoMatch {
         /// Config key.
         key: &'static str,
         /// As written.
         pattern: String,
-        /// A parameter that the user may have meant.
+        /// A part or parameter that the user may have meant.
         nearest: String,
     },
     /// It is no glob.
@@ -144,10 +144,13 @@ fn matches(
         }
     };
     if found.is_empty() {
-        let nearest = params
-            .iter()
-            .max_by_key(|param| common_pieces(pattern, param.name))
-            .map_or_else(String::new, |param| param.name.to_owned());
+        let name = |param: &Named<'_>| (common_pieces(pattern, param.name), param.name.to_owned());
+        let part = |part: &str| (2 * common_pieces(pattern, part), part.to_owned());
+        let parts = ["vision", "merger", "llm"].map(part).into_iter();
+        // A word alone is more likely a part than a piece of a long name.
+        let parts = parts.filter(|_| !pattern.contains(['.', '*']));
+        let best = params.iter().map(name).chain(parts).max_by_key(|(shared, _)| *shared);
+        let nearest = best.map_or_else(String::new, |(_, name)| name);
         return Err(GroupError::NoMatch { key, pattern: pattern.to_owned(), nearest });
     }
     Ok(found)

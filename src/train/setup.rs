@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// `config.json`.
-    #[error("model folder `{}`", .folder.display())]
+    #[error("model folder `{}` cannot be used", .folder.display())]
     Config {
         /// The folder.
         folder: PathBuf,
@@ -24,7 +24,7 @@ pub enum SetupError {
         source: ModelConfigError,
     },
     /// The weight files.
-    #[error("model folder `{}`", .folder.display())]
+    #[error("model folder `{}` cannot be used", .folder.display())]
     Files {
         /// The folder.
         folder: PathBuf,

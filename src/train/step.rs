@@ -48,7 +48,9 @@ impl StepError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => {
-                Some("the weights themselves may hold values that are not finite; else lower `optim.lr`")
+                Some(
+                    "nothing was trained yet: the weights of the model folder hold values that are not finite",
+                )
             }
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
                 "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before in metrics.jsonl; \

@@ -35,7 +35,7 @@ fn cases(heading: &str) -> Vec<Case> {
 }
 
 fn cell(text: &str) -> String {
-    text.trim().to_owned()
+    text.trim().replace("\\|", "|")
 }
 
 /// What `Case` says, found in an output.
@@ -43,8 +43,9 @@ fn told(output: &Output, folder: &Path) -> (String, String) {
     let stderr = String::from_utf8(output.stderr.clone()).unwrap();
     assert!(!stderr.contains("panicked at"), "{stderr}");
     assert!(!stderr.contains('\u{1b}'), "no terminal, no colours: {stderr}");
-    let stderr = stderr.replace(&folder.display().to_string(), "@TMP@");
-    let line = |start: &str| stderr.lines().find_map(|line| line.strip_prefix(start)).map(str::trim);
+    let stderr = shortened(&stderr, folder);
+    let line =
+        |start: &str| stderr.lines().find_map(|line| line.strip_prefix(start)).map(str::trim);
     let mut message = line("error: ").unwrap_or("no error").to_owned();
     for cause in stderr.lines().filter_map(|line| line.strip_prefix("caused by: ")) {
         let _ = write!(message, "; caused by: {cause}");
@@ -54,7 +55,10 @@ fn told(output: &Output, folder: &Path) -> (String, String) {
 
 fn trainer(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.current_dir(env!("CARGO_MANIFEST_DIR")).env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
+    command
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .env_remove("RUST_LOG")
+        .env("RUST_BACKTRACE", "1");
     command.args(args).output().unwrap()
 }
 
@@ -76,10 +80,11 @@ fn check_all(cases: &[Case], check: impl Fn(&Case) -> Result<(), String> + Sync)
 }
 
 fn same(case: &Case, verdict: &str, message: &str, hint: &str) -> Result<(), String> {
-    let (expected, found) = (
-        format!("| {} | {} | {} | {} |", case.file, case.verdict, case.message, case.hint),
-        format!("| {} | {verdict} | {message} | {hint} |", case.file),
-    );
+    let line = |cells: [&str; 4]| {
+        format!("| {} |", cells.map(|cell| cell.replace('|', "\\|")).join(" | "))
+    };
+    let expected = line([&case.file, &case.verdict, &case.message, &case.hint]);
+    let found = line([&case.file, verdict, message, hint]);
     if expected == found { Ok(()) } else { Err(format!("expected {expected}\nfound    {found}")) }
 }
 
@@ -137,7 +142,10 @@ fn break_models(folder: &Path) {
     write(&copy("config-not-json").join("config.json"), "{\"model_type\": \"qwen3_vl\",\n");
     fs::remove_file(copy("no-tokenizer").join("tokenizer.json")).unwrap();
     write(&copy("broken-tokenizer").join("tokenizer.json"), "{}");
-    fs::remove_file(copy("no-chat-template").join("chat_template.jinja")).unwrap();
+    edit("no-chat-template", "tokenizer_config.json", &|c| {
+        c.as_object_mut().unwrap().remove("chat_template");
+    });
+    fs::remove_file(folder.join("no-chat-template/chat_template.jinja")).unwrap();
     write(&copy("broken-chat-template").join("chat_template.jinja"), "{% for message in %}");
     fs::remove_file(copy("no-image-config").join("preprocessor_config.json")).unwrap();
     let weights = |name: &str| copy(name).join("model.safetensors");
@@ -258,8 +266,8 @@ fn every_bad_row_stops_a_run_that_shall_stop_with_its_line_and_reason() {
         assert_eq!((text("file"), &reject["row"]), ("@TMP@/rows.jsonl".to_owned(), &json!(2)));
         let whole = text("message");
         let (told_there, hint) = whole.split_once("; hint: ").unwrap_or((&whole, "no hint"));
-        let told_there = told_there.strip_prefix("@TMP@/rows.jsonl:2").unwrap_or(told_there);
         let place = "@TMP@/rows.jsonl:2";
+        let told_there = told_there.strip_prefix(place).unwrap_or(told_there);
         if !(message.starts_with(place) && message.contains(told_there)) {
             return Err(format!("{}: {message}\nbut in rejects.jsonl {told_there}", case.file));
         }
@@ -317,8 +325,7 @@ fn one_bad_row_in_two_hundred_is_skipped_and_three_stop_the_run() {
         assert_eq!(output.status.code(), Some(code), "{message}");
         assert_eq!(jsonl(&folder.join("out/rejects.jsonl")).len(), num_bad);
         if code == 65 {
-            let expected =
-                "3 of 203 rows rejected (3 json), at most a share of 0.01 may be";
+            let expected = "3 of 202 rows rejected (3 json), at most a share of 0.01 may be";
             assert_eq!(message, expected);
             assert!(hint.contains("`data.max_rejected`"), "{hint}");
             assert!(!folder.join("out/checkpoints").exists());
@@ -355,12 +362,250 @@ fn a_line_of_16_megabytes_is_a_bad_row_like_any_other() {
 }
 
 fn row_text(value: &Value, folder: &Path) -> String {
+    shortened(value.as_str().unwrap(), folder)
+}
+
+/// Without the folders of this machine.
+fn shortened(text: &str, folder: &Path) -> String {
     let root = fixtures("bad_rows/images");
-    let text = value.as_str().unwrap().replace(root.to_str().unwrap(), "@IMAGES@");
+    let text = text.replace(root.to_str().unwrap(), "@IMAGES@");
     text.replace(folder.to_str().unwrap(), "@TMP@")
 }
 
 fn jsonl(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Arguments, exit code, what stderr has; `@TMP@` in both.
+type Refused<'a> = (&'a [&'a str], i32, &'a [&'a str]);
+
+fn assert_refused(folder: &Path, refused: &[Refused<'_>]) {
+    for (args, code, texts) in refused {
+        let args: Vec<String> =
+            args.iter().map(|arg| arg.replace("@TMP@", folder.to_str().unwrap())).collect();
+        let output = trainer(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        let stderr = shortened(&String::from_utf8_lossy(&output.stderr), folder);
+        assert_eq!(output.status.code(), Some(*code), "{args:?}: {stderr}");
+        assert!(output.stdout.is_empty(), "{args:?} printed a result");
+        assert!(stderr.contains("error: ") && !stderr.contains("panicked"), "{args:?}: {stderr}");
+        assert!(stderr.contains("try '--help'") || stderr.contains("\nhint: "), "{stderr}");
+        for text in *texts {
+            assert!(stderr.contains(text), "{args:?}: no `{text}` in\n{stderr}");
+        }
+    }
+}
+
+#[test]
+fn a_set_that_cannot_be_used_is_named_as_it_was_typed() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    write(&folder.join("rows.jsonl"), good_rows(4));
+    row_config(folder, "  packing_length: 64\n");
+    let set = |argument: &'static str| -> [&str; 5] {
+        ["sft", "--config", "@TMP@/config.yaml", "--set", argument]
+    };
+    assert_refused(
+        folder,
+        &[
+            (
+                &set("data.packin=false"),
+                64,
+                &[
+                    "--set data.packin=false: unknown key `packin` in `data`, did you mean `packing`?",
+                ],
+            ),
+            (&set("data.packing"), 64, &["--set data.packing: expected `key=value`"]),
+            (&set("data..packing=1"), 64, &["`data..packing` has an empty key"]),
+            (&set("seed.a=1"), 64, &["--set seed.a=1: "]),
+            (
+                &set("data.train.7.path=a"),
+                64,
+                &["--set data.train.7.path=a: there is no `7` in `data.train`"],
+            ),
+            (
+                &set("optim.lr=fast"),
+                64,
+                &["--set optim.lr=fast: `optim.lr` is `fast`, expected a number"],
+            ),
+            (
+                &set("optim.lr=-1"),
+                64,
+                &["--set optim.lr=-1: `optim.lr` is `-1`, expected a finite number"],
+            ),
+            (
+                &set("model.path=nowhere"),
+                64,
+                &["--set model.path=nowhere: `model.path`: there is nothing at `nowhere`"],
+            ),
+            (
+                &set("model.freeze=[visual]"),
+                64,
+                &["--set model.freeze=[visual]: `model.freeze`: `visual` matches no"],
+            ),
+            (&set("data.train=[a: }"), 64, &["--set data.train=[a: }: "]),
+            (&["sft", "--config", "@TMP@/no.yaml"], 64, &["cannot read config `@TMP@/no.yaml`"]),
+            (&["sft", "--confg", "a.yaml"], 64, &["unexpected argument '--confg'"]),
+        ],
+    );
+    assert!(!folder.join("out/checkpoints").exists());
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_resumed_is_refused_and_stays_as_it_is() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    write(&folder.join("rows.jsonl"), good_rows(16));
+    let config = row_config(
+        folder,
+        "  packing_length: 64\ntrain: {max_steps: 2}\ncheckpoint: {every_steps: 1}\n",
+    );
+    assert_eq!(sft(&config, &[]).status.code(), Some(0));
+    let newest = folder.join("out/checkpoints/step-00000002");
+    fs::create_dir(folder.join("empty")).unwrap();
+    let resume = |from: &'static str, set: &'static str| -> [&str; 7] {
+        ["sft", "--config", "@TMP@/config.yaml", "--set", set, "--resume", from]
+    };
+    let (same, checkpoint) = ("train.max_steps=3", "@TMP@/out/checkpoints/step-00000002");
+    assert_refused(
+        folder,
+        &[
+            (
+                &resume("@TMP@/nowhere", same),
+                64,
+                &["`--resume`: there is nothing at `@TMP@/nowhere`"],
+            ),
+            (&resume("atuo", same), 64, &["`--resume`: there is nothing at `atuo`"]),
+            (&resume("@TMP@/empty", same), 65, &["checkpoint `@TMP@/empty` is damaged"]),
+            (&resume(checkpoint, "optim.lr=1.0e-4"), 64, &["is a checkpoint of another config"]),
+        ],
+    );
+    let weights = newest.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::remove_file(&weights).unwrap(); // `final` links to it
+    write(&weights, &bytes);
+    assert_refused(
+        folder,
+        &[(&resume(checkpoint, same), 65, &["step-00000002` is damaged: `model.safetensors`"])],
+    );
+    fs::copy(folder.join("out/final/model.safetensors"), &weights).unwrap();
+    write(&folder.join("rows.jsonl"), good_rows(17));
+    assert_refused(
+        folder,
+        &[(&resume(checkpoint, same), 65, &["the training files changed since `@TMP@/out"])],
+    );
+    assert!(newest.exists() && folder.join("out/final").exists());
+}
+
+#[test]
+fn other_commands_refuse_bad_input_as_well() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    break_models(folder);
+    write(&folder.join("rows.jsonl"), good_rows(4));
+    write(&folder.join("bad.jsonl"), "{\"messages\": []}\n".repeat(3));
+    write(&folder.join("picture.png"), "no picture");
+    row_config(
+        folder,
+        "  eval: [{path: \"@TMP@/bad.jsonl\"}]\n"
+            .replace("@TMP@", folder.to_str().unwrap())
+            .as_str(),
+    );
+    let with = |command: &'static str, set: &'static str| -> [&str; 5] {
+        [command, "--config", "@TMP@/config.yaml", "--set", set]
+    };
+    let generate = |model: &'static str, image: &'static str| -> [&str; 7] {
+        ["generate", "--prompt", "What?", "--model", model, "--image", image]
+    };
+    let image =
+        "@IMAGES@/good.png".replace("@IMAGES@", fixtures("bad_rows/images").to_str().unwrap());
+    let plain = |model: &'static str| ["generate", "--prompt", "What?", "--model", model];
+    assert_refused(
+        folder,
+        &[
+            (&with("inspect", "model.path=nowhere"), 64, &["there is nothing at `nowhere`"]),
+            (
+                &with("inspect", "data.train.0.path=nowhere"),
+                64,
+                &["`data.train.0.path`: cannot read `nowhere`"],
+            ),
+            (
+                &with("inspect", "model.path=@TMP@/no-tokenizer"),
+                65,
+                &["no-tokenizer/tokenizer.json"],
+            ),
+            (&with("eval", "model.path=nowhere"), 64, &["there is nothing at `nowhere`"]),
+            (&with("eval", "data.eval=[]"), 64, &["`data.eval` is empty"]),
+            (
+                &with("eval", "seed=1"),
+                65,
+                &["none of the 3 eval rows can be scored", "bad.jsonl:1"],
+            ),
+            (&with("eval", "model.weights=pretrained"), 64, &["`model.weights` is `pretrained`"]),
+            (
+                &["eval", "--config", "@TMP@/config.yaml", "--checkpoint", "nowhere"],
+                64,
+                &["`--checkpoint`: there is nothing at `nowhere`"],
+            ),
+            (
+                &[
+                    "eval",
+                    "--config",
+                    "@TMP@/config.yaml",
+                    "--checkpoint",
+                    "@TMP@/truncated-weights",
+                ],
+                65,
+                &["truncated-weights/model.safetensors` is not valid"],
+            ),
+            (&plain("nowhere"), 64, &["there is nothing at `nowhere`"]),
+            (&plain("@TMP@/qwen2-vl"), 65, &["`model_type` is `qwen2_vl`"]),
+            (&plain("@TMP@/missing-tensor"), 65, &["11 of 74 tensors are missing"]),
+            (&generate("@TMP@/good", "nowhere.png"), 65, &["cannot read `nowhere.png`"]),
+            (&generate("@TMP@/good", "@TMP@/picture.png"), 65, &["is not a PNG, JPEG"]),
+            (
+                &[
+                    "generate",
+                    "--prompt",
+                    "<|image_pad|>",
+                    "--model",
+                    "@TMP@/good",
+                    "--image",
+                    &image,
+                ],
+                65,
+                &["`<|image_pad|>`, which is reserved"],
+            ),
+            (
+                &[
+                    "generate",
+                    "--prompt",
+                    "What?",
+                    "--model",
+                    "@TMP@/good",
+                    "--top-p",
+                    "0",
+                    "--temperature",
+                    "1",
+                    "--max-new-tokens",
+                    "many",
+                ],
+                64,
+                &["'many'"],
+            ),
+            (&["init", "--preset", "debug", "--out", "@TMP@/good"], 64, &["holds a model already"]),
+            (
+                &["init", "--preset", "debug", "--out", "@TMP@/rows.jsonl/model"],
+                73,
+                &["cannot make folder"],
+            ),
+            (
+                &["init", "--preset", "2b", "--out", "@TMP@/new", "--tokenizer", "nowhere"],
+                64,
+                &["`--tokenizer`: there is nothing"],
+            ),
+        ],
+    );
 }

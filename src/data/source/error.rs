@@ -116,7 +116,7 @@ pub enum SampleError {
         images: usize,
     },
     /// A picture that cannot be used.
-    #[error("{id}: image {index}: {cause}")]
+    #[error("{id}: {cause} (image {index} of the row)")]
     Image {
         /// The row.
         id: SampleId,
