@@ -5,14 +5,13 @@ use super::logging::Logging;
 use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::checkpoint::write_atomically;
-use crate::data::{Encoder, JsonlFile};
-use crate::train::{EvalReport, Evaluator, JsonlRows, Weights, load_model};
+use crate::data::JsonlFile;
+use crate::train::{EvalReport, Evaluator, Weights};
 use candle_core::Device;
 use clap::Args;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Arguments of `eval`.
 #[derive(Debug, Args)]
@@ -33,18 +32,19 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut config = args.config.load()?;
     if let Some(checkpoint) = &args.checkpoint {
+        super::check_folder("--checkpoint", checkpoint)?;
         config.model.path.clone_from(checkpoint);
         config.model.weights = Weights::Pretrained;
     }
     if config.data.eval.is_empty() {
-        return Err(Failure::new(Exit::Usage, "`data.eval` is empty: there is nothing to score")
-            .hint("list a data set under `data.eval`, or `--set 'data.eval=[{path: FILE}]'`")
-            .into());
+        let problem = "`data.eval` is empty, expected a data set to score";
+        let hint = "list one under `data.eval`, or pass `--set 'data.eval=[{path: FILE}]'`";
+        return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
     }
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
-    let rows = JsonlRows::open(&config.data.eval, encoder)?;
+    let encoder = args.config.encoder(&config)?;
+    let rows = args.config.open_rows("eval", &config.data.eval, &encoder)?;
     let device = Device::Cpu;
-    let loaded = load_model(&config.model, config.seed, &device)?;
+    let loaded = args.config.load_model(&config.model, config.seed, &device)?;
     let evaluator = Evaluator {
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,
@@ -57,6 +57,13 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     drop(progress);
     for rejection in &report.rejected {
         tracing::warn!(row = %rejection.message, "a row cannot be scored");
+    }
+    if report.samples.is_empty() {
+        let first = report.rejected.first().map_or(String::new(), |row| format!(": {row}"));
+        let message = format!("none of the {total} eval rows can be scored{first}");
+        return Err(Failure::new(Exit::Data, message)
+            .hint("repair the rows of `data.eval`; the warnings above name each")
+            .into());
     }
     if let Some(path) = &args.per_sample {
         write_atomically(path, per_sample(&report).as_bytes())?;

@@ -7,7 +7,6 @@ use crate::train::{
     AttentionChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice, Weights, generate,
     load_model,
 };
-use anyhow::Context as _;
 use candle_core::Device;
 use candle_transformers::generation::Sampling;
 use clap::Args;
@@ -65,10 +64,10 @@ impl GenerateArgs {
         let mut media = Vec::new();
         let mut parts = Vec::new();
         for image in &self.images {
-            let path = image
-                .canonicalize()
-                .map_err(|error| Failure::of(Exit::Data, error))
-                .with_context(|| format!("cannot read image `{}`", image.display()))?;
+            let path = image.canonicalize().map_err(|error| {
+                let message = format!("`--image`: cannot read `{}`: {error}", image.display());
+                Failure::new(Exit::Data, message).hint("check the path")
+            })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
             media.push(MediaRef { source: MediaSource::File { root, path } });
             parts.push(Part::Image);

@@ -28,7 +28,7 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     let looks_like_id = id.split('/').count() == 2 && !id.starts_with(['.', '/']);
     if !looks_like_id {
         return Err(Failure::new(Exit::Usage, format!("`{id}` is neither a folder nor a hub id"))
-            .hint("give a model folder in the transformers layout, or `owner/name`")
+            .hint(HINT)
             .into());
     }
     let api = hf_hub::api::sync::Api::new().context("the hub's cache cannot be opened")?;
@@ -46,12 +46,18 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     folder.with_context(|| format!("`{id}` has no files that a model needs"))
 }
 
+/// What `model.path` may be.
+#[cfg(feature = "hub")]
+pub(super) const HINT: &str = "give a model folder in the transformers layout, or `owner/name`";
+/// What `model.path` may be.
+#[cfg(not(feature = "hub"))]
+pub(super) const HINT: &str =
+    "give a folder in the transformers layout; hub ids need a build with `--features hub`";
+
 /// This build reads folders only.
 #[cfg(not(feature = "hub"))]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
-    Err(Failure::new(Exit::Usage, format!("there is no model folder `{}`", path.display()))
-        .hint(
-            "give a folder in the transformers layout; hub ids need a build with `--features hub`",
-        )
-        .into())
+    let found = if path.exists() { "a file" } else { "nothing" };
+    let message = format!("there is {found} at `{}`, expected a model folder", path.display());
+    Err(Failure::new(Exit::Usage, message).hint(HINT).into())
 }

@@ -4,7 +4,6 @@ use super::report::{Exit, Failure};
 use crate::checkpoint::{ModelFiles, WeightFiles, write_atomically};
 use crate::model::init::random_tensor;
 use crate::model::{ModelConfig, param_specs};
-use anyhow::Context as _;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -200,9 +199,13 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
             .hint("choose another `--out`, or remove the folder first")
             .into());
     }
-    std::fs::create_dir_all(&args.out)
-        .map_err(|error| Failure::of(Exit::CannotWrite, error))
-        .with_context(|| format!("cannot make folder `{}`", args.out.display()))?;
+    std::fs::create_dir_all(&args.out).map_err(|error| {
+        let message = format!("cannot make folder `{}`: {error}", args.out.display());
+        Failure::new(Exit::CannotWrite, message).hint("choose another `--out`")
+    })?;
+    if let Some(folder) = &args.tokenizer {
+        super::check_folder("--tokenizer", folder)?;
+    }
     let config = args.preset.config();
     if args.preset.is_small() {
         for (name, text) in SMALL_FILES {

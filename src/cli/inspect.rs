@@ -1,11 +1,11 @@
 //! `trainer inspect`: what the model will see of each row, and which rows share a pack.
 
 use super::ConfigArgs;
+use super::report::{Exit, Failure};
 use crate::batch::{EncodedSample, IGNORE_INDEX};
 use crate::config::RunConfig;
-use crate::data::{Encoder, RowReader, first_epoch_packs};
+use crate::data::{RowReader, first_epoch_packs};
 use crate::train::JsonlRows;
-use anyhow::Context as _;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -47,8 +47,8 @@ enum Format {
 /// Prints rows in training order.
 pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
-    let rows = Arc::new(JsonlRows::open(&config.data.train, encoder)?);
+    let encoder = args.config.encoder(&config)?;
+    let rows = Arc::new(args.config.open_rows("train", &config.data.train, &encoder)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
     let out = &mut std::io::stdout().lock();
     if args.packs {
@@ -71,8 +71,10 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     }
     if let Some(path) = &args.tensors {
         let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
-        candle_core::safetensors::save(&tensors, path)
-            .with_context(|| format!("cannot write `{}`", path.display()))?;
+        candle_core::safetensors::save(&tensors, path).map_err(|error| {
+            let message = format!("cannot write `{}`: {error}", path.display());
+            Failure::new(Exit::CannotWrite, message).hint("check `--tensors`")
+        })?;
     }
     Ok(())
 }

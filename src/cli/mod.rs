@@ -7,15 +7,26 @@ mod hub;
 mod init;
 mod inspect;
 mod logging;
+mod panics;
 mod progress;
 mod report;
 mod sft;
+mod verdict;
 
-use report::{Exit, Failure};
-
+use self::report::{Exit, Failure};
+use crate::checkpoint::CheckpointError;
+use crate::config::{self, ConfigError, RunConfig};
+use crate::data::{
+    DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
+};
+use crate::optim::Groups;
+use crate::train::{JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
+use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
-use std::path::PathBuf;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Supervised fine-tuning of Qwen3-VL-style vision-language models, provably right, in one binary
 #[derive(Debug, Parser)]
@@ -53,21 +64,117 @@ struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    fn load(&self) -> anyhow::Result<crate::config::RunConfig> {
-        let mut config: crate::config::RunConfig =
-            crate::config::load(&self.config, &self.overrides)?;
-        config.check().map_err(|error| Failure::of(Exit::Usage, error))?;
-        config.data.validate().map_err(|error| {
-            let hint = error.hint();
-            Failure::of(Exit::Usage, error).hint(hint)
+    fn load(&self) -> anyhow::Result<RunConfig> {
+        let mut config: RunConfig = config::load(&self.config, &self.overrides)?;
+        config.check().map_err(|error| {
+            let keys: Vec<&str> = error.key.split('.').collect();
+            self.refuse(&keys, &error, error.hint())
         })?;
-        config.model.path = resolve_model(&config.model.path)?;
+        config.data.validate().map_err(|error| {
+            let key = error.key();
+            self.refuse(&key.split('.').collect::<Vec<_>>(), &error, error.hint())
+        })?;
+        let path = &config.model.path;
+        if !path.is_dir() {
+            config.model.path = hub::resolve(path).map_err(|error| self.model_path(&error))?;
+        }
         Ok(config)
+    }
+
+    /// An error that the value under `keys` is to blame for, at its place in the file.
+    fn refuse(&self, keys: &[&str], problem: impl Display, hint: impl Into<String>) -> ConfigError {
+        config::refuse(&self.config, &self.overrides, keys, problem.to_string(), hint.into())
+    }
+
+    /// `model.path` is no folder, and was not found elsewhere.
+    fn model_path(&self, error: &anyhow::Error) -> ConfigError {
+        let problem = format!("`model.path`: {error:#}");
+        self.refuse(&["model", "path"], problem, hub::HINT)
+    }
+
+    /// Opens the data sets of `data.train` or `data.eval`.
+    fn open_rows(
+        &self,
+        list: &str,
+        datasets: &[DatasetConfig],
+        encoder: &Arc<Encoder>,
+    ) -> anyhow::Result<JsonlRows> {
+        JsonlRows::open(datasets, encoder.clone()).map_err(|error| match &error {
+            SourceError::Read { path, .. } => {
+                let index = datasets.iter().position(|set| set.path == *path).unwrap_or(0);
+                let key = format!("data.{list}.{index}.path");
+                let hint = error.hint().unwrap_or_default();
+                let problem = format!("`{key}`: {error}");
+                self.refuse(&key.split('.').collect::<Vec<_>>(), problem, hint).into()
+            }
+            // The file is what it should be, what is in it is not.
+            SourceError::NoRows { .. } | SourceError::UnknownForm { .. } => error.into(),
+        })
+    }
+
+    /// Reads tokenizer, template and image settings of the model folder.
+    fn encoder(&self, config: &RunConfig) -> anyhow::Result<Arc<Encoder>> {
+        let ImageConfig { min_pixels, max_pixels } = config.data.image;
+        let encoder = Encoder::from_folder(&config.model.path, &config.data.image);
+        encoder.map(Arc::new).map_err(|error| match &error {
+            EncoderError::Image(image @ ImageConfigError::Budget { .. })
+                if min_pixels.or(max_pixels).is_some() =>
+            {
+                let key = if min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
+                self.refuse(&["data", "image", key], image, image.hint()).into()
+            }
+            _ => error.into(),
+        })
+    }
+
+    /// Reads the model at `section`, which is that of the config or of a checkpoint.
+    fn load_model(
+        &self,
+        section: &ModelSection,
+        seed: u64,
+        device: &Device,
+    ) -> anyhow::Result<LoadedModel> {
+        load_model(section, seed, device).map_err(|error| match &error {
+            SetupError::Files { source, .. }
+                if matches!(**source, CheckpointError::NoWeights { .. }) =>
+            {
+                let problem = format!("`model.weights` is `pretrained`, but there are {source}");
+                self.refuse(&["model", "weights"], problem, source.hint()).into()
+            }
+            _ => error.into(),
+        })
+    }
+
+    /// Applies `model.freeze` and `optim.lr_multipliers`.
+    fn groups(&self, config: &RunConfig, loaded: &LoadedModel) -> anyhow::Result<Groups> {
+        let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
+        Ok(loaded.groups(freeze, multipliers).map_err(|error| {
+            let (key, pattern) = error.origin();
+            let mut keys: Vec<&str> = key.split('.').collect();
+            let index = freeze.iter().position(|entry| Some(entry.as_str()) == pattern);
+            let index = index.map(|index| index.to_string());
+            match &index {
+                Some(index) if key == "model.freeze" => keys.push(index),
+                _ => keys.extend(pattern),
+            }
+            self.refuse(&keys, &error, error.hint())
+        })?)
     }
 }
 
+/// An argument that must be a folder.
+fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let found = if path.exists() { "a file" } else { "nothing" };
+    let message =
+        format!("`{argument}`: there is {found} at `{}`, expected a folder", path.display());
+    Err(Failure::new(Exit::Usage, message).hint("check the path").into())
+}
+
 /// A folder as it is; a hub id is fetched into the hub's cache by builds with the feature `hub`.
-fn resolve_model(path: &std::path::Path) -> anyhow::Result<PathBuf> {
+fn resolve_model(path: &Path) -> anyhow::Result<PathBuf> {
     if path.is_dir() {
         return Ok(path.to_owned());
     }
@@ -84,7 +191,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
         }
     };
-    match run(&cli.command) {
+    match panics::caught(|| run(&cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report::report(&error),
     }

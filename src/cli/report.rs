@@ -6,9 +6,7 @@
 //! hint: free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk
 //! ```
 
-use crate::checkpoint::CheckpointError;
-use crate::config::ConfigError;
-use crate::metrics::JsonlError;
+use super::verdict::{Verdict, verdict};
 use std::error::Error;
 use std::fmt;
 use std::io::{self, Write};
@@ -44,8 +42,8 @@ impl From<Exit> for ExitCode {
 
 /// An error that knows its exit code, and what the user can do about it.
 ///
-/// Commands return it through `anyhow`. Errors of [`ConfigError`], [`CheckpointError`] and
-/// [`JsonlError`] need no wrapping: [`report`] finds their hint and code by itself.
+/// Commands return it through `anyhow`. The error types of the library need no wrapping: [`report`]
+/// finds their hint and code by itself.
 #[derive(Debug)]
 pub(super) struct Failure {
     exit: Exit,
@@ -63,6 +61,12 @@ impl Failure {
     /// Gives `error` a code; its message and causes are kept.
     pub(super) fn of(exit: Exit, error: impl Error + Send + Sync + 'static) -> Self {
         Self { exit, message: String::new(), hint: None, source: Some(Box::new(error)) }
+    }
+
+    /// Its own hint, else that of the error in it.
+    pub(super) fn verdict(&self) -> Verdict {
+        let wrapped = || verdict(self.source.as_deref()?)?.hint;
+        Verdict { exit: self.exit, hint: self.hint.clone().or_else(wrapped) }
     }
 
     /// What to do about it.
@@ -101,7 +105,7 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     for cause in error.chain().skip(1) {
         text.extend(["caused by: ", &cause.to_string(), "\n"]);
     }
-    if let Some(hint) = error.chain().find_map(hint) {
+    if let Some(hint) = error.chain().find_map(|error| verdict(error)?.hint) {
         text.extend(["hint: ", &hint, "\n"]);
     }
     text
@@ -109,32 +113,8 @@ pub(super) fn text(error: &anyhow::Error) -> String {
 
 /// The code of the outermost error in the chain that has one.
 pub(super) fn exit(error: &anyhow::Error) -> Exit {
-    error.chain().find_map(code).unwrap_or(Exit::Unknown)
-}
-
-fn hint(error: &(dyn Error + 'static)) -> Option<String> {
-    if let Some(failure) = error.downcast_ref::<Failure>() {
-        let wrapped = || failure.source.as_deref().and_then(|source| hint(source));
-        failure.hint.clone().or_else(wrapped)
-    } else if let Some(error) = error.downcast_ref::<ConfigError>() {
-        Some(error.hint())
-    } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
-        Some(error.hint())
-    } else {
-        error.downcast_ref::<JsonlError>().map(|error| error.hint().to_owned())
-    }
-}
-
-fn code(error: &(dyn Error + 'static)) -> Option<Exit> {
-    if let Some(failure) = error.downcast_ref::<Failure>() {
-        Some(failure.exit)
-    } else if error.is::<ConfigError>() {
-        Some(Exit::Usage)
-    } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
-        Some(if error.is_write() { Exit::CannotWrite } else { Exit::Data })
-    } else {
-        error.is::<JsonlError>().then_some(Exit::CannotWrite)
-    }
+    let verdict = error.chain().find_map(verdict);
+    verdict.map_or(Exit::Unknown, |verdict| verdict.exit)
 }
 
 #[cfg(test)]

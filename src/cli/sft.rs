@@ -12,11 +12,11 @@ use crate::data::{
     Rmpad, RowReader, plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
-use crate::optim::{AdamW, Schedule, Warmup};
+use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState,
-    Trainer, TrainerParts, Weights, generate, load_model, trainable,
+    Trainer, TrainerParts, Weights, generate, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -46,9 +46,12 @@ pub(super) struct SftArgs {
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let output_dir = config.output_dir.as_path();
-    std::fs::create_dir_all(output_dir)
-        .map_err(|error| Failure::of(Exit::CannotWrite, error))
-        .with_context(|| format!("cannot make folder `{}`", output_dir.display()))?;
+    std::fs::create_dir_all(output_dir).map_err(|error| {
+        let problem =
+            format!("`output_dir`: cannot make folder `{}`: {error}", output_dir.display());
+        let error = args.config.refuse(&["output_dir"], problem, WRITABLE);
+        Failure::of(Exit::CannotWrite, error)
+    })?;
     let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
@@ -56,11 +59,14 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         set_aside(output_dir)?;
     }
     let log = output_dir.join("train.log");
-    logging.write_to(&log).with_context(|| format!("cannot write `{}`", log.display()))?;
+    logging.write_to(&log).map_err(|error| {
+        let message = format!("cannot write `{}`: {error}", log.display());
+        Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
+    })?;
     write_atomically(&output_dir.join("config.yaml"), to_yaml(&config)?.as_bytes())?;
 
     let stop = stop_on_signals()?;
-    let mut trainer = assemble(&config, checkpointer, found.as_ref(), logging, stop)?;
+    let mut trainer = assemble(&args.config, &config, checkpointer, found.as_ref(), logging, stop)?;
     let mut watch = Watch::new(logging, &config, &trainer);
     let outcome = trainer.run(&mut watch);
     drop(watch);
@@ -82,6 +88,13 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     }
 }
 
+const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
+
+fn cannot_make(folder: &Path, error: &std::io::Error) -> Failure {
+    let message = format!("cannot make folder `{}`: {error}", folder.display());
+    Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
+}
+
 /// The checkpoint to go on from.
 fn find_checkpoint(
     args: &SftArgs,
@@ -94,6 +107,7 @@ fn find_checkpoint(
         "never" => Ok(None),
         "auto" => Ok(checkpointer.newest_good(same_run)?),
         folder => {
+            super::check_folder("--resume", Path::new(folder))?;
             let found = Checkpointer::open(Path::new(folder))?;
             if same_run(&found.state) {
                 return Ok(Some(found));
@@ -120,19 +134,31 @@ fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
         "report.html",
     ];
     let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
-    if !left.iter().any(|name| *name != "config.yaml" && *name != "train.log") {
-        return Ok(()); // a run that ended before its first step is no run
+    let metrics = std::fs::metadata(output_dir.join("metrics.jsonl"));
+    let trained = metrics.is_ok_and(|file| file.len() > 0)
+        || left.iter().any(|name| matches!(*name, "checkpoints" | "final" | "report.html"));
+    if !trained {
+        // A run that ended before its first step is no run; what it refused will be told again.
+        let rejects = output_dir.join("rejects.jsonl");
+        return match std::fs::remove_file(&rejects) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                let message = format!("cannot remove `{}`: {error}", rejects.display());
+                Err(Failure::new(Exit::CannotWrite, message).hint(WRITABLE).into())
+            }
+            _ => Ok(()),
+        };
     }
     let mut number = 1;
     while output_dir.join(format!("previous-{number}")).exists() {
         number += 1;
     }
     let aside = output_dir.join(format!("previous-{number}"));
-    std::fs::create_dir(&aside)
-        .with_context(|| format!("cannot make folder `{}`", aside.display()))?;
+    std::fs::create_dir(&aside).map_err(|error| cannot_make(&aside, &error))?;
     for name in left {
-        std::fs::rename(output_dir.join(name), aside.join(name))
-            .with_context(|| format!("cannot move `{name}` to `{}`", aside.display()))?;
+        std::fs::rename(output_dir.join(name), aside.join(name)).map_err(|error| {
+            let message = format!("cannot move `{name}` to `{}`: {error}", aside.display());
+            Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
+        })?;
     }
     tracing::info!(folder = %aside.display(), "an earlier run's files are moved there");
     Ok(())
@@ -153,6 +179,7 @@ fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
 
 /// Model, data and state of the run, from the beginning or from a checkpoint.
 fn assemble(
+    args: &ConfigArgs,
     config: &RunConfig,
     checkpointer: Checkpointer,
     found: Option<&Found>,
@@ -160,11 +187,11 @@ fn assemble(
     stop: Arc<AtomicBool>,
 ) -> anyhow::Result<Trainer> {
     let device = Device::Cpu;
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
-    let rows = Arc::new(open_rows(&config.data.train, &encoder)?);
+    let encoder = args.encoder(config)?;
+    let rows = Arc::new(open_rows(args, "train", &config.data.train, &encoder)?);
     let eval_rows = match config.data.eval.as_slice() {
         [] => None,
-        datasets => Some(open_rows(datasets, &encoder)?),
+        datasets => Some(open_rows(args, "eval", datasets, &encoder)?),
     };
     let data_fingerprint = rows.fingerprint();
     let hex = format!("{:x}", GenericArray::from(data_fingerprint));
@@ -175,7 +202,8 @@ fn assemble(
         section.path.clone_from(&found.dir);
         section.weights = Weights::Pretrained;
     }
-    let loaded = load_model(&section, config.seed, &device)?;
+    let loaded = args.load_model(&section, config.seed, &device)?;
+    let groups = args.groups(config, &loaded)?; // before the rows are measured, which takes longer
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
     let planned = planned(config, &rows, &order, &options, resumed.as_ref(), logging)?;
@@ -194,7 +222,7 @@ fn assemble(
         data: DataState::default(),
     });
     let state = TrainState { total_steps, planned, ..state };
-    let (runner, config_json) = runner(config, loaded, found, &device)?;
+    let (runner, config_json) = runner(config, loaded, &groups, found, &device)?;
     describe(config, &runner, &rows, &state);
 
     let warmup = match (config.optim.warmup_steps, config.optim.warmup_ratio) {
@@ -228,8 +256,13 @@ fn assemble(
     }))
 }
 
-fn open_rows(datasets: &[DatasetConfig], encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
-    let rows = JsonlRows::open(datasets, encoder.clone())?;
+fn open_rows(
+    args: &ConfigArgs,
+    list: &str,
+    datasets: &[DatasetConfig],
+    encoder: &Arc<Encoder>,
+) -> anyhow::Result<JsonlRows> {
+    let rows = args.open_rows(list, datasets, encoder)?;
     for file in rows.files() {
         tracing::info!(file = %file.path().display(), rows = file.len(), form = %file.form(), "data");
     }
@@ -260,10 +293,7 @@ pub(super) fn order(config: &RunConfig, rows: &JsonlRows) -> anyhow::Result<Orde
         .map(|(set, file)| DatasetShare { rows: file.len() as u64, weight: set.weight });
     let shares: Vec<DatasetShare> = shares.collect();
     let order = Order::new(&shares, config.data.row_order(), config.seed, rows.fingerprint());
-    Ok(order.map_err(|error| {
-        let hint = error.hint();
-        Failure::of(Exit::Usage, error).hint(hint)
-    })?)
+    Ok(order?)
 }
 
 /// How rows become steps.
@@ -303,8 +333,18 @@ fn planned(
     }
     let progress = Progress::items(logging.bars(), "rows measured", order.len());
     let reader: Arc<dyn RowReader> = rows.clone();
-    let plan = plan(&reader, order, options, epochs, &|done, _| progress.set(done))?;
+    let plan = plan(&reader, order, options, epochs, &|done, _| progress.set(done));
     drop(progress);
+    let plan = match (plan, resumed) {
+        (Ok(plan), _) => plan,
+        // The rows that the run would have told step by step.
+        (Err(error), None) => {
+            let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
+            write_rejects(&mut rejects, 1, error.unreported())?;
+            return Err(error.into());
+        }
+        (Err(error), Some(_)) => return Err(error.into()),
+    };
     tracing::info!(
         steps = plan.steps,
         packs = plan.packs,
@@ -320,12 +360,10 @@ fn planned(
 pub(super) fn runner(
     config: &RunConfig,
     loaded: LoadedModel,
+    groups: &Groups,
     found: Option<&Found>,
     device: &Device,
 ) -> anyhow::Result<(StepRunner, serde_json::Value)> {
-    let groups = loaded
-        .groups(&config.model.freeze, &config.optim.lr_multipliers)
-        .map_err(|error| Failure::of(Exit::Usage, error))?;
     let saved = found.map(Found::optimizer).transpose()?;
     let load = |kind: &str, param: &Param| {
         let name = format!("{kind}.{}", param.name());
@@ -337,7 +375,7 @@ pub(super) fn runner(
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
-        AdamW::new(&config.optim, max_norm, &loaded.params, &groups, master, device)?;
+        AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
     for slot in optimizer.slots_mut() {
         if let Some(moment) = load("exp_avg", &slot.param)? {
             slot.exp_avg = moment;
@@ -346,7 +384,7 @@ pub(super) fn runner(
             slot.exp_avg_sq = moment;
         }
     }
-    let grads = Gradients::zeros(&loaded.params, &trainable(&groups), device)?;
+    let grads = Gradients::zeros(&loaded.params, &trainable(groups), device)?;
     let runner = StepRunner {
         grads,
         model: loaded.model,

@@ -172,6 +172,16 @@ pub enum ConfigError {
         /// What the check said.
         message: String,
     },
+    /// A value of the right type that this run cannot work with.
+    #[error("{place}: {problem}{}", .place.excerpt())]
+    Value {
+        /// The value in the file, the `--set`, or what should hold it.
+        place: Place,
+        /// The key, what was found and what was expected.
+        problem: String,
+        /// What to do about it.
+        hint: String,
+    },
     /// A `--set` has no `=`, an empty key, or leads through something that has no keys.
     #[error("--set {argument}: {message}")]
     Set {
@@ -215,6 +225,7 @@ impl ConfigError {
             Self::WrongType { .. } | Self::Refused { .. } => {
                 "change the value; `configs/` has an example of each key".to_owned()
             }
+            Self::Value { hint, .. } => hint.clone(),
             Self::Set { .. } => {
                 "write `--set section.key=value`, list items by number: `--set data.train.0.path=a.jsonl`"
                     .to_owned()
@@ -232,7 +243,8 @@ impl ConfigError {
             | Self::MissingKey { place, .. }
             | Self::UnknownValue { place, .. }
             | Self::WrongType { place, .. }
-            | Self::Refused { place, .. } => Some(place),
+            | Self::Refused { place, .. }
+            | Self::Value { place, .. } => Some(place),
             Self::Read { .. }
             | Self::NotUtf8 { .. }
             | Self::Empty { .. }

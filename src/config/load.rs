@@ -3,7 +3,7 @@
 use super::de::read;
 use super::error::{ConfigError, Source};
 use super::set::set;
-use super::tree::parse;
+use super::tree::{Node, parse};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fs;
@@ -15,6 +15,27 @@ use std::path::Path;
 /// A value that is overridden need not be valid, and a key without a default may come from an
 /// override. Each error names its place in the file, or the `--set` that caused it.
 pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
+    read(&tree(path, overrides)?)
+}
+
+/// The error of a value that [`load`] accepted and the run cannot work with, at the value's place.
+///
+/// `keys` lead to it, list items by number; of a key that is left out, the place is that of the
+/// section which lacks it.
+pub fn refuse(
+    path: &Path,
+    overrides: &[String],
+    keys: &[&str],
+    problem: String,
+    hint: String,
+) -> ConfigError {
+    match tree(path, overrides) {
+        Ok(root) => ConfigError::Value { place: root.nearest(keys).place.clone(), problem, hint },
+        Err(error) => error, // the file was changed or removed since
+    }
+}
+
+fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
     let bytes =
         fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
     let text = std::str::from_utf8(&bytes).map_err(|error| {
@@ -30,7 +51,7 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
     for argument in overrides {
         set(&mut root, argument)?;
     }
-    read(&root)
+    Ok(root)
 }
 
 /// The config as YAML, every key with its value; [`load`] reads it back equal.

@@ -11,7 +11,7 @@ mod set;
 mod tree;
 
 pub use error::{ConfigError, Place};
-pub use load::{load, to_yaml};
+pub use load::{load, refuse, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
@@ -56,7 +56,7 @@ fn default_seed() -> u64 {
 
 /// A value that its type allows and its meaning does not.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("`{key}` is {found}: it must be {expected}")]
+#[error("`{key}` is `{found}`, expected {expected}")]
 pub struct ValueError {
     /// Dotted key.
     pub key: &'static str,
@@ -66,6 +66,25 @@ pub struct ValueError {
     pub expected: &'static str,
 }
 
+impl ValueError {
+    /// What to do about it.
+    pub fn hint(&self) -> String {
+        match self.key {
+            "optim.warmup_ratio" if self.expected == NOT_BOTH => {
+                "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
+            }
+            "optim.lr" => "a usual value is 1.0e-5".to_owned(),
+            "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
+            "data.workers" => "one a core is enough".to_owned(),
+            key => format!("change or remove `{key}`; `docs/config.md` has its default"),
+        }
+    }
+}
+
+const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
+/// More threads than any machine has use for.
+const MAX_WORKERS: usize = 1024;
+
 impl RunConfig {
     /// Checks what types cannot.
     pub fn check(&self) -> Result<(), ValueError> {
@@ -74,33 +93,47 @@ impl RunConfig {
             if holds { Ok(()) } else { Err(ValueError { key, found: found.to_string(), expected }) }
         };
         let finite = |x: f64| x.is_finite() && x >= 0.0;
-        rule(finite(optim.lr), "optim.lr", &optim.lr, "finite and not negative")?;
-        for (key, beta) in [("optim.betas[0]", optim.betas[0]), ("optim.betas[1]", optim.betas[1])]
-        {
-            rule((0.0..1.0).contains(&beta), key, &beta, "at least 0 and below 1")?;
+        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more")?;
+        for (key, beta) in [("optim.betas.0", optim.betas[0]), ("optim.betas.1", optim.betas[1])] {
+            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1")?;
         }
-        rule(optim.eps.is_finite() && optim.eps > 0.0, "optim.eps", &optim.eps, "above 0")?;
+        rule(
+            optim.eps.is_finite() && optim.eps > 0.0,
+            "optim.eps",
+            &optim.eps,
+            "a finite number above 0",
+        )?;
         let decay = optim.weight_decay;
-        rule(finite(decay), "optim.weight_decay", &decay, "finite and not negative")?;
+        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
         let min_lr = optim.min_lr;
         rule(
             finite(min_lr) && min_lr <= optim.lr,
             "optim.min_lr",
             &min_lr,
-            "between 0 and `optim.lr`",
+            "a number from 0 to `optim.lr`",
         )?;
         if let Some(ratio) = optim.warmup_ratio {
-            rule((0.0..=1.0).contains(&ratio), "optim.warmup_ratio", &ratio, "between 0 and 1")?;
+            rule(
+                (0.0..=1.0).contains(&ratio),
+                "optim.warmup_ratio",
+                &ratio,
+                "a share from 0 to 1",
+            )?;
             let both = optim.warmup_steps.is_some();
-            rule(!both, "optim.warmup_ratio", &ratio, "absent when `optim.warmup_steps` is given")?;
+            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH)?;
         }
         let norm = self.train.max_grad_norm;
         rule(
             finite(norm),
             "train.max_grad_norm",
             &norm,
-            "finite and not negative (0: no clipping)",
+            "a finite number of 0 or more (0: no clipping)",
         )?;
+        let workers = self.data.workers.get();
+        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024")?;
+        if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
+            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
+        }
         Ok(())
     }
 

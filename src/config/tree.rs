@@ -60,6 +60,21 @@ impl Value {
     }
 }
 
+impl Node {
+    /// What `keys` lead to, or the last node on the way that is there.
+    pub(super) fn nearest(&self, keys: &[&str]) -> &Self {
+        let Some((key, rest)) = keys.split_first() else { return self };
+        let child = match &self.value {
+            Value::Scalar { .. } => None,
+            Value::List(items) => key.parse::<usize>().ok().and_then(|index| items.get(index)),
+            Value::Map(entries) => {
+                entries.iter().find(|entry| entry.key == *key).map(|entry| &entry.node)
+            }
+        };
+        child.map_or(self, |child| child.nearest(rest))
+    }
+}
+
 /// Parses the one document in `text`; `None` if there is nothing but comments.
 pub(super) fn parse(text: &str, source: &Source) -> Result<Option<Node>, ConfigError> {
     let mut reader = Reader {

@@ -103,7 +103,8 @@ impl TemplateError {
             Self::NoEndMark => {
                 "the model would never learn to stop: end assistant turns with a mark"
             }
-            Self::Compile { .. } | Self::Render { .. } => return None,
+            Self::Compile { .. } => "copy the chat template from the published model again",
+            Self::Render { .. } => return None,
         };
         Some(hint.to_owned())
     }

@@ -104,7 +104,7 @@ pub enum OnError {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum DataConfigError {
     /// Nothing to train on.
-    #[error("`data.train` lists no data set")]
+    #[error("`data.train` is an empty list, expected at least one data set")]
     NoTrainData,
     /// A weight that is no positive number.
     #[error("`data.{list}.{index}.weight` is `{weight}`, expected a finite number above 0")]
@@ -125,6 +125,15 @@ pub enum DataConfigError {
 }
 
 impl DataConfigError {
+    /// The dotted key that holds the value.
+    pub fn key(&self) -> String {
+        match self {
+            Self::NoTrainData => "data.train".to_owned(),
+            Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
+            Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
+        }
+    }
+
     /// What to do about it.
     pub fn hint(&self) -> &'static str {
         match self {

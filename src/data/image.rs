@@ -175,7 +175,7 @@ pub enum ImageError {
         root: PathBuf,
     },
     /// The folder itself is not there.
-    #[error("cannot open `image_root` `{}`", .root.display())]
+    #[error("cannot open `image_root` `{}`: {source}", .root.display())]
     Root {
         /// The folder.
         root: PathBuf,
@@ -191,7 +191,7 @@ pub enum ImageError {
         root: PathBuf,
     },
     /// The file cannot be read, or is not a regular file.
-    #[error("cannot read image `{}`", .path.display())]
+    #[error("cannot read image `{}`: {source}", .path.display())]
     Read {
         /// As the row writes it.
         path: PathBuf,
@@ -211,7 +211,7 @@ pub enum ImageError {
         image: ImageName,
     },
     /// The picture is damaged or incomplete.
-    #[error("image {image} is broken")]
+    #[error("image {image} is broken: {source}")]
     Broken {
         /// Which picture.
         image: ImageName,
@@ -250,6 +250,24 @@ impl ImageError {
             DecodeError::UnknownFormat => Self::UnknownFormat { image },
             DecodeError::TooLarge { width, height } => Self::TooLarge { image, width, height },
             DecodeError::Broken(source) => Self::Broken { image, source },
+        }
+    }
+
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => {
+                "paths are relative to `image_root` of the data set, by default the folder of its file"
+            }
+            Self::Root { .. } => "check `image_root` of the data set",
+            Self::EscapesRoot { .. } => {
+                "move the picture, or set `image_root` to a folder above it"
+            }
+            Self::Read { .. } => "the path must lead to a file that you may read",
+            Self::DataUri { .. } => "write `data:image/png;base64,` and the encoded file",
+            Self::UnknownFormat { .. } => "convert it to PNG or JPEG",
+            Self::Broken { .. } => "copy or make the picture again",
+            Self::AspectRatio { .. } | Self::TooLarge { .. } => "cut or scale the picture",
         }
     }
 

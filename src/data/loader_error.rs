@@ -98,7 +98,13 @@ impl LoaderError {
             Self::Rejected { rejection } if rejection.reason == "too_long" => {
                 "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`"
             }
+            Self::Rejected { rejection } if rejection.reason == "overlong" => OVERLONG,
             Self::Rejected { .. } => "repair the row, or skip such rows with `data.on_error: skip`",
+            Self::TooManyRejected { rejected, .. } | Self::EmptyEpoch { rejected, .. }
+                if mostly(rejected) == Some("overlong") =>
+            {
+                OVERLONG
+            }
             Self::TooManyRejected { .. } => {
                 "repair the rows (`rejects.jsonl` lists all of them), or allow more with `data.max_rejected`"
             }
@@ -125,6 +131,26 @@ impl LoaderError {
             _ => &[],
         }
     }
+
+    /// With `rejections` before those that no step has reported: their steps were not either.
+    #[must_use]
+    pub(super) fn after(mut self, mut rejections: Vec<Rejection>) -> Self {
+        if let Self::TooManyRejected { unreported, .. } | Self::EmptyEpoch { unreported, .. } =
+            &mut self
+        {
+            rejections.append(unreported);
+            *unreported = rejections;
+        }
+        self
+    }
+}
+
+const OVERLONG: &str =
+    "raise `data.packing_length`, or let long samples go alone with `data.filter_overlong: false`";
+
+/// The most frequent reason.
+fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
+    rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
 }
 
 /// `2 overlong, 1 json`

@@ -35,7 +35,7 @@ pub struct Plan {
 /// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
 ///
 /// The numbers are exact but for rows that only decoding a picture finds broken. It fails where the
-/// loader would. `epochs` counts instead of those of `options`; `progress` is told rows measured
+/// loader would, and its error has the rejections of all the steps before. `epochs` counts instead of those of `options`; `progress` is told rows measured
 /// and rows in all.
 pub fn plan(
     reader: &Arc<dyn RowReader>,
@@ -46,14 +46,17 @@ pub fn plan(
 ) -> Result<Plan, LoaderError> {
     let mut plan =
         Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
+    let mut rejected = Vec::new();
     simulate(reader, order, options, epochs, progress, |step| {
+        rejected.extend(step.rejected);
         plan.steps += 1;
         plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
         plan.samples += step.num_samples as u64;
         plan.tokens += step.num_tokens as u64;
         plan.rows_read = step.state.rows_read;
         plan.rejected = step.state.rejected;
-    })?;
+    })
+    .map_err(|error| error.after(rejected))?;
     Ok(plan)
 }
 

@@ -119,6 +119,22 @@ pub enum ModelConfigError {
     },
 }
 
+impl ModelConfigError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "`model.path` must be a model folder with a config.json",
+            Self::Json { .. } => "the file is damaged: copy it from the published model again",
+            Self::Key { .. } | Self::Shape { .. } => {
+                "copy config.json from the published model again; `trainer init` writes a valid one"
+            }
+            Self::Unsupported { .. } => {
+                "use a Qwen3-VL model in the transformers layout (`model_type` is `qwen3_vl`)"
+            }
+        }
+    }
+}
+
 /// A JSON object and the dotted name of it, for errors.
 struct Section<'a> {
     value: &'a Value,

@@ -20,14 +20,14 @@ pub struct Groups(Vec<Setting>);
 pub enum GroupError {
     /// It names no parameter.
     #[error(
-        "`{key}`: `{pattern}` matches no parameter; parts are `vision`, `merger` and `llm`, and the nearest parameter name is `{nearest}`"
+        "`{key}`: `{pattern}` matches no part and no parameter; the nearest name is `{nearest}`"
     )]
     NoMatch {
         /// Config key.
         key: &'static str,
         /// As written.
         pattern: String,
-        /// A parameter that the user may have meant.
+        /// A part or parameter that the user may have meant.
         nearest: String,
     },
     /// It is no glob.
@@ -42,7 +42,7 @@ pub enum GroupError {
     },
     /// A factor that makes no sense.
     #[error(
-        "`optim.lr_multipliers`: `{pattern}` is {found}; a factor is finite and not negative (to keep a part as it is, use `model.freeze`)"
+        "`optim.lr_multipliers`: `{pattern}` is `{found}`, expected a finite number of 0 or more"
     )]
     Factor {
         /// As written.
@@ -53,6 +53,35 @@ pub enum GroupError {
     /// Nothing is left to train.
     #[error("`model.freeze` freezes every parameter: there is nothing to train")]
     AllFrozen,
+}
+
+impl GroupError {
+    /// The key of the config and, if one is to blame, the pattern in it.
+    pub fn origin(&self) -> (&'static str, Option<&str>) {
+        match self {
+            Self::NoMatch { key, pattern, .. } | Self::NotAGlob { key, pattern, .. } => {
+                (key, Some(pattern))
+            }
+            Self::Factor { pattern, .. } => ("optim.lr_multipliers", Some(pattern)),
+            Self::AllFrozen => ("model.freeze", None),
+        }
+    }
+
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NoMatch { .. } => {
+                "name a part (`vision`, `merger`, `llm`), or write a glob such as `model.visual.blocks.0.*`"
+            }
+            Self::NotAGlob { .. } => {
+                "`*` stands for any text, `?` for one character, `[ab]` for one of them"
+            }
+            Self::Factor { .. } => {
+                "1.0 is the plain learning rate; to keep a part as it is, use `model.freeze`"
+            }
+            Self::AllFrozen => "take at least one part out of `model.freeze`",
+        }
+    }
 }
 
 /// A parameter as patterns see it.
@@ -123,10 +152,13 @@ fn matches(
         }
     };
     if found.is_empty() {
-        let nearest = params
-            .iter()
-            .max_by_key(|param| common_pieces(pattern, param.name))
-            .map_or_else(String::new, |param| param.name.to_owned());
+        let name = |param: &Named<'_>| (common_pieces(pattern, param.name), param.name.to_owned());
+        let part = |part: &str| (2 * common_pieces(pattern, part), part.to_owned());
+        let parts = ["vision", "merger", "llm"].map(part).into_iter();
+        // A word alone is more likely a part than a piece of a long name.
+        let parts = parts.filter(|_| !pattern.contains(['.', '*']));
+        let best = params.iter().map(name).chain(parts).max_by_key(|(shared, _)| *shared);
+        let nearest = best.map_or_else(String::new, |(_, name)| name);
         return Err(GroupError::NoMatch { key, pattern: pattern.to_owned(), nearest });
     }
     Ok(found)

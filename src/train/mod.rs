@@ -20,4 +20,4 @@ pub use reader::JsonlRows;
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
 pub use step::{StepError, StepOutcome, StepRunner};
-pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts};
+pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// `config.json`.
-    #[error("model folder `{}`", .folder.display())]
+    #[error("model folder `{}` cannot be used", .folder.display())]
     Config {
         /// The folder.
         folder: PathBuf,
@@ -25,7 +25,7 @@ pub enum SetupError {
         source: ModelConfigError,
     },
     /// The weight files.
-    #[error("model folder `{}`", .folder.display())]
+    #[error("model folder `{}` cannot be used", .folder.display())]
     Files {
         /// The folder.
         folder: PathBuf,
@@ -65,6 +65,26 @@ pub enum SetupError {
     /// A tensor operation failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+impl SetupError {
+    /// What to do about it, where its cause does not say.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::MissingTensors { .. } => {
+                "`config.json` and the weights are of two models, or a file of weights is missing"
+            }
+            Self::Shape { .. } => {
+                "`config.json` and the weights are of two models: copy both again"
+            }
+            Self::Config { .. }
+            | Self::Files { .. }
+            | Self::Groups(_)
+            | Self::Weights(_)
+            | Self::Candle(_) => return None,
+        };
+        Some(hint.to_owned())
+    }
 }
 
 /// A model, its parameters, and what its folder says.

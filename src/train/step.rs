@@ -43,6 +43,22 @@ pub enum StepError {
     Candle(#[from] candle_core::Error),
 }
 
+impl StepError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::NonFiniteLoss { step: 1, .. } => Some(
+                "nothing was trained yet: the weights of the model folder hold values that are not finite",
+            ),
+            Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
+                "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before in metrics.jsonl; \
+                 checkpoints of earlier steps are intact",
+            ),
+            Self::Candle(_) => None,
+        }
+    }
+}
+
 /// A model in training.
 pub struct StepRunner {
     /// The stages.

@@ -6,7 +6,7 @@ use super::reader::JsonlRows;
 use super::state::TrainState;
 use super::step::{StepError, StepRunner};
 use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
-use crate::data::{Loader, LoaderError, StepData};
+use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::optim::Schedule;
 use candle_core::Tensor;
@@ -141,7 +141,8 @@ impl Trainer {
         while self.parts.state.step < self.parts.state.total_steps {
             let asked = Instant::now();
             let Some(data) = self.parts.loader.next_step() else { break };
-            self.step(data?, asked, observer)?;
+            let data = data.or_else(|error| self.give_up(error))?;
+            self.step(data, asked, observer)?;
             let step = self.parts.state.step;
             if due(step, self.parts.eval.every_steps) {
                 self.evaluate(observer)?;
@@ -159,6 +160,13 @@ impl Trainer {
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
     }
 
+    /// The rows that led to the error go to `rejects.jsonl`, as those of any step do.
+    fn give_up<T>(&mut self, error: LoaderError) -> Result<T, TrainError> {
+        let step = self.parts.state.step + 1;
+        write_rejects(&mut self.parts.rejects, step, error.unreported())?;
+        Err(error.into())
+    }
+
     fn step(
         &mut self,
         data: StepData,
@@ -170,9 +178,7 @@ impl Trainer {
         let step = parts.state.step + 1;
         let lr = parts.schedule.lr(step);
         let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
-        for rejection in &data.rejected {
-            parts.rejects.write(&RejectRow { step, rejection })?;
-        }
+        write_rejects(&mut parts.rejects, step, &data.rejected)?;
         let outcome = parts.runner.run(data.micro_batches, lr, step)?;
         if !self.audited {
             self.audited = audit(&parts.runner, step, has_pictures)?;
@@ -227,6 +233,12 @@ impl Trainer {
         for rejection in &report.rejected {
             tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
         }
+        self.evaluated_at = Some(step);
+        if report.samples.is_empty() {
+            // A loss of nothing would read as a perfect one.
+            tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
+            return Ok(());
+        }
         let time_s = started.elapsed().as_secs_f64();
         let num_samples = report.samples.len() as u64;
         let metrics =
@@ -234,7 +246,6 @@ impl Trainer {
                 .with_accuracy(report.accuracy());
         parts.metrics.write(&metrics)?;
         watch.into_inner().evaluated(&metrics);
-        self.evaluated_at = Some(step);
         self.last_eval = Some(report);
         Ok(())
     }
@@ -287,7 +298,16 @@ impl Trainer {
 struct RejectRow<'a> {
     step: u64,
     #[serde(flatten)]
-    rejection: &'a crate::data::Rejection,
+    rejection: &'a Rejection,
+}
+
+/// Appends the rows that were found unusable on the way to `step` to `rejects.jsonl`.
+pub fn write_rejects(
+    sink: &mut JsonlSink,
+    step: u64,
+    rejections: &[Rejection],
+) -> Result<(), JsonlError> {
+    rejections.iter().try_for_each(|rejection| sink.write(&RejectRow { step, rejection }))
 }
 
 fn due(step: u64, every: u64) -> bool {

@@ -38,7 +38,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let merge = f64::from(loaded.model.config().merge_size().get());
     let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
     let (work, passes) = (loaded.work(), loaded.passes(&groups));
-    let (runner, _) = sft::runner(config, loaded, None, &device)?;
+    let (runner, _) = sft::runner(config, loaded, &groups, None, &device)?;
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
     let (mut honest, mut theirs, mut loss) = (0.0, 0.0, 0.0);

@@ -97,16 +97,16 @@ impl EncoderError {
                 "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
             }
             Self::NoChatTemplate { .. } => {
-                "put one into chat_template.jinja; base models have none, their instruct versions do"
+                "put one into chat_template.jinja: base models have none, their instruct versions do"
             }
             Self::NoStopToken { .. } => "write `eos_token_id` into generation_config.json",
             Self::VocabSize { .. } => "tokenizer.json and config.json are of two models",
             Self::Template { cause, .. } => return cause.hint(),
+            Self::Image(error) => error.hint(),
             Self::Json { .. }
             | Self::Key { .. }
             | Self::UnknownToken { .. }
-            | Self::Tokenizer(_)
-            | Self::Image(_) => return None,
+            | Self::Tokenizer(_) => "the file is damaged: copy it from the published model again",
         };
         Some(hint.to_owned())
     }

@@ -22,7 +22,7 @@ pub enum ImageConfigError {
     /// Neither of the two files that may hold the settings is there.
     #[error(
         "`{}` has no `preprocessor_config.json`, nor a `processor_config.json` with an \
-         `image_processor`; copy the file from the published model", .folder.display()
+         `image_processor`", .folder.display()
     )]
     Missing {
         /// The model folder.
@@ -59,7 +59,7 @@ pub enum ImageConfigError {
     /// The budget of one picture is impossible.
     #[error(
         "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
-         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}; set both in `data.image`",
+         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
         limit = MAX_PIXELS
     )]
     Budget {
@@ -68,6 +68,22 @@ pub enum ImageConfigError {
         /// From the config, else from the model folder.
         max_pixels: u64,
     },
+}
+
+impl ImageConfigError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "copy preprocessor_config.json from the published model",
+            Self::Read { .. } => "check the permissions of the file",
+            Self::Parse { .. } | Self::Value { .. } => {
+                "copy the file from the published model again"
+            }
+            Self::Budget { .. } => {
+                "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither"
+            }
+        }
+    }
 }
 
 /// The keys of `preprocessor_config.json` that matter; others are left alone.

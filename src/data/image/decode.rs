@@ -44,6 +44,9 @@ impl From<image::ImageError> for DecodeError {
 
 impl From<std::io::Error> for DecodeError {
     fn from(error: std::io::Error) -> Self {
+        if error.kind() == std::io::ErrorKind::UnexpectedEof {
+            return Self::Broken("the file is truncated".into());
+        }
         Self::Broken(error.into())
     }
 }

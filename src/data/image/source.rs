@@ -47,7 +47,7 @@ pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageErr
     }
     // Asked before opening: opening a pipe would wait for its writer.
     if !real.metadata().map_err(read_error)?.is_file() {
-        return Err(read_error(ErrorKind::InvalidInput.into()));
+        return Err(read_error(std::io::Error::new(ErrorKind::InvalidInput, "it is not a file")));
     }
     Ok(BufReader::new(File::open(&real).map_err(read_error)?))
 }
@@ -96,7 +96,10 @@ pub(super) fn decode_data_uri(uri: &str) -> Result<Vec<u8>, ImageError> {
         .collect();
     let padding = text.iter().rev().take_while(|byte| **byte == b'=').count();
     text.truncate(text.len() - padding);
-    BASE64.decode(&text).map_err(|source| error(format!("its base64 is broken: {source}")))
+    BASE64.decode(&text).map_err(|source| {
+        let source = source.to_string();
+        error(format!("its base64 is broken: {}", source.trim_end_matches('.')))
+    })
 }
 
 #[cfg(test)]

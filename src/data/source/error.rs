@@ -116,7 +116,7 @@ pub enum SampleError {
         images: usize,
     },
     /// A picture that cannot be used.
-    #[error("{id}: image {index}: {cause}")]
+    #[error("{id}: {cause} (image {index} of the row)")]
     Image {
         /// The row.
         id: SampleId,
@@ -216,7 +216,6 @@ impl SampleError {
             Self::NotAnObject { .. } => {
                 "a JSON array becomes rows with `jq -c '.[]' in.json > out.jsonl`"
             }
-            Self::UnknownForm { .. } => "see docs/data-format for the row forms",
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
             }
@@ -228,21 +227,21 @@ impl SampleError {
             }
             Self::SystemNotFirst { .. } => "make it the first turn, or a user turn",
             Self::NotSupported { .. } | Self::UnknownRole { .. } => {
-                "convert or remove the row; docs/data-format lists what is read"
+                "convert or remove the row; docs/data-format.md lists what is read"
             }
             Self::NoSupervisedToken { .. } => {
                 "add an assistant turn, or take `\"train\": false` off one"
             }
             Self::Template { cause, .. } => return cause.hint(),
-            Self::Read { .. }
-            | Self::Json { .. }
-            | Self::WrongType { .. }
-            | Self::Missing { .. }
-            | Self::NoMessages { .. }
-            | Self::Image { .. }
-            | Self::Tokenizer { .. }
-            | Self::ImageTokens { .. }
-            | Self::NoAssistantTurn { .. } => return None,
+            Self::Json { .. } => "write one complete JSON object a line, as UTF-8",
+            Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
+                "docs/data-format.md shows each row form"
+            }
+            Self::NoMessages { .. } | Self::NoAssistantTurn { .. } => {
+                "a row needs at least one assistant turn to learn from"
+            }
+            Self::Image { cause, .. } => cause.hint(),
+            Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
         Some(hint.to_owned())
     }

@@ -62,8 +62,11 @@ impl SourceError {
     /// What to do about it, where that is not plain from the message.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Read { .. } => Some("check the path in `data`".to_owned()),
-            Self::NoRows { .. } => None,
+            Self::Read { .. } => Some(
+                "paths in `data` lead to JSONL files, from the folder in which the command runs"
+                    .to_owned(),
+            ),
+            Self::NoRows { .. } => Some("write rows to it, or take it out of `data`".to_owned()),
             Self::UnknownForm { first, .. } => first.hint(),
         }
     }
