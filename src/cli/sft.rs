@@ -192,10 +192,19 @@ fn assemble(
         (steps, None) => Warmup::Steps(steps.unwrap_or(0)),
     };
     let optim = &config.optim;
+    let all_done = state.step > 0 && state.step >= total_steps;
+    if all_done {
+        tracing::info!(step = state.step, "all steps of this run are done: there is nothing to train");
+    }
     let sink = |name: &str| {
         let path = config.output_dir.join(name);
         match state.step {
             0 => JsonlSink::open(&path),
+            // The last evaluation is done again, and its row written again.
+            step if all_done => JsonlSink::open_keeping(&path, |row| {
+                let later = row["step"].as_u64().is_some_and(|found| found > step);
+                !later && !(row["eval"] == true && row["step"] == step)
+            }),
             step => JsonlSink::open_truncated_after(&path, step),
         }
     };
