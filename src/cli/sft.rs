@@ -51,7 +51,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
-    if found.is_none() {
+    if !found.as_ref().is_some_and(|found| lies_in(output_dir, found)) {
         set_aside(output_dir)?;
     }
     let log = output_dir.join("train.log");
@@ -105,6 +105,13 @@ fn find_checkpoint(
             .into())
         }
     }
+}
+
+/// Whether the checkpoint is one of this folder's own run.
+fn lies_in(output_dir: &Path, found: &Found) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
+    parent.is_some() && parent == real(&output_dir.join("checkpoints"))
 }
 
 /// Moves what an earlier run left in `output_dir` out of the way: nothing is lost, nothing is mixed.
