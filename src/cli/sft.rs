@@ -95,6 +95,12 @@ fn find_checkpoint(
         folder => {
             let found = Checkpointer::open(Path::new(folder))?;
             if same_run(&found.state) {
+                // Before anything is moved: a model folder is not enough to go on from.
+                found.optimizer().map_err(|error| {
+                    Failure::of(Exit::Data, error).hint(
+                        "name a folder below `checkpoints/`; to start from weights alone, set `model.path` to this folder",
+                    )
+                })?;
                 return Ok(Some(found));
             }
             Err(Failure::new(
