@@ -68,7 +68,10 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             Exit::Stopped,
             format!("stopped by a signal; the run is saved in `{}`", folder.display()),
         )
-        .hint("run the same command again to go on")
+        .hint(match args.resume.as_str() {
+            "auto" => "run the same command again to go on",
+            _ => "run the same command with `--resume auto` to go on",
+        })
         .into()),
         Outcome::Finished { eval, folder } => {
             tracing::info!(folder = %folder.display(), "done: a model folder for transformers and vLLM");
