@@ -2,6 +2,10 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
 
+mod architecture;
+mod cli;
 mod encoding;
+mod harness;
 mod images;
 mod parity;
+mod resume;
