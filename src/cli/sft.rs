@@ -128,7 +128,12 @@ fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
         ["config.yaml", "metrics.jsonl", "rejects.jsonl", "train.log", "checkpoints", "final", "report.html"];
     let left: Vec<&str> =
         FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
-    if !left.iter().any(|name| *name != "config.yaml" && *name != "train.log") {
+    let says_something = |name: &str| {
+        let found = std::fs::metadata(output_dir.join(name));
+        found.is_ok_and(|found| found.is_dir() || found.len() > 0)
+    };
+    let of_steps = |name: &&str| *name != "config.yaml" && *name != "train.log";
+    if !left.iter().filter(|name| of_steps(name)).any(|name| says_something(name)) {
         return Ok(()); // a run that ended before its first step is no run
     }
     let number = (1..).find(|n| !output_dir.join(format!("previous-{n}")).exists()).unwrap_or(1);
@@ -217,8 +222,8 @@ fn assemble(
             0 => JsonlSink::open(&path),
             // The last evaluation is done again, and its row written again.
             step if all_done => JsonlSink::open_keeping(&path, |row| {
-                let later = row["step"].as_u64().is_some_and(|found| found > step);
-                !later && !(row["eval"] == true && row["step"] == step)
+                let found = row["step"].as_u64().unwrap_or(0);
+                found < step || (found == step && row["eval"] != true)
             }),
             step => JsonlSink::open_truncated_after(&path, step),
         }
