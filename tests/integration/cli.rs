@@ -10,15 +10,13 @@ const COMMANDS: [&str; 5] = ["sft", "init", "inspect", "eval", "generate"];
 /// `trainer` with a config that reads a golden data set with the model folder `small-tied`.
 fn with_config(data: &str, more: &str) -> Place {
     let place = Place::empty();
-    let model = golden("models/small-tied");
-    let rows = golden("data").join(format!("{data}.jsonl"));
-    place.write(
-        "config.yaml",
-        &format!(
-            "output_dir: run\nmodel: {{path: {model:?}}}\ndata:\n  train: [{{path: {rows:?}}}]\n  \
-             eval: [{{path: {rows:?}}}]\n{more}\n"
-        ),
+    let model = golden("models/small-tied").display().to_string();
+    let rows = golden("data").join(format!("{data}.jsonl")).display().to_string();
+    let config = format!(
+        "output_dir: run\nmodel: {{path: '{model}'}}\ndata:\n  train: [{{path: '{rows}'}}]\n  \
+         eval: [{{path: '{rows}'}}]\n{more}\n"
     );
+    place.write("config.yaml", &config);
     place
 }
 
@@ -229,7 +227,7 @@ fn an_answer_counts_as_exact_if_and_only_if_greedy_generation_gives_it() {
     place.write("twenty.jsonl", &(rows.join("\n") + "\n"));
     let eval = format!("data.eval=[{{path: twenty.jsonl, image_root: {:?}}}]", golden("data"));
     let config = ["--config", "config.yaml", "--set", eval.as_str()];
-    let brief = ["train.max_steps=24", "optim.lr=3e-3", "optim.schedule=constant", "eval.show=0"];
+    let brief = ["train.max_steps=32", "optim.lr=3e-3", "optim.schedule=constant", "eval.show=0"];
     let brief: Vec<&str> = brief.iter().flat_map(|set| ["--set", *set]).collect();
     place.trainer(&[&["sft"], &config[..], &brief].concat()).ends_with(0);
     let score = ["--checkpoint", "run/final", "--per-sample", "scores.jsonl"];

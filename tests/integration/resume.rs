@@ -12,13 +12,13 @@ const STEPS: u64 = 20;
 
 fn place() -> Place {
     let place = Place::with_model_and_rows();
-    let images = golden("data");
+    let images = golden("data").display().to_string();
     let config = format!(
         "output_dir: run\n\
          model: {{path: model}}\n\
          data:\n\
-         \x20 train: [{{path: rows.jsonl, image_root: {images:?}}}]\n\
-         \x20 eval: [{{path: eval.jsonl, image_root: {images:?}}}]\n\
+         \x20 train: [{{path: rows.jsonl, image_root: '{images}'}}]\n\
+         \x20 eval: [{{path: eval.jsonl, image_root: '{images}'}}]\n\
          \x20 packing_length: 192\n\
          \x20 max_rejected: 1.0\n\
          train: {{gradient_accumulation_steps: 2, max_steps: {STEPS}}}\n\
@@ -166,7 +166,7 @@ fn wait_for(place: &Place, step: usize, child: &mut Child) {
     let started = Instant::now();
     let rows = || fs::read_to_string(place.path("run/metrics.jsonl")).unwrap_or_default();
     while rows().lines().filter(|line| line.starts_with("{\"step\"")).count() < step {
-        assert!(started.elapsed() < Duration::from_secs(60), "no step {step} in a minute");
+        assert!(started.elapsed() < Duration::from_mins(1), "no step {step} in a minute");
         assert!(child.try_wait().unwrap().is_none(), "the run ended before step {step}");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -359,4 +359,16 @@ fn a_model_without_optimizer_state_is_no_checkpoint() {
     assert!(place.path("run/final/model.safetensors").is_file());
     let other = sft(&["--resume", "run/checkpoints/step-00000002", "--set", "optim.lr=1e-4"]);
     place.trainer(&other).ends_with(64).says("another config").says("hint: ");
+}
+
+#[test]
+fn a_run_that_ended_before_its_first_step_is_not_kept() {
+    let place = place();
+    fs::create_dir(place.path("run")).unwrap();
+    for file in ["config.yaml", "train.log", "metrics.jsonl", "rejects.jsonl"] {
+        place.write(&format!("run/{file}"), if file == "train.log" { "a line\n" } else { "" });
+    }
+    place.trainer(&sft(&["--set", "train.max_steps=1"])).ends_with(0);
+    assert!(!place.names("run").iter().any(|name| name.starts_with("previous")));
+    assert_eq!(steps(&place.rows("run/metrics.jsonl")), [1]);
 }
