@@ -1,5 +1,6 @@
 //! The command line: one file a command. The only place that reads the environment, prints and exits.
 
+mod answers;
 mod bench;
 mod eval;
 mod generate;

@@ -1,6 +1,7 @@
 //! `trainer sft`: puts a run together, watches it, and shows what came of it.
 
 use super::ConfigArgs;
+use super::answers::{say_next_steps, show_answers};
 use super::logging::Logging;
 use super::progress::Progress;
 use super::report::{Exit, Failure};
@@ -15,15 +16,13 @@ use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    GenerateOptions, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState,
-    Trainer, TrainerParts, Weights, generate, trainable, write_rejects,
+    JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
+    TrainerParts, Weights, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
-use candle_transformers::generation::Sampling;
 use clap::Args;
 use sha2::digest::generic_array::GenericArray;
-use std::fmt::Write as _;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
@@ -55,7 +54,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
-    if found.is_none() {
+    if !found.as_ref().is_some_and(|found| lies_in(output_dir, found)) {
         set_aside(output_dir)?;
     }
     let log = output_dir.join("train.log");
@@ -75,7 +74,10 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             Exit::Stopped,
             format!("stopped by a signal; the run is saved in `{}`", folder.display()),
         )
-        .hint("run the same command again to go on")
+        .hint(match args.resume.as_str() {
+            "auto" => "run the same command again to go on",
+            _ => "run the same command with `--resume auto` to go on",
+        })
         .into()),
         Outcome::Finished { eval, folder } => {
             tracing::info!(folder = %folder.display(), "done: a model folder for transformers and vLLM");
@@ -110,6 +112,12 @@ fn find_checkpoint(
             super::check_folder("--resume", Path::new(folder))?;
             let found = Checkpointer::open(Path::new(folder))?;
             if same_run(&found.state) {
+                // Before anything is moved: a model folder is not enough to go on from.
+                found.optimizer().map_err(|error| {
+                    Failure::of(Exit::Data, error).hint(
+                        "name a folder below `checkpoints/`; to start from weights alone, set `model.path` to this folder",
+                    )
+                })?;
                 return Ok(Some(found));
             }
             Err(Failure::new(
@@ -120,6 +128,13 @@ fn find_checkpoint(
             .into())
         }
     }
+}
+
+/// Whether the checkpoint is one of this folder's own run.
+fn lies_in(output_dir: &Path, found: &Found) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
+    parent.is_some() && parent == real(&output_dir.join("checkpoints"))
 }
 
 /// Moves what an earlier run left in `output_dir` out of the way: nothing is lost, nothing is mixed.
@@ -230,10 +245,22 @@ fn assemble(
         (steps, None) => Warmup::Steps(steps.unwrap_or(0)),
     };
     let optim = &config.optim;
+    let all_done = state.step > 0 && state.step >= total_steps;
+    if all_done {
+        tracing::info!(
+            step = state.step,
+            "all steps of this run are done: there is nothing to train"
+        );
+    }
     let sink = |name: &str| {
         let path = config.output_dir.join(name);
         match state.step {
             0 => JsonlSink::open(&path),
+            // The last evaluation is done again, and its row written again.
+            step if all_done => JsonlSink::open_keeping(&path, |row| {
+                let found = row["step"].as_u64().unwrap_or(0);
+                found < step || (found == step && row["eval"] != true)
+            }),
             step => JsonlSink::open_truncated_after(&path, step),
         }
     };
@@ -458,69 +485,4 @@ impl Observer for Watch<'_> {
         self.rows = None;
         metrics.log();
     }
-}
-
-/// Generates a few answers of the eval rows, wrong ones among them, and prints them.
-fn show_answers(
-    config: &RunConfig,
-    trainer: &Trainer,
-    eval: &crate::train::EvalReport,
-) -> anyhow::Result<()> {
-    let Some(rows) = trainer.eval_rows() else { return Ok(()) };
-    let exact = eval.samples.iter().filter(|sample| sample.exact).count();
-    let total = eval.samples.len();
-    let mut text = format!(
-        "\n{exact} of {total} held-out answers are exact ({:.1} %). Some of them:\n",
-        100.0 * eval.accuracy()
-    );
-    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(config.eval.show / 2);
-    let num_wrong = wrong.clone().count();
-    let right = eval.samples.iter().filter(|sample| sample.exact);
-    let shown: std::collections::HashSet<_> =
-        right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
-    let runner = trainer.runner();
-    let encoder = rows.encoder();
-    let options = GenerateOptions {
-        max_new_tokens: 64,
-        sampling: Sampling::ArgMax,
-        seed: config.seed,
-        stop_ids: encoder.stop_ids().to_vec(),
-    };
-    for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
-        let sample = rows.sample(row)?;
-        let (prompt, expected) = encoder.encode_prompt(&sample)?;
-        let pictures = prompt.media.len();
-        let answer = generate(&runner.model, prompt, &options, &runner.device)?;
-        let answer = encoder.decode(&answer)?;
-        let mark = if answer == expected { "right" } else { "wrong" };
-        let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
-        let _ = writeln!(
-            text,
-            "  {mark}  {}  ({pictures} picture{})  expected `{}`, answered `{}`",
-            sample.id,
-            if pictures == 1 { "" } else { "s" },
-            cut(&expected),
-            cut(&answer)
-        ); // a String takes every write
-    }
-    say(&text);
-    Ok(())
-}
-
-fn say_next_steps(config: &Path, folder: &Path) {
-    let folder = folder.display();
-    say(&format!(
-        "\nThe trained model is in {folder}. Next:\n  \
-         trainer generate --model {folder} --prompt \"What digit is this?\" --image picture.png\n  \
-         trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
-         your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
-        config.display()
-    ));
-}
-
-/// Text for people, beside the log.
-fn say(text: &str) {
-    use std::io::Write as _;
-    // A closed stderr is no reason to fail a finished run.
-    let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }

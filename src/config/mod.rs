@@ -140,7 +140,7 @@ impl RunConfig {
     /// Hash of what decides the result: a checkpoint of another fingerprint is of another run.
     ///
     /// Left out is what changes no number (where files lie, `use_rmpad`, `attention`, `recompute`,
-    /// workers, eval, logs, checkpoints) and how long the run is.
+    /// workers, how many rejected rows stop it, eval, logs, checkpoints) and how long the run is.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut same = self.clone();
@@ -157,6 +157,7 @@ impl RunConfig {
         same.log = LogConfig::default();
         same.data.eval.clear();
         same.data.workers = std::num::NonZeroUsize::MIN;
+        (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);
         let json = serde_json::to_string(&same).expect("a config of plain values");
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));

@@ -74,7 +74,8 @@ impl JsonlSink {
         &self.path
     }
 
-    fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
+    /// Opens `path` for appending with the rows that `keep` accepts; a torn last line is dropped.
+    pub fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
         rewrite(path, keep).map_err(fault(path))?;
         let file = File::options().create(true).append(true).open(path).map_err(fault(path))?;
         Ok(Self { path: path.to_owned(), file })

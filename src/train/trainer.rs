@@ -117,7 +117,10 @@ impl Trainer {
     /// Takes over what the command has put together.
     pub fn new(parts: TrainerParts) -> Self {
         let audited = parts.state.step > 0; // a resumed run has been audited when it began
-        let saved_at = (parts.state.step > 0).then_some(parts.state.step);
+        // A run that goes on from another folder's checkpoint has none here.
+        let step = parts.state.step;
+        let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
+        let saved_at = is_here.then_some(step);
         Self { parts, audited, saved_at, evaluated_at: None, last_eval: None }
     }
 

@@ -6,6 +6,7 @@
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -105,7 +106,7 @@ fn assert_complete(folder: &str, ending: &str, cases: &[Case]) {
 }
 
 fn write(path: &Path, bytes: impl AsRef<[u8]>) {
-    fs::write(path, bytes).unwrap();
+    fs::File::create(path).unwrap().write_all(bytes.as_ref()).unwrap();
 }
 
 /// Copies of a small model, each broken in another way, below `folder`.

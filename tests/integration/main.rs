@@ -2,8 +2,12 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
 
+mod architecture;
 mod bad_input;
+mod cli;
 mod encoding;
+mod harness;
 mod images;
 mod laws;
 mod parity;
+mod resume;

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Kills a training N times at random moments and lets the same command go on; each finished run
+# must equal an uninterrupted one to the bit.
+#
+#   scripts/kill_test.sh 50
+#
+# Prints one summary line; the exit code is 0 if all is equal. SEED=n repeats a sequence of waits.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+kills=${1:-50}
+RANDOM=${SEED:-1}
+cargo build --release --quiet
+trainer=$PWD/target/release/trainer
+folder=$(mktemp -d)
+child=
+cleanup() {
+    if [ -n "$child" ]; then kill -9 "$child" 2>/dev/null || true; fi
+    rm -rf "$folder"
+}
+trap cleanup EXIT
+
+"$trainer" init --preset debug --out "$folder/model" 2>"$folder/log"
+train() { # output_dir
+    exec "$trainer" sft --config configs/quickstart.yaml \
+        --set "model.path=$folder/model" --set "data.eval=[]" --set "output_dir=$folder/$1" \
+        --set train.max_steps=60 --set "checkpoint={every_steps: 1, keep: 3}"
+}
+# Weights, moments, loader position, and the metrics without clocks and memory.
+sum() { # output_dir
+    (
+        cd "$folder/$1"
+        sha256sum final/model.safetensors checkpoints/step-00000060/{optimizer.safetensors,trainer_state.json}
+        sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes)":[^,}]*//g' metrics.jsonl | sha256sum
+        # Nothing half written stays.
+        find . checkpoints -maxdepth 1 -name '.?*'
+    ) | sha256sum
+}
+
+started=$(date +%s%N)
+(train whole) 2>"$folder/log"
+whole_ms=$((($(date +%s%N) - started) / 1000000))
+expected=$(sum whole)
+
+killed=0 finished=0 different=0
+check() {
+    finished=$((finished + 1))
+    if [ "$(sum run)" != "$expected" ]; then
+        different=$((different + 1))
+        mv "$folder/run" "$folder/different-$different"
+    fi
+    rm -rf "$folder/run"
+}
+while [ "$killed" -lt "$kills" ]; do
+    (train run) 2>"$folder/log" &
+    child=$!
+    sleep "$(printf '0.%03d' $((RANDOM % (whole_ms < 999 ? whole_ms : 999))))"
+    kill -9 "$child" 2>/dev/null || true # it may have finished
+    # 137: killed. Anything else but 0 is an error of the program.
+    code=0
+    wait "$child" 2>/dev/null || code=$?
+    child=
+    case $code in
+    0) check ;;
+    137) killed=$((killed + 1)) ;;
+    *) cat "$folder/log" && exit 1 ;;
+    esac
+done
+(train run) 2>"$folder/log"
+check
+echo "kill_test: $killed kills, $finished runs finished, $((finished - different)) equal to the uninterrupted one, $different different"
+[ "$different" -eq 0 ]

@@ -1,0 +1,74 @@
+//! What a finished training shows: a few answers, and what to do next.
+
+use crate::config::RunConfig;
+use crate::data::RowReader;
+use crate::train::{GenerateOptions, Trainer, generate};
+use candle_transformers::generation::Sampling;
+use std::fmt::Write as _;
+use std::path::Path;
+
+/// Generates a few answers of the eval rows, wrong ones among them, and prints them.
+pub(super) fn show_answers(
+    config: &RunConfig,
+    trainer: &Trainer,
+    eval: &crate::train::EvalReport,
+) -> anyhow::Result<()> {
+    let Some(rows) = trainer.eval_rows() else { return Ok(()) };
+    let exact = eval.samples.iter().filter(|sample| sample.exact).count();
+    let total = eval.samples.len();
+    let mut text = format!(
+        "\n{exact} of {total} held-out answers are exact ({:.1} %). Some of them:\n",
+        100.0 * eval.accuracy()
+    );
+    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(config.eval.show / 2);
+    let num_wrong = wrong.clone().count();
+    let right = eval.samples.iter().filter(|sample| sample.exact);
+    let shown: std::collections::HashSet<_> =
+        right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
+    let runner = trainer.runner();
+    let encoder = rows.encoder();
+    let options = GenerateOptions {
+        max_new_tokens: 64,
+        sampling: Sampling::ArgMax,
+        seed: config.seed,
+        stop_ids: encoder.stop_ids().to_vec(),
+    };
+    for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
+        let sample = rows.sample(row)?;
+        let (prompt, expected) = encoder.encode_prompt(&sample)?;
+        let pictures = prompt.media.len();
+        let answer = generate(&runner.model, prompt, &options, &runner.device)?;
+        let answer = encoder.decode(&answer)?;
+        let mark = if answer == expected { "right" } else { "wrong" };
+        let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
+        let _ = writeln!(
+            text,
+            "  {mark}  {}  ({pictures} picture{})  expected `{}`, answered `{}`",
+            sample.id,
+            if pictures == 1 { "" } else { "s" },
+            cut(&expected),
+            cut(&answer)
+        ); // a String takes every write
+    }
+    say(&text);
+    Ok(())
+}
+
+/// What to do with the trained model.
+pub(super) fn say_next_steps(config: &Path, folder: &Path) {
+    let folder = folder.display();
+    say(&format!(
+        "\nThe trained model is in {folder}. Next:\n  \
+         trainer generate --model {folder} --prompt \"What digit is this?\" --image picture.png\n  \
+         trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
+         your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
+        config.display()
+    ));
+}
+
+/// Text for people, beside the log.
+fn say(text: &str) {
+    use std::io::Write as _;
+    // A closed stderr is no reason to fail a finished run.
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}

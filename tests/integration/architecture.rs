@@ -1,0 +1,252 @@
+//! What the code may not grow into: imports against the direction, files about two things, configs
+//! that nobody can run, paths of somebody's machine.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use trainer::config::{RunConfig, load};
+
+/// Which modules may import which. Nothing else may be imported, also not by tests.
+const MAY_IMPORT: [(&str, &[&str]); 12] = [
+    // Leaves.
+    ("batch", &[]),
+    ("ops", &[]),
+    ("metrics", &[]),
+    ("checkpoint", &[]),
+    // Know no model. The optimizer's update is an op, and its parameters are the tape's.
+    ("tape", &[]),
+    ("optim", &["ops", "tape"]),
+    // Never sees a model or a device.
+    ("data", &["batch"]),
+    // Never sees a file of data, a tokenizer or our config.
+    ("model", &["batch", "ops", "tape"]),
+    ("loss", &["batch", "ops", "tape"]),
+    // The only place where they meet.
+    ("train", &["batch", "checkpoint", "data", "loss", "metrics", "model", "ops", "optim", "tape"]),
+    // Composes the section structs.
+    ("config", &["checkpoint", "data", "optim", "train"]),
+    // The only place that reads the environment, prints and exits.
+    (
+        "cli",
+        &["batch", "checkpoint", "config", "data", "metrics", "model", "optim", "tape", "train"],
+    ),
+];
+
+/// Files that may be longer, with the reason.
+const LONGER: [(&str, &str); 0] = [];
+const MAX_LINES: usize = 500;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Files below `folder` with one of these endings, sorted.
+fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let Ok(entries) = fs::read_dir(folder) else { return found };
+    for path in entries.map(|entry| entry.unwrap().path()) {
+        let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+        if path.is_dir() {
+            found.extend(files(&path, endings));
+        } else if endings.is_empty() || endings.contains(&ending) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+fn short(path: &Path) -> String {
+    path.strip_prefix(root()).unwrap().display().to_string()
+}
+
+/// The modules that a source text names: each word after `crate::`, also inside `crate::{..}`.
+fn named_modules(text: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    let word = |text: &str| -> String {
+        text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+    };
+    for (at, _) in text.match_indices("crate::") {
+        let rest = &text[at + "crate::".len()..];
+        let Some(list) = rest.strip_prefix('{') else {
+            found.insert(word(rest));
+            continue;
+        };
+        let mut depth = 0;
+        let mut expected = true; // a name of the list's first level
+        for (at, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => expected = true,
+                c if expected && c.is_alphabetic() => {
+                    found.insert(word(&list[at..]));
+                    expected = false;
+                }
+                _ => {}
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn names_of_modules_are_found_in_every_spelling() {
+    let text = "use crate::ops::{self, a}; use crate::{batch::{B, C}, tape, self::x}; crate::data::d() \
+                pub(in crate::cli) fn f() {}";
+    let found: Vec<String> = named_modules(text).into_iter().collect();
+    assert_eq!(found, ["batch", "cli", "data", "ops", "self", "tape"]);
+}
+
+#[test]
+fn imports_follow_the_direction() {
+    let src = root().join("src");
+    let modules: BTreeSet<&str> = MAY_IMPORT.iter().map(|(module, _)| *module).collect();
+    let lib = fs::read_to_string(src.join("lib.rs")).unwrap();
+    let declared: BTreeSet<&str> =
+        lib.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';')).collect();
+    assert_eq!(declared, modules, "the table has every module");
+    let mut wrong = Vec::new();
+    for (module, allowed) in MAY_IMPORT {
+        let mut sources = files(&src.join(module), &["rs"]);
+        sources.extend(Some(src.join(format!("{module}.rs"))).filter(|path| path.is_file()));
+        assert!(!sources.is_empty(), "no source of `{module}`");
+        for path in sources {
+            for name in named_modules(&fs::read_to_string(&path).unwrap()) {
+                if name != module && !allowed.contains(&name.as_str()) {
+                    wrong.push(format!("{} imports `{name}`", short(&path)));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "against the table:\n{}", wrong.join("\n"));
+    // What the table allows is what is there: a permission that nobody uses goes.
+    for (module, allowed) in MAY_IMPORT {
+        let texts =
+            files(&src.join(module), &["rs"]).into_iter().map(|p| fs::read_to_string(p).unwrap());
+        let used: BTreeSet<String> = texts.flat_map(|text| named_modules(&text)).collect();
+        for name in allowed {
+            assert!(used.contains(*name), "`{module}` no longer imports `{name}`");
+        }
+    }
+}
+
+#[test]
+fn a_source_file_is_about_one_thing() {
+    let mut long = Vec::new();
+    for path in files(&root().join("src"), &["rs"]) {
+        let lines = fs::read_to_string(&path).unwrap().lines().count();
+        let name = short(&path);
+        let excepted = LONGER.iter().any(|(file, _reason)| *file == name);
+        if lines > MAX_LINES && !excepted {
+            long.push(format!("{name}: {lines} lines"));
+        }
+    }
+    assert!(long.is_empty(), "past {MAX_LINES} lines:\n{}", long.join("\n"));
+}
+
+#[test]
+fn every_config_can_be_loaded() {
+    let configs = files(&root().join("configs"), &["yaml", "yml"]);
+    assert!(configs.iter().any(|path| path.ends_with("quickstart.yaml")));
+    for path in configs {
+        let name = short(&path);
+        let config: RunConfig = load(&path, &[]).unwrap_or_else(|error| panic!("{name}: {error}"));
+        config.check().unwrap_or_else(|error| panic!("{name}: {error}"));
+        config.data.validate().unwrap_or_else(|error| panic!("{name}: {error}"));
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with("# "), "{name} begins with what it is for");
+    }
+}
+
+#[test]
+fn the_quickstart_reads_files_of_the_repository_only() {
+    let config: RunConfig = load(&root().join("configs/quickstart.yaml"), &[]).unwrap();
+    let sets = config.data.train.iter().chain(&config.data.eval);
+    let paths = sets.map(|set| &set.path).chain([&config.model.path]);
+    for path in paths {
+        assert!(path.is_relative() && root().join(path).exists(), "{}", path.display());
+    }
+}
+
+/// The first column of the README's tree (a code block with lines such as `src/  what is there`).
+fn tree_of(readme: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    for block in readme.split("```").skip(1).step_by(2) {
+        let lines: Vec<&str> = block.lines().skip(1).collect();
+        if !lines.iter().any(|line| line.starts_with("src/")) {
+            continue;
+        }
+        let mut parents: Vec<(usize, String)> = Vec::new();
+        for line in lines {
+            let indent = line.len() - line.trim_start().len();
+            let Some(name) = line.split_whitespace().next() else { continue };
+            if !name.contains(['/', '.']) {
+                continue; // a description that goes on
+            }
+            parents.retain(|(at, _)| *at < indent);
+            let parent = parents.last().map_or("", |(_, parent)| parent.as_str());
+            let path = format!("{parent}{name}");
+            if name.ends_with('/') {
+                parents.push((indent, path.clone()));
+            }
+            names.push(path);
+        }
+    }
+    names
+}
+
+#[test]
+fn the_tree_of_the_readme_exists() {
+    let tree = tree_of(
+        "```\nsrc/       the code\n  cli/     commands:\n           sft and so on\nCargo.toml\n```",
+    );
+    assert_eq!(tree, ["src/", "src/cli/", "Cargo.toml"]);
+    let readme = fs::read_to_string(root().join("README.md")).unwrap_or_default();
+    for name in tree_of(&readme) {
+        assert!(root().join(&name).exists(), "README.md names `{name}`, which does not exist");
+    }
+}
+
+/// Whether `text` has `prefix` where a path begins.
+fn begins_a_path(text: &str, prefix: &str) -> bool {
+    text.match_indices(prefix).any(|(at, _)| {
+        let before = text[..at].chars().next_back();
+        !before.is_some_and(|c| c.is_alphanumeric() || "_-./}~)>".contains(c))
+    })
+}
+
+#[test]
+fn nothing_names_a_path_of_one_machine_or_a_mirror() {
+    // In pieces, so that this file does not name them.
+    let folders = ["work", "root", "home", "Users", "mnt"].map(|name| format!("/{name}/"));
+    assert!(begins_a_path(&format!("see `{}a`", folders[0]), &folders[0]));
+    assert!(!begins_a_path("frame/work/", &folders[0]));
+    let endings =
+        ["rs", "toml", "lock", "yaml", "yml", "md", "sh", "py", "json", "jsonl", "txt", ""];
+    let mut wrong = Vec::new();
+    for entry in fs::read_dir(root()).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if ["target", ".git", "runs"].contains(&name) {
+            continue;
+        }
+        let found = if path.is_dir() { files(&path, &endings) } else { vec![path] };
+        for path in found {
+            // Binary files and tokenizers have no paths.
+            let Ok(text) = fs::read_to_string(&path) else { continue };
+            let has = |folder: &String| begins_a_path(&text, folder);
+            if let Some(folder) = folders.iter().find(|folder| has(folder)) {
+                wrong.push(format!("{} names `{folder}`", short(&path)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let lock = fs::read_to_string(root().join("Cargo.lock")).unwrap();
+    let public = concat!("source = \"registry+https://", "github.com/rust-lang/crates.io-index\"");
+    for line in lock.lines().filter(|line| line.starts_with("source")) {
+        assert_eq!(line, public, "a crate from elsewhere");
+    }
+    assert!(!root().join(".cargo").exists(), "settings of one machine's cargo");
+}

@@ -1,0 +1,150 @@
+//! Runs the real binary in a folder of its own, with a tiny model and rows made from the goldens.
+
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use tempfile::TempDir;
+
+/// What a command left behind.
+#[derive(Debug)]
+pub(crate) struct Output {
+    /// Exit code; -1: ended by a signal.
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Output {
+    /// Fails with everything that the command said unless it ended with `code`.
+    #[track_caller]
+    pub(crate) fn ends_with(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        self
+    }
+
+    /// Fails unless the command said `text` on stderr.
+    #[track_caller]
+    pub(crate) fn says(self, text: &str) -> Self {
+        assert!(self.stderr.contains(text), "no `{text}` in:\n{}", self.stderr);
+        self
+    }
+}
+
+/// A file of `tests/golden`.
+pub(crate) fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// An empty folder, in which commands run; removed at the end of the test.
+pub(crate) struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    pub(crate) fn empty() -> Self {
+        Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() }
+    }
+
+    /// With a model in `model`, and `rows.jsonl`: image and text rows, unusable ones among them.
+    pub(crate) fn with_model_and_rows() -> Self {
+        let place = Self::empty();
+        place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
+        let lines = |name: &str| fs::read_to_string(golden(name)).unwrap();
+        let (images, text) = (lines("data/image_exact.jsonl"), lines("data/text.jsonl"));
+        let mut rows: Vec<&str> = images.lines().take(18).collect();
+        rows.extend(text.lines().filter(|line| line.len() < 420).take(14));
+        let overlong = text.lines().max_by_key(|line| line.len()).unwrap();
+        rows.insert(20, overlong);
+        rows.insert(12, r#"{"messages":[{"role":"user","content":"no answer"}]}"#);
+        rows.insert(9, r#"{"messages": not JSON"#);
+        rows.insert(
+            3,
+            r#"{"messages":[{"role":"user","content":"<image>?"},{"role":"assistant","content":"."}],"images":["none.png"]}"#,
+        );
+        place.write("rows.jsonl", &(rows.join("\n") + "\n"));
+        place
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        write(&self.path(name), text.as_bytes());
+    }
+
+    pub(crate) fn read(&self, name: &str) -> Vec<u8> {
+        let path = self.path(name);
+        fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+
+    /// The objects of a JSONL file.
+    pub(crate) fn rows(&self, name: &str) -> Vec<Value> {
+        json_lines(&String::from_utf8(self.read(name)).unwrap())
+    }
+
+    /// Names in a folder, sorted.
+    pub(crate) fn names(&self, folder: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(folder)).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// The binary, about to run here; it hears nothing of the caller's logging or threads.
+    pub(crate) fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
+        command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS");
+        command
+    }
+
+    pub(crate) fn trainer(&self, arguments: &[&str]) -> Output {
+        finish(&mut self.command(arguments))
+    }
+
+    /// Starts a command that the test will stop; what it says goes nowhere.
+    pub(crate) fn start(&self, arguments: &[&str]) -> Child {
+        let mut command = self.command(arguments);
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    }
+}
+
+/// Runs a command to its end.
+pub(crate) fn finish(command: &mut Command) -> Output {
+    let output = command.output().unwrap();
+    Output {
+        code: output.status.code().unwrap_or(-1),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// Each line as JSON.
+pub(crate) fn json_lines(text: &str) -> Vec<Value> {
+    let row =
+        |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+    text.lines().map(row).collect()
+}
+
+/// Writes a file of a test, on which no one depends after a crash.
+pub(crate) fn write(path: &Path, bytes: &[u8]) {
+    use std::io::Write as _;
+    fs::File::create(path).unwrap().write_all(bytes).unwrap();
+}
+
+/// Copies a folder with all below it.
+pub(crate) fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_folder(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}

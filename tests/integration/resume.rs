@@ -1,0 +1,374 @@
+//! A continued run equals the uninterrupted one to the bit: weights, moments, metrics, rejects.
+//!
+//! The rows shuffle and pack, images and text mix, some are rejected; 20 steps are several epochs.
+
+use super::harness::{Place, copy_folder, finish, golden, write};
+use serde_json::Value;
+use std::fs;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+const STEPS: u64 = 20;
+
+fn place() -> Place {
+    let place = Place::with_model_and_rows();
+    let images = golden("data").display().to_string();
+    let config = format!(
+        "output_dir: run\n\
+         model: {{path: model}}\n\
+         data:\n\
+         \x20 train: [{{path: rows.jsonl, image_root: '{images}'}}]\n\
+         \x20 eval: [{{path: eval.jsonl, image_root: '{images}'}}]\n\
+         \x20 packing_length: 192\n\
+         \x20 max_rejected: 1.0\n\
+         train: {{gradient_accumulation_steps: 2, max_steps: {STEPS}}}\n\
+         optim: {{lr: 2.0e-3, schedule: cosine, warmup_steps: 4, weight_decay: 0.1}}\n\
+         checkpoint: {{every_steps: 1, keep: 100}}\n\
+         eval: {{every_steps: 6}}\n"
+    );
+    place.write("config.yaml", &config);
+    let eval = fs::read_to_string(golden("data/image_exact.jsonl")).unwrap();
+    place.write("eval.jsonl", eval.lines().nth(40).unwrap());
+    place
+}
+
+/// `trainer sft` with the folder's config and more arguments.
+fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&["sft", "--config", "config.yaml"], more].concat()
+}
+
+/// Rows of a metrics or rejects file after `step`, without what a clock or the system decides.
+fn rows_after(place: &Place, file: &str, step: u64) -> Vec<Value> {
+    let mut rows = place.rows(file);
+    rows.retain(|row| row["step"].as_u64().unwrap() > step);
+    for row in &mut rows {
+        let object = row.as_object_mut().unwrap();
+        for key in ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s"] {
+            object.remove(key);
+        }
+    }
+    rows
+}
+
+fn steps(rows: &[Value]) -> Vec<u64> {
+    let of_steps = rows.iter().filter(|row| row["eval"] != true);
+    of_steps.map(|row| row["step"].as_u64().unwrap()).collect()
+}
+
+/// Weights, moments and files of `found` are those of `expected`; rows are compared after `step`.
+#[track_caller]
+fn assert_same(place: &Place, found: &str, expected: &str, last: u64, step: u64) {
+    let checkpoint = format!("checkpoints/step-{last:08}");
+    for file in [
+        "final/model.safetensors".to_owned(),
+        format!("{checkpoint}/optimizer.safetensors"),
+        format!("{checkpoint}/trainer_state.json"),
+    ] {
+        let read = |run: &str| place.read(&format!("{run}/{file}"));
+        assert!(read(found) == read(expected), "{found}: {file} differs from {expected}'s");
+    }
+    for file in ["metrics.jsonl", "rejects.jsonl"] {
+        let rows = |run: &str| rows_after(place, &format!("{run}/{file}"), step);
+        assert_eq!(rows(found), rows(expected), "{found}: {file}");
+    }
+    let metrics = rows_after(place, &format!("{found}/metrics.jsonl"), step);
+    assert_eq!(steps(&metrics), (step + 1..=last).collect::<Vec<_>>(), "{found}");
+}
+
+/// Goes on from each of `stops` into a fresh folder, and compares.
+fn assert_equal_from(place: &Place, stops: impl Iterator<Item = u64>) -> usize {
+    let mut equal = 0;
+    for step in stops {
+        let (from, to) = (format!("run/checkpoints/step-{step:08}"), format!("from-{step}"));
+        let output = format!("output_dir={to}");
+        let rare = ["--set", &output, "--set", "checkpoint.every_steps=0"];
+        place.trainer(&sft(&[&["--resume", &from], &rare[..]].concat())).ends_with(0);
+        assert_same(place, &to, "run", STEPS, step);
+        equal += 1;
+    }
+    equal
+}
+
+#[test]
+fn a_run_continued_from_any_of_its_steps_ends_equal_to_the_bit() {
+    let place = place();
+    place.trainer(&sft(&[])).ends_with(0);
+    let metrics = place.rows("run/metrics.jsonl");
+    let epochs: Vec<f64> = metrics.iter().filter_map(|row| row["epoch"].as_f64()).collect();
+    assert!(epochs.last().unwrap() > &2.0 && epochs.iter().any(|e| e.fract() > 0.3), "{epochs:?}");
+    let reasons = place.rows("run/rejects.jsonl");
+    assert!(reasons.len() >= 8, "bad rows of two epochs: {reasons:?}");
+
+    let equal = assert_equal_from(&place, 1..=STEPS);
+    println!("{equal}/{STEPS} continued runs are equal to the uninterrupted one");
+
+    // The same by `auto`, in a folder as a stop after that step leaves it, later rows torn.
+    for step in [1, 8, 15] {
+        let run = format!("auto-{step}");
+        copy_folder(&place.path("run"), &place.path(&run));
+        fs::remove_dir_all(place.path(&format!("{run}/final"))).unwrap();
+        for later in step + 1..=STEPS {
+            let folder = format!("{run}/checkpoints/step-{later:08}");
+            fs::remove_dir_all(place.path(&folder)).unwrap();
+        }
+        let metrics = place.read(&format!("{run}/metrics.jsonl"));
+        let torn = &metrics[..metrics.len() - 9];
+        write(&place.path(&format!("{run}/metrics.jsonl")), torn);
+        let output = format!("output_dir={run}");
+        place.trainer(&sft(&["--set", &output])).ends_with(0);
+        assert_same(&place, &run, "run", STEPS, 0);
+    }
+}
+
+#[test]
+fn bf16_with_master_weights_continues_equal_to_the_bit() {
+    let place = place();
+    let config = String::from_utf8(place.read("config.yaml")).unwrap();
+    place.write("config.yaml", &config.replace("path: model}", "path: model, precision: bf16}"));
+    place.trainer(&sft(&[])).ends_with(0);
+    assert_equal_from(&place, [1, 5, 12, 19].into_iter());
+}
+
+#[test]
+fn a_run_with_frozen_parts_continues_equal_to_the_bit() {
+    let place = place();
+    let config = String::from_utf8(place.read("config.yaml")).unwrap();
+    let config = config.replace("path: model}", "path: model, freeze: [vision]}");
+    let config =
+        config.replace("weight_decay: 0.1", "weight_decay: 0.1, lr_multipliers: {merger: 0.5}");
+    place.write("config.yaml", &config);
+    place.trainer(&sft(&[])).ends_with(0);
+    assert_equal_from(&place, [2, 7, 13].into_iter());
+}
+
+#[test]
+fn neither_workers_nor_threads_change_a_bit() {
+    let place = place();
+    let variants =
+        [("run", "1", "1"), ("run-2", "4", "1"), ("run-3", "1", "2"), ("run-4", "4", "2")];
+    for (run, workers, threads) in variants {
+        let (output, workers) = (format!("output_dir={run}"), format!("data.workers={workers}"));
+        let rare = ["--set", "checkpoint.every_steps=0", "--set", &output, "--set", &workers];
+        finish(place.command(&sft(&rare)).env("RAYON_NUM_THREADS", threads)).ends_with(0);
+        assert_same(&place, run, "run", STEPS, 0);
+    }
+}
+
+/// Steps of real interruptions: long enough that the signal comes before the end.
+const LONG: u64 = 40;
+
+fn long<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    sft(&[&["--set", "train.max_steps=40"], more].concat())
+}
+
+/// Waits until the run has written the row of `step`.
+fn wait_for(place: &Place, step: usize, child: &mut Child) {
+    let started = Instant::now();
+    let rows = || fs::read_to_string(place.path("run/metrics.jsonl")).unwrap_or_default();
+    while rows().lines().filter(|line| line.starts_with("{\"step\"")).count() < step {
+        assert!(started.elapsed() < Duration::from_mins(1), "no step {step} in a minute");
+        assert!(child.try_wait().unwrap().is_none(), "the run ended before step {step}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn send(signal: &str, child: &Child) {
+    let kill = format!("kill -{signal} {}", child.id());
+    assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+}
+
+#[test]
+fn a_signal_saves_the_run_and_the_same_command_goes_on() {
+    let place = place();
+    place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
+    let mut interrupted = 0;
+    for (signal, step) in [("TERM", 3), ("INT", 9)] {
+        let mut child = place.start(&long(&["--set", "checkpoint.every_steps=7"]));
+        wait_for(&place, step, &mut child);
+        send(signal, &child);
+        assert_eq!(child.wait().unwrap().code(), Some(75));
+        let rows = steps(&place.rows("run/metrics.jsonl"));
+        let saved = format!("run/checkpoints/step-{:08}/manifest.json", rows.last().unwrap());
+        assert!(place.path(&saved).is_file(), "the step of the signal is saved: {saved}");
+        assert!(rows.len() > interrupted, "the run went on");
+        interrupted = rows.len();
+    }
+    place.trainer(&long(&[])).ends_with(0).says("resume from_step=");
+    assert_same(&place, "run", "whole", LONG, 0);
+    assert!(!place.path("run/previous-1").exists());
+}
+
+#[test]
+fn a_run_killed_at_any_time_goes_on_and_ends_equal_to_the_bit() {
+    let place = place();
+    place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
+    let mut random = 12345_u64;
+    let mut below = |bound: u64| {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (random >> 33) % bound
+    };
+    for kill in 0..5 {
+        let mut child = place.start(&long(&[]));
+        if kill > 0 {
+            wait_for(&place, (6 * kill + below(5)) as usize, &mut child);
+        }
+        std::thread::sleep(Duration::from_millis(below(40)));
+        child.kill().unwrap();
+        assert_eq!(child.wait().unwrap().code(), None, "the run ended before its kill");
+    }
+    place.trainer(&long(&[])).ends_with(0).says("resume from_step=");
+    assert_same(&place, "run", "whole", LONG, 0);
+    for folder in ["run", "run/checkpoints"] {
+        let hidden = place.names(folder).into_iter().find(|name| name.starts_with('.'));
+        assert_eq!(hidden, None, "{folder} is clean again");
+    }
+}
+
+/// A finished run of a few steps.
+fn short() -> Place {
+    let place = place();
+    let config = String::from_utf8(place.read("config.yaml")).unwrap();
+    place.write("config.yaml", &config.replace("max_steps: 20", "max_steps: 4"));
+    place.trainer(&sft(&[])).ends_with(0).says("start from_step=0");
+    place
+}
+
+#[test]
+fn a_finished_run_that_is_run_again_does_no_step_and_changes_nothing() {
+    let place = short();
+    let read = || {
+        let rows = rows_after(&place, "run/metrics.jsonl", 0);
+        let rejects = place.read("run/rejects.jsonl");
+        let files = place.names("run/final").into_iter();
+        let content: Vec<_> = files.map(|name| place.read(&format!("run/final/{name}"))).collect();
+        (rows, rejects, content, place.names("run/checkpoints"))
+    };
+    let before = read();
+    let again = place.trainer(&sft(&[])).ends_with(0).says("all steps of this run are done");
+    assert!(!again.stderr.contains("INFO train step="), "{}", again.stderr);
+    assert!(read() == before, "{:?}", read().0);
+    // One checkpoint is enough for that.
+    for step in 1..4 {
+        fs::remove_dir_all(place.path(&format!("run/checkpoints/step-0000000{step}"))).unwrap();
+    }
+    fs::remove_dir_all(place.path("run/final")).unwrap();
+    place.trainer(&sft(&[])).ends_with(0);
+    assert!(read().2 == before.2);
+}
+
+#[test]
+fn another_config_starts_anew_and_keeps_the_old_run() {
+    let place = short();
+    let old = place.read("run/final/model.safetensors");
+    for (number, more) in [
+        (1, &["--set", "optim.lr=3e-3"][..]),
+        (2, &["--set", "optim.lr=3e-3", "--resume", "never"]),
+        (3, &["--set", "optim.lr=3e-3", "--set", "seed=7"]),
+    ] {
+        place.trainer(&sft(more)).ends_with(0).says("start from_step=0").says("previous-");
+        let aside = format!("run/previous-{number}");
+        assert_eq!(
+            place.names(&aside),
+            ["checkpoints", "config.yaml", "final", "metrics.jsonl", "rejects.jsonl", "train.log"]
+        );
+        assert_eq!(place.names(&format!("{aside}/checkpoints")).len(), 4);
+        let rows = place.rows("run/metrics.jsonl");
+        assert_eq!(steps(&rows), [1, 2, 3, 4]);
+    }
+    assert!(place.read("run/previous-1/final/model.safetensors") == old);
+    let two = ["run/previous-2/final/model.safetensors", "run/previous-3/final/model.safetensors"];
+    assert!(place.read(two[0]) == place.read(two[1]), "`never` starts the same run again");
+}
+
+#[test]
+fn what_changes_no_number_and_the_length_may_change() {
+    let place = short();
+    let neutral = [
+        "model.use_rmpad=false",
+        "model.attention=masked",
+        "model.recompute=full",
+        "data.workers=3",
+        "data.eval=[]",
+        "data.max_rejected=0.9",
+        "eval.every_steps=0",
+        "log.every_steps=2",
+        "checkpoint={every_steps: 2, keep: 2}",
+        "train.max_steps=7",
+    ];
+    let sets: Vec<&str> = neutral.iter().flat_map(|set| ["--set", *set]).collect();
+    place.trainer(&sft(&sets)).ends_with(0).says("resume from_step=4 steps=7");
+    assert_eq!(steps(&place.rows("run/metrics.jsonl")), [1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(place.names("run/checkpoints"), ["step-00000006", "step-00000007"]);
+    assert!(!place.path("run/previous-1").exists());
+}
+
+#[test]
+fn changed_training_rows_are_refused_and_nothing_is_lost() {
+    let place = short();
+    let names = || (place.names("run"), place.names("run/checkpoints"));
+    let before = names();
+    let rows = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    place.write("rows.jsonl", &rows.replacen("moon", "moot", 1));
+    let longer = ["--set", "train.max_steps=6"];
+    let refused = place.trainer(&sft(&longer)).ends_with(65);
+    refused.says("the training files changed").says("hint: ").says("--resume never");
+    assert_eq!(names(), before);
+    place.write("rows.jsonl", &rows);
+    place.trainer(&sft(&longer)).ends_with(0).says("resume from_step=4");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_with_a_warning() {
+    for file in
+        ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
+    {
+        let place = short();
+        copy_folder(&place.path("run"), &place.path("whole"));
+        let damaged = format!("run/checkpoints/step-00000004/{file}");
+        let mut bytes = place.read(&damaged);
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        // Not in place: `final/` shares the content of the weights.
+        fs::remove_file(place.path(&damaged)).unwrap();
+        write(&place.path(&damaged), &bytes);
+        let said = place.trainer(&sft(&[])).ends_with(0).says("resume from_step=3");
+        said.says("WARN").says("skipped a checkpoint").says("step-00000004");
+        assert_same(&place, "run", "whole", 4, 0);
+        // By name it is an error.
+        write(&place.path(&damaged), &bytes);
+        let by_name = sft(&["--resume", "run/checkpoints/step-00000004"]);
+        place.trainer(&by_name).ends_with(65).says("is damaged").says("hint: ");
+    }
+}
+
+#[test]
+fn a_checkpoint_from_elsewhere_is_not_mixed_with_what_the_folder_holds() {
+    let place = short();
+    place.trainer(&sft(&["--set", "output_dir=other", "--set", "train.max_steps=3"])).ends_with(0);
+    let from = ["--set", "output_dir=other", "--resume", "run/checkpoints/step-00000002"];
+    place.trainer(&sft(&from)).ends_with(0).says("other/previous-1");
+    assert_same(&place, "other", "run", 4, 2);
+    assert_eq!(steps(&place.rows("other/previous-1/metrics.jsonl")), [1, 2, 3]);
+}
+
+#[test]
+fn a_model_without_optimizer_state_is_no_checkpoint() {
+    let place = short();
+    let refused = place.trainer(&sft(&["--resume", "run/final"])).ends_with(65);
+    refused.says("optimizer.safetensors").says("model.path");
+    assert!(place.path("run/final/model.safetensors").is_file());
+    let other = sft(&["--resume", "run/checkpoints/step-00000002", "--set", "optim.lr=1e-4"]);
+    place.trainer(&other).ends_with(64).says("another config").says("hint: ");
+}
+
+#[test]
+fn a_run_that_ended_before_its_first_step_is_not_kept() {
+    let place = place();
+    fs::create_dir(place.path("run")).unwrap();
+    for file in ["config.yaml", "train.log", "metrics.jsonl", "rejects.jsonl"] {
+        place.write(&format!("run/{file}"), if file == "train.log" { "a line\n" } else { "" });
+    }
+    place.trainer(&sft(&["--set", "train.max_steps=1"])).ends_with(0);
+    assert!(!place.names("run").iter().any(|name| name.starts_with("previous")));
+    assert_eq!(steps(&place.rows("run/metrics.jsonl")), [1]);
+}
