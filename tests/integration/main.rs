@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
 
+mod docs;
 mod encoding;
 mod images;
 mod parity;
