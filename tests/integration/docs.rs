@@ -157,9 +157,10 @@ fn every_law_of_the_readme_names_tests_that_exist() {
         .collect();
     assert!(names.len() > 15, "{names:?}");
     for name in names {
-        let exists = match name.contains('/') {
-            true => root().join(name).exists(),
-            false => code.contains(&format!("fn {name}()")),
+        let exists = if name.contains('/') {
+            root().join(name).exists()
+        } else {
+            code.contains(&format!("fn {name}()"))
         };
         assert!(exists, "README.md: there is no `{name}`");
     }
