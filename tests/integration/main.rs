@@ -5,6 +5,7 @@
 mod architecture;
 mod bad_input;
 mod cli;
+mod docs;
 mod encoding;
 mod harness;
 mod images;

@@ -1,0 +1,188 @@
+//! The manual says what the program does: keys and defaults, example rows, reasons, names of tests, links.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trainer::config::{RunConfig, load};
+use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader};
+use trainer::train::JsonlRows;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn text(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap()
+}
+
+fn temporary(name: &str, content: &str) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    fs::File::create(&path)
+        .and_then(|mut file| std::io::Write::write_all(&mut file, content.as_bytes()))
+        .unwrap();
+    (folder, path)
+}
+
+/// What stands between the first pair of backticks of a table's cell.
+fn code(cell: &str) -> Option<&str> {
+    cell.split('`').nth(1)
+}
+
+/// The cells of each row of the tables of a page.
+fn rows(page: &str) -> impl Iterator<Item = Vec<&str>> {
+    let lines = page.lines().filter(|line| line.starts_with('|'));
+    lines.map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+}
+
+/// Contents of the fenced blocks of one language.
+fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
+    let fence = format!("```{language}\n");
+    let after = page.split(fence.as_str()).skip(1);
+    after.map(|rest| rest.split("```").next().unwrap()).collect()
+}
+
+/// Dotted keys of a config and their values. An entry of a list of data sets is `key[]`.
+fn flatten(at: &str, value: &Value, keys: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Object(section) if !section.is_empty() => {
+            for (key, value) in section {
+                let at = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+                flatten(&at, value, keys);
+            }
+        }
+        Value::Array(list) if list.first().is_some_and(Value::is_object) => {
+            keys.insert(at.to_owned(), Value::Null);
+            flatten(&format!("{at}[]"), &list[0], keys);
+        }
+        leaf => drop(keys.insert(at.to_owned(), leaf.clone())),
+    }
+}
+
+#[test]
+fn every_key_of_the_config_has_a_line_with_its_default_and_no_other_has() {
+    let required = "output_dir: a\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
+    let (_folder, path) = temporary("least.yaml", required);
+    let config: RunConfig = load(&path, &[]).unwrap();
+    let mut keys = BTreeMap::new();
+    flatten("", &serde_json::to_value(&config).unwrap(), &mut keys);
+
+    let page = text("docs/config.md");
+    let mut documented = BTreeSet::new();
+    for row in rows(&page).filter(|row| row.len() == 4) {
+        let Some(key) = code(row[0]) else { continue };
+        let value = keys.get(key).unwrap_or_else(|| panic!("docs/config.md: there is no `{key}`"));
+        assert!(documented.insert(key.to_owned()), "docs/config.md has two lines for `{key}`");
+        if row[2] == "required" {
+            assert!(required.contains(key.rsplit('.').next().unwrap()), "`{key}` has a default");
+            continue;
+        }
+        let said = code(row[2]).unwrap_or_else(|| panic!("docs/config.md: `{key}` has no default"));
+        let said = serde_json::from_str(said).unwrap_or_else(|_| Value::from(said));
+        let same = match (said.as_f64(), value.as_f64()) {
+            (Some(said), Some(value)) => said == value,
+            _ => said == *value,
+        };
+        assert!(same, "docs/config.md: the default of `{key}` is {value}, not {said}");
+    }
+    let missing: Vec<_> = keys.keys().filter(|key| !documented.contains(*key)).collect();
+    assert!(missing.is_empty(), "docs/config.md lacks {missing:?}");
+}
+
+#[test]
+fn every_example_row_is_read() {
+    let page = text("docs/data-format.md");
+    let examples: Vec<&str> =
+        blocks(&page, "jsonl").iter().flat_map(|block| block.lines()).collect();
+    assert!(examples.len() >= 9, "{} examples", examples.len());
+    let (_folder, path) = temporary("examples.jsonl", &examples.join("\n"));
+    let image_root = Some(root().join("tests/fixtures/images"));
+    let set = DatasetConfig { path, image_root, weight: 1.0 };
+    let model = root().join("data/quickstart/model");
+    let encoder = Encoder::from_folder(&model, &ImageConfig::default()).unwrap();
+    let data = JsonlRows::open(&[set], Arc::new(encoder)).unwrap();
+    for (row, example) in data.rows().zip(&examples) {
+        let sample = data.read(row).unwrap_or_else(|rejection| panic!("{rejection}: {example}"));
+        let pictures = example.matches(".png").count() + example.matches(".jpg").count();
+        assert_eq!(sample.media.len(), pictures, "{example}");
+    }
+}
+
+/// The texts that a function `reason` of the source can return.
+fn reasons(source: &str) -> impl Iterator<Item = &str> {
+    let body =
+        source.split("pub fn reason(&self)").nth(1).unwrap().split("\n    }\n").next().unwrap();
+    body.split('"').skip(1).step_by(2)
+}
+
+#[test]
+fn every_reason_of_a_rejection_is_explained() {
+    let sources =
+        ["source/error.rs", "chat.rs", "image.rs"].map(|name| text(&format!("src/data/{name}")));
+    let mut reasons: BTreeSet<&str> = sources.iter().flat_map(|source| reasons(source)).collect();
+    assert!(reasons.len() > 20, "{reasons:?}");
+    reasons.extend(["empty", "overlong", "too_long"]); // by length, in src/data/steps.rs
+    let page = text("docs/data-format.md");
+    let explained: BTreeSet<&str> =
+        rows(&page).filter(|row| row.len() == 2).filter_map(|row| code(row[0])).collect();
+    let missing: Vec<_> = reasons.symmetric_difference(&explained).collect();
+    assert!(missing.is_empty(), "docs/data-format.md and the source differ in {missing:?}");
+}
+
+/// All files below a folder whose names end with `ending`.
+fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, ending, found);
+        } else if path.to_str().unwrap().ends_with(ending) {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_law_of_the_readme_names_tests_that_exist() {
+    let mut sources = Vec::new();
+    files(&root().join("src"), ".rs", &mut sources);
+    files(&root().join("tests/integration"), ".rs", &mut sources);
+    let code: String = sources.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    let page = text("README.md");
+    let laws = page.split("## What is proven").nth(1).unwrap().split("\n## ").next().unwrap();
+    let names: Vec<&str> = rows(laws)
+        .filter(|row| row.len() == 2)
+        .flat_map(|row| row[1].split('`').skip(1).step_by(2))
+        .collect();
+    assert!(names.len() > 15, "{names:?}");
+    for name in names {
+        let exists = if name.contains('/') {
+            root().join(name).exists()
+        } else {
+            code.contains(&format!("fn {name}()"))
+        };
+        assert!(exists, "README.md: there is no `{name}`");
+    }
+}
+
+#[test]
+fn every_link_between_pages_leads_somewhere() {
+    let mut pages = vec![root().join("README.md")];
+    files(&root().join("docs"), ".md", &mut pages);
+    let summary = text("docs/SUMMARY.md");
+    for page in &pages {
+        let content = fs::read_to_string(page).unwrap();
+        for link in content.split("](").skip(1) {
+            let target = link.split([')', '#']).next().unwrap();
+            if target.is_empty() || target.contains("://") {
+                continue;
+            }
+            let there = page.parent().unwrap().join(target);
+            assert!(there.exists(), "{}: `{target}` does not exist", page.display());
+        }
+        let name = page.strip_prefix(root()).unwrap().to_str().unwrap();
+        let listed = name == "README.md" || summary.contains(name.trim_start_matches("docs/"));
+        assert!(listed || name == "docs/SUMMARY.md", "docs/SUMMARY.md lacks {name}");
+    }
+}
