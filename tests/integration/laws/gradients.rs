@@ -69,26 +69,29 @@ fn a_batch_of_text_agrees_with_the_oracle_and_leaves_the_tower_alone() {
     }
 }
 
-/// `model.visual.blocks.1.norm1.bias` and `.0.` are of one kind.
+/// The name without the number of the block or layer.
 fn kind(spec: &ParamSpec) -> String {
-    spec.name.chars().filter(|c| !c.is_ascii_digit() || spec.name.contains("norm")).collect()
+    let parts = spec.name.split('.').filter(|part| part.parse::<u32>().is_err());
+    parts.collect::<Vec<_>>().join(".")
 }
 
 /// The oracle is checked too: central differences of its loss, in `f64`, at the entries of each
-/// kind of parameter where the gradient is largest, median and small.
+/// kind of parameter where the gradient is largest and median.
 #[test]
 fn the_oracles_gradients_are_the_differences_of_its_loss() {
     for head in BOTH_HEADS {
         let weights = Weights::random(head, 13);
         let oracle = Oracle::new(&weights);
-        let all = samples();
-        let batch = packed(&all[1..]); // images, and the shortest sample
+        let batch = packed(&samples()[2..]); // two images, and the shortest sample
         let grads = oracle.gradients(&batch).unwrap();
         // The last of a kind: deeper parts have had more to go through.
         let kinds: BTreeMap<String, usize> =
             weights.specs.iter().enumerate().map(|(at, spec)| (kind(spec), at)).collect();
-        assert!(kinds.len() > 30, "{kinds:?}");
-        for at in kinds.into_values() {
+        assert_eq!(kinds.len(), if head == Head::Tied { 40 } else { 41 }, "{kinds:?}");
+        for (kind, at) in kinds {
+            if head == Head::Untied && !kind.contains("embed_tokens") && !kind.contains("lm_head") {
+                continue; // as in the tied model
+            }
             let (name, grad) = (&weights.specs[at].name, &grads[at]);
             let mut order: Vec<usize> = (0..grad.len()).collect();
             order.sort_by(|a, b| grad[*b].abs().total_cmp(&grad[*a].abs()));

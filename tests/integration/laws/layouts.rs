@@ -3,7 +3,7 @@
 use super::oracle::Oracle;
 use super::{
     BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Subject, Tolerance, Weights,
-    assert_close, num_targets, packed, pad, samples, wide,
+    assert_close, assert_each_close, num_targets, packed, pad, samples, wide,
 };
 use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
 use trainer::loss::Targets;
@@ -44,11 +44,7 @@ fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
 
 /// Equal but for rounding: every target and every gradient.
 fn assert_same(subject: &Subject, what: &str, found: &Step, expected: &Step) {
-    assert_eq!(found.nll.len(), expected.nll.len(), "{what}: number of targets");
-    for (target, (found, expected)) in found.nll.iter().zip(&expected.nll).enumerate() {
-        let what = format!("{what}: target {target}");
-        assert_close(&what, &wide(&[*found]), &wide(&[*expected]), Tolerance::LAYOUT);
-    }
+    assert_each_close(what, &found.nll, &expected.nll, Tolerance::LAYOUT);
     let expected: Vec<_> = expected.grads.iter().map(|grad| wide(grad)).collect();
     subject.assert_gradients(what, &found.grads, &expected, Tolerance::SUMMED);
 }
@@ -208,9 +204,7 @@ fn a_shift_of_a_samples_positions_leaves_its_losses() {
             sample.position_ids.iter_mut().flatten().for_each(|position| *position += by);
         }
         let (found, _) = subject.run(&packed(&shifted));
-        for (found, expected) in found.nll.iter().zip(&expected.nll) {
-            assert_close("nll", &wide(&[*found]), &wide(&[*expected]), Tolerance(1e-5));
-        }
+        assert_each_close("shifted", &found.nll, &expected.nll, Tolerance::SHIFT);
         // And the test can fail: one axis alone is not a shift of the sample.
         shifted[1].position_ids.iter_mut().skip(4).for_each(|position| position[2] += 1);
         let (other, _) = subject.run(&packed(&shifted));
