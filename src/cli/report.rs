@@ -45,7 +45,7 @@ impl From<Exit> for ExitCode {
 /// Commands return it through `anyhow`. The error types of the library need no wrapping: [`report`]
 /// finds their hint and code by itself.
 #[derive(Debug)]
-pub struct Failure {
+pub(super) struct Failure {
     exit: Exit,
     message: String,
     hint: Option<String>,
@@ -54,12 +54,12 @@ pub struct Failure {
 
 impl Failure {
     /// A failure that is its own cause.
-    pub fn new(exit: Exit, message: impl Into<String>) -> Self {
+    pub(super) fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, message: message.into(), hint: None, source: None }
     }
 
     /// Gives `error` a code; its message and causes are kept.
-    pub fn of(exit: Exit, error: impl Error + Send + Sync + 'static) -> Self {
+    pub(super) fn of(exit: Exit, error: impl Error + Send + Sync + 'static) -> Self {
         Self { exit, message: String::new(), hint: None, source: Some(Box::new(error)) }
     }
 
@@ -71,7 +71,7 @@ impl Failure {
 
     /// What to do about it.
     #[must_use]
-    pub fn hint(self, hint: impl Into<String>) -> Self {
+    pub(super) fn hint(self, hint: impl Into<String>) -> Self {
         Self { hint: Some(hint.into()), ..self }
     }
 }
@@ -93,14 +93,14 @@ impl Error for Failure {
 }
 
 /// Writes the error to stderr and returns the code to exit with.
-pub fn report(error: &anyhow::Error) -> ExitCode {
+pub(super) fn report(error: &anyhow::Error) -> ExitCode {
     // Nothing is left to do where even stderr is gone.
     let _ = io::stderr().lock().write_all(text(error).as_bytes());
     exit(error).into()
 }
 
 /// The error, one line `caused by:` for each cause, and the first hint of the chain.
-pub fn text(error: &anyhow::Error) -> String {
+pub(super) fn text(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}\n");
     for cause in error.chain().skip(1) {
         text.extend(["caused by: ", &cause.to_string(), "\n"]);
@@ -112,7 +112,7 @@ pub fn text(error: &anyhow::Error) -> String {
 }
 
 /// The code of the outermost error in the chain that has one.
-pub fn exit(error: &anyhow::Error) -> Exit {
+pub(super) fn exit(error: &anyhow::Error) -> Exit {
     let verdict = error.chain().find_map(verdict);
     verdict.map_or(Exit::Unknown, |verdict| verdict.exit)
 }

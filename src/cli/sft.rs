@@ -88,7 +88,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
 
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
-fn cannot_make(folder: &Path, error: std::io::Error) -> Failure {
+fn cannot_make(folder: &Path, error: &std::io::Error) -> Failure {
     let message = format!("cannot make folder `{}`: {error}", folder.display());
     Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
 }
@@ -142,7 +142,7 @@ fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
     }
     let number = (1..).find(|n| !output_dir.join(format!("previous-{n}")).exists()).unwrap_or(1);
     let aside = output_dir.join(format!("previous-{number}"));
-    std::fs::create_dir(&aside).map_err(|error| cannot_make(&aside, error))?;
+    std::fs::create_dir(&aside).map_err(|error| cannot_make(&aside, &error))?;
     for name in left {
         std::fs::rename(output_dir.join(name), aside.join(name)).map_err(|error| {
             let message = format!("cannot move `{name}` to `{}`: {error}", aside.display());

@@ -216,7 +216,6 @@ impl SampleError {
             Self::NotAnObject { .. } => {
                 "a JSON array becomes rows with `jq -c '.[]' in.json > out.jsonl`"
             }
-            Self::UnknownForm { .. } => "docs/data-format.md shows each row form",
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
             }
@@ -235,7 +234,7 @@ impl SampleError {
             }
             Self::Template { cause, .. } => return cause.hint(),
             Self::Json { .. } => "write one complete JSON object a line, as UTF-8",
-            Self::WrongType { .. } | Self::Missing { .. } => {
+            Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
                 "docs/data-format.md shows each row form"
             }
             Self::NoMessages { .. } | Self::NoAssistantTurn { .. } => {
