@@ -63,10 +63,10 @@ struct VisionTape {
     merger: Kept<Merger>,
 }
 
-/// What forward kept; backward consumes it.
+/// What forward kept; backward consumes it. Where nothing is trained, nothing is kept.
 pub struct Tape {
     vision: Option<VisionTape>,
-    layers: Vec<Kept<DecoderLayer>>,
+    layers: Vec<Kept<DecoderLayer>>, // from the first that backward visits
     norm: Kept<RmsNorm>,
 }
 
@@ -117,26 +117,34 @@ impl Model {
         &self.lm_head
     }
 
-    /// Hidden states after the last norm, `[T, D]`, and what backward needs.
+    /// Hidden states after the last norm, `[T, D]`, and what backward into `grads` needs.
     pub fn forward(
         &self,
         input: &ModelInput,
         recompute: RecomputePolicy,
+        grads: &dyn GradSink,
     ) -> Result<(Tensor, Tape)> {
+        let trained_vision = any_trained(self.vision.params(), grads);
         let (features, vision) = match &input.vision {
-            None => (None, None),
-            Some(vision) => {
+            Some(vision) if trained_vision => {
                 let (features, tape) = self.vision.forward(vision, recompute.vision)?;
                 (Some(features), Some(tape))
             }
+            _ => (self.features(input)?, None),
         };
         let mut h = self.embed(input, features.as_ref())?; // [T, D]
+        let mut visited = vision.is_some() || grads.buffer(&self.text.embed_tokens).is_some();
         let mut layers = Vec::with_capacity(self.text.layers.len());
         for (k, layer) in self.text.layers.iter().enumerate() {
-            let (y, kept) = Kept::forward(layer, h, &input.text, recompute.llm)?;
-            Self::inject(&y, input, features.as_ref(), k)?;
-            layers.push(kept);
-            h = y;
+            visited = visited || any_trained(layer.params(), grads);
+            h = if visited {
+                let (y, kept) = Kept::forward(layer, h, &input.text, recompute.llm)?;
+                layers.push(kept);
+                y
+            } else {
+                layer.forward(&h, &input.text)?.0
+            };
+            Self::inject(&h, input, features.as_ref(), k)?;
         }
         let (hidden, norm) = Kept::forward(&self.text.norm, h, &input.text, Recompute::No)?;
         Ok((hidden, Tape { vision, layers, norm }))
@@ -177,7 +185,9 @@ impl Model {
             return Ok(());
         };
         let mut d_deepstack = Vec::with_capacity(num_deepstack); // last first
-        for (k, kept) in tape.layers.into_iter().enumerate().rev() {
+        let first = layers.len() - tape.layers.len();
+        for (i, kept) in tape.layers.into_iter().enumerate().rev() {
+            let k = first + i;
             if let Some(vision) = vision_input.filter(|_| k < num_deepstack) {
                 d_deepstack.push(ops::gather_rows(&dh, &vision.rows)?); // [M, D]
             }

@@ -90,7 +90,7 @@ impl StepRunner {
         let mut loss_sum = 0.0;
         for (batch, targets) in micro_batches.into_iter().zip(targets) {
             let input = ModelInput::upload(batch, self.model.config(), self.dtype, &self.device)?;
-            let (hidden, tape) = self.model.forward(&input, self.recompute)?;
+            let (hidden, tape) = self.model.forward(&input, self.recompute, &self.grads)?;
             let head = self.model.lm_head();
             let loss = loss_and_gradient(&hidden, head, &targets, num_targets, &self.grads)?;
             drop(hidden);

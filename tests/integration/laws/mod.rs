@@ -246,7 +246,7 @@ impl Subject {
         grads: &Gradients,
     ) -> Outcome {
         let input = self.upload(batch).unwrap();
-        let (hidden, tape) = self.model.forward(&input, recompute).unwrap();
+        let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();
         let (head, targets) = (self.model.lm_head(), Targets::of(batch));
         let loss = loss_and_gradient(&hidden, head, &targets, num_targets, grads).unwrap();
         let loss = loss.expect("the samples of these tests have targets");
