@@ -1,4 +1,4 @@
-//! Memory of this process, as the system counts it.
+//! Memory and time of this process, as the system counts them.
 
 use std::fs;
 
@@ -13,9 +13,32 @@ fn high_water(status: &str) -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
+/// Seconds that all threads of this process have run so far, the kernel's part included; 0 where the
+/// system does not say.
+pub fn cpu_seconds() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    ticks(&stat).unwrap_or(0) as f64 / TICKS_A_SECOND
+}
+
+/// Linux tells user space this unit on every architecture (`USER_HZ`).
+const TICKS_A_SECOND: f64 = 100.0;
+
+/// `utime + stime`: the 14th and 15th field; the second is a name in brackets that may hold anything.
+fn ticks(stat: &str) -> Option<u64> {
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
+    Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_time_of_all_threads_is_read_behind_the_name() {
+        let stat = "7 (a) b) R 1 2 3 4 5 6 7 8 9 10 250 30 0 0 20 0 1";
+        assert_eq!(ticks(stat), Some(280));
+        assert_eq!(ticks("7 (a"), None);
+    }
 
     #[test]
     fn the_high_water_mark_is_read_in_bytes() {

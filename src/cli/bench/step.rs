@@ -4,7 +4,7 @@ use super::Table;
 use crate::cli::sft;
 use crate::config::RunConfig;
 use crate::data::{DataState, Encoder, Loader, StepData};
-use crate::metrics::{StepSizes, peak_memory_bytes};
+use crate::metrics::{StepSizes, cpu_seconds, peak_memory_bytes};
 use crate::train::{JsonlRows, load_model};
 use candle_core::Device;
 use std::sync::Arc;
@@ -42,6 +42,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
     let (mut honest, mut theirs, mut loss) = (0.0, 0.0, 0.0);
+    let mut cpu_before = 0.0;
     for step in 1..=steps + 1 {
         let asked = Instant::now();
         let Some(data) = loader.next_step() else { break };
@@ -51,6 +52,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         let outcome = runner.run(data.micro_batches, config.optim.lr, step)?;
         loss = outcome.loss;
         if step == 1 {
+            cpu_before = cpu_seconds();
             continue;
         }
         sizes.targets = outcome.num_targets as f64;
@@ -61,11 +63,13 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         theirs += work.lmms_engine(&sizes);
         total.tokens += sizes.tokens;
     }
+    let cpu = cpu_seconds() - cpu_before;
     let peak = peak_flops()?;
     table.row(
         "step",
         &[
             ("tokens/s", total.tokens / seconds),
+            ("tokens/cpu_s", total.tokens / cpu),
             ("step_s", seconds / steps as f64),
             ("data_wait", waited / seconds),
             ("GFLOP/s", honest / seconds / 1e9),

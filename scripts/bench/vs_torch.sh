@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The same model, rows and steps in PyTorch and in `trainer`, taking turns in one run, since machines are noisy.
+# Prints tokens a wall second and a CPU second of both, the ratios, and peak memory.
+#   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/vs_torch.sh [ROUNDS] [STEPS] [extra arguments of torch_step.py, e.g. --mode padded]
+# Needs npm for the published tokenizer (fetched once) and a build: cargo build --release
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3} rounds=${1:-3} steps=${2:-3}
+shift $(($# < 2 ? $# : 2))
+mode=("$@")
+[ ${#mode[@]} -gt 0 ] || mode=(--mode packed --only-targets)
+work=${WORK:-target/vs_torch}
+mkdir -p "$work"
+
+if ! [ -f "$work/model/tokenizer.json" ]; then
+  eval "$(scripts/golden/fetch_tokenizer.sh "$work")"
+  "$python" scripts/bench/torch_step.py --mode packed --steps 0 --warmup 0 --model-out "$work/model" >/dev/null
+  small=tests/golden/models/small-tied
+  cp "$TRAINER_QWEN3_TOKENIZER" "$work/model/tokenizer.json"
+  cp "$small/chat_template.jinja" "$small/preprocessor_config.json" "$work/model/"
+  "$python" - "$small/tokenizer_config.json" "$work/model" <<'PY'
+import json, sys
+config = json.load(open(sys.argv[1]))
+ids = {token["content"]: token["id"] for token in json.load(open(sys.argv[2] + "/tokenizer.json"))["added_tokens"]}
+config["added_tokens_decoder"] = {str(ids[t["content"]]): t for t in config["added_tokens_decoder"].values() if t["content"] in ids}
+json.dump(config, open(sys.argv[2] + "/tokenizer_config.json", "w"))
+PY
+fi
+# The lengths of the timed steps, after one that is not timed.
+"$python" scripts/bench/torch_step.py --steps "$steps" --warmup 1 --jsonl "$work/rows.jsonl" --only-data
+cat >"$work/config.yaml" <<YAML
+output_dir: $work/run
+model: {path: $work/model, freeze: [vision, merger]}
+data:
+  train: [{path: $work/rows.jsonl}]
+  packing: false        # 8 samples a step, unpadded into one stream
+  shuffle: false
+train: {batch_size: 8, max_steps: $((steps + 1))}
+optim: {lr: 1.0e-4, schedule: constant}
+YAML
+
+: >"$work/torch.jsonl"
+: >"$work/trainer.jsonl"
+for round in $(seq "$rounds"); do
+  "$python" scripts/bench/torch_step.py "${mode[@]}" --steps "$steps" --warmup 1 2>/dev/null | tee -a "$work/torch.jsonl"
+  ./target/release/trainer bench --step --steps "$steps" --json --config "$work/config.yaml" | tee -a "$work/trainer.jsonl"
+done
+"$python" - "$work/torch.jsonl" "$work/trainer.jsonl" <<'PY'
+import json, sys
+theirs, ours = ([json.loads(line) for line in open(path)] for path in sys.argv[1:])
+best = lambda rows, key: max(row[key] for row in rows)
+wall, cpu = best(ours, "tokens/s") / best(theirs, "tokens_per_s_wall"), best(ours, "tokens/cpu_s") / best(theirs, "tokens_per_cpu_s")
+memory = min(row["peak_memory_gib"] for row in ours) / min(row["peak_rss_gib"] for row in theirs)
+print(f"best of {len(ours)} rounds: {wall:.2f} x PyTorch's tokens a wall second, {cpu:.2f} x a CPU second, {memory:.2f} x its peak memory")
+PY
