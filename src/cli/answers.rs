@@ -7,6 +7,9 @@ use candle_transformers::generation::Sampling;
 use std::fmt::Write as _;
 use std::path::Path;
 
+/// Tokens after which a shown answer is cut; it is shown in one line anyway.
+const MAX_NEW_TOKENS: usize = 64;
+
 /// Generates a few answers of the eval rows, wrong ones among them, and prints them.
 pub(super) fn show_answers(
     config: &RunConfig,
@@ -17,18 +20,21 @@ pub(super) fn show_answers(
     let exact = eval.samples.iter().filter(|sample| sample.exact).count();
     let total = eval.samples.len();
     let mut text = format!(
-        "\n{exact} of {total} held-out answers are exact ({:.1} %). Some of them:\n",
-        100.0 * eval.accuracy()
+        "\n{exact} of {total} held-out answers are exact ({:.1} %).{}\n",
+        100.0 * eval.accuracy(),
+        if config.eval.show > 0 { " Some of them:" } else { "" }
     );
-    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(config.eval.show / 2);
-    let num_wrong = wrong.clone().count();
+    // Half of them wrong ones, if there are as many of each.
+    let num_wrong =
+        (total - exact).min((config.eval.show / 2).max(config.eval.show.saturating_sub(exact)));
+    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(num_wrong);
     let right = eval.samples.iter().filter(|sample| sample.exact);
     let shown: std::collections::HashSet<_> =
         right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
     let runner = trainer.runner();
     let encoder = rows.encoder();
     let options = GenerateOptions {
-        max_new_tokens: 64,
+        max_new_tokens: MAX_NEW_TOKENS,
         sampling: Sampling::ArgMax,
         seed: config.seed,
         stop_ids: encoder.stop_ids().to_vec(),
@@ -37,9 +43,11 @@ pub(super) fn show_answers(
         let sample = rows.sample(row)?;
         let (prompt, expected) = encoder.encode_prompt(&sample)?;
         let pictures = prompt.media.len();
-        let answer = generate(&runner.model, prompt, &options, &runner.device)?;
-        let answer = encoder.decode(&answer)?;
-        let mark = if answer == expected { "right" } else { "wrong" };
+        let ids = generate(&runner.model, prompt, &options, &runner.device)?;
+        let answer = encoder.decode(&ids)?;
+        let is_cut = ids.len() == MAX_NEW_TOKENS;
+        let right = if is_cut { expected.starts_with(&answer) } else { answer == expected };
+        let mark = if right { "right" } else { "wrong" };
         let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
         let _ = writeln!(
             text,
@@ -59,7 +67,7 @@ pub(super) fn say_next_steps(config: &Path, folder: &Path) {
     let folder = folder.display();
     say(&format!(
         "\nThe trained model is in {folder}. Next:\n  \
-         trainer generate --model {folder} --prompt \"What digit is this?\" --image picture.png\n  \
+         trainer generate --model {folder} --prompt \"What is this?\" --image picture.png\n  \
          trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
          your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
         config.display()

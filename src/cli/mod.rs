@@ -192,7 +192,11 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
         }
     };
-    match panics::caught(|| run(&cli.command)) {
+    // As much stack as a main thread has; a pool that exists already is as good.
+    let _ = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global();
+    // Commands run as a worker of the pool: from outside, each of a step's hundreds of parallel ops
+    // would put this thread to sleep and wake it again.
+    match rayon::scope(|_| panics::caught(|| run(&cli.command))) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report::report(&error),
     }

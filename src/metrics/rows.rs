@@ -67,7 +67,7 @@ pub struct EvalMetrics {
     pub num_target_tokens: u64,
     /// Samples.
     pub num_samples: u64,
-    /// Share of the supervised targets that are the most probable token, where it was computed.
+    /// Share of the samples whose every supervised token is the most likely one, where it was computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
     /// Wall clock of the pass.
@@ -86,7 +86,7 @@ impl EvalMetrics {
         Self { eval: true, step, loss, num_target_tokens, num_samples, accuracy: None, time_s }
     }
 
-    /// The same row with the share of right tokens.
+    /// The same row with the share of exact samples.
     #[must_use]
     pub fn with_accuracy(self, accuracy: f64) -> Self {
         Self { accuracy: Some(accuracy), ..self }
