@@ -38,14 +38,29 @@ pub(super) struct GenerateArgs {
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
     /// Sample from the smallest set of tokens with this probability
-    #[arg(long)]
+    #[arg(long, value_parser = share)]
     top_p: Option<f64>,
     /// Sample from this many most likely tokens
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
     top_k: Option<usize>,
     /// Seed of the sampling
     #[arg(long, default_value_t = 42)]
     seed: u64,
+}
+
+/// A probability above 0.
+fn share(text: &str) -> Result<f64, String> {
+    let share: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if share > 0.0 && share <= 1.0 {
+        Ok(share)
+    } else {
+        Err("not above 0 and at most 1".to_owned())
+    }
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    let count: usize = text.parse().map_err(|_| "not a whole number".to_owned())?;
+    if count > 0 { Ok(count) } else { Err("not above 0".to_owned()) }
 }
 
 impl GenerateArgs {

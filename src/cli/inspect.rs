@@ -31,7 +31,7 @@ pub(super) struct InspectArgs {
     #[arg(long, value_name = "FILE")]
     tensors: Option<PathBuf>,
     /// Show packs instead of rows: one object a pack, the ids and lengths in it
-    #[arg(long)]
+    #[arg(long, conflicts_with = "tensors")]
     packs: bool,
 }
 

@@ -8,6 +8,7 @@ mod hub;
 mod init;
 mod inspect;
 mod logging;
+mod output_dir;
 mod panics;
 mod progress;
 mod report;

@@ -20,8 +20,12 @@ pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Resu
         tracing::debug!(thread = std::thread::current().name(), "caught: {payload}{place}");
         LAST.with_borrow_mut(|last| *last = format!("{payload}{place}"));
     }));
-    panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+    panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|payload| {
+        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+        // A panic of another thread of the pool comes here without having passed the hook here.
         let last = LAST.with_borrow_mut(std::mem::take);
+        let last = if last.starts_with(&text) { last } else { text };
         Err(Failure::new(Exit::Unknown, format!("the program failed: {last}"))
             .hint("this is a mistake of the trainer: please report it with the command and config")
             .into())

@@ -2,14 +2,17 @@
 
 use crate::metrics::StepMetrics;
 use indicatif::{HumanCount, MultiProgress, ProgressBar, ProgressStyle};
-use std::time::Duration;
+use std::cell::Cell;
+use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(200);
+const BETWEEN_LINES: Duration = Duration::from_secs(20);
 
 /// A bar that fits in 80 columns and disappears when the work is done or fails.
 #[derive(Debug)]
 pub(super) struct Progress {
     bar: ProgressBar,
+    told: Cell<Instant>, // when the last line was logged
 }
 
 impl Progress {
@@ -35,9 +38,14 @@ impl Progress {
         self.bar.set_message(message(metrics));
     }
 
-    /// Shows how many things are done.
+    /// Shows how many things are done; without a terminal, in a log line now and then.
     pub(super) fn set(&self, done: u64) {
         self.bar.set_position(done);
+        if self.bar.is_hidden() && self.told.get().elapsed() > BETWEEN_LINES {
+            self.told.set(Instant::now());
+            let total = self.bar.length().unwrap_or(0);
+            tracing::info!(done, total, "{}", self.bar.prefix());
+        }
     }
 
     fn new(bars: &MultiProgress, total: u64, template: &str) -> Self {
@@ -47,7 +55,7 @@ impl Progress {
         let bar = bars.add(ProgressBar::new(total).with_style(style));
         // The clock goes on during a long step.
         bar.enable_steady_tick(TICK);
-        Self { bar }
+        Self { bar, told: Cell::new(Instant::now()) }
     }
 }
 
@@ -94,6 +102,7 @@ mod tests {
             tokens_per_s: 12345.6,
             peak_memory_bytes: 0,
             rejected: 0,
+            rejected_by_reason: std::collections::BTreeMap::new(),
         }
     }
 

@@ -3,11 +3,12 @@
 use super::ConfigArgs;
 use super::answers::{say_next_steps, show_answers};
 use super::logging::Logging;
+use super::output_dir::{WRITABLE, lock, take_over};
 use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::batch::PaddingSide;
-use crate::checkpoint::{Checkpointer, Found, write_atomically};
-use crate::config::{RunConfig, to_yaml};
+use crate::checkpoint::{Checkpointer, Found};
+use crate::config::RunConfig;
 use crate::data::{
     DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
     Rmpad, RowReader, plan,
@@ -51,19 +52,10 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         let error = args.config.refuse(&["output_dir"], problem, WRITABLE);
         Failure::of(Exit::CannotWrite, error)
     })?;
+    let _lock = lock(output_dir)?;
     let checkpointer = Checkpointer::new(output_dir, &config.checkpoint);
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
-    if !found.as_ref().is_some_and(|found| lies_in(output_dir, found)) {
-        set_aside(output_dir)?;
-    }
-    let log = output_dir.join("train.log");
-    logging.write_to(&log).map_err(|error| {
-        let message = format!("cannot write `{}`: {error}", log.display());
-        Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
-    })?;
-    write_atomically(&output_dir.join("config.yaml"), to_yaml(&config)?.as_bytes())?;
-
     let stop = stop_on_signals()?;
     let mut trainer = assemble(&args.config, &config, checkpointer, found.as_ref(), logging, stop)?;
     let mut watch = Watch::new(logging, &config, &trainer);
@@ -82,19 +74,15 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         Outcome::Finished { eval, folder } => {
             tracing::info!(folder = %folder.display(), "done: a model folder for transformers and vLLM");
             if let Some(eval) = eval {
-                show_answers(&config, &trainer, &eval)?;
+                // The run is done and saved: what cannot be shown is no failure of it.
+                if let Err(error) = show_answers(&config, &trainer, &eval) {
+                    tracing::warn!("the answers cannot be shown: {error:#}");
+                }
             }
             say_next_steps(&args.config.config, &folder);
             Ok(())
         }
     }
-}
-
-const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
-
-fn cannot_make(folder: &Path, error: &std::io::Error) -> Failure {
-    let message = format!("cannot make folder `{}`: {error}", folder.display());
-    Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
 }
 
 /// The checkpoint to go on from.
@@ -128,55 +116,6 @@ fn find_checkpoint(
             .into())
         }
     }
-}
-
-/// Whether the checkpoint is one of this folder's own run.
-fn lies_in(output_dir: &Path, found: &Found) -> bool {
-    let real = |path: &Path| path.canonicalize().ok();
-    let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
-    parent.is_some() && parent == real(&output_dir.join("checkpoints"))
-}
-
-/// Moves what an earlier run left in `output_dir` out of the way: nothing is lost, nothing is mixed.
-fn set_aside(output_dir: &Path) -> anyhow::Result<()> {
-    const FILES: [&str; 7] = [
-        "config.yaml",
-        "metrics.jsonl",
-        "rejects.jsonl",
-        "train.log",
-        "checkpoints",
-        "final",
-        "report.html",
-    ];
-    let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
-    let metrics = std::fs::metadata(output_dir.join("metrics.jsonl"));
-    let trained = metrics.is_ok_and(|file| file.len() > 0)
-        || left.iter().any(|name| matches!(*name, "checkpoints" | "final" | "report.html"));
-    if !trained {
-        // A run that ended before its first step is no run; what it refused will be told again.
-        let rejects = output_dir.join("rejects.jsonl");
-        return match std::fs::remove_file(&rejects) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                let message = format!("cannot remove `{}`: {error}", rejects.display());
-                Err(Failure::new(Exit::CannotWrite, message).hint(WRITABLE).into())
-            }
-            _ => Ok(()),
-        };
-    }
-    let mut number = 1;
-    while output_dir.join(format!("previous-{number}")).exists() {
-        number += 1;
-    }
-    let aside = output_dir.join(format!("previous-{number}"));
-    std::fs::create_dir(&aside).map_err(|error| cannot_make(&aside, &error))?;
-    for name in left {
-        std::fs::rename(output_dir.join(name), aside.join(name)).map_err(|error| {
-            let message = format!("cannot move `{name}` to `{}`: {error}", aside.display());
-            Failure::new(Exit::CannotWrite, message).hint(WRITABLE)
-        })?;
-    }
-    tracing::info!(folder = %aside.display(), "an earlier run's files are moved there");
-    Ok(())
 }
 
 /// The first SIGINT or SIGTERM asks for an orderly stop; a second SIGINT ends the process.
@@ -219,6 +158,7 @@ fn assemble(
     }
     let loaded = args.load_model(&section, config.seed, &device)?;
     let groups = args.groups(config, &loaded)?; // before the rows are measured, which takes longer
+    take_over(config, &checkpointer, found, logging)?;
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
     let planned = planned(config, &rows, &order, &options, resumed.as_ref(), logging)?;
@@ -269,6 +209,7 @@ fn assemble(
         loader: Loader::start(rows, order, options, state.data.clone()),
         schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
         checkpointer,
+        max_steps,
         checkpoint_every: config.checkpoint.every_steps,
         model_folder: config.model.path.clone(),
         config_json,

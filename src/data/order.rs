@@ -90,7 +90,9 @@ impl Order {
             if !(weight.is_finite() && weight > 0.0) {
                 return Err(OrderError::Weight { dataset, weight });
             }
-            let extra_rows = (weight.fract() * rows as f64).round();
+            // A data set that is listed is seen, however small its share.
+            let fewest = if weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
+            let extra_rows = (weight.fract() * rows as f64).round().max(fewest);
             total += weight.floor() * rows as f64 + extra_rows;
             if total.max(rows as f64) > f64::from(u32::MAX) {
                 return Err(OrderError::TooManyRows { dataset, rows: total.max(rows as f64) });
@@ -274,7 +276,9 @@ mod tests {
                 let whole = weight.floor() as u32;
                 prop_assert!(seen.iter().all(|times| *times == whole || *times == whole + 1));
                 let extra = seen.iter().filter(|times| **times > whole).count();
-                prop_assert_eq!(extra, (weight.fract() * *num_rows as f64).round() as usize);
+                let share = (weight.fract() * *num_rows as f64).round() as usize;
+                let fewest = usize::from(*weight < 1.0 && *num_rows > 0); // listed is seen
+                prop_assert_eq!(extra, share.max(fewest));
             }
         }
     }

@@ -14,8 +14,9 @@ use super::packing::{Item, Overlong, Packer, Packing};
 use super::row::{Length, Rejection};
 use crate::batch::{PaddingSide, SampleId};
 
-/// Rows after which the share of rejected ones means something.
+/// Rows read before rejections are judged in the middle of an epoch.
 const JUDGED_ROWS: u64 = 100;
+
 /// Rejections that an error names.
 const NUM_EXAMPLES: usize = 5;
 
@@ -279,12 +280,13 @@ impl<T> Assembly<T> {
         Ok(())
     }
 
-    /// Stops a run that loses too much of its data.
+    /// Stops a run that loses too much of its data, as soon as that is certain: in the first epoch the
+    /// share is one of all its rows, so that bad rows at the beginning do not weigh more than others.
     fn judge(&mut self) -> Result<(), LoaderError> {
         let (rows_read, max_rejected) = (self.state.rows_read, self.options.max_rejected);
         let num_rejected: u64 = self.state.rejected.values().sum();
-        let judged = rows_read >= JUDGED_ROWS || self.epoch_has_ended();
-        if judged && num_rejected as f64 > max_rejected * rows_read as f64 {
+        let judged = rows_read >= JUDGED_ROWS || self.epoch_has_ended(); // enough of them to tell why
+        if judged && num_rejected as f64 > max_rejected * rows_read.max(self.epoch_rows) as f64 {
             return Err(LoaderError::TooManyRejected {
                 rows_read,
                 rejected: self.state.rejected.clone(),

@@ -1,6 +1,7 @@
 //! The rows of `metrics.jsonl`.
 
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// One optimizer step; the fields are the keys of `metrics.jsonl`, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -33,6 +34,9 @@ pub struct StepMetrics {
     pub peak_memory_bytes: u64,
     /// Rows rejected so far.
     pub rejected: u64,
+    /// The same by reason; absent while there are none.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub rejected_by_reason: BTreeMap<String, u64>,
 }
 
 impl StepMetrics {
@@ -127,6 +131,7 @@ mod tests {
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             rejected: 0,
+            rejected_by_reason: BTreeMap::new(),
         };
         let row = serde_json::to_value(&row).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();

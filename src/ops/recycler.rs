@@ -123,17 +123,15 @@ impl Recycler {
         let (class, size) = class(layout.size());
         let mut kept = self.lock();
         let taken = kept.take(class, size);
-        if taken.is_none() {
-            kept.make_room(size);
-        }
-        kept.hand_out(size);
-        drop(kept);
         if let Some(block) = taken {
+            kept.hand_out(size);
             return (block, false);
         }
+        kept.make_room(size);
+        drop(kept);
         let block = fresh(block_layout(size));
-        if block.is_null() {
-            self.lock().live -= size;
+        if !block.is_null() {
+            self.lock().hand_out(size);
         }
         (block, true)
     }

@@ -28,6 +28,8 @@ pub struct TrainerParts {
     pub state: TrainState,
     /// Writes checkpoints and `final/`.
     pub checkpointer: Checkpointer,
+    /// Steps after which the run ends though there is data left.
+    pub max_steps: u64,
     /// Steps between checkpoints; 0: only at the end.
     pub checkpoint_every: u64,
     /// The folder whose tokenizer and processor files go into checkpoints.
@@ -104,10 +106,32 @@ pub enum TrainError {
     Candle(#[from] candle_core::Error),
 }
 
+/// Whether gradients are still to be looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Audit {
+    Due,
+    DueWithPictures,
+    Done,
+}
+
+impl Audit {
+    /// Whether this step is to be audited; the answer is remembered.
+    fn is_due(&mut self, has_pictures: bool) -> bool {
+        let before = *self;
+        if has_pictures {
+            *self = Self::Done;
+        } else if before == Self::Due {
+            *self = Self::DueWithPictures;
+        }
+        *self != before
+    }
+}
+
 /// A run.
 pub struct Trainer {
     parts: TrainerParts,
-    audited: bool,
+    audit: Audit,
+    resumed: bool,
     saved_at: Option<u64>,
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
@@ -116,12 +140,15 @@ pub struct Trainer {
 impl Trainer {
     /// Takes over what the command has put together.
     pub fn new(parts: TrainerParts) -> Self {
-        let audited = parts.state.step > 0; // a resumed run has been audited when it began
+        let audit = match parts.state.step {
+            0 => Audit::Due,
+            _ => Audit::Done, // a resumed run has been audited when it began
+        };
         // A run that goes on from another folder's checkpoint has none here.
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
         let saved_at = is_here.then_some(step);
-        Self { parts, audited, saved_at, evaluated_at: None, last_eval: None }
+        Self { parts, audit, saved_at, evaluated_at: None, last_eval: None, resumed: step > 0 }
     }
 
     /// Where the run stands.
@@ -141,7 +168,8 @@ impl Trainer {
 
     /// Trains until the planned steps are done, the data ends, or a signal comes.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        while self.parts.state.step < self.parts.state.total_steps {
+        // Not the planned number: a picture that turns out broken may shift a pack.
+        while self.parts.state.step < self.parts.max_steps {
             let asked = Instant::now();
             let Some(data) = self.parts.loader.next_step() else { break };
             let data = data.or_else(|error| self.give_up(error))?;
@@ -157,8 +185,8 @@ impl Trainer {
                 return Ok(Outcome::Stopped { folder: self.save()? });
             }
         }
+        let last = self.save()?; // first, so that nothing in an evaluation can lose it
         self.evaluate(observer)?;
-        let last = self.save()?;
         let folder = self.parts.checkpointer.save_final(&last)?;
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
     }
@@ -183,8 +211,8 @@ impl Trainer {
         let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
         write_rejects(&mut parts.rejects, step, &data.rejected)?;
         let outcome = parts.runner.run(data.micro_batches, lr, step)?;
-        if !self.audited {
-            self.audited = audit(&parts.runner, step, has_pictures)?;
+        if self.audit.is_due(has_pictures) {
+            audit(&parts.runner, step, has_pictures)?;
         }
         let state = &mut parts.state;
         state.step = step;
@@ -208,6 +236,7 @@ impl Trainer {
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
             rejected: state.data.rejected.values().sum(),
+            rejected_by_reason: state.data.rejected.clone(),
         };
         parts.metrics.write(&metrics)?;
         observer.step(&metrics, state.total_steps);
@@ -233,8 +262,11 @@ impl Trainer {
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
             .run(&parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
-        for rejection in &report.rejected {
-            tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
+        if self.evaluated_at.is_none() && !self.resumed {
+            for rejection in &report.rejected {
+                tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
+            }
+            write_rejects(&mut parts.rejects, step, &report.rejected)?;
         }
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
@@ -317,9 +349,9 @@ fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-/// After the first backward: every trained tensor has a gradient, or is named. True when the tower
-/// has been looked at too, which needs a step with pictures.
-fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<bool, TrainError> {
+/// After the first backward, and again after the first with pictures: every trained tensor has a
+/// gradient, or is named.
+fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<(), TrainError> {
     let silent = runner.without_gradient()?;
     let expected: Vec<&&str> =
         silent.iter().filter(|name| has_pictures || !name.starts_with("model.visual.")).collect();
@@ -334,5 +366,12 @@ fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<bool, Tra
             "audit: these trained tensors got no gradient (all zeros)"
         );
     }
-    Ok(has_pictures || silent.is_empty())
+    if silent.len() > expected.len() {
+        tracing::info!(
+            step,
+            tensors = silent.len() - expected.len(),
+            "audit: the vision tower and its mergers are looked at in the first step with pictures"
+        );
+    }
+    Ok(())
 }

@@ -587,7 +587,7 @@ fn other_commands_refuse_bad_input_as_well() {
                     "--model",
                     "@TMP@/good",
                     "--top-p",
-                    "0",
+                    "0.9",
                     "--temperature",
                     "1",
                     "--max-new-tokens",
