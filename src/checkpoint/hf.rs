@@ -22,7 +22,7 @@ const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
 /// Files of a model folder that training does not change.
-const COPIED: [&str; 11] = [
+pub const COPIED_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -67,7 +67,7 @@ impl<'a> ModelFiles<'a> {
     ) -> Result<(), CheckpointError> {
         let config = pretty(self.config_json);
         manifest.write_file(folder, CONFIG, |out| Ok(out.write_all(&config)?))?;
-        for name in COPIED {
+        for name in COPIED_FILES {
             if let Some(from) = self.copy_from {
                 copy_if_there(from, folder, name, manifest)?;
             }

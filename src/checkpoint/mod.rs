@@ -24,4 +24,4 @@ pub use atomic::write_atomically;
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::CheckpointConfig;
 pub use error::CheckpointError;
-pub use hf::{ModelFiles, WeightFiles};
+pub use hf::{COPIED_FILES, ModelFiles, WeightFiles};

@@ -3,26 +3,10 @@
 use super::report::{Exit, Failure};
 use std::path::{Path, PathBuf};
 
-/// Files of a model repository that training reads or carries on.
-#[cfg(feature = "hub")]
-const SMALL_FILES: [&str; 12] = [
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-];
-
 /// The cached snapshot of a hub id, downloaded first if it is not there.
 #[cfg(feature = "hub")]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
+    use crate::checkpoint::COPIED_FILES;
     use anyhow::Context;
     let id = path.to_string_lossy().into_owned();
     let looks_like_id = id.split('/').count() == 2 && !id.starts_with(['.', '/']);
@@ -37,7 +21,8 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     let mut folder = None;
     for file in listed.siblings {
         let name = file.rfilename;
-        if SMALL_FILES.contains(&name.as_str()) || name.contains(".safetensors") {
+        let carried = COPIED_FILES.contains(&name.as_str()) || name == "config.json";
+        if carried || name.contains(".safetensors") {
             let file =
                 repo.get(&name).with_context(|| format!("cannot fetch `{name}` of `{id}`"))?;
             folder = file.parent().map(Path::to_owned);
