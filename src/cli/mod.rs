@@ -1,4 +1,5 @@
-//! The command line: one file a command. The only place that reads the environment, prints and exits.
+//! The command line: one file a command. The only place that prints and exits, and that reads the environment, but
+//! for `TRAINER_SIMD`, which the unit tests of `ops` obey too.
 
 mod answers;
 mod bench;
@@ -205,6 +206,9 @@ pub fn main() -> ExitCode {
 
 fn run(command: &Command) -> anyhow::Result<()> {
     let logging = logging::Logging::start()?;
+    crate::ops::simd_level().map_err(|error| {
+        Failure::of(Exit::Usage, error).hint("unset it: the best level of the CPU is the default")
+    })?;
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),

@@ -14,6 +14,7 @@ use crate::data::{
     Rmpad, RowReader, plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
+use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
@@ -378,6 +379,7 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         attention = config.model.attention.backend().name(),
         device = "cpu",
         threads = rayon::current_num_threads(),
+        simd = simd_level().ok().map(tracing::field::display),
         "model"
     );
     let num_rows: usize = rows.files().iter().map(JsonlFile::len).sum();

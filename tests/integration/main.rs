@@ -12,3 +12,4 @@ mod images;
 mod laws;
 mod parity;
 mod resume;
+mod simd;
