@@ -1,9 +1,9 @@
 //! GELU, elementwise, in the two forms that the vision tower uses.
 
-use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
+use super::blocks::filled;
+use super::cpu::{BLOCK, compute_dtype, expect_shape, read};
 use super::simd::{kernels, normal_cdf, sigmoid};
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
 
 /// Which GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,13 +55,12 @@ pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("x", x)])?;
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
-    let x = x.f32()?;
-    let mut y = vec![0f32; x.len()];
-    y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| match kind {
-        Gelu::Tanh => tanh_forward(x, y),
-        Gelu::Erf => erf_forward(x, y),
+    let x = x.values()?;
+    let [y] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [y]| match kind {
+        Gelu::Tanh => tanh_forward(&x.lend(at), y),
+        Gelu::Erf => erf_forward(&x.lend(at), y),
     });
-    cpu::tensor(y, shape, dtype)
+    y.tensor(shape)
 }
 
 /// `dx`, in the shape of `x`.
@@ -71,15 +70,15 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
     expect_shape(op, "dy", dy, x.dims())?;
     let shape = x.shape().clone();
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.f32()?, dy.f32()?);
-    let mut dx = vec![0f32; x.len()];
-    dx.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).zip(dy.par_chunks(BLOCK)).for_each(
-        |((dx, x), dy)| match kind {
-            Gelu::Tanh => tanh_backward(x, dy, dx),
-            Gelu::Erf => erf_backward(x, dy, dx),
-        },
-    );
-    cpu::tensor(dx, shape, dtype)
+    let (x, dy) = (x.values()?, dy.values()?);
+    let [dx] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [dx]| {
+        let (x, dy) = (x.lend(at.clone()), dy.lend(at));
+        match kind {
+            Gelu::Tanh => tanh_backward(&x, &dy, dx),
+            Gelu::Erf => erf_backward(&x, &dy, dx),
+        }
+    });
+    dx.tensor(shape)
 }
 
 #[cfg(test)]

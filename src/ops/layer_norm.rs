@@ -2,10 +2,10 @@
 //!
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
 
-use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::blocks::{filled, span};
+use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
-use candle_core::{Result, Tensor};
-use rayon::prelude::*;
+use candle_core::{DType, Result, Tensor};
 
 kernels! {
     fn stats_row(x: &[f32], eps: f32) -> [f32; 2] {
@@ -48,19 +48,19 @@ kernels! {
 pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "layer_norm";
     let (n, d) = x.dims2()?;
-    compute_dtype(op, &[("x", x)])?;
-    let mut stats = vec![0f32; n * 2];
-    if d > 0 {
-        let x = read(op, "x", x)?;
-        let x = x.f32()?;
-        stats.par_chunks_mut(ROWS * 2).zip(x.par_chunks(ROWS * d)).for_each(|(stats, x)| {
-            for (stats, x) in stats.chunks_mut(2).zip(x.chunks(d)) {
-                stats.copy_from_slice(&stats_row(x, eps as f32));
-            }
-        });
-    }
-    let stats = Tensor::from_vec(stats, (n, 2), x.device())?;
-    Ok((layer_norm_apply(x, &stats, w, b)?, stats))
+    let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
+    expect_shape(op, "w", w, &[d])?;
+    expect_shape(op, "b", b, &[d])?;
+    let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
+    let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
+    let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), stats) in y.chunks_mut(d).zip(x.chunks(d)).zip(stats.chunks_mut(2)) {
+            stats.copy_from_slice(&stats_row(x, eps as f32));
+            apply_row(x, stats[0], stats[1], &w, &b, y);
+        }
+    });
+    Ok((y.tensor((n, d))?, stats.tensor((n, 2))?))
 }
 
 /// The normed rows `[N, D]` again, from known `stats`.
@@ -71,18 +71,16 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    let mut y = vec![0f32; n * d];
-    {
-        let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
-        let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
-        let (x, stats, w, b) = (x.f32()?, stats.f32()?, w.f32()?, b.f32()?);
-        y.par_chunks_mut(ROWS * d.max(1)).enumerate().for_each(|(block, y)| {
-            for (i, y) in (block * ROWS..).zip(y.chunks_mut(d)) {
-                apply_row(&x[i * d..(i + 1) * d], stats[2 * i], stats[2 * i + 1], &w, &b, y);
-            }
-        });
-    }
-    cpu::tensor(y, (n, d), dtype)
+    let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
+    let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
+    let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
+    let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
+        let x = x.lend(span(&rows, d));
+        for ((i, y), x) in rows.zip(y.chunks_mut(d)).zip(x.chunks(d)) {
+            apply_row(x, stats[2 * i], stats[2 * i + 1], &w, &b, y);
+        }
+    });
+    y.tensor((n, d))
 }
 
 /// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` and `db [D]` (`f32`) if they are trained.
@@ -101,43 +99,43 @@ pub fn layer_norm_backward(
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "dy", dy, &[n, d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    let mut dx = match residual {
-        Some(residual) => {
-            compute_dtype(op, &[("x", x), ("residual", residual)])?;
-            expect_shape(op, "residual", residual, &[n, d])?;
-            read(op, "residual", residual)?.f32()?.into_owned()
-        }
-        None => vec![0f32; n * d],
-    };
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &[n, d])?;
+    }
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[d])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("stats", stats), ("w", w), ("dy", dy)])?;
     }
-    {
-        let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
-        let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
-        let (x, stats, w, dy) = (x.f32()?, stats.f32()?, w.f32()?, dy.f32()?);
-        let row = |i: usize| i * d..(i + 1) * d;
-        dx.par_chunks_mut(ROWS * d.max(1)).enumerate().for_each(|(block, dx)| {
-            for (i, dx) in (block * ROWS..).zip(dx.chunks_mut(d)) {
+    let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
+    let (w, dy_read) = (read(op, "w", w)?, read(op, "dy", dy)?);
+    let (x, stats, w) = (x.values()?, stats.slice::<f32>()?, w.f32()?);
+    let dy_values = dy_read.values()?;
+    let row = |i: usize| i * d..(i + 1) * d;
+    let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
+        if let Some(residual) = residual {
+            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+        }
+        for (i, dx) in rows.zip(dx.chunks_mut(d)) {
+            let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
+            input_grad_row(&x.lend(row(i)), mean, rstd, &w, &dy_values.lend(row(i)), dx);
+        }
+    });
+    if let Some(dw) = dw {
+        let sums = column_sums(n, d, |rows, partial| {
+            for i in rows {
                 let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
-                input_grad_row(&x[row(i)], mean, rstd, &w, &dy[row(i)], dx);
+                weight_grad_row(&x.lend(row(i)), mean, rstd, &dy_values.lend(row(i)), partial);
             }
         });
-        if let Some(dw) = dw {
-            let sums = column_sums(n, d, |rows, partial| {
-                for i in rows {
-                    let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
-                    weight_grad_row(&x[row(i)], mean, rstd, &dy[row(i)], partial);
-                }
-            });
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
-        }
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
     }
     if let Some(db) = db {
         super::bias_backward(dy, db)?;
     }
-    cpu::tensor(dx, (n, d), dtype)
+    dx.tensor((n, d))
 }
 
 #[cfg(test)]

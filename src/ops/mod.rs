@@ -14,6 +14,7 @@
 
 mod adamw;
 mod attention;
+mod blocks;
 mod cpu;
 mod embedding;
 mod gelu;
@@ -21,6 +22,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
+mod panels;
 mod recycler;
 mod rms_norm;
 mod rope;

@@ -3,10 +3,10 @@
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
 //! rounded before the weight, as in transformers.
 
-use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::blocks::{filled, span};
+use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
-use rayon::prelude::*;
 
 /// Whether a normed value loses bits before it meets the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,19 +85,19 @@ pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) 
 pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
-    compute_dtype(op, &[("x", x)])?;
-    let mut rstd = vec![0f32; n];
-    if d > 0 {
-        let x = read(op, "x", x)?;
-        let x = x.f32()?;
-        rstd.par_chunks_mut(ROWS).zip(x.par_chunks(ROWS * d)).for_each(|(rstd, x)| {
-            for (rstd, x) in rstd.iter_mut().zip(x.chunks(d)) {
-                *rstd = rstd_row(x, eps as f32);
-            }
-        });
-    }
-    let rstd = Tensor::from_vec(rstd, n, x.device())?;
-    Ok((rms_norm_apply(x, &rstd, w)?, rstd))
+    let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    expect_shape(op, "w", w, &[d])?;
+    let rounding = Rounding::of(dtype);
+    let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
+    let (x, w) = (x.values()?, w.f32()?);
+    let [y, rstd] = filled(n, ROWS, [(d, dtype), (1, DType::F32)], |rows, [y, rstd]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
+            *rstd = rstd_row(x, eps as f32);
+            apply_row(x, *rstd, &w, rounding, y);
+        }
+    });
+    Ok((y.tensor((n, d))?, rstd.tensor(n)?))
 }
 
 /// The normed rows `[N, D]` again, from a known `rstd`.
@@ -108,20 +108,15 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
     let rounding = Rounding::of(dtype);
-    let mut y = vec![0f32; n * d];
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
-        let block = ROWS * d.max(1);
-        y.par_chunks_mut(block).zip(x.par_chunks(block)).zip(rstd.par_chunks(ROWS)).for_each(
-            |((y, x), rstd)| {
-                for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
-                    apply_row(x, *rstd, &w, rounding, y);
-                }
-            },
-        );
-    }
-    cpu::tensor(y, (n, d), dtype)
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(&rstd[rows]) {
+            apply_row(x, *rstd, &w, rounding, y);
+        }
+    });
+    y.tensor((n, d))
 }
 
 /// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` (`f32`) if the weight is trained.
@@ -139,39 +134,38 @@ pub fn rms_norm_backward(
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "dy", dy, &[n, d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    let mut dx = match residual {
-        Some(residual) => {
-            compute_dtype(op, &[("x", x), ("residual", residual)])?;
-            expect_shape(op, "residual", residual, &[n, d])?;
-            read(op, "residual", residual)?.f32()?.into_owned()
-        }
-        None => vec![0f32; n * d],
-    };
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &[n, d])?;
+    }
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[d])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
-        let dy = read(op, "dy", dy)?;
-        let dy = dy.f32()?;
-        let row = |i: usize| i * d..(i + 1) * d;
-        dx.par_chunks_mut(ROWS * d.max(1)).enumerate().for_each(|(block, dx)| {
-            for (i, dx) in (block * ROWS..).zip(dx.chunks_mut(d)) {
-                input_grad_row(&x[row(i)], rstd[i], &w, &dy[row(i)], dx);
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let dy = read(op, "dy", dy)?;
+    let dy = dy.values()?;
+    let row = |i: usize| i * d..(i + 1) * d;
+    let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
+        if let Some(residual) = residual {
+            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+        }
+        for (i, dx) in rows.zip(dx.chunks_mut(d)) {
+            input_grad_row(&x.lend(row(i)), rstd[i], &w, &dy.lend(row(i)), dx);
+        }
+    });
+    if let Some(dw) = dw {
+        let sums = column_sums(n, d, |rows, partial| {
+            for i in rows {
+                weight_grad_row(&x.lend(row(i)), rstd[i], &dy.lend(row(i)), partial);
             }
         });
-        if let Some(dw) = dw {
-            let sums = column_sums(n, d, |rows, partial| {
-                for i in rows {
-                    weight_grad_row(&x[row(i)], rstd[i], &dy[row(i)], partial);
-                }
-            });
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
-        }
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
     }
-    cpu::tensor(dx, (n, d), dtype)
+    dx.tensor((n, d))
 }
 
 #[cfg(test)]

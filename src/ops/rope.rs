@@ -3,11 +3,11 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
+use super::blocks::{filled, span};
 use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use super::simd::kernels;
-use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Cosine and sine of each token's rotary angles.
 #[derive(Debug, Clone)]
@@ -89,27 +89,23 @@ pub fn qk_norm_rope(
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
-    let mut y = vec![0f32; t * width];
-    let mut rstd = vec![0f32; t * h];
     let x = read(op, "x", x)?;
     let (w, cos) = (read(op, "w", w)?, read(op, "cos", &table.cos)?);
     let sin = read(op, "sin", &table.sin)?;
-    let (x, w, cos, sin) = (x.f32()?, w.f32()?, cos.f32()?, sin.f32()?);
-    y.par_chunks_mut(ROWS * width.max(1))
-        .zip(rstd.par_chunks_mut(ROWS * h.max(1)))
-        .enumerate()
-        .for_each(|(block, (y, rstd))| {
-            for (i, (y, rstd)) in y.chunks_mut(dh).zip(rstd).enumerate() {
-                let head = block * ROWS * h + i;
-                let token = head / h;
-                let x = &x[head * dh..(head + 1) * dh];
-                let angles = token * half..(token + 1) * half;
-                *rstd = row_rstd(x, eps as f32);
-                norm_row(x, *rstd, &w, rounding, y);
-                rotate_head(y, &cos[angles.clone()], &sin[angles]);
-            }
-        });
-    Ok((cpu::tensor(y, (t, h, dh), dtype)?, cpu::tensor(rstd, (t, h), candle_core::DType::F32)?))
+    let (x, w, cos, sin) = (x.values()?, w.f32()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let outputs = [(width, dtype), (h, DType::F32)];
+    let [y, rstd] = filled(t, ROWS, outputs, |tokens, [y, rstd]| {
+        let x = x.lend(span(&tokens, width));
+        let heads = y.chunks_mut(dh).zip(x.chunks(dh)).zip(rstd);
+        for (i, ((y, x), rstd)) in heads.enumerate() {
+            let token = tokens.start + i / h;
+            let angles = token * half..(token + 1) * half;
+            *rstd = row_rstd(x, eps as f32);
+            norm_row(x, *rstd, &w, rounding, y);
+            rotate_head(y, &cos[angles.clone()], &sin[angles]);
+        }
+    });
+    Ok((y.tensor((t, h, dh))?, rstd.tensor((t, h))?))
 }
 
 /// `dx [T, H*Dh]` from `dy [T, H, Dh]`; adds to `dw [Dh]` (`f32`) if the weight is trained.
@@ -127,46 +123,45 @@ pub fn qk_norm_rope_backward(
     expect_shape(op, "dy", dy, &[t, h, dh])?;
     expect_f32(op, "rstd", rstd, &[t, h])?;
     let (width, half) = (h * dh, dh / 2);
-    let mut dx = vec![0f32; t * width];
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
-        let dy = read(op, "dy", dy)?;
-        let (x, w, rstd, dy) = (x.f32()?, w.f32()?, rstd.f32()?, dy.f32()?);
-        let (cos, sin) = (cos.f32()?, sin.f32()?);
-        // The gradient behind the rotation, one head at a time.
-        let unrotated = |head: usize, dn: &mut [f32]| {
-            let token = head / h;
-            dn.copy_from_slice(&dy[head * dh..(head + 1) * dh]);
-            rotate_head_back(
-                dn,
-                &cos[token * half..(token + 1) * half],
-                &sin[token * half..(token + 1) * half],
-            );
-        };
-        dx.par_chunks_mut(ROWS * width.max(1)).enumerate().for_each(|(block, dx)| {
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
+    let dy = read(op, "dy", dy)?;
+    let (x, w, rstd, dy) = (x.values()?, w.f32()?, rstd.slice::<f32>()?, dy.values()?);
+    let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
+    // The gradient behind the rotation, one head at a time.
+    let unrotated = |token: usize, dy: &[f32], dn: &mut [f32]| {
+        let angles = token * half..(token + 1) * half;
+        dn.copy_from_slice(dy);
+        rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
+    };
+    let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
+        let mut dn = vec![0f32; dh];
+        let (x, dy) = (x.lend(span(&tokens, width)), dy.lend(span(&tokens, width)));
+        let heads = dx.chunks_mut(dh).zip(x.chunks(dh)).zip(dy.chunks(dh));
+        for (head, ((dx, x), dy)) in (tokens.start * h..).zip(heads) {
+            unrotated(head / h, dy, &mut dn);
+            add_input_grad(x, rstd[head], &w, &dn, dx);
+        }
+    });
+    if let Some(dw) = dw {
+        let sums = column_sums(t, dh, |tokens, partial| {
             let mut dn = vec![0f32; dh];
-            for (head, dx) in (block * ROWS * h..).zip(dx.chunks_mut(dh)) {
-                unrotated(head, &mut dn);
-                add_input_grad(&x[head * dh..(head + 1) * dh], rstd[head], &w, &dn, dx);
+            for token in tokens {
+                let row = token * width..(token + 1) * width;
+                let (x, dy) = (x.lend(row.clone()), dy.lend(row));
+                for (head, (x, dy)) in (token * h..).zip(x.chunks(dh).zip(dy.chunks(dh))) {
+                    unrotated(token, dy, &mut dn);
+                    add_weight_grad(x, rstd[head], &dn, partial);
+                }
             }
         });
-        if let Some(dw) = dw {
-            let sums = column_sums(t, dh, |tokens, partial| {
-                let mut dn = vec![0f32; dh];
-                for head in tokens.start * h..tokens.end * h {
-                    unrotated(head, &mut dn);
-                    add_weight_grad(&x[head * dh..(head + 1) * dh], rstd[head], &dn, partial);
-                }
-            });
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
-        }
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
     }
-    cpu::tensor(dx, (t, width), dtype)
+    dx.tensor((t, width))
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
 
-use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
+use super::blocks::filled;
+use super::cpu::{BLOCK, compute_dtype, expect_shape, read};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
 
 kernels! {
     fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
@@ -33,13 +33,11 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     expect_shape(op, "up", up, gate.dims())?;
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
-    let (gate, up) = (gate.f32()?, up.f32()?);
-    let mut y = vec![0f32; gate.len()];
-    y.par_chunks_mut(BLOCK)
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .for_each(|((y, gate), up)| forward(gate, up, y));
-    cpu::tensor(y, shape, dtype)
+    let (gate, up) = (gate.values()?, up.values()?);
+    let [y] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [y]| {
+        forward(&gate.lend(at.clone()), &up.lend(at), y);
+    });
+    y.tensor(shape)
 }
 
 /// `(dgate, dup)`.
@@ -50,16 +48,13 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
     expect_shape(op, "dy", dy, gate.dims())?;
     let shape = gate.shape().clone();
     let (gate, up, dy) = (read(op, "gate", gate)?, read(op, "up", up)?, read(op, "dy", dy)?);
-    let (gate, up, dy) = (gate.f32()?, up.f32()?, dy.f32()?);
-    let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
-    dgate
-        .par_chunks_mut(BLOCK)
-        .zip(dup.par_chunks_mut(BLOCK))
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .zip(dy.par_chunks(BLOCK))
-        .for_each(|((((dgate, dup), gate), up), dy)| backward(gate, up, dy, dgate, dup));
-    Ok((cpu::tensor(dgate, shape.clone(), dtype)?, cpu::tensor(dup, shape, dtype)?))
+    let (gate, up, dy) = (gate.values()?, up.values()?, dy.values()?);
+    let outputs = [(1, dtype); 2];
+    let [dgate, dup] = filled(shape.elem_count(), BLOCK, outputs, |at, [dgate, dup]| {
+        let (gate, up) = (gate.lend(at.clone()), up.lend(at.clone()));
+        backward(&gate, &up, &dy.lend(at), dgate, dup);
+    });
+    Ok((dgate.tensor(shape.clone())?, dup.tensor(shape)?))
 }
 
 #[cfg(test)]
