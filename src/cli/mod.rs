@@ -14,6 +14,7 @@ mod panics;
 mod progress;
 mod report;
 mod sft;
+mod stdout;
 mod verdict;
 
 use self::report::{Exit, Failure};
@@ -190,8 +191,11 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are results; everything else is a usage error.
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
+            return match (error.print(), error.use_stderr()) {
+                (Err(refused), false) => report::report(&stdout::wrap(refused).into()),
+                (_, false) => ExitCode::SUCCESS,
+                (_, true) => Exit::Usage.into(),
+            };
         }
     };
     // As much stack as a main thread has; a pool that exists already is as good.

@@ -7,7 +7,7 @@ use super::output_dir::{WRITABLE, lock, take_over};
 use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::batch::PaddingSide;
-use crate::checkpoint::{Checkpointer, Found};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{
     DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
@@ -159,6 +159,7 @@ fn assemble(
     }
     let loaded = args.load_model(&section, config.seed, &device)?;
     let groups = args.groups(config, &loaded)?; // before the rows are measured, which takes longer
+    let carried = CarriedFiles::read(&config.model.path)?;
     take_over(config, &checkpointer, found, logging)?;
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
@@ -212,7 +213,7 @@ fn assemble(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
-        model_folder: config.model.path.clone(),
+        carried,
         config_json,
         eval_rows,
         eval: config.eval.clone(),

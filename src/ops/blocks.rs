@@ -8,7 +8,7 @@
     reason = "tasks write disjoint blocks of memory that nobody has written before"
 )]
 
-use super::cpu::{Element, Shared};
+use super::cpu::{BLOCK, Element, Shared};
 use super::simd::kernels;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use half::bf16;
@@ -21,9 +21,15 @@ use std::ops::{Deref, Range};
 const AT_A_TIME: usize = 1 << 13;
 
 kernels! {
-    fn widen(x: &[bf16], y: &mut [f32]) {
+    fn widen_block(x: &[bf16], y: &mut [f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = x.widen();
+        }
+    }
+
+    fn widen_first(x: &[bf16], y: &mut [MaybeUninit<f32>]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            y.write(x.widen());
         }
     }
 
@@ -34,9 +40,23 @@ kernels! {
     }
 }
 
-/// `y = x`, exactly.
-pub(super) fn widen_block(x: &[bf16], y: &mut [f32]) {
-    widen(x, y);
+/// `x` in `f32`, on all threads.
+pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
+    let mut y = Vec::with_capacity(x.len());
+    let memory = &mut y.spare_capacity_mut()[..x.len()];
+    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| widen_first(x, y));
+    // SAFETY: the chunks tile the memory, and each was written.
+    unsafe { y.set_len(x.len()) };
+    y
+}
+
+/// Appends `x`, rounded to the nearest, to `y`, on all threads.
+pub(super) fn narrow_onto(x: &[f32], y: &mut Vec<bf16>) {
+    y.reserve(x.len());
+    let memory = &mut y.spare_capacity_mut()[..x.len()];
+    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| narrow_block(x, y));
+    // SAFETY: the chunks tile the memory, and each was written.
+    unsafe { y.set_len(y.len() + x.len()) };
 }
 
 /// The elements of an operand.
@@ -242,7 +262,6 @@ pub(super) fn filled<const N: usize>(
 ) -> [Filled; N] {
     let widest = outputs.iter().map(|(width, _)| *width).max().unwrap_or(0);
     let empty = outputs.iter().any(|(width, _)| *width == 0);
-    let step = (AT_A_TIME / widest.max(1)).clamp(1, block);
     let targets = outputs.map(|(width, dtype)| Target::new(num_rows * width, dtype));
     let run = |rows: Range<usize>| {
         let mut next = 0;
@@ -259,9 +278,7 @@ pub(super) fn filled<const N: usize>(
     };
     (0..num_rows.div_ceil(block)).into_par_iter().for_each(|index| {
         let end = ((index + 1) * block).min(num_rows);
-        for start in (index * block..end).step_by(step) {
-            run(start..(start + step).min(end));
-        }
+        pieces(index * block..end, widest).for_each(&run);
     });
     let mut next = 0;
     targets.map(|target| {
@@ -272,7 +289,14 @@ pub(super) fn filled<const N: usize>(
     })
 }
 
-/// Elements `first * width .. end * width` of `rows`.
+/// `rows` in pieces that are worked on at a time where the widest operand has `width` columns.
+pub(super) fn pieces(rows: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = (AT_A_TIME / width.max(1)).max(1);
+    let end = rows.end;
+    rows.step_by(step).map(move |start| start..(start + step).min(end))
+}
+
+/// The elements of `rows` in a matrix with `width` columns.
 pub(super) fn span(rows: &Range<usize>, width: usize) -> Range<usize> {
     rows.start * width..rows.end * width
 }

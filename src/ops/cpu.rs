@@ -9,7 +9,7 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
-use super::blocks::{Values, filled, widen_block};
+use super::blocks::{Values, narrow_onto, widen};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
     WithDType, bail,
@@ -168,17 +168,12 @@ pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usiz
     expect_shape(op, name, tensor, expected)
 }
 
-/// Widens `bf16` to `f32`.
-pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
-    let [y] = filled(x.len(), BLOCK, [(1, DType::F32)], |at, [y]| widen_block(&x[at], y));
-    y.into_f32()
-}
-
 /// A new tensor of `dtype` from `f32` elements.
 pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     if dtype == DType::BF16 {
-        let [y] = filled(x.len(), BLOCK, [(1, dtype)], |at, [y]| y.copy_from_slice(&x[at]));
-        return y.tensor(shape);
+        let mut y = Vec::new();
+        narrow_onto(&x, &mut y);
+        return Tensor::from_vec(y, shape.into(), &Device::Cpu);
     }
     Tensor::from_vec(x, shape.into(), &Device::Cpu)
 }

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
 
-use super::blocks::{filled, span};
+use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use candle_core::{DType, Result, Tensor};
@@ -113,21 +113,22 @@ pub fn layer_norm_backward(
     let (w, dy_read) = (read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, stats, w) = (x.values()?, stats.slice::<f32>()?, w.f32()?);
     let dy_values = dy_read.values()?;
-    let row = |i: usize| i * d..(i + 1) * d;
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
-        for (i, dx) in rows.zip(dx.chunks_mut(d)) {
-            let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
-            input_grad_row(&x.lend(row(i)), mean, rstd, &w, &dy_values.lend(row(i)), dx);
+        let (x, dy) = (x.lend(span(&rows, d)), dy_values.lend(span(&rows, d)));
+        for (((i, dx), x), dy) in rows.zip(dx.chunks_mut(d)).zip(x.chunks(d)).zip(dy.chunks(d)) {
+            input_grad_row(x, stats[2 * i], stats[2 * i + 1], &w, dy, dx);
         }
     });
     if let Some(dw) = dw {
         let sums = column_sums(n, d, |rows, partial| {
-            for i in rows {
-                let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
-                weight_grad_row(&x.lend(row(i)), mean, rstd, &dy_values.lend(row(i)), partial);
+            for rows in pieces(rows, d) {
+                let (x, dy) = (x.lend(span(&rows, d)), dy_values.lend(span(&rows, d)));
+                for ((i, x), dy) in rows.zip(x.chunks(d)).zip(dy.chunks(d)) {
+                    weight_grad_row(x, stats[2 * i], stats[2 * i + 1], dy, partial);
+                }
             }
         });
         cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;

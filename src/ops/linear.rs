@@ -3,7 +3,7 @@
 //! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
 //! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
 
-use super::blocks::{filled, span};
+use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::matmul::Into;
 use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
@@ -167,8 +167,8 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
-        for row in rows {
-            cpu::add(&dy.lend(row * m..(row + 1) * m), partial);
+        for rows in pieces(rows, m) {
+            dy.lend(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
         }
     });
     cpu::write(op, "db", db, |db| cpu::add(&sums, db))

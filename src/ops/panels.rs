@@ -5,8 +5,7 @@
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
-use super::blocks::{Filled, Values, filled, span};
-use super::cpu::{BLOCK, widen};
+use super::blocks::{Filled, Values, narrow_onto, span, widen};
 use super::matmul::{Into, Raw, product};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
@@ -59,12 +58,7 @@ pub(super) fn by_rows(
     }
     let mut y = Vec::with_capacity(num_rows * width);
     for rows in panels(num_rows, widest) {
-        let panel = f(rows);
-        let narrowed =
-            filled(panel.len(), BLOCK, [(1, dtype)], |at, [y]| y.copy_from_slice(&panel[at]));
-        if let [Filled::Bf16(narrowed)] = narrowed {
-            y.extend_from_slice(&narrowed);
-        }
+        narrow_onto(&f(rows), &mut y);
     }
     Filled::Bf16(y).tensor(shape)
 }

@@ -3,7 +3,7 @@
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
 //! rounded before the weight, as in transformers.
 
-use super::blocks::{filled, span};
+use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
@@ -148,19 +148,23 @@ pub fn rms_norm_backward(
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
-    let row = |i: usize| i * d..(i + 1) * d;
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
-        for (i, dx) in rows.zip(dx.chunks_mut(d)) {
-            input_grad_row(&x.lend(row(i)), rstd[i], &w, &dy.lend(row(i)), dx);
+        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let rows = dx.chunks_mut(d).zip(x.chunks(d)).zip(dy.chunks(d)).zip(&rstd[rows]);
+        for (((dx, x), dy), rstd) in rows {
+            input_grad_row(x, *rstd, &w, dy, dx);
         }
     });
     if let Some(dw) = dw {
         let sums = column_sums(n, d, |rows, partial| {
-            for i in rows {
-                weight_grad_row(&x.lend(row(i)), rstd[i], &dy.lend(row(i)), partial);
+            for rows in pieces(rows, d) {
+                let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+                for ((x, dy), rstd) in x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows]) {
+                    weight_grad_row(x, *rstd, dy, partial);
+                }
             }
         });
         cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;

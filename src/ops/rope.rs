@@ -3,7 +3,7 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
-use super::blocks::{filled, span};
+use super::blocks::{filled, pieces, span};
 use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
 use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use super::simd::kernels;
@@ -150,11 +150,10 @@ pub fn qk_norm_rope_backward(
     if let Some(dw) = dw {
         let sums = column_sums(t, dh, |tokens, partial| {
             let mut dn = vec![0f32; dh];
-            for token in tokens {
-                let row = token * width..(token + 1) * width;
-                let (x, dy) = (x.lend(row.clone()), dy.lend(row));
-                for (head, (x, dy)) in (token * h..).zip(x.chunks(dh).zip(dy.chunks(dh))) {
-                    unrotated(token, dy, &mut dn);
+            for tokens in pieces(tokens, width) {
+                let (x, dy) = (x.lend(span(&tokens, width)), dy.lend(span(&tokens, width)));
+                for (head, (x, dy)) in (tokens.start * h..).zip(x.chunks(dh).zip(dy.chunks(dh))) {
+                    unrotated(head / h, dy, &mut dn);
                     add_weight_grad(x, rstd[head], &dn, partial);
                 }
             }

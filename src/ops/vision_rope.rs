@@ -31,8 +31,8 @@ pub fn vision_rope_split(
     let (qkv, cos, sin) = (qkv.values()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
     let [q, k, v] = filled(p, ROWS, [(part, dtype); 3], |patches, [q, k, v]| {
         let rows = q.chunks_mut(part).zip(k.chunks_mut(part)).zip(v.chunks_mut(part));
-        for (i, ((q, k), v)) in patches.zip(rows) {
-            let source = qkv.lend(i * width..(i + 1) * width);
+        let qkv = qkv.lend(span(&patches, width));
+        for ((i, ((q, k), v)), source) in patches.zip(rows).zip(qkv.chunks(width)) {
             q.copy_from_slice(&source[..part]);
             k.copy_from_slice(&source[part..2 * part]);
             v.copy_from_slice(&source[2 * part..]);

@@ -6,6 +6,7 @@ mod step;
 
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
+use super::stdout::stdout;
 use crate::ops::simd_level;
 use clap::Args;
 use std::io::Write as _;
@@ -75,7 +76,7 @@ struct Table {
 
 impl Table {
     fn text(&mut self, name: &str, key: &str, value: &str) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = stdout();
         if self.json {
             writeln!(out, "{}", serde_json::json!({ "name": name, key: value }))?;
         } else {
@@ -85,7 +86,7 @@ impl Table {
     }
 
     fn row(&mut self, name: &str, figures: &[(&str, f64)]) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = stdout();
         if self.json {
             let mut object = serde_json::Map::new();
             object.insert("name".to_owned(), name.into());
