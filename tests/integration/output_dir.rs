@@ -13,7 +13,7 @@ fn finished() -> Place {
     place.write(
         "config.yaml",
         &format!(
-            "output_dir: run\nmodel: {{path: model}}\ndata: {{train: [{{path: '{rows}'}}], packing_length: 4096}}\n\
+            "output_dir: run\nmodel: {{path: model}}\ndata: {{train: [{{path: '{rows}'}}], packing_length: 512, max_rejected: 1.0}}\n\
              train: {{max_steps: 3}}\ncheckpoint: {{every_steps: 1, keep: 10}}\n"
         ),
     );
