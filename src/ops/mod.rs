@@ -12,9 +12,21 @@
 //! - An operand that is written in place may not share memory with another operand.
 //! - Errors name the op, the operand, what was found and what was expected.
 
+/// `gpu!(x => op(..))`: returns what the CUDA twin of an op gives, if `x` is on a GPU.
+macro_rules! gpu {
+    ($x:expr => $($call:tt)*) => {
+        #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+        if $crate::ops::cuda::on_gpu($x) {
+            return $crate::ops::cuda::$($call)*;
+        }
+    };
+}
+
 mod adamw;
 mod attention;
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+mod cuda;
 mod embedding;
 mod gelu;
 mod layer_norm;

@@ -85,7 +85,9 @@ pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) 
 pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
-    compute_dtype(op, &[("x", x)])?;
+    compute_dtype(op, &[("x", x), ("w", w)])?;
+    expect_shape(op, "w", w, &[d])?;
+    gpu!(x => rms_norm(x, w, eps));
     let mut rstd = vec![0f32; n];
     if d > 0 {
         let x = read(op, "x", x)?;
@@ -107,6 +109,7 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
+    gpu!(x => rms_norm_apply(x, rstd, w));
     let rounding = Rounding::of(dtype);
     let mut y = vec![0f32; n * d];
     {
@@ -139,18 +142,19 @@ pub fn rms_norm_backward(
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "dy", dy, &[n, d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    let mut dx = match residual {
-        Some(residual) => {
-            compute_dtype(op, &[("x", x), ("residual", residual)])?;
-            expect_shape(op, "residual", residual, &[n, d])?;
-            read(op, "residual", residual)?.f32()?.into_owned()
-        }
-        None => vec![0f32; n * d],
-    };
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &[n, d])?;
+    }
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[d])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
+    gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    let mut dx = match residual {
+        Some(residual) => read(op, "residual", residual)?.f32()?.into_owned(),
+        None => vec![0f32; n * d],
+    };
     {
         let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
         let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
