@@ -8,6 +8,10 @@ mod launch;
 #[cfg(feature = "cuda")]
 mod module;
 mod rms_norm;
+#[cfg(feature = "cuda")]
+mod upload;
 
 pub(super) use launch::on_gpu;
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
+#[cfg(feature = "cuda")]
+pub(super) use upload::upload;
