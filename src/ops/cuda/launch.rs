@@ -227,8 +227,7 @@ fn start(
             arguments,
         )
     };
-    launched
-        .map_err(|error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}")))
+    launched.map_err(failed)
 }
 
 #[cfg(not(feature = "cuda"))]

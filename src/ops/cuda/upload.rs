@@ -50,6 +50,7 @@ pub(in crate::ops) fn upload<T: WithDType>(
     let staged = buffer.memory.as_mut_ptr().w()?;
     copy_on_all_threads(values, staged.cast());
     let stream = gpu.cuda_stream();
+    stream.context().bind_to_thread().w()?;
     // SAFETY: the buffer holds the bytes until the event below, and the tensor has as many.
     unsafe {
         let staged = std::slice::from_raw_parts(staged, bytes);
