@@ -20,4 +20,5 @@ cargo test --release --features cuda --target-dir "$target" --no-run --message-f
     trainer-*) install -s -m 755 "$test" "$bundle/unit_tests" ;;
   esac
 done
+pwd >"$bundle/built_in" # tests look for their files there
 ls -l "$bundle"
