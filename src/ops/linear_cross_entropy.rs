@@ -13,8 +13,13 @@ use rayon::prelude::*;
 /// the weight too often for what they compute.
 const LOGITS_BYTES: usize = 128 << 20;
 
-/// Rows in a chunk: fixed by the vocabulary, so that results do not depend on the machine.
-fn chunk_rows(vocabulary: usize) -> usize {
+/// Rows in a chunk on the device of `h`: fixed by the vocabulary, so that results do not depend on the machine.
+fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
+    gpu!(h => linear_cross_entropy_rows(vocabulary));
+    cpu_chunk_rows(vocabulary)
+}
+
+fn cpu_chunk_rows(vocabulary: usize) -> usize {
     (LOGITS_BYTES / (4 * vocabulary.max(1))).max(1)
 }
 
@@ -43,6 +48,10 @@ fn check(
     expect_shape(op, "w", w, &[v, d])?;
     expect_shape(op, "targets", targets, &[s])?;
     let dtype = compute_dtype(op, &[("h", h), ("w", w)])?;
+    if !targets.device().is_cpu() {
+        // Reading them would wait for the GPU; the kernel turns the loss of such a target into a NaN.
+        return Ok((s, d, v, dtype));
+    }
     let targets = read(op, "targets", targets)?;
     for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
         if *target as usize >= v {
@@ -56,10 +65,11 @@ fn check(
 pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
+    gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
-    let chunk = chunk_rows(v).min(s.max(1));
+    let chunk = cpu_chunk_rows(v).min(s.max(1));
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut argmax = vec![0u32; s];
@@ -91,7 +101,7 @@ pub fn linear_cross_entropy_backward(
     dw: Option<&Tensor>,
     need_dh: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let chunk = chunk_rows(w.dim(0)?);
+    let chunk = chunk_rows(h, w.dim(0)?);
     backward_in_chunks(h, w, targets, scale, dw, need_dh, chunk)
 }
 
@@ -111,6 +121,7 @@ fn backward_in_chunks(
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
     }
+    gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
@@ -232,8 +243,8 @@ mod tests {
 
     #[test]
     fn the_logits_of_a_chunk_stay_within_their_bound() {
-        assert_eq!(chunk_rows(151_936), 220);
-        assert_eq!(chunk_rows(usize::MAX / 8), 1);
+        assert_eq!(cpu_chunk_rows(151_936), 220);
+        assert_eq!(cpu_chunk_rows(usize::MAX / 8), 1);
     }
 
     #[test]

@@ -47,15 +47,15 @@ unsafe impl Send for Library {}
 static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
 
 /// `dst = op(a) op(b) + addend + bias`; lengths and dtypes of the operands were checked.
-pub(super) fn run(op: &'static str, product: &Product<'_>, dst: &Tensor) -> Result<()> {
-    let Device::Cuda(device) = dst.device() else {
-        bail!("{op}: `dst` is not on a GPU");
+pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+    let Device::Cuda(device) = dst.tensor().device() else {
+        bail!("{op}: `{}` is not on a GPU", dst.name());
     };
     device.cuda_stream().context().bind_to_thread().w()?;
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     if !libraries.contains_key(&device.id()) {
         let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
-        let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.device())?;
+        let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
         libraries.insert(device.id(), Library { handle, workspace, algorithms: HashMap::new() });
     }
     match libraries.get_mut(&device.id()) {
@@ -78,11 +78,11 @@ fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
 }
 
 /// Address and distance of rows, in elements of the matrix's dtype.
-fn place(op: &str, name: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
-    let start = address(op, name, matrix.tensor())?.0;
+fn place(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
+    let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
-        Matrix::Whole(_) => (start, columns),
-        Matrix::SecondHalves(_) => (start + 2 * columns as u64, 2 * columns),
+        Matrix::Whole(..) => (start, columns),
+        Matrix::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
     })
 }
 
@@ -143,7 +143,7 @@ impl Library {
         &mut self,
         op: &'static str,
         product: &Product<'_>,
-        dst: &Tensor,
+        dst: Matrix<'_>,
         device: &CudaDevice,
     ) -> Result<()> {
         let (m, n, k) = product.shape;
@@ -155,13 +155,13 @@ impl Library {
             Form::Nn => ([m, k], [k, n]),
             Form::Tn => ([k, m], [k, n]),
         };
-        let (a, a_stride) = place(op, "a", product.a, a_columns)?;
-        let (b, b_stride) = place(op, "b", product.b, b_columns)?;
-        let d = address(op, "dst", dst)?.0;
+        let (a, a_stride) = place(op, product.a, a_columns)?;
+        let (b, b_stride) = place(op, product.b, b_columns)?;
+        let (d, _) = place(op, dst, n)?;
         let (c, beta) = match product.addend {
             Addend::Nothing => (d, 0f32),
             Addend::Destination => (d, 1f32),
-            Addend::Matrix(addend) => (address(op, "addend", addend)?.0, 1f32),
+            Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1f32),
         };
         let bias = product.bias.map(|bias| address(op, "bias", bias)).transpose()?;
         // The library has no preference for a bias's alignment; one that starts oddly counts as the destination's.

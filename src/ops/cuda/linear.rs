@@ -27,12 +27,12 @@ pub(in crate::ops) fn linear(
     let product = Product {
         form: Form::Nt,
         shape: (n, m, k),
-        a: Matrix::Whole(x),
-        b: Matrix::Whole(w),
-        addend: residual.map_or(Addend::Nothing, Addend::Matrix),
+        a: Matrix::Whole("x", x),
+        b: Matrix::Whole("w", w),
+        addend: residual.map_or(Addend::Nothing, Addend::Residual),
         bias,
     };
-    product.into(op, &y)?;
+    product.into(op, "y", &y)?;
     Ok(y)
 }
 
@@ -69,8 +69,8 @@ fn add_input_gradient(
     addend: Addend<'_>,
     dx: &Tensor,
 ) -> Result<()> {
-    let (a, b) = (Matrix::Whole(dy), Matrix::Whole(w));
-    Product { form: Form::Nn, shape, a, b, addend, bias: None }.into(op, dx)
+    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("w", w));
+    Product { form: Form::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
 }
 
 /// `dw += dy^T x`; `(m, k, n)` are outputs, inputs and rows.
@@ -81,8 +81,9 @@ pub(in crate::ops) fn linear_backward_weight(
     dw: &Tensor,
     shape: (usize, usize, usize),
 ) -> Result<()> {
-    let (a, b) = (Matrix::Whole(dy), Matrix::Whole(x));
-    Product { form: Form::Tn, shape, a, b, addend: Addend::Destination, bias: None }.into(op, dw)
+    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
+    Product { form: Form::Tn, shape, a, b, addend: Addend::Destination, bias: None }
+        .into(op, "dw", dw)
 }
 
 /// `db [M] +=` the column sums of `dy [N, M]`.

@@ -17,26 +17,32 @@ pub(super) enum Form {
     Tn,
 }
 
-/// Where the elements of an operand are.
+/// An operand's name, for errors, and where its elements are.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Matrix<'a> {
     /// All of a contiguous tensor, whatever its dims.
-    Whole(&'a Tensor),
+    Whole(&'static str, &'a Tensor),
     /// `bf16` in the second half of each row of an `f32` tensor.
-    SecondHalves(&'a Tensor),
+    SecondHalves(&'static str, &'a Tensor),
 }
 
 impl<'a> Matrix<'a> {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Whole(name, _) | Self::SecondHalves(name, _) => name,
+        }
+    }
+
     pub(super) fn tensor(self) -> &'a Tensor {
         match self {
-            Self::Whole(tensor) | Self::SecondHalves(tensor) => tensor,
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor,
         }
     }
 
     pub(super) fn dtype(self) -> DType {
         match self {
-            Self::Whole(tensor) => tensor.dtype(),
-            Self::SecondHalves(_) => DType::BF16,
+            Self::Whole(_, tensor) => tensor.dtype(),
+            Self::SecondHalves(..) => DType::BF16,
         }
     }
 }
@@ -48,7 +54,7 @@ pub(super) enum Addend<'a> {
     /// The old contents of the destination.
     Destination,
     /// `[m, n]` in the dtype of the destination.
-    Matrix(&'a Tensor),
+    Residual(&'a Tensor),
 }
 
 /// One product.
@@ -64,13 +70,12 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Starts it; `op` and the names of operands go into errors.
-    pub(super) fn into(self, op: &'static str, dst: &Tensor) -> Result<()> {
+    /// Starts it, into `dst`, which errors call `name`.
+    pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
         let (m, n, k) = self.shape;
-        let lengths =
-            [("a", self.a, m * k), ("b", self.b, n * k), ("dst", Matrix::Whole(dst), m * n)];
-        for (name, matrix, length) in lengths {
-            let found = matrix.tensor().elem_count();
+        let dst = Matrix::Whole(name, dst);
+        for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
+            let (name, found) = (matrix.name(), matrix.tensor().elem_count());
             if found != length {
                 bail!("{op}: `{name}` has {found} elements, expected {length}");
             }
@@ -86,19 +91,19 @@ impl Product<'_> {
 }
 
 #[cfg(feature = "cuda")]
-fn run(op: &'static str, product: &Product<'_>, dst: &Tensor) -> Result<()> {
+fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
     super::blas::run(op, product, dst)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run(op: &'static str, product: &Product<'_>, dst: &Tensor) -> Result<()> {
+fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
     use crate::ops::cpu::{self, Element as _, read};
     use crate::ops::matmul::{Into, nn, nt, tn};
     use half::bf16;
 
     fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
-        let operand = read(op, "operand", matrix.tensor())?;
-        let Matrix::SecondHalves(tensor) = matrix else {
+        let operand = read(op, matrix.name(), matrix.tensor())?;
+        let Matrix::SecondHalves(_, tensor) = matrix else {
             return Ok(operand.f32()?.into_owned());
         };
         let (_, columns) = tensor.dims2()?;
@@ -113,11 +118,11 @@ fn run(op: &'static str, product: &Product<'_>, dst: &Tensor) -> Result<()> {
     let (a, b) = (elements(op, product.a)?, elements(op, product.b)?);
     let mut sums = match product.addend {
         Addend::Nothing => vec![0f32; m * n],
-        Addend::Destination => elements(op, Matrix::Whole(dst))?,
-        Addend::Matrix(addend) => elements(op, Matrix::Whole(addend))?,
+        Addend::Destination => elements(op, dst)?,
+        Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
     };
     if let Some(bias) = product.bias {
-        let bias = elements(op, Matrix::Whole(bias))?;
+        let bias = elements(op, Matrix::Whole("bias", bias))?;
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
     match product.form {
@@ -125,12 +130,13 @@ fn run(op: &'static str, product: &Product<'_>, dst: &Tensor) -> Result<()> {
         Form::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
         Form::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
+    let (name, dst) = (dst.name(), dst.tensor());
     if dst.dtype() == DType::BF16 {
-        return cpu::write(op, "dst", dst, |dst: &mut [bf16]| {
+        return cpu::write(op, name, dst, |dst: &mut [bf16]| {
             for (dst, sum) in dst.iter_mut().zip(sums) {
                 *dst = bf16::narrow(sum);
             }
         });
     }
-    cpu::write(op, "dst", dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+    cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
 }

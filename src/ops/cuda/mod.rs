@@ -8,6 +8,7 @@
 mod blas;
 mod launch;
 mod linear;
+mod linear_cross_entropy;
 mod matmul;
 #[cfg(feature = "cuda")]
 mod module;
@@ -16,5 +17,8 @@ mod rms_norm;
 pub(super) use launch::on_gpu;
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
+};
+pub(super) use linear_cross_entropy::{
+    linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_rows,
 };
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
