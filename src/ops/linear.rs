@@ -173,7 +173,9 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{added, check, gradient_buffer, message, random};
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, message, random,
+    };
     use super::*;
     use candle_core::{DType, Device};
 
@@ -194,6 +196,22 @@ mod tests {
                 bias_backward(dy, &db)?;
                 Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), added(&db)]))
             });
+        }
+    }
+
+    #[test]
+    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+        for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
+                for start in [0, 1] {
+                    let dy = aligned.narrow(0, start, n).unwrap();
+                    let db = gradient_buffer(&[m]);
+                    bias_backward(&dy, &db).unwrap();
+                    let want = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
+                    assert_close(&format!("bias {n} {m}"), &added(&db), &want, Tolerance::F32);
+                }
+            }
         }
     }
 

@@ -184,7 +184,10 @@ mod tests {
     #[test]
     fn the_loss_and_its_gradients_match_the_reference() {
         let scale = 0.25f32;
-        for (s, d, v) in [(1, 1, 2), (3, 33, 65), (33, 16, 500), (65, 40, 129)] {
+        // The last two take several tiles of a GPU's block, the first of them in vectors.
+        for (s, d, v) in
+            [(1, 1, 2), (3, 33, 65), (33, 16, 500), (65, 40, 129), (2, 5, 20_004), (2, 5, 5_003)]
+        {
             let targets = target_ids(s, v);
             let inputs = [random(1, &[s, d]), (random(2, &[v, d]) * 0.3).unwrap()];
             // A scalar output, so that `dy` is one number and `scale` can carry it.

@@ -4,6 +4,7 @@
 //! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
 //! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
+mod adamw;
 #[cfg(feature = "cuda")]
 mod blas;
 mod launch;
@@ -14,6 +15,7 @@ mod matmul;
 mod module;
 mod rms_norm;
 
+pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
 pub(super) use launch::on_gpu;
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
