@@ -91,6 +91,7 @@ fn compile_for_the_host(out: &Path) {
             "-std=c++20",
             "-O2",
             "-DEMULATION",
+            "-fno-strict-aliasing",
             "-Wall",
             "-Wno-unknown-pragmas",
         ]);

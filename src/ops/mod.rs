@@ -44,7 +44,10 @@ mod swiglu;
 mod testing;
 mod vision_rope;
 
-pub use adamw::{AdamW, AdamWTensors, adamw_step, fill_zero, sum_of_squares};
+pub use adamw::{
+    AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update, fill_zero, fill_zero_all,
+    sum_of_squares,
+};
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };

@@ -6,7 +6,7 @@ use crate::model::{Model, ModelInput, RecomputePolicy};
 use crate::ops;
 use crate::optim::{AdamW, OptimError};
 use crate::tape::{Gradients, Param};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -81,9 +81,8 @@ impl StepRunner {
     /// Gradients of all micro-batches, summed in place and divided by the step's target count;
     /// returns the summed loss and that count. Splitting a step changes neither.
     pub fn accumulate(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<(f64, u64)> {
-        for buffer in self.grads.iter().flatten() {
-            ops::fill_zero(buffer)?;
-        }
+        let buffers: Vec<&Tensor> = self.grads.iter().flatten().collect();
+        ops::fill_zero_all(&buffers)?;
         let targets: Vec<Targets> = micro_batches.iter().map(Targets::of).collect();
         // The divisor is known before the first forward.
         let num_targets: u64 = targets.iter().map(|targets| targets.len() as u64).sum();

@@ -92,12 +92,13 @@ pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
 }
 
 /// One argument, as the kernel's signature has it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 enum Argument {
     Address(u64),
     Int(i32),
     Long(i64),
     Float(f32),
+    Words(Vec<u64>),
 }
 
 /// A call of a kernel: `name_f32` or `name_bf16`, after the compute dtype.
@@ -179,6 +180,11 @@ impl Launch {
         self.with(Argument::Int(i32::from(value)))
     }
 
+    /// A struct by value, or a `double`: its memory, in words of eight bytes.
+    pub(super) fn words(self, value: Vec<u64>) -> Self {
+        self.with(Argument::Words(value))
+    }
+
     /// Starts it on the device of `on`; a grid without blocks is nothing to do.
     pub(super) fn run(mut self, on: &Tensor) -> Result<()> {
         if self.grid.contains(&0) {
@@ -192,6 +198,7 @@ impl Launch {
                 Argument::Int(value) => std::ptr::from_mut(value).cast(),
                 Argument::Long(value) => std::ptr::from_mut(value).cast(),
                 Argument::Float(value) => std::ptr::from_mut(value).cast(),
+                Argument::Words(value) => value.as_mut_ptr().cast(),
             })
             .collect();
         start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, on)

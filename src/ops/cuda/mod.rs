@@ -4,14 +4,27 @@
 //! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
 //! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
+mod adamw;
+#[cfg(feature = "cuda")]
+mod blas;
 mod launch;
+mod linear;
+mod linear_cross_entropy;
+mod matmul;
 #[cfg(feature = "cuda")]
 mod module;
 mod rms_norm;
 #[cfg(feature = "cuda")]
 mod upload;
 
+pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
 pub(super) use launch::on_gpu;
+pub(super) use linear::{
+    bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
+};
+pub(super) use linear_cross_entropy::{
+    linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_rows,
+};
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 #[cfg(feature = "cuda")]
 pub(super) use upload::upload;
