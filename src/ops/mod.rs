@@ -19,6 +19,8 @@ macro_rules! gpu {
         if $crate::ops::cuda::on_gpu($x) {
             return $crate::ops::cuda::$($call)*;
         }
+        #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+        let _ = $x;
     };
 }
 

@@ -28,6 +28,13 @@ pub struct AdamW {
     slots: Vec<Slot>,
 }
 
+/// An update that was begun.
+#[derive(Debug)]
+pub struct Update {
+    /// Sum of squares of each gradient, `f64`, where the gradients are.
+    squares: Tensor,
+}
+
 /// What clipping saw.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepNorm {
@@ -97,13 +104,8 @@ impl AdamW {
     }
 
     /// Clips and updates; `step` counts from 1. Gradients are left as they are.
-    /// Nothing is changed when a gradient is not finite.
-    pub fn step(
-        &self,
-        grads: &Gradients,
-        lr: f64,
-        step: u64,
-    ) -> std::result::Result<StepNorm, OptimError> {
+    /// Nothing is changed when a gradient is not finite. On a GPU nothing is waited for.
+    pub fn launch(&self, grads: &Gradients, lr: f64, step: u64) -> Result<Update> {
         let updates = self.slots.iter().map(|slot| {
             Ok(ops::AdamWUpdate {
                 tensors: ops::AdamWTensors {
@@ -119,7 +121,12 @@ impl AdamW {
         });
         let updates = updates.collect::<Result<Vec<_>>>()?;
         let squares = ops::clip_and_update(&self.hyper, &updates, step, self.max_grad_norm)?;
-        let squares = squares.to_vec1::<f64>()?;
+        Ok(Update { squares })
+    }
+
+    /// What an update saw; on a GPU this waits for it.
+    pub fn finish(&self, update: &Update) -> std::result::Result<StepNorm, OptimError> {
+        let squares = update.squares.to_vec1::<f64>()?;
         let grad_norm = squares.iter().sum::<f64>().sqrt();
         if !grad_norm.is_finite() {
             let bad: Vec<&Slot> = squares
@@ -134,6 +141,16 @@ impl AdamW {
             });
         }
         Ok(StepNorm { grad_norm })
+    }
+
+    /// Both: updates, and says what it saw.
+    pub fn step(
+        &self,
+        grads: &Gradients,
+        lr: f64,
+        step: u64,
+    ) -> std::result::Result<StepNorm, OptimError> {
+        self.finish(&self.launch(grads, lr, step)?)
     }
 }
 

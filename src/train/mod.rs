@@ -21,5 +21,5 @@ pub use generate::{GenerateOptions, generate};
 pub use reader::JsonlRows;
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
-pub use step::{StepError, StepOutcome, StepRunner};
+pub use step::{LaunchedStep, Losses, PreparedStep, StepError, StepOutcome, StepRunner};
 pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};
