@@ -41,7 +41,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let (runner, _) = sft::runner(config, loaded, &groups, None, &device)?;
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
-    let (mut honest, mut theirs, mut loss) = (0.0, 0.0, 0.0);
+    let (mut honest, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
     let mut cpu_before = 0.0;
     for step in 1..=steps + 1 {
         let asked = Instant::now();
@@ -49,6 +49,8 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         let data = data?;
         let wait = asked.elapsed().as_secs_f64();
         let mut sizes = sizes(&data, merge);
+        // Padding that the model sees counts here and nowhere else.
+        let in_stream: usize = data.micro_batches.iter().map(|batch| batch.input_ids.len()).sum();
         let outcome = runner.run(data.micro_batches, config.optim.lr, step)?;
         loss = outcome.loss;
         if step == 1 {
@@ -62,12 +64,15 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         honest += work.honest(&sizes, passes);
         theirs += work.lmms_engine(&sizes);
         total.tokens += sizes.tokens;
+        computed += in_stream as f64;
     }
     let cpu = cpu_seconds() - cpu_before;
     let peak = peak_flops()?;
     table.row(
         "step",
         &[
+            ("tokens", total.tokens),
+            ("computed_tokens", computed),
             ("tokens/s", total.tokens / seconds),
             ("tokens/cpu_s", total.tokens / cpu),
             ("step_s", seconds / steps as f64),
