@@ -3,13 +3,18 @@
 //! All results are bytes. Letters are the glossary's: `T` tokens of the largest micro-batch, padding
 //! included if the model sees it; `S` its supervised rows; `P` its patches; `D`, `F`, `H`, `V`.
 
-/// The program, its tokenizer and threads, and free blocks that the allocator may hold above the
-/// highest demand.
-const PROCESS: f64 = 64e6;
+/// The program and its threads, and the free blocks that the allocator may hold above the highest
+/// demand (64 MiB).
+const PROCESS: f64 = 78e6;
+/// Measured: what reading a tokenizer leaves, an entry of the vocabulary.
+const TOKENIZER_ENTRY: f64 = 1400.0;
 /// Ids, labels and positions of a token, on their way through loader and model.
 const HOST_TOKEN: f64 = 100.0;
 /// Steps that exist on the host at one time: in use, waiting, and being put together.
 const HOST_STEPS: f64 = 3.0;
+/// Rows that are encoded ahead, and the bound on their pixels.
+const ROWS_AHEAD: f64 = 256.0;
+const BYTES_AHEAD: f64 = 256.0 * 1024.0 * 1024.0;
 
 /// What the tape holds of a layer between forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +88,8 @@ pub struct MicroBatchSizes {
     pub patches: f64,
     /// Patches of the whole step.
     pub step_patches: f64,
+    /// Patches of a sample, on average.
+    pub sample_patches: f64,
 }
 
 impl MemoryModel {
@@ -91,6 +98,7 @@ impl MemoryModel {
         let (t, s) = (sizes.tokens, sizes.targets);
         let tape = t * self.layers * self.layer_bytes();
         PROCESS
+            + TOKENIZER_ENTRY * self.vocabulary
             + self.state_bytes()
             + t * (HOST_TOKEN + 4.0 * self.head_dim) // rotary tables
             + self.vision_bytes(sizes)
@@ -161,8 +169,10 @@ impl MemoryModel {
         let trained =
             if tower.blocks > 0.0 { tower.mergers * merger + e * tower.hidden } else { 0.0 };
         let features = merged * tower.mergers * e * self.hidden;
+        let host = 4.0 * tower.patch_values;
         sizes.patches * (e * tower.patch_values + features + tower.blocks * block + trained)
-            + HOST_STEPS * 4.0 * tower.patch_values * sizes.step_patches
+            + HOST_STEPS * host * sizes.step_patches
+            + f64::min(ROWS_AHEAD * host * sizes.sample_patches, BYTES_AHEAD)
     }
 }
 

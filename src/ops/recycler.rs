@@ -183,7 +183,8 @@ impl Default for Recycler {
     }
 }
 
-// SAFETY: blocks of our classes are got with the size of their class and given back with the same; a block is in a list or with an owner, never both, as the lock orders every change.
+// SAFETY: blocks of our classes are got with the size of their class and given back with the same;
+// a block is in a list or with an owner, never both, as the lock orders every change.
 unsafe impl GlobalAlloc for Recycler {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_ours(layout) {

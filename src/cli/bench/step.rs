@@ -31,14 +31,15 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
     sizes
 }
 
-/// What decides the memory of a micro-batch, in a step of `step_patches`.
-fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64) -> MicroBatchSizes {
+/// What decides the memory of a micro-batch, in a step of `step_patches` and `samples`.
+fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> MicroBatchSizes {
     let patches: usize = batch.media.iter().map(crate::batch::Patches::num_patches).sum();
     MicroBatchSizes {
         tokens: batch.input_ids.len() as f64,
         targets: batch.labels.iter().filter(|label| **label != IGNORE_INDEX).count() as f64,
         patches: patches as f64,
         step_patches,
+        sample_patches: step_patches / samples.max(1) as f64,
     }
 }
 
@@ -110,7 +111,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         let wait = asked.elapsed().as_secs_f64();
         let mut sizes = sizes(&data, merge);
         for batch in &data.micro_batches {
-            let largest = micro_batch_sizes(batch, sizes.patches);
+            let largest = micro_batch_sizes(batch, sizes.patches, data.num_samples);
             predicted = predicted.max(memory.peak_bytes(&largest));
         }
         // Padding that the model sees counts here.
