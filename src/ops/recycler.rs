@@ -129,9 +129,9 @@ impl Kept {
         self.peak = self.peak.max(self.live);
     }
 
-    /// Gives blocks back until `size` more fit under the peak; the largest go first.
-    fn make_room(&mut self, size: usize) {
-        let bound = self.peak.max(self.live + size) + SLACK;
+    /// Gives blocks back until one of `size` for `asked` bytes fits under the peak; the largest go first.
+    fn make_room(&mut self, asked: usize, size: usize) {
+        let bound = self.peak.max(self.live + asked) + SLACK;
         for class in (0..NUM_CLASSES).rev() {
             let block_size = size_of_class(class);
             while self.live + self.free + size > bound {
@@ -167,7 +167,7 @@ impl Recycler {
             kept.hand_out(layout.size());
             return (block, false);
         }
-        kept.make_room(size);
+        kept.make_room(layout.size(), size);
         drop(kept);
         let block = source::get(size);
         if !block.is_null() {
