@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 /// Upper bound on the logits that exist at one time. With the published vocabulary this is 220 rows; fewer rows read
 /// the weight too often for what they compute.
-const LOGITS_BYTES: usize = 128 << 20;
+pub const LOGITS_BYTES: usize = 128 << 20;
 
 /// Rows in a chunk on the device of `h`: fixed by the vocabulary, so that results do not depend on the machine.
 fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
