@@ -29,6 +29,7 @@ mod cpu;
 mod cuda;
 mod embedding;
 mod gelu;
+mod gpu;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -55,6 +56,7 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
+pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

@@ -2,6 +2,7 @@
 //! know each other.
 
 mod config;
+mod device;
 mod eval;
 mod generate;
 mod reader;
@@ -14,6 +15,7 @@ pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
+pub use device::{DeviceChoice, DeviceError, UnknownDevice, device_name};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use reader::JsonlRows;

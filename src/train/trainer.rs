@@ -8,6 +8,7 @@ use super::step::{StepError, StepRunner};
 use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -235,6 +236,7 @@ impl Trainer {
             data_wait_s,
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
+            peak_device_memory_bytes: gpu_memory(&parts.runner.device).map(|memory| memory.peak),
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
         };

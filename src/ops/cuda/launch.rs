@@ -219,6 +219,9 @@ fn start(
         bail!("{kernel}: no operand is on a GPU");
     };
     let function = super::module::function(device, kernel, shared)?;
+    let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(failed)?;
     // SAFETY: the arguments are those of the kernel's signature, and the tensors outlive the work on their stream:
     // memory is freed on the same one.
     let launched = unsafe {
@@ -227,12 +230,11 @@ fn start(
             grid.into(),
             (threads, 1, 1),
             shared,
-            device.cuda_stream().cu_stream(),
+            stream.cu_stream(),
             arguments,
         )
     };
-    launched
-        .map_err(|error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}")))
+    launched.map_err(failed)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -14,6 +14,8 @@ mod matmul;
 #[cfg(feature = "cuda")]
 mod module;
 mod rms_norm;
+#[cfg(feature = "cuda")]
+mod upload;
 
 pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
 pub(super) use launch::on_gpu;
@@ -24,3 +26,5 @@ pub(super) use linear_cross_entropy::{
     linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_rows,
 };
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
+#[cfg(feature = "cuda")]
+pub(super) use upload::upload;
