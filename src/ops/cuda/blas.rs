@@ -11,6 +11,7 @@ use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
@@ -53,15 +54,15 @@ pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> R
     };
     device.cuda_stream().context().bind_to_thread().w()?;
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
-    if !libraries.contains_key(&device.id()) {
-        let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
-        let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
-        libraries.insert(device.id(), Library { handle, workspace, algorithms: HashMap::new() });
-    }
-    match libraries.get_mut(&device.id()) {
-        Some(library) => library.run(op, product, dst, device),
-        None => bail!("{op}: cublasLt was not opened"),
-    }
+    let library = match libraries.entry(device.id()) {
+        Entry::Occupied(library) => library.into_mut(),
+        Entry::Vacant(place) => {
+            let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
+            let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
+            place.insert(Library { handle, workspace, algorithms: HashMap::new() })
+        }
+    };
+    library.run(op, product, dst, device)
 }
 
 fn failed(op: &str, product: &Product<'_>, error: result::CublasError) -> Error {

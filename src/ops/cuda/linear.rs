@@ -24,16 +24,25 @@ pub(in crate::ops) fn linear(
     dims: Vec<usize>,
 ) -> Result<Tensor> {
     let y = empty(dims, x.dtype(), x)?;
+    let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
     let product = Product {
         form: Form::Nt,
         shape: (n, m, k),
         a: Matrix::Whole("x", x),
         b: Matrix::Whole("w", w),
         addend: residual.map_or(Addend::Nothing, Addend::Residual),
-        bias,
+        bias: bias.as_ref(),
     };
     product.into(op, "y", &y)?;
     Ok(y)
+}
+
+/// `bias`, or a copy of it: the library takes for granted that one starts at a multiple of 16 bytes.
+fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
+    if address(op, "bias", bias)?.0.is_multiple_of(16) {
+        return Ok(bias.clone());
+    }
+    bias.force_contiguous()
 }
 
 /// `dy W` in the shape `dims`; `(n, k, m)` are rows, inputs and outputs.
