@@ -176,6 +176,7 @@ pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
+    gpu!(t => fill_zero(t));
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));

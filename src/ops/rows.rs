@@ -151,6 +151,7 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
     let op = "add_in_place";
     expect_shape(op, "y", y, x.dims())?;
     cpu::distinct(op, "x", x, &[("y", y)])?;
+    gpu!(x => add_in_place(x, y));
     let y = read(op, "y", y)?;
     let y = y.slice::<T>()?;
     cpu::write(op, "x", x, |x| {

@@ -5,9 +5,14 @@
 //! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
 mod launch;
+mod layer_norm;
 #[cfg(feature = "cuda")]
 mod module;
+mod norm;
+mod pointwise;
 mod rms_norm;
 
 pub(super) use launch::on_gpu;
+pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
+pub(super) use pointwise::{add_in_place, fill_zero, gelu, gelu_backward, swiglu, swiglu_backward};
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
