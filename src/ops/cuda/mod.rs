@@ -4,6 +4,7 @@
 //! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
 //! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
+mod embedding;
 mod launch;
 mod layer_norm;
 #[cfg(feature = "cuda")]
@@ -11,8 +12,17 @@ mod module;
 mod norm;
 mod pointwise;
 mod rms_norm;
+mod rope;
+mod rows;
 
+pub(super) use embedding::{
+    embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
+};
 pub(super) use launch::on_gpu;
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use pointwise::{add_in_place, fill_zero, gelu, gelu_backward, swiglu, swiglu_backward};
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
+pub(super) use rope::{
+    qk_norm_rope, qk_norm_rope_backward, vision_rope_merge_backward, vision_rope_split,
+};
+pub(super) use rows::{gather_rows, update_rows, zero_rows};

@@ -3,7 +3,7 @@
 use super::launch::{Launch, address, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 
-const WARP: usize = 32;
+pub(super) const WARP: usize = 32;
 /// Columns that a thread holds, forward and backward: `FORWARD` and `BACKWARD` of `held_rows.cuh`.
 const COLUMNS: [usize; 2] = [16, 8];
 /// Threads of a block, forward and backward: `__launch_bounds__` of the kernels.
@@ -11,7 +11,7 @@ const MAX_THREADS: [usize; 2] = [512, 768];
 /// As [`MAX_THREADS`], of kernels that move single elements.
 const MAX_THREADS_SINGLE: [usize; 2] = [512, 512];
 /// Of an H200. Fixed, since it decides the order of sums.
-const MULTIPROCESSORS: usize = 132;
+pub(super) const MULTIPROCESSORS: usize = 132;
 
 /// What becomes of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 
 use super::launch::{Launch, address, empty, vectors};
 use crate::ops::Gelu;
+use crate::ops::cpu::compute_dtype;
 use candle_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
@@ -11,6 +12,7 @@ const ELEMENTS: usize = 8 * THREADS as usize;
 /// Runs `op` over all elements of `tensors`, its arguments, which have one shape and dtype.
 fn run(op: &str, tensors: &[(&str, &Tensor)]) -> Result<()> {
     let first = tensors[0].1;
+    compute_dtype(op, tensors)?;
     let rows: Vec<&Tensor> = tensors.iter().map(|(_, tensor)| *tensor).collect();
     let kernel = if vectors(0, &rows)? { op.to_owned() } else { format!("{op}_single") };
     let n = first.elem_count();
