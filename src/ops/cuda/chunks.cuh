@@ -52,10 +52,15 @@ template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, con
 #endif
 }
 
+// Rounds E values to T and writes them, by at most 16 bytes.
 template <int E, class T> __device__ __forceinline__ void store_floats(T *to, const float (&from)[E]) {
-  Chunk<T, E> chunk;
-  chunk.set(from);
-  store_chunk<E>(to, chunk);
+  constexpr int STEP = E < VECTOR<T> ? E : VECTOR<T>;
+#pragma unroll
+  for (int at = 0; at < E; at += STEP) {
+    Chunk<T, STEP> chunk;
+    chunk.set(from + at);
+    store_chunk<STEP>(to + at, chunk);
+  }
 }
 
 // E floats, by 16 bytes where E allows it.

@@ -15,6 +15,9 @@ mod rms_norm;
 mod rope;
 mod rows;
 
+#[cfg(all(test, not(feature = "cuda")))]
+mod tests;
+
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
