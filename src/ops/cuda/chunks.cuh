@@ -5,6 +5,15 @@
 
 namespace {
 
+// What memory moves at once: the assignment of a struct may be split into words, and is (with nvcc 13.0).
+template <int BYTES> struct Access;
+#ifndef EMULATION
+template <> struct Access<16> { using Type = uint4; };
+template <> struct Access<8> { using Type = uint2; };
+template <> struct Access<4> { using Type = uint32_t; };
+template <> struct Access<2> { using Type = uint16_t; };
+#endif
+
 // E neighbouring elements as they are stored: 16 bytes, 8 bytes or one element.
 template <class T, int E> struct Chunk;
 
@@ -39,7 +48,10 @@ template <int E, class T> __device__ __forceinline__ Chunk<T, E> load_chunk(cons
   memcpy(&chunk, from, sizeof(chunk));
   return chunk;
 #else
-  return *reinterpret_cast<const Chunk<T, E> *>(from);
+  auto raw = *reinterpret_cast<const typename Access<sizeof(Chunk<T, E>)>::Type *>(from);
+  Chunk<T, E> chunk;
+  memcpy(&chunk, &raw, sizeof(chunk));
+  return chunk;
 #endif
 }
 
@@ -48,7 +60,9 @@ template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, con
   if (reinterpret_cast<uintptr_t>(to) % sizeof(chunk)) emulation::fail("a chunk is written off its boundary");
   memcpy(to, &chunk, sizeof(chunk));
 #else
-  *reinterpret_cast<Chunk<T, E> *>(to) = chunk;
+  typename Access<sizeof(Chunk<T, E>)>::Type raw;
+  memcpy(&raw, &chunk, sizeof(chunk));
+  __stwb(reinterpret_cast<decltype(raw) *>(to), raw);
 #endif
 }
 
