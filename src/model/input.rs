@@ -50,6 +50,13 @@ impl ModelInput {
         device: &Device,
     ) -> Result<Self> {
         let num_rows = batch.input_ids.len();
+        // The last moment to refuse an id: once on a GPU it is not read back.
+        let vocab_size = config.text.vocab_size;
+        if let Some((at, id)) =
+            batch.input_ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size)
+        {
+            candle_core::bail!("id `{id}` at {at} is outside of the table of {vocab_size} rows");
+        }
         let rope =
             upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
         let text = TextContext {

@@ -255,6 +255,7 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
+    gpu!(t => fill_zero(t));
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));

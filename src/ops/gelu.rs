@@ -53,6 +53,7 @@ kernels! {
 pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu";
     let dtype = compute_dtype(op, &[("x", x)])?;
+    gpu!(x => gelu(x, kind));
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.f32()?;
@@ -69,6 +70,7 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu_backward";
     let dtype = compute_dtype(op, &[("x", x), ("dy", dy)])?;
     expect_shape(op, "dy", dy, x.dims())?;
+    gpu!(x => gelu_backward(x, dy, kind));
     let shape = x.shape().clone();
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.f32()?, dy.f32()?);

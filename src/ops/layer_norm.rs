@@ -48,7 +48,10 @@ kernels! {
 pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "layer_norm";
     let (n, d) = x.dims2()?;
-    compute_dtype(op, &[("x", x)])?;
+    compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
+    expect_shape(op, "w", w, &[d])?;
+    expect_shape(op, "b", b, &[d])?;
+    gpu!(x => layer_norm(x, w, b, eps));
     let mut stats = vec![0f32; n * 2];
     if d > 0 {
         let x = read(op, "x", x)?;
@@ -71,6 +74,7 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
+    gpu!(x => layer_norm_apply(x, stats, w, b));
     let mut y = vec![0f32; n * d];
     {
         let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
@@ -101,18 +105,21 @@ pub fn layer_norm_backward(
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "dy", dy, &[n, d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    let mut dx = match residual {
-        Some(residual) => {
-            compute_dtype(op, &[("x", x), ("residual", residual)])?;
-            expect_shape(op, "residual", residual, &[n, d])?;
-            read(op, "residual", residual)?.f32()?.into_owned()
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &[n, d])?;
+    }
+    for (name, sums) in [("dw", dw), ("db", db)] {
+        if let Some(sums) = sums {
+            expect_f32(op, name, sums, &[d])?;
+            cpu::distinct(op, name, sums, &[("x", x), ("stats", stats), ("w", w), ("dy", dy)])?;
         }
+    }
+    gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
+    let mut dx = match residual {
+        Some(residual) => read(op, "residual", residual)?.f32()?.into_owned(),
         None => vec![0f32; n * d],
     };
-    if let Some(dw) = dw {
-        expect_f32(op, "dw", dw, &[d])?;
-        cpu::distinct(op, "dw", dw, &[("x", x), ("stats", stats), ("w", w), ("dy", dy)])?;
-    }
     {
         let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
         let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);

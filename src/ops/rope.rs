@@ -87,6 +87,7 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let (t, h, dh) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
     let mut y = vec![0f32; t * width];
@@ -126,12 +127,13 @@ pub fn qk_norm_rope_backward(
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
     expect_shape(op, "dy", dy, &[t, h, dh])?;
     expect_f32(op, "rstd", rstd, &[t, h])?;
-    let (width, half) = (h * dh, dh / 2);
-    let mut dx = vec![0f32; t * width];
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
+    gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
+    let (width, half) = (h * dh, dh / 2);
+    let mut dx = vec![0f32; t * width];
     {
         let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
         let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

@@ -25,6 +25,7 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
+    gpu!(qkv => vision_rope_split(qkv, num_heads, table));
     let part = num_heads * dh;
     let (mut q, mut k) = (vec![0f32; p * part], vec![0f32; p * part]);
     let mut v = vec![0f32; p * part];
@@ -75,6 +76,7 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
+    gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
     let part = h * dh;
     let mut dqkv = vec![0f32; p * 3 * part];
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);

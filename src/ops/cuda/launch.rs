@@ -2,7 +2,9 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
-use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
+#[cfg(feature = "cuda")]
+use candle_core::Device;
+use candle_core::{DType, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use std::ffi::c_void;
 

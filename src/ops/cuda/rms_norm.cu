@@ -1,108 +1,97 @@
 // Root-mean-square norm; see src/ops/rms_norm.rs for the contract.
 //
-// One block a row at a time. Backward blocks walk the rows in strides and keep their share of the weight's gradient in
-// shared memory, each thread its own columns; `columns.cu` adds the shares up in the order of the blocks.
-#include "common.cuh"
+// A group of warps holds a row in registers (held_rows.cuh), so that each operand is read once: memory bounds all
+// three. A backward block walks over the rows in strides, and each group keeps its share of the weight's gradient in
+// registers; `columns.cu` adds the shares up in the order of the groups.
+#include "held_rows.cuh"
 
 namespace {
 
-// Calls f(column, number of columns from there) for the columns of this thread: vectors if the rows allow it.
-template <class T, class F> __device__ __forceinline__ void for_columns(int d, bool vectors, F f) {
-  if (vectors) {
-    for (int at = int(threadIdx.x) * VECTOR<T>; at < d; at += int(blockDim.x) * VECTOR<T>) f(at, VECTOR<T>);
-  } else {
-    for (int at = int(threadIdx.x); at < d; at += int(blockDim.x)) f(at, 1);
-  }
+template <class T, int E>
+__device__ __forceinline__ void apply_row(const Held<T, E, FORWARD> &x, float rstd, const T *w, T *y, int d, const Group &group) {
+  Held<T, E, FORWARD> weight;
+  weight.load(w, d, group, true);
+  store_row<E, FORWARD>(y, d, group, [&](int i) { return weight.get(i) * rounded<T>(x.get(i) * rstd); });
 }
 
-// Reads `count` columns, VECTOR<T> or one.
-template <class T> __device__ __forceinline__ void load(const T *row, int at, int count, float *to) {
-  if (count == 1) to[0] = widen(row[at]);
-  else load_vector(row + at, to);
+template <class T, int E> __device__ __forceinline__ void forward(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, float eps) {
+  Group group(warps);
+  int row = int(blockIdx.x) * group.count + group.number;
+  Held<T, E, FORWARD> held;
+  held.load(x + size_t(row) * d, d, group, row < n);
+  float squares[1] = {0};
+#pragma unroll
+  for (int i = 0; i < FORWARD; i++) squares[0] += held.get(i) * held.get(i);
+  group_sum(squares, group, 0);
+  if (row >= n) return;
+  float scale = rsqrtf(squares[0] / float(d) + eps);
+  if (group.index == 0) rstd[row] = scale;
+  apply_row<T, E>(held, scale, w, y + size_t(row) * d, d, group);
 }
 
-template <class T> __device__ __forceinline__ void store(T *row, int at, int count, const float *from) {
-  if (count == 1) row[at] = narrow<T>(from[0]);
-  else store_vector(row + at, from);
+template <class T, int E> __device__ __forceinline__ void apply(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps) {
+  Group group(warps);
+  int row = int(blockIdx.x) * group.count + group.number;
+  if (row >= n) return;
+  Held<T, E, FORWARD> held;
+  held.load(x + size_t(row) * d, d, group, true);
+  apply_row<T, E>(held, rstd[row], w, y + size_t(row) * d, d, group);
 }
 
-template <class T> __device__ void apply_row(const T *x, float rstd, const T *w, T *y, int d, bool vectors) {
-  for_columns<T>(d, vectors, [&](int at, int count) {
-    float a[VECTOR<T>], b[VECTOR<T>];
-    load(x, at, count, a);
-    load(w, at, count, b);
-    for (int i = 0; i < count; i++) a[i] = b[i] * rounded<T>(a[i] * rstd);
-    store(y, at, count, a);
-  });
-}
-
-template <class T> __device__ void forward(const T *x, const T *w, T *y, float *rstd, int d, float eps, bool vectors) {
-  size_t row = blockIdx.x;
-  x += row * d;
-  y += row * d;
-  float squares = 0;
-  for_columns<T>(d, vectors, [&](int at, int count) {
-    float a[VECTOR<T>];
-    load(x, at, count, a);
-    for (int i = 0; i < count; i++) squares += a[i] * a[i];
-  });
-  float scale = rsqrtf(block_sum(squares) / float(d) + eps);
-  if (threadIdx.x == 0) rstd[row] = scale;
-  apply_row(x, scale, w, y, d, vectors);
-}
-
-template <class T>
-__device__ void backward(const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, bool vectors) {
-  DYNAMIC_SHARED(shared);
-  float *share = reinterpret_cast<float *>(shared); // [d]
-  for (int at = int(threadIdx.x); at < d; at += int(blockDim.x)) share[at] = 0;
-  __syncthreads();
-  for (int row = int(blockIdx.x); row < n; row += int(gridDim.x)) {
-    const T *x_row = x + size_t(row) * d, *dy_row = dy + size_t(row) * d;
-    float scale = rstd[row], product = 0;
-    for_columns<T>(d, vectors, [&](int at, int count) {
-      float a[VECTOR<T>], b[VECTOR<T>], c[VECTOR<T>];
-      load(x_row, at, count, a);
-      load(dy_row, at, count, b);
-      load(w, at, count, c);
-      for (int i = 0; i < count; i++) {
-        product += a[i] * b[i] * c[i];
-        share[at + i] += a[i] * b[i] * scale;
-      }
-    });
-    float c = block_sum(product) * scale * scale * scale / float(d);
-    for_columns<T>(d, vectors, [&](int at, int count) {
-      float a[VECTOR<T>], b[VECTOR<T>], g[VECTOR<T>], r[VECTOR<T>];
-      load(x_row, at, count, a);
-      load(dy_row, at, count, b);
-      load(w, at, count, g);
-      if (residual) load(residual + size_t(row) * d, at, count, r);
-      for (int i = 0; i < count; i++) a[i] = b[i] * g[i] * scale - a[i] * c + (residual ? r[i] : 0.0f);
-      store(dx + size_t(row) * d, at, count, a);
-    });
+template <class T, int E>
+__device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps) {
+  Group group(warps);
+  Held<T, E, BACKWARD> weight;
+  weight.load(w, d, group, true);
+  float shares[BACKWARD] = {};
+  int stride = int(gridDim.x) * group.count;
+  // All groups of a block take the same number of turns, since they meet at the barrier of the sum.
+  int turn = 0;
+  for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
+    int row = first + group.number;
+    bool valid = row < n;
+    size_t start = size_t(row) * d;
+    Held<T, E, BACKWARD> x_row, dy_row, kept;
+    x_row.load(x + start, d, group, valid);
+    dy_row.load(dy + start, d, group, valid);
+    kept.load(residual + start, d, group, valid && residual);
+    float scale = valid ? rstd[row] : 0, product[1] = {0};
+#pragma unroll
+    for (int i = 0; i < BACKWARD; i++) {
+      float both = x_row.get(i) * dy_row.get(i);
+      product[0] += both * weight.get(i);
+      shares[i] += both * scale;
+    }
+    group_sum(product, group, turn);
+    float c = product[0] * scale * scale * scale / float(d);
+    if (valid) {
+      store_row<E, BACKWARD>(dx + start, d, group, [&](int i) { return dy_row.get(i) * weight.get(i) * scale - x_row.get(i) * c + kept.get(i); });
+    }
   }
   if (!dw_shares) return;
-  __syncthreads();
-  for (int at = int(threadIdx.x); at < d; at += int(blockDim.x)) dw_shares[size_t(blockIdx.x) * d + at] = share[at];
+  float *share = dw_shares + size_t(int(blockIdx.x) * group.count + group.number) * d;
+  store_row<E, BACKWARD>(share, d, group, [&](int i) { return shares[i]; });
 }
 
 } // namespace
 
-#define RMS_NORM(T, name)                                                                                                              \
-  extern "C" __global__ void __launch_bounds__(256) rms_norm_##name(const T *x, const T *w, T *y, float *rstd, int d, float eps, int vectors) {  \
-    forward(x, w, y, rstd, d, eps, vectors);                                                                                           \
-  }                                                                                                                                    \
-  EXPORT(rms_norm_##name)                                                                                                              \
-  extern "C" __global__ void __launch_bounds__(256) rms_norm_apply_##name(const T *x, const float *rstd, const T *w, T *y, int d, int vectors) { \
-    size_t row = blockIdx.x;                                                                                                           \
-    apply_row(x + row * d, rstd[row], w, y + row * d, d, vectors);                                                                     \
-  }                                                                                                                                    \
-  EXPORT(rms_norm_apply_##name)                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(256)                                                                                    \
-      rms_norm_backward_##name(const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int vectors) { \
-    backward(x, rstd, w, dy, residual, dx, dw_shares, n, d, vectors);                                                                  \
-  }                                                                                                                                    \
+// `bound`: threads of a backward block, at most, so that nothing spills and 1,024 threads fit on a multiprocessor.
+#define RMS_NORM(T, E, bound, name)                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(512) rms_norm_##name(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, float eps) { \
+    forward<T, E>(x, w, y, rstd, n, d, warps, eps);                                                                                        \
+  }                                                                                                                                        \
+  EXPORT(rms_norm_##name)                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(512) rms_norm_apply_##name(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps) { \
+    apply<T, E>(x, rstd, w, y, n, d, warps);                                                                                               \
+  }                                                                                                                                        \
+  EXPORT(rms_norm_apply_##name)                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(bound) rms_norm_backward_##name(                                                              \
+      const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps) {       \
+    backward<T, E>(x, rstd, w, dy, residual, dx, dw_shares, n, d, warps);                                                                  \
+  }                                                                                                                                        \
   EXPORT(rms_norm_backward_##name)
 
-RMS_NORM(float, f32)
-RMS_NORM(bf16, bf16)
+RMS_NORM(float, 4, 1024, f32)
+RMS_NORM(bf16, 8, 1024, bf16)
+RMS_NORM(float, 1, 512, single_f32)
+RMS_NORM(bf16, 1, 512, single_bf16)
