@@ -87,6 +87,7 @@ fn compile_for_the_host(out: &Path) {
             "-DEMULATION",
             "-Wall",
             "-Wno-unknown-pragmas",
+            "-fno-strict-aliasing", // vectors of elements are read as words
         ]);
         command
             .args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"])

@@ -187,24 +187,24 @@ template <class T> __device__ void row_products(const T *o, const T *d_o, float 
 } // namespace
 
 #define ATTENTION(T, name)                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_forward_plain_##name(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
     forward(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                                   \
   }                                                                                                                                         \
   EXPORT(attention_forward_plain_##name)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_backward_keys_plain_##name(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0, T *d1, \
                                            const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {               \
     backward<T, true>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, causal);                          \
   }                                                                                                                                         \
   EXPORT(attention_backward_keys_plain_##name)                                                                                              \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_backward_queries_plain_##name(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0, T *d1, \
                                               const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {            \
     backward<T, false>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, causal);                         \
   }                                                                                                                                         \
   EXPORT(attention_backward_queries_plain_##name)                                                                                           \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_row_products_##name(const T *o, const T *d_o, float *delta, int num_rows, int h, int dh, int vectors) {                     \
     row_products(o, d_o, delta, num_rows, h, dh, vectors);                                                                                  \
   }                                                                                                                                         \
