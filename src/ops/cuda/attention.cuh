@@ -24,6 +24,13 @@ __device__ __forceinline__ Task task_of(const int *tasks, int index) {
   return Task{at[0], at[1], at[2], at[3]};
 }
 
+// The block, asked for anew: see lane_here.
+__device__ __forceinline__ int block_here() {
+  int here = int(blockIdx.x);
+  compute_here(here);
+  return here;
+}
+
 // Rows of D bf16 in shared memory. Any eight rows of a column of sixteen bytes lie in different banks: where a row is a
 // multiple of 128 bytes its columns are permuted by the row, otherwise the stride is an odd number of columns.
 template <int D> struct Rows {
@@ -42,25 +49,40 @@ template <int D> struct Rows {
 template <int D> __device__ __forceinline__ int left_place() { return Rows<D>::at(lane() % 16, lane() / 16); }
 template <int D> __device__ __forceinline__ int right_place() { return Rows<D>::at(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2); }
 
+// The lane, asked for anew: what masks and epilogues derive from it must not live in registers through the products.
+__device__ __forceinline__ int lane_here() {
+  int here = lane();
+  compute_here(here);
+  return here;
+}
+
 // Starts to copy rows first .. first + ROWS of one head into a tile; those from `end` on, and columns from `dh`, are zeros.
+// A thread keeps its column: an addition and a comparison for each copy.
 template <int D, int ROWS, int THREADS>
-__device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, size_t stride, int first, int end, int dh) {
-  constexpr int COPIES = ROWS * Rows<D>::CHUNKS;
+__device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
+  constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads of a row; rows at a time
+  static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "rows divide over the threads, permuted alike");
+  int row = int(threadIdx.x) / LANES, chunk = int(threadIdx.x) % LANES;
+  if (chunk >= Rows<D>::CHUNKS) return;
+  int rows = chunk * 8 < dh ? end - first - row : 0;
+  const bf16 *from = head + size_t(first + row) * stride + chunk * 8;
+  unsigned char *to = tile + Rows<D>::at(row, chunk);
 #pragma unroll
-  for (int i = 0; i < (COPIES + THREADS - 1) / THREADS; i++) {
-    int copy = i * THREADS + int(threadIdx.x);
-    if (COPIES % THREADS != 0 && copy >= COPIES) break;
-    int row = copy / Rows<D>::CHUNKS, chunk = copy % Rows<D>::CHUNKS;
-    bool valid = first + row < end && chunk * 8 < dh;
-    copy_async(tile + Rows<D>::at(row, chunk), valid ? head + size_t(first + row) * stride + chunk * 8 : head, valid);
+  for (int i = 0; i < ROWS / STEP; i++) {
+    copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
+    from += STEP * stride; // may be past the end, and is not read there
+    compute_here(from);
   }
 }
 
-// sums += own others^T, for own [16 MT, D] and others [N, D].
-template <int D, int MT, int N>
+// sums += own others^T, for own [16 MT, D] and others [N, D]. UNROLL steps of 16 columns are laid out side by side: with
+// fewer of them fewer operands wait in registers.
+template <int D, int MT, int N, int UNROLL>
 __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const unsigned char *own, const unsigned char *others) {
   int left = left_place<D>(), right = right_place<D>();
-#pragma unroll
+  compute_here(left);
+  compute_here(right);
+#pragma unroll UNROLL
   for (int k = 0; k < D / 16; k++) {
     uint32_t a[MT][4];
 #pragma unroll
@@ -93,6 +115,7 @@ template <int MT, int N> __device__ __forceinline__ void round_to_left(const flo
 template <int D, int MT, int N>
 __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const uint32_t (&weights)[MT][N / 16][4], const unsigned char *others) {
   int place = left_place<D>();
+  compute_here(place);
 #pragma unroll
   for (int k = 0; k < N / 16; k++)
 #pragma unroll
@@ -111,8 +134,8 @@ __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const 
 // Writes this warp's rows [16 MT, D], times a factor a row, to global memory in pieces of sixteen bytes. They go through
 // `own`, this warp's part of a tile that no other warp reads.
 template <int D, int MT>
-__device__ __forceinline__ void store_rows(bf16 *head, size_t stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4], const float (&factors)[MT][2], unsigned char *own) {
-  int g = lane() / 4, t = lane() % 4;
+__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4], const float (&factors)[MT][2], unsigned char *own) {
+  int here = lane_here(), g = here / 4, t = here % 4;
   __syncwarp(); // all lanes have read the tile
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -124,7 +147,7 @@ __device__ __forceinline__ void store_rows(bf16 *head, size_t stride, int first,
         *reinterpret_cast<uint32_t *>(own + Rows<D>::at(m * 16 + r * 8 + g, n) + 4 * t) = both;
       }
   __syncwarp();
-  for (int i = lane(); i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
+  for (int i = here; i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
     int row = i / Rows<D>::CHUNKS, chunk = i % Rows<D>::CHUNKS;
     if (first + row < end && chunk * 8 < dh)
       *reinterpret_cast<Bytes16 *>(head + size_t(first + row) * stride + chunk * 8) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));

@@ -51,7 +51,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   int h = sizes.h, hkv = sizes.hkv, dh = sizes.dh, group = h / hkv, own_heads = S::KEYS ? hkv : h;
   Task task = task_of(tasks, int(blockIdx.x) / own_heads);
   int own_head = int(blockIdx.x) % own_heads, other_head = S::KEYS ? own_head * group : own_head / group;
-  size_t own_stride = size_t(own_heads) * dh, other_stride = size_t(S::KEYS ? h : hkv) * dh;
+  unsigned own_stride = unsigned(own_heads) * dh, other_stride = unsigned(S::KEYS ? h : hkv) * dh;
   // Query i sees the keys up to i + shift.
   int shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
   int from = task.other_first, to = task.other_end;
@@ -98,7 +98,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 
     float p[MT][N / 8][4], ds[MT][N / 8][4];
     clear(p);
-    add_scores<D, MT, N>(p, own0_tile + own_place, tile0);
+    add_scores<D, MT, N, 4>(p, own0_tile + own_place, tile0);
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -114,6 +114,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       }
     bool diagonal = sizes.causal && (S::KEYS ? at + shift < task.first + S::ROWS - 1 : at + N > task.first + shift + 1);
     if (diagonal || (!S::KEYS && at + N > task.other_end)) {
+      int here = lane_here(), g = here / 4, t = here % 4;
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -130,7 +131,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
         }
     }
     clear(ds);
-    add_scores<D, MT, N>(ds, own1_tile + own_place, tile1); // dp
+    add_scores<D, MT, N, 4>(ds, own1_tile + own_place, tile1); // dp
     if (S::KEYS) {
       uint32_t weights[MT][N / 16][4];
       round_to_left<MT, N>(p, weights);

@@ -52,17 +52,20 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
-  int shift = task.other_end - task.end;
-  int keys_end = causal ? min(task.first + ROWS, task.end) + shift : task.other_end;
-  size_t stride = size_t(hkv) * dh;
+  int keys_end = task.other_end, unmasked_end = task.other_end;
+  if (causal) {
+    int shift = task.other_end - task.end;
+    keys_end = min(task.first + ROWS, task.end) + shift;
+    unmasked_end = task.first + shift + 1;
+  }
+  unsigned stride = unsigned(hkv) * dh;
   k += size_t(kv) * dh;
   v += size_t(kv) * dh;
-  load_rows<D, ROWS, THREADS>(q_tile, q + size_t(head) * dh, size_t(h) * dh, task.first, task.end, dh);
+  load_rows<D, ROWS, THREADS>(q_tile, q + size_t(head) * dh, unsigned(h) * dh, task.first, task.end, dh);
   load_rows<D, KEYS, THREADS>(k_tiles, k, stride, task.other_first, task.other_end, dh);
   commit_copies();
 
   unsigned char *own = q_tile + warp() * 16 * MT * Rows<D>::BYTES;
-  int first_row = task.first + warp() * 16 * MT, g = lane() / 4, t = lane() % 4;
   float sums[MT][D / 8][4];
   clear(sums);
   Running<D> running;
@@ -84,8 +87,11 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     commit_copies();
     float scores[MT][KEYS / 8][4];
     clear(scores);
-    add_scores<D, MT, KEYS>(scores, own, k_tiles + stage * TILE);
-    if (at + KEYS > (causal ? task.first + shift + 1 : task.other_end)) {
+    add_scores<D, MT, KEYS, D / 16>(scores, own, k_tiles + stage * TILE);
+    if (at + KEYS > unmasked_end) {
+      Task task = task_of(tasks, block_here() / h);
+      int here = lane_here(), g = here / 4, t = here % 4;
+      int first_row = task.first + warp() * 16 * MT, shift = task.other_end - task.end;
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -109,7 +115,11 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   }
   wait_copies<0>();
 
+  task = task_of(tasks, block_here() / h);
+  head = block_here() % h;
+  int first_row = task.first + warp() * 16 * MT;
   float factors[MT][2];
+  int here = lane_here(), g = here / 4, t = here % 4;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -121,7 +131,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
       int row = first_row + m * 16 + r * 8 + g;
       if (t == 0 && row < task.end) lse[size_t(head) * num_rows + row] = fmaf(running.max[m][r], scale, logf(sum));
     }
-  store_rows<D, MT>(o + size_t(head) * dh, size_t(h) * dh, first_row, task.end, dh, sums, factors, own);
+  store_rows<D, MT>(o + size_t(head) * dh, unsigned(h) * dh, first_row, task.end, dh, sums, factors, own);
 }
 
 } // namespace

@@ -73,6 +73,19 @@ __device__ __forceinline__ float exp2f_fast(float x) {
 }
 #endif
 
+// Hides how a pointer or an offset came about: what follows from it is computed where it is needed, and does not wait
+// in registers from before a loop on.
+template <class T> __device__ __forceinline__ void compute_here(const T *&pointer) {
+#ifndef EMULATION
+  asm volatile("" : "+l"(pointer));
+#endif
+}
+__device__ __forceinline__ void compute_here(int &offset) {
+#ifndef EMULATION
+  asm volatile("" : "+r"(offset));
+#endif
+}
+
 // Two values in the halves of a register, the first in the low half: an operand of the tensor cores.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
 #ifdef EMULATION
