@@ -94,6 +94,7 @@ fn compile_for_the_host(out: &Path) {
             "-fno-strict-aliasing",
             "-Wall",
             "-Wno-unknown-pragmas",
+            "-fno-strict-aliasing", // vectors of elements are read as words
         ]);
         command
             .args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"])

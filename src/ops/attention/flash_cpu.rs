@@ -401,6 +401,7 @@ impl AttentionBackend for Flash {
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attention";
         let sizes = Sizes::check(op, qkv, segments)?;
+        gpu!(qkv.q => flash_attention(qkv, segments.cu_seqlens, masking));
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let heads = Heads { h, hkv, dh, scale: sizes.scale() };
@@ -421,6 +422,7 @@ impl AttentionBackend for Flash {
         let op = "flash_attention_backward";
         let sizes = Sizes::check(op, qkv, segments)?;
         sizes.check_backward(op, o, lse, d_o)?;
+        gpu!(qkv.q => flash_attention_backward(qkv, o, lse, d_o, segments.cu_seqlens, masking));
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let heads = Heads { h, hkv, dh, scale: sizes.scale() };
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);

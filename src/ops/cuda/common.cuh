@@ -64,6 +64,28 @@ template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return bf16{
 // The value that storage in T keeps of x.
 template <class T> __device__ __forceinline__ float rounded(float x) { return widen(narrow<T>(x)); }
 
+#ifndef EMULATION
+// 2^x by the special function unit: about two units in the last place, and 0 for whatever is below 2^-126.
+__device__ __forceinline__ float exp2f_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// Hides how a pointer or an offset came about: what follows from it is computed where it is needed, and does not wait
+// in registers from before a loop on.
+template <class T> __device__ __forceinline__ void compute_here(const T *&pointer) {
+#ifndef EMULATION
+  asm volatile("" : "+l"(pointer));
+#endif
+}
+__device__ __forceinline__ void compute_here(int &offset) {
+#ifndef EMULATION
+  asm volatile("" : "+r"(offset));
+#endif
+}
+
 // Two values in the halves of a register, the first in the low half: an operand of the tensor cores.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
 #ifdef EMULATION

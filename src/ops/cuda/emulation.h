@@ -49,6 +49,7 @@ struct Warp {
   int arrived = 0;
   unsigned generation = 0;
   alignas(16) unsigned char slots[2][32][64]; // two, since a lane may be one operation ahead
+  alignas(16) unsigned char results[2][512];  // what the last lane to arrive made of the slots
 };
 
 struct Fiber {
@@ -92,25 +93,29 @@ inline void sync_threads() {
   while (generation == barrier_generation) yield();
 }
 
-// Each lane gives a value; each gets `read(values of all lanes, lane)` once all have given theirs.
-template <class In, class Read> inline auto collective(const In &in, Read read) {
+// Each lane gives a value; the last one to arrive calls `combine(values of all lanes, result)`, and then each gets
+// `read(values of all lanes, lane, result)`.
+template <class In, class Combine, class Read> inline auto combined(const In &in, Combine combine, Read read) {
   static_assert(sizeof(In) <= sizeof(Warp::slots[0][0]), "a slot is 64 bytes");
   int lane = current % 32;
   Warp &warp = warps[current / 32];
   unsigned operation = fibers[current].operations++;
   auto &slots = warp.slots[operation % 2];
+  auto &result = warp.results[operation % 2];
   std::memcpy(slots[lane], &in, sizeof(In));
+  auto value = [&](int of) -> const In & { return *reinterpret_cast<const In *>(slots[of]); };
   if (++warp.arrived == 32) {
+    combine(value, result);
     warp.arrived = 0;
     warp.generation++;
   }
   while (warp.generation == operation) yield();
-  auto value = [&](int of) {
-    In out;
-    std::memcpy(&out, slots[of], sizeof(In));
-    return out;
-  };
-  return read(value, lane);
+  return read(value, lane, result);
+}
+
+// Each lane gives a value; each gets `read(values of all lanes, lane)` once all have given theirs.
+template <class In, class Read> inline auto collective(const In &in, Read read) {
+  return combined(in, [](auto &, auto &) {}, [&](auto &all, int lane, auto &) { return read(all, lane); });
 }
 
 template <class V> inline V shuffle_xor(V value, int mask) {
@@ -134,26 +139,25 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   } mine;
   std::memcpy(mine.a, a, 16);
   std::memcpy(mine.b, b, 8);
-  struct Sums {
-    float values[4];
-  };
-  Sums sums = collective(mine, [](auto all, int lane) {
-    Sums out;
-    int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; i++) {
-      int low_row = i / 2, column = 2 * t + i % 2;
-      float sum = 0;
-      for (int k = 0; k < 16; k++) {
-        int holder = (k % 8) / 2, high = k / 8;
-        float x = half_of(all(g * 4 + holder).a[high * 2 + low_row], k % 2);
-        float y = half_of(all(column * 4 + holder).b[high], k % 2);
-        sum += x * y;
-      }
-      out.values[i] = sum;
-    }
-    return out;
-  });
-  for (int i = 0; i < 4; i++) c[i] += sums.values[i];
+  combined(
+      mine,
+      [](auto &all, unsigned char *result) {
+        float left[16][16], right[16][8], sums[16][8] = {};
+        for (int lane = 0; lane < 32; lane++) {
+          const Operands &operands = all(lane);
+          int g = lane / 4, t = lane % 4;
+          for (int i = 0; i < 8; i++) left[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half_of(operands.a[i / 2], i % 2);
+          for (int i = 0; i < 4; i++) right[2 * t + i % 2 + i / 2 * 8][g] = half_of(operands.b[i / 2], i % 2);
+        }
+        for (int row = 0; row < 16; row++)
+          for (int k = 0; k < 16; k++)
+            for (int column = 0; column < 8; column++) sums[row][column] += left[row][k] * right[k][column];
+        std::memcpy(result, sums, sizeof(sums));
+      },
+      [&](auto &, int lane, const unsigned char *result) {
+        auto sums = reinterpret_cast<const float(*)[8]>(result);
+        for (int i = 0; i < 4; i++) c[i] += sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+      });
 }
 
 inline void check_aligned(const void *address) {
@@ -162,24 +166,21 @@ inline void check_aligned(const void *address) {
 
 template <bool TRANSPOSED> inline void load_four(uint32_t (&to)[4], const void *row) {
   check_aligned(row);
-  struct Words {
-    uint32_t values[4];
-  };
-  Words words = collective(reinterpret_cast<const uint16_t *>(row), [](auto all, int lane) {
-    Words out;
-    for (int i = 0; i < 4; i++) {
-      uint16_t halves[2];
-      for (int j = 0; j < 2; j++) {
-        int r = TRANSPOSED ? 2 * (lane % 4) + j : lane / 4, c = TRANSPOSED ? lane / 4 : 2 * (lane % 4) + j;
-        halves[j] = all(8 * i + r)[c];
-      }
-      out.values[i] = uint32_t(halves[0]) | uint32_t(halves[1]) << 16;
-    }
-    return out;
-  });
-  std::memcpy(to, words.values, 16);
-  // The lanes read each other's rows: none may write them before all have read.
-  collective(0, [](auto, int) { return 0; });
+  combined(
+      row,
+      [](auto &all, unsigned char *result) {
+        for (int i = 0; i < 32; i++) std::memcpy(result + 16 * i, all(i), 16);
+      },
+      [&](auto &, int lane, const unsigned char *result) {
+        for (int i = 0; i < 4; i++) {
+          uint16_t halves[2];
+          for (int j = 0; j < 2; j++) {
+            int r = TRANSPOSED ? 2 * (lane % 4) + j : lane / 4, c = TRANSPOSED ? lane / 4 : 2 * (lane % 4) + j;
+            std::memcpy(&halves[j], result + 16 * (8 * i + r) + 2 * c, 2);
+          }
+          to[i] = uint32_t(halves[0]) | uint32_t(halves[1]) << 16;
+        }
+      });
 }
 
 inline void load_matrices(uint32_t (&to)[4], const void *row) { load_four<false>(to, row); }

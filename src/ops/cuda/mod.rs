@@ -5,6 +5,7 @@
 //! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
 mod adamw;
+mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
 mod embedding;
@@ -26,6 +27,7 @@ mod tests;
 mod upload;
 
 pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
+pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
