@@ -2,7 +2,7 @@
 
 use super::launch::{Launch, address, empty, vectors};
 use super::matmul::{Addend, Form, Matrix, Product};
-use super::rms_norm::add_columns;
+use super::norm::add_columns;
 use candle_core::{DType, Result, Tensor};
 
 /// Columns of `dy` that a block of `bias.cu` sums.
