@@ -1,9 +1,13 @@
 //! GELU, elementwise, in the two forms that the vision tower uses.
 
+#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
+
 use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
+use super::output::Output;
 use super::simd::{kernels, normal_cdf, sigmoid};
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
+use std::mem::MaybeUninit;
 
 /// Which GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,30 +25,30 @@ const CUBIC: f32 = 0.044_715;
 const DENSITY: f32 = 0.398_942_28;
 
 kernels! {
-    fn tanh_forward(x: &[f32], y: &mut [f32]) {
+    fn tanh_forward(x: &[f32], y: &mut [MaybeUninit<f32>]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            *y = x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
+            y.write(x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0)));
         }
     }
 
-    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
+    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [MaybeUninit<f32>]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
             let s = sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
             let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
-            *dx = dy * (x * s * (1.0 - s)).mul_add(slope, s);
+            dx.write(dy * (x * s * (1.0 - s)).mul_add(slope, s));
         }
     }
 
-    fn erf_forward(x: &[f32], y: &mut [f32]) {
+    fn erf_forward(x: &[f32], y: &mut [MaybeUninit<f32>]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            *y = x * normal_cdf(x).0;
+            y.write(x * normal_cdf(x).0);
         }
     }
 
-    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
+    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [MaybeUninit<f32>]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
             let (cdf, gauss) = normal_cdf(x);
-            *dx = dy * (x * DENSITY).mul_add(gauss, cdf);
+            dx.write(dy * (x * DENSITY).mul_add(gauss, cdf));
         }
     }
 }
@@ -56,12 +60,13 @@ pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.f32()?;
-    let mut y = vec![0f32; x.len()];
-    y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| match kind {
+    let mut y = Output::new(x.len());
+    y.blocks(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| match kind {
         Gelu::Tanh => tanh_forward(x, y),
         Gelu::Erf => erf_forward(x, y),
     });
-    cpu::tensor(y, shape, dtype)
+    // SAFETY: each kernel writes its whole block.
+    cpu::tensor(unsafe { y.finish() }, shape, dtype)
 }
 
 /// `dx`, in the shape of `x`.
@@ -72,14 +77,15 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
     let shape = x.shape().clone();
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.f32()?, dy.f32()?);
-    let mut dx = vec![0f32; x.len()];
-    dx.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).zip(dy.par_chunks(BLOCK)).for_each(
+    let mut dx = Output::new(x.len());
+    dx.blocks(BLOCK).zip(x.par_chunks(BLOCK)).zip(dy.par_chunks(BLOCK)).for_each(
         |((dx, x), dy)| match kind {
             Gelu::Tanh => tanh_backward(x, dy, dx),
             Gelu::Erf => erf_backward(x, dy, dx),
         },
     );
-    cpu::tensor(dx, shape, dtype)
+    // SAFETY: each kernel writes its whole block.
+    cpu::tensor(unsafe { dx.finish() }, shape, dtype)
 }
 
 #[cfg(test)]

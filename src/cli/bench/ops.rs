@@ -1,7 +1,7 @@
 //! Each op at a few sizes. `share` is of the measured matmul or memory peak of this machine.
 
 use super::{Table, fastest};
-use crate::metrics::{peak_memory_bytes, resident_memory_bytes};
+use crate::metrics::peak_memory_bytes;
 use crate::ops::{
     AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
     adamw_step, fill_zero, gelu, gelu_backward, layer_norm, layer_norm_backward, linear,
@@ -223,10 +223,10 @@ impl Head {
         linear_cross_entropy_backward(h, w, targets, 1e-3, Some(dw), true).map(drop)
     }
 
-    /// Resident memory that the first run needs above its operands and `dw`.
+    /// What the first run of a fresh process adds to its peak memory, in which the operands and `dw` are.
     fn memory_bytes(&self) -> Result<f64> {
         fill_zero(&self.dw)?; // zeros of the system are not resident before they are touched
-        let before = resident_memory_bytes();
+        let before = peak_memory_bytes();
         self.run()?;
         Ok(peak_memory_bytes().saturating_sub(before) as f64)
     }
