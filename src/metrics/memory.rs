@@ -4,23 +4,11 @@ use std::fs;
 
 /// Highest resident memory of this process so far; 0 where the system does not say.
 pub fn peak_memory_bytes() -> u64 {
-    of_status("VmHWM:")
+    fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water(&status)).unwrap_or(0)
 }
 
-/// Resident memory of this process now; 0 where the system does not say.
-pub fn resident_memory_bytes() -> u64 {
-    of_status("VmRSS:")
-}
-
-fn of_status(key: &str) -> u64 {
-    fs::read_to_string("/proc/self/status")
-        .ok()
-        .and_then(|status| bytes_of(&status, key))
-        .unwrap_or(0)
-}
-
-fn bytes_of(status: &str, key: &str) -> Option<u64> {
-    let value = status.lines().find_map(|line| line.strip_prefix(key))?;
+fn high_water(status: &str) -> Option<u64> {
+    let value = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kibibytes: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kibibytes * 1024)
 }
@@ -53,11 +41,10 @@ mod tests {
     }
 
     #[test]
-    fn resident_memory_and_its_high_water_mark_are_read_in_bytes() {
+    fn the_high_water_mark_is_read_in_bytes() {
         let status = "Name:\ttrainer\nVmPeak:\t  9 kB\nVmHWM:\t   2048 kB\nVmRSS:\t 1 kB\n";
-        assert_eq!(bytes_of(status, "VmHWM:"), Some(2048 * 1024));
-        assert_eq!(bytes_of(status, "VmRSS:"), Some(1024));
-        assert_eq!(bytes_of("Name:\ttrainer\n", "VmHWM:"), None);
+        assert_eq!(high_water(status), Some(2048 * 1024));
+        assert_eq!(high_water("Name:\ttrainer\n"), None);
     }
 
     #[cfg(target_os = "linux")]

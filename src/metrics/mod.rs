@@ -9,6 +9,6 @@ mod mfu;
 mod rows;
 
 pub use jsonl::{JsonlError, JsonlSink};
-pub use memory::{cpu_seconds, peak_memory_bytes, resident_memory_bytes};
+pub use memory::{cpu_seconds, peak_memory_bytes};
 pub use mfu::{ModelWork, Passes, StepSizes};
 pub use rows::{EvalMetrics, StepMetrics};

@@ -15,9 +15,7 @@ const LOGITS_BYTES: usize = 96 << 20;
 
 /// Rows in a chunk: fixed by the vocabulary, so that results do not depend on the machine.
 fn chunk_rows(vocabulary: usize) -> usize {
-    (std::env::var("CHUNK_MIB").map_or(LOGITS_BYTES, |v| v.parse::<usize>().unwrap() << 20)
-        / (4 * vocabulary.max(1)))
-    .max(1)
+    (LOGITS_BYTES / (4 * vocabulary.max(1))).max(1)
 }
 
 kernels! {
