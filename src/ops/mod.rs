@@ -36,6 +36,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
+mod output;
 mod recycler;
 mod rms_norm;
 mod rope;

@@ -3,8 +3,11 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
-use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
-use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
+#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
+
+use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::output::{ColumnSums, Output};
+use super::rms_norm::{Rounding, add_weight_grad, input_grad, norm_row, row_rstd};
 use super::simd::kernels;
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
@@ -90,27 +93,28 @@ pub fn qk_norm_rope(
     gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
-    let mut y = vec![0f32; t * width];
+    let mut y = Output::new(t * width);
     let mut rstd = vec![0f32; t * h];
     let x = read(op, "x", x)?;
     let (w, cos) = (read(op, "w", w)?, read(op, "cos", &table.cos)?);
     let sin = read(op, "sin", &table.sin)?;
     let (x, w, cos, sin) = (x.f32()?, w.f32()?, cos.f32()?, sin.f32()?);
-    y.par_chunks_mut(ROWS * width.max(1))
-        .zip(rstd.par_chunks_mut(ROWS * h.max(1)))
-        .enumerate()
-        .for_each(|(block, (y, rstd))| {
+    y.blocks(ROWS * width.max(1)).zip(rstd.par_chunks_mut(ROWS * h.max(1))).enumerate().for_each(
+        |(block, (y, rstd))| {
             for (i, (y, rstd)) in y.chunks_mut(dh).zip(rstd).enumerate() {
                 let head = block * ROWS * h + i;
                 let token = head / h;
                 let x = &x[head * dh..(head + 1) * dh];
                 let angles = token * half..(token + 1) * half;
                 *rstd = row_rstd(x, eps as f32);
-                norm_row(x, *rstd, &w, rounding, y);
+                let y = norm_row(x, *rstd, &w, rounding, y);
                 rotate_head(y, &cos[angles.clone()], &sin[angles]);
             }
-        });
-    Ok((cpu::tensor(y, (t, h, dh), dtype)?, cpu::tensor(rstd, (t, h), candle_core::DType::F32)?))
+        },
+    );
+    // SAFETY: the heads tile each block, and each is written whole.
+    let y = cpu::tensor(unsafe { y.finish() }, (t, h, dh), dtype)?;
+    Ok((y, cpu::tensor(rstd, (t, h), candle_core::DType::F32)?))
 }
 
 /// `dx [T, H*Dh]` from `dy [T, H, Dh]`; adds to `dw [Dh]` (`f32`) if the weight is trained.
@@ -133,7 +137,7 @@ pub fn qk_norm_rope_backward(
     }
     gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
     let (width, half) = (h * dh, dh / 2);
-    let mut dx = vec![0f32; t * width];
+    let mut dx = Output::new(t * width);
     {
         let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
         let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -150,25 +154,24 @@ pub fn qk_norm_rope_backward(
                 &sin[token * half..(token + 1) * half],
             );
         };
-        dx.par_chunks_mut(ROWS * width.max(1)).enumerate().for_each(|(block, dx)| {
-            let mut dn = vec![0f32; dh];
-            for (head, dx) in (block * ROWS * h..).zip(dx.chunks_mut(dh)) {
-                unrotated(head, &mut dn);
-                add_input_grad(&x[head * dh..(head + 1) * dh], rstd[head], &w, &dn, dx);
-            }
-        });
-        if let Some(dw) = dw {
-            let sums = column_sums(t, dh, |tokens, partial| {
+        let mut sums = ColumnSums::new(t, if dw.is_some() { dh } else { 0 });
+        dx.blocks(ROWS * width.max(1)).zip(sums.blocks()).enumerate().for_each(
+            |(block, (dx, partial))| {
                 let mut dn = vec![0f32; dh];
-                for head in tokens.start * h..tokens.end * h {
+                for (head, dx) in (block * ROWS * h..).zip(dx.chunks_mut(dh)) {
+                    let x = &x[head * dh..(head + 1) * dh];
                     unrotated(head, &mut dn);
-                    add_weight_grad(&x[head * dh..(head + 1) * dh], rstd[head], &dn, partial);
+                    input_grad(x, rstd[head], &w, &dn, dx);
+                    add_weight_grad(x, rstd[head], &dn, partial);
                 }
-            });
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
+            },
+        );
+        if let Some(dw) = dw {
+            cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
         }
     }
-    cpu::tensor(dx, (t, width), dtype)
+    // SAFETY: the heads tile each block, and each is written whole.
+    cpu::tensor(unsafe { dx.finish() }, (t, width), dtype)
 }
 
 #[cfg(test)]
