@@ -74,7 +74,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         "accuracy": report.accuracy(),
         "rejected": report.rejected.len(),
     });
-    writeln!(std::io::stdout(), "{summary}")?;
+    writeln!(super::stdout::stdout(), "{summary}")?;
     Ok(())
 }
 

@@ -130,6 +130,6 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         stop_ids: encoder.stop_ids().to_vec(),
     };
     let answer = generate(&loaded.model, prompt, &options, &device)?;
-    writeln!(std::io::stdout(), "{}", encoder.decode(&answer)?)?;
+    writeln!(super::stdout::stdout(), "{}", encoder.decode(&answer)?)?;
     Ok(())
 }

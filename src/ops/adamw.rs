@@ -210,25 +210,27 @@ fn update_on_cpu(
     cpu::write(op, "weight", f32_weight, |p: &mut [f32]| {
         cpu::write(op, "exp_avg", exp_avg, |m: &mut [f32]| {
             cpu::write(op, "exp_avg_sq", exp_avg_sq, |v: &mut [f32]| {
-                p.par_chunks_mut(BLOCK)
+                let blocks = p
+                    .par_chunks_mut(BLOCK)
                     .zip(m.par_chunks_mut(BLOCK))
                     .zip(v.par_chunks_mut(BLOCK))
-                    .zip(grad.par_chunks(BLOCK))
-                    .for_each(|(((p, m), v), grad)| update(scalars, grad_scale, grad, p, m, v));
+                    .zip(grad.par_chunks(BLOCK));
+                if master.is_none() {
+                    blocks
+                        .for_each(|(((p, m), v), grad)| update(scalars, grad_scale, grad, p, m, v));
+                    return Ok(());
+                }
+                cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
+                    blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
+                        |((((p, m), v), grad), weight)| {
+                            update(scalars, grad_scale, grad, p, m, v);
+                            narrow(p, weight);
+                        },
+                    );
+                })
             })
         })
-    })???;
-    if let Some(master) = master {
-        let master = read(op, "master", master)?;
-        let master = master.slice::<f32>()?;
-        cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
-            weight
-                .par_chunks_mut(BLOCK)
-                .zip(master.par_chunks(BLOCK))
-                .for_each(|(weight, master)| narrow(master, weight));
-        })?;
-    }
-    Ok(())
+    })???
 }
 
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.

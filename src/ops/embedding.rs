@@ -2,7 +2,8 @@
 //!
 //! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`).
 
-use super::cpu::{self, Shared, compute_dtype, expect_f32, read};
+use super::blocks::{filled, span};
+use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
@@ -45,9 +46,9 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
     check_ids(op, ids, v)?;
     gpu!(dy => embedding_backward(ids, dy, dw));
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
-    let (ids, dy) = (ids.slice::<u32>()?, dy.f32()?);
+    let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
-        add_by_row(ids, d, dw, |at, row| cpu::add(&dy[at * d..(at + 1) * d], row));
+        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.lend(at * d..(at + 1) * d), row));
     })
 }
 
@@ -118,22 +119,23 @@ fn interpolate(
         cpu::expect_shape(op, "x", x, &[p, d])?;
     }
     gpu!(table => interpolate_rows(op, table, index, weight, x));
-    let mut y = match x {
-        Some(x) => read(op, "x", x)?.f32()?.into_owned(),
-        None => vec![0f32; p * d],
-    };
+    let x = x.map(|x| read(op, "x", x)).transpose()?;
+    let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
     let weight = read(op, "weight", weight)?;
-    let (table, index, weight) = (table.f32()?, index.slice::<u32>()?, weight.slice::<f32>()?);
-    y.par_chunks_mut(cpu::ROWS * d.max(1)).enumerate().for_each(|(block, y)| {
-        for (at, y) in (block * cpu::ROWS..).zip(y.chunks_mut(d)) {
+    let (table, index, weight) = (table.values()?, index.slice::<u32>()?, weight.slice::<f32>()?);
+    let [y] = filled(p, cpu::ROWS, [(d, dtype)], |patches, [y]| {
+        if let Some(x) = x {
+            y.copy_from_slice(&x.lend(span(&patches, d)));
+        }
+        for (at, y) in patches.zip(y.chunks_mut(d)) {
             for tap in at * 4..at * 4 + 4 {
                 let row = index[tap] as usize;
-                cpu::add_scaled(weight[tap], &table[row * d..(row + 1) * d], y);
+                cpu::add_scaled(weight[tap], &table.lend(row * d..(row + 1) * d), y);
             }
         }
     });
-    cpu::tensor(y, (p, d), dtype)
+    y.tensor((p, d))
 }
 
 /// `dtable[index[p, j]] += weight[p, j] * dy[p]`, with `dy: [P, D]` and `dtable: [N, D]` (`f32`).
@@ -155,11 +157,11 @@ pub fn interpolate_rows_backward(
     gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
-    let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.f32()?);
+    let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);
     cpu::write(op, "dtable", dtable, |dtable| {
         add_by_row(index, d, dtable, |tap, row| {
             let at = tap / 4;
-            cpu::add_scaled(weight[tap], &dy[at * d..(at + 1) * d], row);
+            cpu::add_scaled(weight[tap], &dy.lend(at * d..(at + 1) * d), row);
         });
     })
 }

@@ -4,7 +4,8 @@
 //! `nll[i] = logsumexp(h[i] W^T) - h[i] . w[targets[i]]`, with logits in `f32`.
 
 use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::{Into, nn, nt, tn};
+use super::matmul::{Into, tn};
+use super::panels::{nn, nt};
 use super::simd::{exp, kernels, max, sum_exp};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -68,7 +69,7 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
-    let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
+    let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
     let chunk = cpu_chunk_rows(v).min(s.max(1));
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
@@ -76,7 +77,8 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     for start in (0..s).step_by(chunk) {
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
-        nt((rows, v, d), logits, Into::Overwrite, &h[start * d..(start + rows) * d], &w);
+        let h = h.lend(start * d..(start + rows) * d);
+        nt((rows, v, d), logits, Into::Overwrite, &h, w);
         nll[start..start + rows]
             .par_iter_mut()
             .zip(&mut argmax[start..start + rows])
@@ -124,7 +126,7 @@ fn backward_in_chunks(
     gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
-    let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
+    let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut dh = vec![0f32; if need_dh { s * d } else { 0 }];
@@ -132,7 +134,8 @@ fn backward_in_chunks(
         for start in (0..s).step_by(chunk) {
             let rows = chunk.min(s - start);
             let (logits, span) = (&mut logits[..rows * v], start * d..(start + rows) * d);
-            nt((rows, v, d), logits, Into::Overwrite, &h[span.clone()], &w);
+            let h = h.lend(span.clone());
+            nt((rows, v, d), logits, Into::Overwrite, &h, w);
             nll[start..start + rows]
                 .par_iter_mut()
                 .zip(logits.par_chunks_mut(v))
@@ -144,10 +147,10 @@ fn backward_in_chunks(
                     logits[*target as usize] -= scale;
                 });
             if need_dh {
-                nn((rows, d, v), &mut dh[span.clone()], Into::Overwrite, logits, &w);
+                nn((rows, d, v), &mut dh[span], Into::Overwrite, logits, w);
             }
             if let Some(dw) = dw.as_deref_mut() {
-                tn((v, d, rows), dw, Into::Add, logits, &h[span]);
+                tn((v, d, rows), dw, Into::Add, logits, &h);
             }
         }
     };

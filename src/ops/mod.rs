@@ -26,6 +26,8 @@ macro_rules! gpu {
 
 mod adamw;
 mod attention;
+mod blocks;
+mod column_sums;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
@@ -36,7 +38,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
-mod output;
+mod panels;
 mod recycler;
 mod rms_norm;
 mod rope;
@@ -70,5 +72,6 @@ pub use recycler::Recycler;
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, add_to_rows, gather_rows, set_rows, spread_rows, zero_rows};
+pub use simd::{SimdError, SimdLevel, simd_level};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

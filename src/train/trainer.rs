@@ -5,13 +5,12 @@ use super::eval::{EvalError, EvalReport, Evaluator};
 use super::reader::JsonlRows;
 use super::state::TrainState;
 use super::step::{PreparedStep, StepError, StepRunner};
-use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
+use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,8 +32,8 @@ pub struct TrainerParts {
     pub max_steps: u64,
     /// Steps between checkpoints; 0: only at the end.
     pub checkpoint_every: u64,
-    /// The folder whose tokenizer and processor files go into checkpoints.
-    pub model_folder: PathBuf,
+    /// The tokenizer and processor files of the model, which go into checkpoints.
+    pub carried: CarriedFiles,
     /// `config.json` of checkpoints.
     pub config_json: serde_json::Value,
     /// Rows to evaluate on.
@@ -365,11 +364,10 @@ impl Trainer {
                 model: ModelFiles {
                     weights: &weights,
                     config_json: &parts.config_json,
-                    copy_from: Some(&parts.model_folder),
+                    carried: &parts.carried,
                     max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
                 },
                 optimizer: Some(&optimizer),
-                optimizer_metadata: &BTreeMap::new(),
                 state: &state,
             },
         )?;
