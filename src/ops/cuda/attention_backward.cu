@@ -132,11 +132,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
     }
     clear(ds);
     add_scores<D, MT, N, 4>(ds, own1_tile + own_place, tile1); // dp
-    if (S::KEYS) {
-      uint32_t weights[MT][N / 16][4];
-      round_to_left<MT, N>(p, weights);
-      if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, weights, tile1);
-    }
+    if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, p, tile1);
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -147,9 +143,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 #pragma unroll
           for (int r = 0; r < 2; r++) ds[m][n][2 * r + i] = p[m][n][2 * r + i] * (ds[m][n][2 * r + i] - (S::KEYS ? of_column : own_delta[m][r]));
       }
-    uint32_t weights[MT][N / 16][4];
-    round_to_left<MT, N>(ds, weights);
-    add_weighted<D, MT, N>(sums0, weights, tile0);
+    add_weighted<D, MT, N>(sums0, ds, tile0);
     if (S::KEYS && next_head <= last_head) coming.keep(statistics + (stage ^ 1) * 2 * N);
     head = next_head;
     at = next_at;
