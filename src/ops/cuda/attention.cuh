@@ -107,7 +107,8 @@ __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const un
 
 // sums += weights others, for others [N, D] and weights [16 MT, N] as a product left them in registers, rounded here.
 template <int D, int MT, int N>
-__device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4], const unsigned char *others) {
+__device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4],
+                                             const unsigned char *others) {
   int place = left_place<D>();
   compute_here(place);
 #pragma unroll
@@ -134,7 +135,8 @@ __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const 
 // Writes this warp's rows [16 MT, D], times a factor a row, to global memory in pieces of sixteen bytes. They go through
 // `own`, this warp's part of a tile that no other warp reads.
 template <int D, int MT>
-__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4], const float (&factors)[MT][2], unsigned char *own) {
+__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4],
+                                           const float (&factors)[MT][2], unsigned char *own) {
   int here = lane_here(), g = here / 4, t = here % 4;
   __syncwarp(); // all lanes have read the tile
 #pragma unroll
@@ -149,8 +151,9 @@ __device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int firs
   __syncwarp();
   for (int i = here; i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
     int row = i / Rows<D>::CHUNKS, chunk = i % Rows<D>::CHUNKS;
-    if (first + row < end && chunk * 8 < dh)
-      *reinterpret_cast<Bytes16 *>(head + size_t(first + row) * stride + chunk * 8) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));
+    if (first + row >= end || chunk * 8 >= dh) continue;
+    bf16 *to = head + size_t(first + row) * stride + chunk * 8;
+    *reinterpret_cast<Bytes16 *>(to) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));
   }
 }
 
