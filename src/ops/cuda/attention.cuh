@@ -62,15 +62,19 @@ template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
   constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads of a row; rows at a time
   static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "rows divide over the threads, permuted alike");
-  int row = int(threadIdx.x) / LANES, chunk = int(threadIdx.x) % LANES;
+  int thread = int(threadIdx.x);
+#if !defined(EMULATION) && __CUDA_ARCH__ < 900
+  compute_here(thread); // the registers of the forward kernel for 128 are enough so, and on sm_90 without
+#endif
+  int row = thread / LANES, chunk = thread % LANES;
   if (chunk >= Rows<D>::CHUNKS) return;
   int rows = chunk * 8 < dh ? end - first - row : 0;
-  const bf16 *from = head + size_t(first + row) * stride + chunk * 8;
+  const bf16 *from = head + (size_t(unsigned(first + row)) * stride + unsigned(chunk * 8));
   unsigned char *to = tile + Rows<D>::at(row, chunk);
 #pragma unroll
   for (int i = 0; i < ROWS / STEP; i++) {
     copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
-    from += STEP * stride; // may be past the end, and is not read there
+    from += size_t(STEP * stride); // may be past the end, and is not read there
     compute_here(from);
   }
 }
@@ -101,23 +105,19 @@ __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const un
   }
 }
 
-// A product's result [16 MT, N], rounded to be the left operand of the next one.
-template <int MT, int N> __device__ __forceinline__ void round_to_left(const float (&from)[MT][N / 8][4], uint32_t (&to)[MT][N / 16][4]) {
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int k = 0; k < N / 16; k++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) to[m][k][i] = pack(from[m][2 * k + i / 2][i % 2 * 2], from[m][2 * k + i / 2][i % 2 * 2 + 1]);
-}
-
-// sums += weights others, for weights [16 MT, N] in registers and others [N, D].
+// sums += weights others, for others [N, D] and weights [16 MT, N] as a product left them in registers, rounded here.
 template <int D, int MT, int N>
-__device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const uint32_t (&weights)[MT][N / 16][4], const unsigned char *others) {
+__device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4],
+                                             const unsigned char *others) {
   int place = left_place<D>();
   compute_here(place);
 #pragma unroll
-  for (int k = 0; k < N / 16; k++)
+  for (int k = 0; k < N / 16; k++) {
+    uint32_t a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[m][i] = pack(weights[m][2 * k + i / 2][i % 2 * 2], weights[m][2 * k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < D / 16; n++) {
       uint32_t b[4];
@@ -125,16 +125,18 @@ __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const 
       uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
       for (int m = 0; m < MT; m++) {
-        mma(sums[m][2 * n], weights[m][k], low);
-        mma(sums[m][2 * n + 1], weights[m][k], high);
+        mma(sums[m][2 * n], a[m], low);
+        mma(sums[m][2 * n + 1], a[m], high);
       }
     }
+  }
 }
 
 // Writes this warp's rows [16 MT, D], times a factor a row, to global memory in pieces of sixteen bytes. They go through
 // `own`, this warp's part of a tile that no other warp reads.
 template <int D, int MT>
-__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4], const float (&factors)[MT][2], unsigned char *own) {
+__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4],
+                                           const float (&factors)[MT][2], unsigned char *own) {
   int here = lane_here(), g = here / 4, t = here % 4;
   __syncwarp(); // all lanes have read the tile
 #pragma unroll
@@ -149,8 +151,9 @@ __device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int firs
   __syncwarp();
   for (int i = here; i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
     int row = i / Rows<D>::CHUNKS, chunk = i % Rows<D>::CHUNKS;
-    if (first + row < end && chunk * 8 < dh)
-      *reinterpret_cast<Bytes16 *>(head + size_t(first + row) * stride + chunk * 8) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));
+    if (first + row >= end || chunk * 8 >= dh) continue;
+    bf16 *to = head + size_t(first + row) * stride + chunk * 8;
+    *reinterpret_cast<Bytes16 *>(to) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));
   }
 }
 

@@ -65,13 +65,12 @@ impl Plan {
     fn upload(self, on: &Tensor) -> Result<Tensor> {
         static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
         let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = match uploaded.iter().position(|(plan, _)| *plan == self) {
-            Some(at) => uploaded.remove(at),
-            None => {
-                let tasks = self.tasks();
-                let shape = (tasks.len() / 4, 4);
-                (self, Tensor::from_vec(tasks, shape, on.device())?)
-            }
+        let found = if let Some(at) = uploaded.iter().position(|(plan, _)| *plan == self) {
+            uploaded.remove(at)
+        } else {
+            let tasks = self.tasks();
+            let shape = (tasks.len() / 4, 4);
+            (self, Tensor::from_vec(tasks, shape, on.device())?)
         };
         let tasks = found.1.clone();
         uploaded.insert(0, found); // the list used last comes first
@@ -94,7 +93,7 @@ impl Kernels {
         if dh > MAX_DIM {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
         }
-        if dtype != DType::BF16 || dh % 8 != 0 || dh > 128 {
+        if dtype != DType::BF16 || !dh.is_multiple_of(8) || dh > 128 {
             return Ok(Self { padded: None, row_bytes: 4 * (dh | 1) });
         }
         // As `Rows` in attention.cuh: 80 is padded, the others are permuted.

@@ -42,7 +42,8 @@ struct Sizes {
 // `own0`, `own1` are k, v and `other0`, `other1` are q, do if the own rows are keys, and the other way round if not;
 // `d0`, `d1` are the gradients of the own operands (d1 of keys only).
 template <class S>
-__device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, Sizes sizes) {
+__device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse,
+                         const float *delta, bf16 *d0, bf16 *d1, const int *tasks, Sizes sizes) {
   constexpr int D = S::D, MT = S::MT, N = S::N;
   DYNAMIC_SHARED(shared);
   unsigned char *own0_tile = shared, *own1_tile = own0_tile + S::ROWS * Rows<D>::BYTES;
@@ -132,11 +133,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
     }
     clear(ds);
     add_scores<D, MT, N, 4>(ds, own1_tile + own_place, tile1); // dp
-    if (S::KEYS) {
-      uint32_t weights[MT][N / 16][4];
-      round_to_left<MT, N>(p, weights);
-      if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, weights, tile1);
-    }
+    if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, p, tile1);
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -145,11 +142,10 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-          for (int r = 0; r < 2; r++) ds[m][n][2 * r + i] = p[m][n][2 * r + i] * (ds[m][n][2 * r + i] - (S::KEYS ? of_column : own_delta[m][r]));
+          for (int r = 0; r < 2; r++)
+            ds[m][n][2 * r + i] = p[m][n][2 * r + i] * (ds[m][n][2 * r + i] - (S::KEYS ? of_column : own_delta[m][r]));
       }
-    uint32_t weights[MT][N / 16][4];
-    round_to_left<MT, N>(ds, weights);
-    add_weighted<D, MT, N>(sums0, weights, tile0);
+    add_weighted<D, MT, N>(sums0, ds, tile0);
     if (S::KEYS && next_head <= last_head) coming.keep(statistics + (stage ^ 1) * 2 * N);
     head = next_head;
     at = next_at;
@@ -164,7 +160,8 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       ones[m][r] = 1.0f;
     }
   store_rows<D, MT>(d0 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums0, scales, own0_tile + own_place);
-  if constexpr (S::KEYS) store_rows<D, MT>(d1 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums1, ones, own1_tile + own_place);
+  if constexpr (S::KEYS)
+    store_rows<D, MT>(d1 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums1, ones, own1_tile + own_place);
 }
 
 } // namespace

@@ -11,10 +11,11 @@ namespace {
 
 constexpr int MT = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT, KEYS = 64;
 
-// Masks, exponentiates and sums one tile of scores. `seen` is how many columns of the tile each row sees.
+// What a row knows of the tiles so far: the largest score, and the sum of the exponentials relative to it.
 template <int D> struct Running {
-  float max[MT][2], sum[MT][2]; // of the scores; of this lane's columns
+  float max[MT][2], sum[MT][2]; // the sum of this lane's columns only
 
+  // Turns scores into exponentials, and scales what has been gathered to the new maximum.
   __device__ __forceinline__ void softmax(float (&scores)[MT][KEYS / 8][4], float (&o)[MT][D / 8][4], float scale) {
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -28,12 +29,12 @@ template <int D> struct Running {
         // The first tile has a key that the row sees, so `most` is finite and the first factor is 2^-inf = 0.
         float factor = exp2f_fast((max[m][r] - most) * scale), bias = most * scale, total = 0;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-          for (int i = 2 * r; i < 2 * r + 2; i++) {
-            scores[m][n][i] = exp2f_fast(fmaf(scores[m][n][i], scale, -bias));
-            total += scores[m][n][i];
-          }
+        for (int n = 0; n < KEYS / 8; n++) {
+          float &first = scores[m][n][2 * r], &second = scores[m][n][2 * r + 1];
+          first = exp2f_fast(fmaf(first, scale, -bias));
+          second = exp2f_fast(fmaf(second, scale, -bias));
+          total += first + second;
+        }
         max[m][r] = most;
         sum[m][r] = fmaf(sum[m][r], factor, total);
 #pragma unroll
@@ -46,7 +47,8 @@ template <int D> struct Running {
 };
 
 template <int D>
-__device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {
+__device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv,
+                        int dh, float scale, int causal) {
   DYNAMIC_SHARED(shared);
   constexpr int TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
@@ -59,10 +61,9 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     unmasked_end = task.first + shift + 1;
   }
   unsigned stride = unsigned(hkv) * dh;
-  k += size_t(kv) * dh;
-  v += size_t(kv) * dh;
+  int column = kv * dh;
   load_rows<D, ROWS, THREADS>(q_tile, q + size_t(head) * dh, unsigned(h) * dh, task.first, task.end, dh);
-  load_rows<D, KEYS, THREADS>(k_tiles, k, stride, task.other_first, task.other_end, dh);
+  load_rows<D, KEYS, THREADS>(k_tiles, k + column, stride, task.other_first, task.other_end, dh);
   commit_copies();
 
   unsigned char *own = q_tile + warp() * 16 * MT * Rows<D>::BYTES;
@@ -81,13 +82,14 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   for (int at = task.other_first; at < keys_end; at += KEYS) {
     wait_copies<0>();
     __syncthreads(); // these keys have come; the last values and the keys before the last are done with
-    load_rows<D, KEYS, THREADS>(v_tile, v, stride, at, task.other_end, dh);
+    compute_here(column);
+    load_rows<D, KEYS, THREADS>(v_tile, v + column, stride, at, task.other_end, dh);
     commit_copies();
-    if (at + KEYS < keys_end) load_rows<D, KEYS, THREADS>(k_tiles + (stage ^ 1) * TILE, k, stride, at + KEYS, task.other_end, dh);
+    if (at + KEYS < keys_end) load_rows<D, KEYS, THREADS>(k_tiles + (stage ^ 1) * TILE, k + column, stride, at + KEYS, task.other_end, dh);
     commit_copies();
     float scores[MT][KEYS / 8][4];
     clear(scores);
-    add_scores<D, MT, KEYS, D / 16>(scores, own, k_tiles + stage * TILE);
+    add_scores<D, MT, KEYS, D == 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
     if (at + KEYS > unmasked_end) {
       Task task = task_of(tasks, block_here() / h);
       int here = lane_here(), g = here / 4, t = here % 4;
@@ -106,11 +108,9 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
         }
     }
     running.softmax(scores, sums, log2_scale);
-    uint32_t weights[MT][KEYS / 16][4];
-    round_to_left<MT, KEYS>(scores, weights);
     wait_copies<1>();
     __syncthreads(); // the values have come
-    add_weighted<D, MT, KEYS>(sums, weights, v_tile);
+    add_weighted<D, MT, KEYS>(sums, scores, v_tile);
     stage ^= 1;
   }
   wait_copies<0>();

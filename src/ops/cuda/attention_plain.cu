@@ -47,7 +47,8 @@ __device__ __forceinline__ void add_rows(float (&sums)[MINE][COLUMNS], const flo
 }
 
 template <class T>
-__device__ __forceinline__ void store_plain(T *head, size_t stride, int first, int end, int dh, const float (&sums)[MINE][COLUMNS], const float (&factors)[MINE]) {
+__device__ __forceinline__ void store_plain(T *head, size_t stride, int first, int end, int dh, const float (&sums)[MINE][COLUMNS],
+                                            const float (&factors)[MINE]) {
 #pragma unroll
   for (int i = 0; i < MINE; i++) {
     int row = first + warp() * MINE + i;
@@ -60,7 +61,8 @@ __device__ __forceinline__ void store_plain(T *head, size_t stride, int first, i
 }
 
 template <class T>
-__device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {
+__device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh,
+                        float scale, int causal) {
   DYNAMIC_SHARED(shared);
   float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + ROWS * stride_of(dh), *v_tile = k_tile + ROWS * stride_of(dh);
   float *weights = v_tile + ROWS * stride_of(dh) + warp() * MINE * WARP;
@@ -107,15 +109,18 @@ __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, co
 
 // The operands are those of `backward` in attention_backward.cu.
 template <class T, bool KEYS>
-__device__ void backward(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0, T *d1, const int *tasks, int num_rows, int h, int hkv, int dh,
+__device__ void backward(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0,
+                         T *d1, const int *tasks, int num_rows, int h, int hkv, int dh,
                          float scale, int causal) {
   DYNAMIC_SHARED(shared);
   int size = ROWS * stride_of(dh);
-  float *own0_tile = reinterpret_cast<float *>(shared), *own1_tile = own0_tile + size, *other0_tile = own1_tile + size, *other1_tile = other0_tile + size;
+  float *own0_tile = reinterpret_cast<float *>(shared), *own1_tile = own0_tile + size, *other0_tile = own1_tile + size,
+      *other1_tile = other0_tile + size;
   float *p = other1_tile + size + warp() * 2 * MINE * WARP, *ds = p + MINE * WARP;
   int group = h / hkv, own_heads = KEYS ? hkv : h;
   Task task = task_of(tasks, int(blockIdx.x) / own_heads);
-  int own_head = int(blockIdx.x) % own_heads, first_head = KEYS ? own_head * group : own_head / group, last_head = KEYS ? first_head + group - 1 : first_head;
+  int own_head = int(blockIdx.x) % own_heads, first_head = KEYS ? own_head * group : own_head / group,
+      last_head = KEYS ? first_head + group - 1 : first_head;
   size_t own_stride = size_t(own_heads) * dh, other_stride = size_t(KEYS ? h : hkv) * dh;
   int shift = KEYS ? task.end - task.other_end : task.other_end - task.end, from = task.other_first, to = task.other_end;
   if (causal && KEYS) from = max(from, task.first - shift);
