@@ -60,11 +60,18 @@ fn forward(
     }
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     let shape = with_last(x, m);
-    let mut y = vec![0f32; n * m];
-    let mut into = Into::Overwrite;
     if let Some(residual) = residual {
         compute_dtype(op, &[("x", x), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &shape)?;
+    }
+    if let Some(bias) = bias {
+        compute_dtype(op, &[("x", x), ("bias", bias)])?;
+        expect_shape(op, "bias", bias, &[m])?;
+    }
+    gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
+    let mut y = vec![0f32; n * m];
+    let mut into = Into::Overwrite;
+    if let Some(residual) = residual {
         let residual = read(op, "residual", residual)?;
         let residual = residual.f32()?;
         y.par_chunks_mut(cpu::BLOCK)
@@ -73,8 +80,6 @@ fn forward(
         into = Into::Add;
     }
     if let Some(bias) = bias {
-        compute_dtype(op, &[("x", x), ("bias", bias)])?;
-        expect_shape(op, "bias", bias, &[m])?;
         let bias = read(op, "bias", bias)?;
         let bias = bias.f32()?;
         y.par_chunks_mut(ROWS * m.max(1)).for_each(|rows| {
@@ -104,6 +109,7 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
+    gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
     let mut dx = vec![0f32; n * k];
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     nn((n, k, m), &mut dx, Into::Overwrite, &dy.f32()?, &w.f32()?);
@@ -117,6 +123,7 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
+    gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.f32()?, w.f32()?);
     if dx.dtype() == candle_core::DType::F32 {
@@ -140,6 +147,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.f32()?, dy.f32()?);
     cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Into::Add, &dy, &x))
@@ -152,6 +160,7 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
+    gpu!(dy => bias_backward(op, dy, db, (n, m)));
     let dy = read(op, "dy", dy)?;
     let dy = dy.f32()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
@@ -164,7 +173,9 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{added, check, gradient_buffer, message, random};
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, message, random,
+    };
     use super::*;
     use candle_core::{DType, Device};
 
@@ -185,6 +196,22 @@ mod tests {
                 bias_backward(dy, &db)?;
                 Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), added(&db)]))
             });
+        }
+    }
+
+    #[test]
+    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+        for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
+                for start in [0, 1] {
+                    let dy = aligned.narrow(0, start, n).unwrap();
+                    let db = gradient_buffer(&[m]);
+                    bias_backward(&dy, &db).unwrap();
+                    let want = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
+                    assert_close(&format!("bias {n} {m}"), &added(&db), &want, Tolerance::F32);
+                }
+            }
         }
     }
 

@@ -19,6 +19,8 @@ macro_rules! gpu {
         if $crate::ops::cuda::on_gpu($x) {
             return $crate::ops::cuda::$($call)*;
         }
+        #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+        let _ = $x;
     };
 }
 
@@ -29,6 +31,7 @@ mod cpu;
 mod cuda;
 mod embedding;
 mod gelu;
+mod gpu;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -43,7 +46,10 @@ mod swiglu;
 mod testing;
 mod vision_rope;
 
-pub use adamw::{AdamW, AdamWTensors, adamw_step, fill_zero, sum_of_squares};
+pub use adamw::{
+    AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update, fill_zero, fill_zero_all,
+    sum_of_squares,
+};
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
@@ -52,6 +58,7 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
+pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

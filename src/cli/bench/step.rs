@@ -28,7 +28,7 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
 
 /// Times `steps` steps after one that is not timed.
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
-    let device = Device::Cpu;
+    let device = crate::cli::open_device(config.device)?;
     let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let order = sft::order(config, &rows)?;

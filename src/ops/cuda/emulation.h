@@ -26,6 +26,7 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
 #define __align__(n) alignas(n)
 #define DYNAMIC_SHARED(name) unsigned char *name = emulation::shared_memory

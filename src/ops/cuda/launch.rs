@@ -94,12 +94,13 @@ pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
 }
 
 /// One argument, as the kernel's signature has it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 enum Argument {
     Address(u64),
     Int(i32),
     Long(i64),
     Float(f32),
+    Words(Vec<u64>),
 }
 
 /// A call of a kernel: `name_f32` or `name_bf16`, after the compute dtype.
@@ -181,6 +182,11 @@ impl Launch {
         self.with(Argument::Int(i32::from(value)))
     }
 
+    /// A struct by value, or a `double`: its memory, in words of eight bytes.
+    pub(super) fn words(self, value: Vec<u64>) -> Self {
+        self.with(Argument::Words(value))
+    }
+
     /// Starts it on the device of `on`; a grid without blocks is nothing to do.
     pub(super) fn run(mut self, on: &Tensor) -> Result<()> {
         if self.grid.contains(&0) {
@@ -194,6 +200,7 @@ impl Launch {
                 Argument::Int(value) => std::ptr::from_mut(value).cast(),
                 Argument::Long(value) => std::ptr::from_mut(value).cast(),
                 Argument::Float(value) => std::ptr::from_mut(value).cast(),
+                Argument::Words(value) => value.as_mut_ptr().cast(),
             })
             .collect();
         start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, on)
@@ -214,6 +221,9 @@ fn start(
         bail!("{kernel}: no operand is on a GPU");
     };
     let function = super::module::function(device, kernel, shared)?;
+    let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(failed)?;
     // SAFETY: the arguments are those of the kernel's signature, and the tensors outlive the work on their stream:
     // memory is freed on the same one.
     let launched = unsafe {
@@ -222,12 +232,11 @@ fn start(
             grid.into(),
             (threads, 1, 1),
             shared,
-            device.cuda_stream().cu_stream(),
+            stream.cu_stream(),
             arguments,
         )
     };
-    launched
-        .map_err(|error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}")))
+    launched.map_err(failed)
 }
 
 #[cfg(not(feature = "cuda"))]
