@@ -57,10 +57,10 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
 
 #[cfg(not(feature = "cuda"))]
 fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
+    use candle_core::backend::BackendStorage as _;
     let Storage::Cpu(cpu) = storage else {
         bail!("{op}: `{name}` is not on the CPU, where kernels are emulated");
     };
-    use candle_core::backend::BackendStorage as _;
     Ok(match cpu.dtype() {
         DType::F32 => cpu.as_slice::<f32>()?.as_ptr() as u64,
         DType::BF16 => cpu.as_slice::<bf16>()?.as_ptr() as u64,
@@ -86,7 +86,7 @@ pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Res
 pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
     for tensor in tensors {
         let bytes = tensor.dtype().size_in_bytes();
-        if d * bytes % 16 != 0 || address("", "", tensor)?.0 % 16 != 0 {
+        if !(d * bytes).is_multiple_of(16) || address("", "", tensor)?.0 % 16 != 0 {
             return Ok(false);
         }
     }

@@ -103,7 +103,7 @@ fn chunk(half: usize, parts: &[&Tensor], table: &RopeTable) -> Result<(usize, &'
         return Ok((16 / dtype.size_in_bytes(), ""));
     }
     // Heads of 72 in bf16: their halves begin at multiples of 8 bytes.
-    if dtype == DType::BF16 && half % 4 == 0 && vectors(0, &all)? {
+    if dtype == DType::BF16 && half.is_multiple_of(4) && vectors(0, &all)? {
         return Ok((4, "_half"));
     }
     Ok((1, "_single"))
