@@ -43,8 +43,11 @@ for kind in ("text", "pictures"):
         print(f"{name:24}{row[0]:10.{digits}f}{row[1]:12.{digits}f}{row[2]:14.{digits}f}{row[3]:8.{max(digits, 1)}f}{row[4]:12.{max(digits, 1)}f}")
 PY
 wait_of() {
-  ./target/release/trainer bench --step --json --steps "$2" --config "$1" |
-    "$python" -c 'import json, sys; row = json.load(sys.stdin); print(f"{sys.argv[1]}: data wait {row["data_wait"]:.5f} of {row["step_s"]:.3f} s a step, {row["tokens/s"]:.0f} tokens/s")' "$1"
+  ./target/release/trainer bench --step --json --steps "$1" --config "${@:2}" | "$python" -c '
+import json, sys
+row = json.load(sys.stdin)
+print("{}: data wait {:.5f} of a step of {:.3f} s, {:.0f} tokens/s".format(sys.argv[1], *(row[key] for key in ("data_wait", "step_s", "tokens/s"))))
+' "$2"
 }
-wait_of configs/quickstart.yaml 200
-wait_of "$work/data.yaml" "$steps"
+wait_of 400 configs/quickstart.yaml
+wait_of "$steps" "$work/data.yaml" --set "data.train=[{path: $work/rows.jsonl}]"

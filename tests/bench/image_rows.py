@@ -5,6 +5,7 @@
 FOLDER/model        a Qwen3-VL of about 20 M random weights with the tests' tokenizer and the published pixel budget
 FOLDER/images       JPEG files, every fourth one a PNG: blurs at several scales, discs and grain, sides of 256..1024 pixels
 FOLDER/rows.jsonl   one picture a row and about as many text tokens as it has vision tokens, half of them supervised
+FOLDER/exact.jsonl  the first two of them whose picture is a PNG: decoders of JPEG differ, so only these prove equal work
 FOLDER/text.jsonl   rows of text alone, 64..1024 tokens
 Nothing is made again for a folder that has them.
 """
@@ -93,6 +94,8 @@ def write_rows(folder, num_rows, num_text_rows):
             parts = [{"type": "image", "image": name}, {"type": "text", "text": text(num_text / 2 - 8)}]
             answer = {"role": "assistant", "content": text(num_text / 2 - 4)}
             file.write(json.dumps({"id": f"image-{i}", "messages": [{"role": "user", "content": parts}, answer]}) + "\n")
+    rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "exact.jsonl").write_text("".join(row for row in rows if ".png" in row and rows.index(row) < 8))
     with open(folder / "text.jsonl", "w") as file:
         for i in range(num_text_rows):
             n = min(1024, max(64, math.exp(rng.gauss(math.log(256), 0.7))))
