@@ -103,7 +103,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
     let (mut honest, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
-    let mut cpu_before = 0.0;
+    let (mut cpu_before, mut first) = (0.0, (0.0, 0.0));
     for step in 1..=steps + 1 {
         let asked = Instant::now();
         let Some(data) = loader.next_step() else { break };
@@ -119,6 +119,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         let outcome = runner.run(data.micro_batches, config.optim.lr, step)?;
         loss = outcome.loss;
         if step == 1 {
+            first = (outcome.loss, outcome.grad_norm);
             cpu_before = cpu_seconds();
             continue;
         }
@@ -130,6 +131,8 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         theirs += work.lmms_engine(&sizes);
         total.tokens += sizes.tokens;
         computed += in_stream as f64;
+        total.merged += sizes.merged;
+        total.targets += sizes.targets;
     }
     let cpu = cpu_seconds() - cpu_before;
     let peak = peak_flops()?;
@@ -147,6 +150,10 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
             ("mfu_lmms_engine", theirs / (seconds - waited) / peak),
             ("peak_memory_gib", peak_memory_bytes() as f64 / f64::from(1 << 30)),
             ("predicted_memory_gib", predicted / f64::from(1 << 30)),
+            ("vision_tokens", total.merged),
+            ("targets", total.targets),
+            ("first_loss", first.0),
+            ("first_grad_norm", first.1),
             ("loss", loss),
         ],
     )
