@@ -134,9 +134,7 @@ impl MemoryModel {
             LayerTape::Whole => 0.0,
             LayerTape::Input => self.whole_layer() - self.element * self.hidden,
         };
-        // bf16: three operands widened, two results before they are narrowed, one of them narrowed
-        let swiglu = if self.element < 4.0 { 24.0 } else { 12.0 };
-        again + self.element * self.hidden + swiglu * self.intermediate
+        again + self.element * (self.hidden + 3.0 * self.intermediate)
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -144,12 +142,7 @@ impl MemoryModel {
         let row = 4.0 * self.vocabulary;
         let logits = row * targets.min((self.logits / row).floor().max(1.0));
         let rows = 2.0 * 4.0 * targets * self.hidden;
-        let widened = if self.element < 4.0 {
-            self.hidden * (4.0 * self.vocabulary + self.element * targets)
-        } else {
-            0.0
-        };
-        logits + rows + widened
+        logits + rows
     }
 
     /// Pixels on the host and in the model, the features, and the tower's tape.

@@ -152,7 +152,8 @@ fn dense_and_tiled(
 
 fn check_tiles(lengths: &[usize], heads: (usize, usize, usize), masking: Masking) {
     let (dense, tiled) = dense_and_tiled(lengths, heads, masking, 1.0);
-    let grads = bf16_grads();
+    // The worst of thousands of elements, against a backward that saw an output that was not rounded.
+    let grads = Tolerance::BF16_TILES;
     let tolerances = [Tolerance::BF16, Tolerance::F32, grads, grads, grads];
     for (index, name) in ["o", "lse", "dq", "dk", "dv"].iter().enumerate() {
         let what = format!("{masking:?} {lengths:?} {heads:?}: {name}");
