@@ -14,7 +14,7 @@ mkdir -p "$work"
 
 if ! [ -f "$work/model/tokenizer.json" ]; then
   eval "$(scripts/golden/fetch_tokenizer.sh "$work")"
-  "$python" scripts/bench/torch_step.py --mode packed --steps 0 --warmup 0 --model-out "$work/model" >/dev/null
+  "$python" tests/bench/torch_step.py --mode packed --steps 0 --warmup 0 --model-out "$work/model" >/dev/null
   small=tests/golden/models/small-tied
   cp "$TRAINER_QWEN3_TOKENIZER" "$work/model/tokenizer.json"
   cp "$small/chat_template.jinja" "$small/preprocessor_config.json" "$work/model/"
@@ -27,22 +27,22 @@ json.dump(config, open(sys.argv[2] + "/tokenizer_config.json", "w"))
 PY
 fi
 # The lengths of the timed steps, after one that is not timed.
-"$python" scripts/bench/torch_step.py --steps "$steps" --warmup 1 --jsonl "$work/rows.jsonl" --only-data
+"$python" tests/bench/torch_step.py --steps "$steps" --warmup 1 --jsonl "$work/rows.jsonl" --only-data
 cat >"$work/config.yaml" <<YAML
 output_dir: $work/run
 model: {path: $work/model, freeze: [vision, merger]}
 data:
   train: [{path: $work/rows.jsonl}]
-  packing: false        # 8 samples a step, unpadded into one stream
+  packing: false
   shuffle: false
-train: {batch_size: 8, max_steps: $((steps + 1))}
+train: {batch_size: 4, gradient_accumulation_steps: 2, max_steps: $((steps + 1))} # 8 samples a step, in the micro-batches that PyTorch has
 optim: {lr: 1.0e-4, schedule: constant}
 YAML
 
 : >"$work/torch.jsonl"
 : >"$work/trainer.jsonl"
 for round in $(seq "$rounds"); do
-  "$python" scripts/bench/torch_step.py "${mode[@]}" --steps "$steps" --warmup 1 2>/dev/null | tee -a "$work/torch.jsonl"
+  "$python" tests/bench/torch_step.py "${mode[@]}" --steps "$steps" --warmup 1 2>/dev/null | tee -a "$work/torch.jsonl"
   ./target/release/trainer bench --step --steps "$steps" --json --config "$work/config.yaml" | tee -a "$work/trainer.jsonl"
 done
 "$python" - "$work/torch.jsonl" "$work/trainer.jsonl" <<'PY'

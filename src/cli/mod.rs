@@ -24,7 +24,7 @@ use crate::data::{
     DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
 };
 use crate::optim::Groups;
-use crate::train::{JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
+use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
 use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
 use std::fmt::Display;
@@ -183,6 +183,14 @@ fn resolve_model(path: &Path) -> anyhow::Result<PathBuf> {
         return Ok(path.to_owned());
     }
     hub::resolve(path)
+}
+
+/// The device that a config or an argument asks for.
+fn open_device(choice: DeviceChoice) -> anyhow::Result<Device> {
+    choice.open().map_err(|error| {
+        let hint = error.hint();
+        Failure::of(Exit::Usage, error).hint(hint).into()
+    })
 }
 
 /// Parses, runs, reports.

@@ -19,7 +19,7 @@ use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
-    TrainerParts, Weights, trainable, write_rejects,
+    TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -141,7 +141,7 @@ fn assemble(
     logging: &Logging,
     stop: Arc<AtomicBool>,
 ) -> anyhow::Result<Trainer> {
-    let device = Device::Cpu;
+    let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
     let rows = Arc::new(open_rows(args, "train", &config.data.train, &encoder)?);
     let eval_rows = match config.data.eval.as_slice() {
@@ -378,7 +378,7 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
         precision = config.model.precision.hf_name(),
         attention = config.model.attention.backend().name(),
-        device = "cpu",
+        device = device_name(&runner.device),
         threads = rayon::current_num_threads(),
         simd = simd_level().ok().map(tracing::field::display),
         "model"

@@ -7,9 +7,14 @@ use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// The first id that is no row of a table of `num_rows`.
-fn check_ids(op: &str, ids: &[u32], num_rows: usize) -> Result<()> {
-    match ids.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
+/// Fails at the first id that is no row of a table of `num_rows`. Reading ids back from a GPU would wait for it: those
+/// were checked before their upload, and the kernels leave rows outside of the table alone.
+fn check_ids(op: &'static str, ids: &Tensor, num_rows: usize) -> Result<()> {
+    if !ids.device().is_cpu() {
+        return Ok(());
+    }
+    let ids = read(op, "ids", ids)?;
+    match ids.slice::<u32>()?.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
         Some((at, id)) => {
             bail!("{op}: id `{id}` at {at} is outside of the table of {num_rows} rows")
         }
@@ -23,7 +28,8 @@ pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (v, _) = w.dims2()?;
     ids.dims1()?;
     compute_dtype(op, &[("w", w)])?;
-    check_ids(op, read(op, "ids", ids)?.slice::<u32>()?, v)?;
+    check_ids(op, ids, v)?;
+    gpu!(w => embedding(ids, w));
     super::gather_rows(w, ids)
 }
 
@@ -37,9 +43,10 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
         bail!("{op}: `ids` is {:?}, expected [{t}]", ids.dims());
     }
     cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
+    check_ids(op, ids, v)?;
+    gpu!(dy => embedding_backward(ids, dy, dw));
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
     let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
-    check_ids(op, ids, v)?;
     cpu::write(op, "dw", dw, |dw| {
         add_by_row(ids, d, dw, |at, row| cpu::add(&dy.lend(at * d..(at + 1) * d), row));
     })
@@ -77,7 +84,7 @@ fn check_taps(op: &'static str, index: &Tensor, weight: &Tensor, num_rows: usize
         bail!("{op}: `index` is {:?}, expected [P, 4]", index.dims());
     }
     expect_f32(op, "weight", weight, &[p, 4])?;
-    check_ids(op, read(op, "index", index)?.slice::<u32>()?, num_rows)?;
+    check_ids(op, index, num_rows)?;
     Ok(p)
 }
 
@@ -111,6 +118,7 @@ fn interpolate(
         compute_dtype(op, &[("table", table), ("x", x)])?;
         cpu::expect_shape(op, "x", x, &[p, d])?;
     }
+    gpu!(table => interpolate_rows(op, table, index, weight, x));
     let x = x.map(|x| read(op, "x", x)).transpose()?;
     let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
@@ -146,6 +154,7 @@ pub fn interpolate_rows_backward(
     compute_dtype(op, &[("dy", dy)])?;
     cpu::expect_shape(op, "dy", dy, &[p, d])?;
     cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
+    gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
     let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);

@@ -2,8 +2,9 @@
 //!
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
 
-use super::blocks::{filled, pieces, span};
-use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
+use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use candle_core::{DType, Result, Tensor};
 
@@ -35,11 +36,19 @@ kernels! {
         }
     }
 
-    fn weight_grad_row(x: &[f32], mean: f32, rstd: f32, dy: &[f32], dw: &mut [f32]) {
+    fn weight_grad_row(
+        x: &[f32],
+        mean: f32,
+        rstd: f32,
+        dy: &[f32],
+        dw: &mut [f32],
+        db: &mut [f32],
+    ) {
         let n = dw.len();
-        let (x, dy) = (&x[..n], &dy[..n]);
+        let (x, dy, db) = (&x[..n], &dy[..n], &mut db[..n]);
         for i in 0..n {
             dw[i] = ((x[i] - mean) * rstd).mul_add(dy[i], dw[i]);
+            db[i] += dy[i];
         }
     }
 }
@@ -51,6 +60,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
+    gpu!(x => layer_norm(x, w, b, eps));
     let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
     let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
     let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
@@ -71,6 +81,7 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
+    gpu!(x => layer_norm_apply(x, stats, w, b));
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
     let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
@@ -103,38 +114,44 @@ pub fn layer_norm_backward(
         compute_dtype(op, &[("x", x), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &[n, d])?;
     }
+    for (name, sums) in [("dw", dw), ("db", db)] {
+        let Some(sums) = sums else { continue };
+        expect_f32(op, name, sums, &[d])?;
+        let residual = residual.unwrap_or(x);
+        let sources = [("x", x), ("stats", stats), ("w", w), ("dy", dy), ("residual", residual)];
+        cpu::distinct(op, name, sums, &sources)?;
+    }
+    gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
-    if let Some(dw) = dw {
-        expect_f32(op, "dw", dw, &[d])?;
-        cpu::distinct(op, "dw", dw, &[("x", x), ("stats", stats), ("w", w), ("dy", dy)])?;
-    }
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
-    let (w, dy_read) = (read(op, "w", w)?, read(op, "dy", dy)?);
-    let (x, stats, w) = (x.values()?, stats.slice::<f32>()?, w.f32()?);
-    let dy_values = dy_read.values()?;
+    let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
+    let (x, stats, w, dy) = (x.values()?, stats.slice::<f32>()?, w.f32()?, dy.values()?);
+    // Of the weight's gradient, then of the bias's.
+    let sums = ColumnSums::new(n, 2 * d, dw.is_some() || db.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
-        let (x, dy) = (x.lend(span(&rows, d)), dy_values.lend(span(&rows, d)));
-        for (((i, dx), x), dy) in rows.zip(dx.chunks_mut(d)).zip(x.chunks(d)).zip(dy.chunks(d)) {
-            input_grad_row(x, stats[2 * i], stats[2 * i + 1], &w, dy, dx);
+        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let stats = &stats[span(&rows, 2)];
+        let each = || x.chunks(d).zip(dy.chunks(d)).zip(stats.chunks(2));
+        for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each()) {
+            input_grad_row(x, stats[0], stats[1], &w, dy, dx);
         }
-    });
-    if let Some(dw) = dw {
-        let sums = column_sums(n, d, |rows, partial| {
-            for rows in pieces(rows, d) {
-                let (x, dy) = (x.lend(span(&rows, d)), dy_values.lend(span(&rows, d)));
-                for ((i, x), dy) in rows.zip(x.chunks(d)).zip(dy.chunks(d)) {
-                    weight_grad_row(x, stats[2 * i], stats[2 * i + 1], dy, partial);
-                }
+        sums.add(&rows, |sums| {
+            let (dw, db) = sums.split_at_mut(d);
+            for ((x, dy), stats) in each() {
+                weight_grad_row(x, stats[0], stats[1], dy, dw, db);
             }
         });
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
-    }
-    if let Some(db) = db {
-        super::bias_backward(dy, db)?;
+    });
+    let sums = sums.finish();
+    let (weight_sums, bias_sums) = sums.split_at(sums.len() / 2);
+    for (name, sums, target) in [("dw", weight_sums, dw), ("db", bias_sums, db)] {
+        if let Some(target) = target {
+            cpu::write(op, name, target, |target| cpu::add(sums, target))?;
+        }
     }
     dx.tensor((n, d))
 }

@@ -69,6 +69,7 @@ fn forward(
         compute_dtype(op, &[("x", x), ("bias", bias)])?;
         expect_shape(op, "bias", bias, &[m])?;
     }
+    gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
@@ -110,6 +111,7 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
+    gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
@@ -124,6 +126,7 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
+    gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
@@ -152,6 +155,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
@@ -164,6 +168,7 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
+    gpu!(dy => bias_backward(op, dy, db, (n, m)));
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
@@ -176,7 +181,9 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{added, check, gradient_buffer, message, random};
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, message, random,
+    };
     use super::*;
     use candle_core::{DType, Device};
 
@@ -197,6 +204,22 @@ mod tests {
                 bias_backward(dy, &db)?;
                 Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), added(&db)]))
             });
+        }
+    }
+
+    #[test]
+    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+        for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
+                for start in [0, 1] {
+                    let dy = aligned.narrow(0, start, n).unwrap();
+                    let db = gradient_buffer(&[m]);
+                    bias_backward(&dy, &db).unwrap();
+                    let want = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
+                    assert_close(&format!("bias {n} {m}"), &added(&db), &want, Tolerance::F32);
+                }
+            }
         }
     }
 

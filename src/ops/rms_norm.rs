@@ -3,8 +3,9 @@
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
 //! rounded before the weight, as in transformers.
 
-use super::blocks::{filled, pieces, span};
-use super::cpu::{self, Operand, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
+use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
 
@@ -87,6 +88,7 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
+    gpu!(x => rms_norm(x, w, eps));
     let rounding = Rounding::of(dtype);
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.f32()?);
@@ -107,6 +109,7 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
+    gpu!(x => rms_norm_apply(x, rstd, w));
     let rounding = Rounding::of(dtype);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
@@ -138,36 +141,35 @@ pub fn rms_norm_backward(
         compute_dtype(op, &[("x", x), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &[n, d])?;
     }
-    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
-    let residual = residual.as_ref().map(Operand::values).transpose()?;
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[d])?;
-        cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
+        let residual = residual.unwrap_or(x);
+        let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
+        cpu::distinct(op, "dw", dw, &sources)?;
     }
+    gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
+    let sums = ColumnSums::new(n, d, dw.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
         let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
-        let rows = dx.chunks_mut(d).zip(x.chunks(d)).zip(dy.chunks(d)).zip(&rstd[rows]);
-        for (((dx, x), dy), rstd) in rows {
+        let each = || x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
+        for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each()) {
             input_grad_row(x, *rstd, &w, dy, dx);
         }
+        sums.add(&rows, |dw| {
+            each().for_each(|((x, dy), rstd)| weight_grad_row(x, *rstd, dy, dw));
+        });
     });
     if let Some(dw) = dw {
-        let sums = column_sums(n, d, |rows, partial| {
-            for rows in pieces(rows, d) {
-                let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
-                for ((x, dy), rstd) in x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows]) {
-                    weight_grad_row(x, *rstd, dy, partial);
-                }
-            }
-        });
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
     }
     dx.tensor((n, d))
 }

@@ -3,8 +3,9 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
-use super::blocks::{filled, pieces, span};
-use super::cpu::{self, ROWS, column_sums, compute_dtype, expect_f32, expect_shape, read};
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
+use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use super::simd::kernels;
 use candle_core::{DType, Result, Tensor, bail};
@@ -87,6 +88,7 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let (t, h, dh) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
     let x = read(op, "x", x)?;
@@ -122,43 +124,36 @@ pub fn qk_norm_rope_backward(
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
     expect_shape(op, "dy", dy, &[t, h, dh])?;
     expect_f32(op, "rstd", rstd, &[t, h])?;
-    let (width, half) = (h * dh, dh / 2);
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
+    gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
+    let (width, half) = (h * dh, dh / 2);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
     let dy = read(op, "dy", dy)?;
     let (x, w, rstd, dy) = (x.values()?, w.f32()?, rstd.slice::<f32>()?, dy.values()?);
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
-    // The gradient behind the rotation, one head at a time.
-    let unrotated = |token: usize, dy: &[f32], dn: &mut [f32]| {
-        let angles = token * half..(token + 1) * half;
-        dn.copy_from_slice(dy);
-        rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
-    };
+    let sums = ColumnSums::new(t, dh, dw.is_some());
     let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
-        let mut dn = vec![0f32; dh];
-        let (x, dy) = (x.lend(span(&tokens, width)), dy.lend(span(&tokens, width)));
-        let heads = dx.chunks_mut(dh).zip(x.chunks(dh)).zip(dy.chunks(dh));
-        for (head, ((dx, x), dy)) in (tokens.start * h..).zip(heads) {
-            unrotated(head / h, dy, &mut dn);
-            add_input_grad(x, rstd[head], &w, &dn, dx);
+        let mut dn = dy.lend(span(&tokens, width)).to_vec();
+        // The gradient behind the rotation.
+        for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
+            let angles = head / h * half..(head / h + 1) * half;
+            rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
         }
+        let x = x.lend(span(&tokens, width));
+        let each = || x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
+        for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each()) {
+            add_input_grad(x, *rstd, &w, dn, dx);
+        }
+        sums.add(&tokens, |dw| {
+            each().for_each(|((x, dn), rstd)| add_weight_grad(x, *rstd, dn, dw));
+        });
     });
     if let Some(dw) = dw {
-        let sums = column_sums(t, dh, |tokens, partial| {
-            let mut dn = vec![0f32; dh];
-            for tokens in pieces(tokens, width) {
-                let (x, dy) = (x.lend(span(&tokens, width)), dy.lend(span(&tokens, width)));
-                for (head, (x, dy)) in (tokens.start * h..).zip(x.chunks(dh).zip(dy.chunks(dh))) {
-                    unrotated(head / h, dy, &mut dn);
-                    add_weight_grad(x, rstd[head], &dn, partial);
-                }
-            }
-        });
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums, dw))?;
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
     }
     dx.tensor((t, width))
 }

@@ -147,20 +147,6 @@ pub(super) use kernels;
 const EXP: [f32; 6] =
     [1.989_198e-4, 1.393_454_1e-3, 8.333_310_5e-3, 4.166_645_6e-2, 0.166_666_67, 0.5];
 
-/// `erfc(z) e^(z^2) = t P(t)` with `t = 1 / (1 + ERFC_A z)`; `P` fitted, highest power first.
-const ERFC: [f32; 9] = [
-    -0.059_714_92,
-    0.287_768_3,
-    -0.493_863_65,
-    0.285_697_7,
-    -0.031_841_757,
-    0.204_853_66,
-    0.242_572_89,
-    0.282_445_04,
-    0.282_082_67,
-];
-const ERFC_A: f32 = 0.5;
-
 /// Independent partial sums in a reduction: four vectors of AVX-512.
 const LANES: usize = 64;
 
@@ -192,22 +178,6 @@ pub(super) fn exp(x: f32) -> f32 {
 #[inline(always)]
 pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
-}
-
-/// The normal distribution function, `(1 + erf(x / sqrt 2)) / 2`, absolute error below 2e-7; and `e^(-x^2/2)`.
-#[inline(always)]
-pub(super) fn normal_cdf(x: f32) -> (f32, f32) {
-    let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
-    let gauss = exp(-0.5 * x * x);
-    let t = 1.0 / ERFC_A.mul_add(z, 1.0);
-    let mut p = ERFC[0];
-    let mut i = 1;
-    while i < ERFC.len() {
-        p = p.mul_add(t, ERFC[i]);
-        i += 1;
-    }
-    let tail = 0.5 * p * t * gauss; // erfc(z) / 2
-    (if x < 0.0 { tail } else { 1.0 - tail }, gauss)
 }
 
 /// Sum of `x[i] * y[i]`.

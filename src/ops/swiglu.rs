@@ -31,6 +31,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
+    gpu!(gate => swiglu(gate, up));
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
     let (gate, up) = (gate.values()?, up.values()?);
@@ -46,6 +47,7 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up), ("dy", dy)])?;
     expect_shape(op, "up", up, gate.dims())?;
     expect_shape(op, "dy", dy, gate.dims())?;
+    gpu!(gate => swiglu_backward(gate, up, dy));
     let shape = gate.shape().clone();
     let (gate, up, dy) = (read(op, "gate", gate)?, read(op, "up", up)?, read(op, "dy", dy)?);
     let (gate, up, dy) = (gate.values()?, up.values()?, dy.values()?);

@@ -25,6 +25,7 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
+    gpu!(qkv => vision_rope_split(qkv, num_heads, table));
     let part = num_heads * dh;
     let qkv = read(op, "qkv", qkv)?;
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -65,6 +66,7 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
+    gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
     let part = h * dh;
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

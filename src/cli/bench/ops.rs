@@ -1,9 +1,10 @@
 //! Each op at a few sizes. `share` is of the measured matmul or memory peak of this machine.
 
 use super::{Table, fastest};
+use crate::metrics::peak_memory_bytes;
 use crate::ops::{
     AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
-    adamw_step, gelu, gelu_backward, layer_norm, layer_norm_backward, linear,
+    adamw_step, fill_zero, gelu, gelu_backward, layer_norm, layer_norm_backward, linear,
     linear_backward_input, linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope,
     qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
 };
@@ -46,6 +47,8 @@ impl Peaks {
 struct Case<'a> {
     name: String,
     work: Work,
+    /// Further figures of its row.
+    figures: Vec<(&'static str, f64)>,
     run: Box<dyn FnMut() -> Result<()> + 'a>,
 }
 
@@ -55,11 +58,13 @@ enum Work {
 }
 
 fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Case<'a> {
-    Case { name: name.to_owned(), work, run: Box::new(run) }
+    Case { name: name.to_owned(), work, figures: Vec::new(), run: Box::new(run) }
 }
 
 /// Prints one row an op whose name contains `filter`.
 pub(super) fn run(filter: &str, table: &mut Table) -> anyhow::Result<()> {
+    // First of all: later, blocks that other ops gave back would be used again and not be seen.
+    let head_memory = if HEAD.contains(filter) { Some(Head::new()?.memory_bytes()?) } else { None };
     let peaks = Peaks::measure(table)?;
     let mut time = |case: Case<'_>| -> anyhow::Result<()> {
         if !case.name.contains(filter) {
@@ -70,12 +75,17 @@ pub(super) fn run(filter: &str, table: &mut Table) -> anyhow::Result<()> {
             Work::Flops(flops) => ("GFLOP/s", flops / seconds, flops / seconds / peaks.flops),
             Work::Bytes(bytes) => ("GB/s", bytes / seconds, bytes / seconds / peaks.bytes),
         };
-        table.row(&case.name, &[("ms", seconds * 1e3), (unit, rate / 1e9), ("share", share)])
+        let mut figures = vec![("ms", seconds * 1e3), (unit, rate / 1e9), ("share", share)];
+        figures.extend(case.figures);
+        table.row(&case.name, &figures)
     };
     linears(&mut time)?;
     rows(&mut time)?;
     attention(&mut time)?;
-    heads(&mut time)
+    if let Some(memory) = head_memory {
+        Head::new()?.time(memory, &mut time)?;
+    }
+    optimizer(&mut time)
 }
 
 type Time<'t> = dyn FnMut(Case<'_>) -> anyhow::Result<()> + 't;
@@ -100,7 +110,7 @@ fn linears(time: &mut Time<'_>) -> anyhow::Result<()> {
 }
 
 fn rows(time: &mut Time<'_>) -> anyhow::Result<()> {
-    let (n, d, f, h) = (2048, 1024, 3072, 16);
+    let (n, d, f) = (2048, 1024, 3072);
     let (x, dy, w, dw) = (random(&[n, d])?, random(&[n, d])?, random(&[d])?, zeros(&[d])?);
     let pass = (4 * n * d) as f64;
     let (_, rstd) = rms_norm(&x, &w, 1e-6)?;
@@ -115,16 +125,18 @@ fn rows(time: &mut Time<'_>) -> anyhow::Result<()> {
     time(case("layer_norm backward 2048x1024", Work::Bytes(3.0 * pass), || {
         layer_norm_backward(&x, &stats, &w, &dy, None, Some(&dw), Some(&dw.copy()?)).map(drop)
     }))?;
-    let half = d / h / 2;
-    let table = RopeTable { cos: random(&[n, half])?, sin: random(&[n, half])? };
-    let (qw, qdw) = (random(&[d / h])?, zeros(&[d / h])?);
-    let (rotated, rstd) = qk_norm_rope(&x, &qw, 1e-6, &table)?;
-    time(case("qk_norm_rope 2048x16x64", Work::Bytes(2.0 * pass), || {
-        qk_norm_rope(&x, &qw, 1e-6, &table).map(drop)
-    }))?;
-    time(case("qk_norm_rope backward 2048x16x64", Work::Bytes(3.0 * pass), || {
-        qk_norm_rope_backward(&x, &rstd, &qw, &table, &rotated, Some(&qdw)).map(drop)
-    }))?;
+    for (h, dh) in [(16, 64), (16, 128)] {
+        let (x, w, dw) = (random(&[n, h * dh])?, random(&[dh])?, zeros(&[dh])?);
+        let table = RopeTable { cos: random(&[n, dh / 2])?, sin: random(&[n, dh / 2])? };
+        let (rotated, rstd) = qk_norm_rope(&x, &w, 1e-6, &table)?;
+        let (size, pass) = (format!("{n}x{h}x{dh}"), (4 * n * h * dh) as f64);
+        time(case(&format!("qk_norm_rope {size}"), Work::Bytes(2.0 * pass), || {
+            qk_norm_rope(&x, &w, 1e-6, &table).map(drop)
+        }))?;
+        time(case(&format!("qk_norm_rope backward {size}"), Work::Bytes(3.0 * pass), || {
+            qk_norm_rope_backward(&x, &rstd, &w, &table, &rotated, Some(&dw)).map(drop)
+        }))?;
+    }
     let (gate, up, da) = (random(&[n, f])?, random(&[n, f])?, random(&[n, f])?);
     let pass = (4 * n * f) as f64;
     time(case("swiglu 2048x3072", Work::Bytes(3.0 * pass), || swiglu(&gate, &up).map(drop)))?;
@@ -168,14 +180,7 @@ fn attention(time: &mut Time<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn heads(time: &mut Time<'_>) -> anyhow::Result<()> {
-    let (s, d, v) = (1024, 512, 151_936);
-    let (h, w, dw) = (random(&[s, d])?, random(&[v, d])?, zeros(&[v, d])?);
-    let targets = Tensor::from_vec((0..s as u32).collect::<Vec<_>>(), s, &Device::Cpu)?;
-    let flops = 6.0 * (s * d * v) as f64;
-    time(case("linear_cross_entropy 1024x512x151936", Work::Flops(flops), || {
-        linear_cross_entropy_backward(&h, &w, &targets, 1e-3, Some(&dw), true).map(drop)
-    }))?;
+fn optimizer(time: &mut Time<'_>) -> anyhow::Result<()> {
     let count = 16 << 20;
     let [weight, exp_avg, exp_avg_sq, grad] =
         [random(&[count])?, zeros(&[count])?, zeros(&[count])?, random(&[count])?];
@@ -190,4 +195,46 @@ fn heads(time: &mut Time<'_>) -> anyhow::Result<()> {
     time(case("adamw 16.8M", Work::Bytes(7.0 * (4 * count) as f64), || {
         adamw_step(&hyper, &tensors, 1e-4, 0.1, 1, 1.0)
     }))
+}
+
+/// The row of [`Head`].
+const HEAD: &str = "linear_cross_entropy 1024x512x151936";
+
+/// Operands of a head with its cross-entropy, of the published vocabulary.
+struct Head {
+    h: Tensor,
+    w: Tensor,
+    dw: Tensor,
+    targets: Tensor,
+}
+
+impl Head {
+    const SIZES: [usize; 3] = [1024, 512, 151_936];
+
+    fn new() -> Result<Self> {
+        let [s, d, v] = Self::SIZES;
+        let targets = Tensor::from_vec((0..s as u32).collect::<Vec<_>>(), s, &Device::Cpu)?;
+        Ok(Self { h: random(&[s, d])?, w: random(&[v, d])?, dw: zeros(&[v, d])?, targets })
+    }
+
+    /// Loss, `dh` and `dw`.
+    fn run(&self) -> Result<()> {
+        let Self { h, w, dw, targets } = self;
+        linear_cross_entropy_backward(h, w, targets, 1e-3, Some(dw), true).map(drop)
+    }
+
+    /// What the first run of a fresh process adds to its peak memory, in which the operands and `dw` are.
+    fn memory_bytes(&self) -> Result<f64> {
+        fill_zero(&self.dw)?; // zeros of the system are not resident before they are touched
+        let before = peak_memory_bytes();
+        self.run()?;
+        Ok(peak_memory_bytes().saturating_sub(before) as f64)
+    }
+
+    fn time(&self, memory_bytes: f64, time: &mut Time<'_>) -> anyhow::Result<()> {
+        let flops = 6.0 * Self::SIZES.iter().product::<usize>() as f64;
+        let mut case = case(HEAD, Work::Flops(flops), || self.run());
+        case.figures.push(("memory_mib", memory_bytes / f64::from(1 << 20)));
+        time(case)
+    }
 }

@@ -1,6 +1,6 @@
 """How fast does PyTorch train a CPU-sized Qwen3-VL text model here? Text only, random tokens, log-normal lengths.
 
-  python scripts/bench/torch_step.py --mode padded|per-sample|packed|packed-dense --hidden 512 --layers 8 ...
+  python tests/bench/torch_step.py --mode padded|per-sample|packed|packed-dense --hidden 512 --layers 8 ...
 
 padded       right-padded batches, Hugging Face model, sdpa with an attention mask (the naive way)
 per-sample   one forward and backward per sample, no padding, plain causal sdpa
