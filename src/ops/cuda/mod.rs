@@ -21,7 +21,8 @@ mod pointwise;
 mod rms_norm;
 mod rope;
 mod rows;
-#[cfg(all(test, not(feature = "cuda")))]
+#[cfg(test)]
+#[cfg(not(feature = "cuda"))]
 mod tests;
 #[cfg(feature = "cuda")]
 mod upload;
