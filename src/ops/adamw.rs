@@ -270,7 +270,7 @@ pub fn fill_zero(t: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{message, random, values, with_threads};
+    use super::super::testing::{device, message, random, values, with_threads};
     use super::*;
 
     const HYPER: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
@@ -285,7 +285,7 @@ mod tests {
     }
 
     fn zeros(dims: &[usize]) -> Tensor {
-        Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap()
+        Tensor::zeros(dims, DType::F32, &device()).unwrap()
     }
 
     #[test]
@@ -403,7 +403,7 @@ mod tests {
     fn gradients_that_are_not_finite_change_nothing() {
         for bad in [f32::NAN, f32::INFINITY] {
             let (mut changed, before) = (State::many(), State::many());
-            changed[6].tensors[3] = Tensor::full(bad, 2048, &Device::Cpu).unwrap();
+            changed[6].tensors[3] = Tensor::full(bad, 2048, &device()).unwrap();
             changed[6].tensors[3] = changed[6].tensors[3].contiguous().unwrap();
             let updates: Vec<_> = changed.iter().zip(0..).map(|(s, i)| s.update(i)).collect();
             let squares = clip_and_update(&HYPER, &updates, 1, 1.0).unwrap();

@@ -139,9 +139,8 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{check, random, values};
+    use super::super::testing::{check, device, random, values};
     use super::*;
-    use candle_core::Device;
 
     #[test]
     fn tanh_gelu_and_its_gradient_match_the_reference() {
@@ -174,7 +173,7 @@ mod tests {
 
     #[test]
     fn large_values_saturate_and_a_nan_stays_one() {
-        let x = Tensor::new(&[100f32, -100.0, f32::NAN], &Device::Cpu).unwrap();
+        let x = Tensor::new(&[100f32, -100.0, f32::NAN], &device()).unwrap();
         for kind in [Gelu::Tanh, Gelu::Erf] {
             let y = gelu(&x, kind).unwrap().to_vec1::<f32>().unwrap();
             let slope = gelu_backward(&x, &x.ones_like().unwrap(), kind).unwrap();
@@ -188,7 +187,7 @@ mod tests {
     #[test]
     fn both_forms_are_within_a_millionth_over_the_whole_range() {
         let x: Vec<f64> = (-12_000..=12_000).map(|i| f64::from(i) * 1e-3).collect();
-        let t = Tensor::new(x.as_slice(), &Device::Cpu).unwrap();
+        let t = Tensor::new(x.as_slice(), &device()).unwrap();
         let narrow = t.to_dtype(candle_core::DType::F32).unwrap();
         let wide = narrow.to_dtype(candle_core::DType::F64).unwrap();
         let wide_x = values(&wide);

@@ -182,10 +182,10 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{
-        Tolerance, added, assert_close, check, gradient_buffer, message, random,
+        Tolerance, added, assert_close, check, device, gradient_buffer, message, random,
     };
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::DType;
 
     fn plain(t: &[Tensor]) -> Result<Tensor> {
         t[0].matmul(&t[1].t()?)?.broadcast_add(&t[2])
@@ -233,7 +233,7 @@ mod tests {
             let (dw, db) = (gradient_buffer(&[40, 20]), gradient_buffer(&[40]));
             linear_backward_weight(&t[0], dy, &dw)?;
             bias_backward(dy, &db)?;
-            let dx = Tensor::ones((33, 20), dy.dtype(), &Device::Cpu)?;
+            let dx = Tensor::ones((33, 20), dy.dtype(), &device())?;
             let dx = (linear_backward_input_add(dy, &t[1], dx)? - 1.0)?;
             Ok((y, vec![dx, added(&dw), added(&db), dy.clone()]))
         });
@@ -245,7 +245,7 @@ mod tests {
         let y = linear(&x, &w, None).unwrap();
         let flat = linear(&x, &w.reshape((7, 12)).unwrap(), None).unwrap();
         assert_eq!(y.to_vec2::<f32>().unwrap(), flat.to_vec2::<f32>().unwrap());
-        let dw = Tensor::zeros((7, 3, 2, 2), DType::F32, &Device::Cpu).unwrap();
+        let dw = Tensor::zeros((7, 3, 2, 2), DType::F32, &device()).unwrap();
         linear_backward_weight(&x, &y, &dw).unwrap();
         assert!(dw.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap() > 0.0);
     }

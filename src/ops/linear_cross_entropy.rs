@@ -165,7 +165,8 @@ fn backward_in_chunks(
 #[cfg(test)]
 mod tests {
     use super::super::testing::{
-        Tolerance, added, assert_close, check, gradient_buffer, ids, message, random, values,
+        Tolerance, added, assert_close, check, device, gradient_buffer, ids, message, random,
+        values,
     };
     use super::*;
     use candle_core::D;
@@ -220,7 +221,7 @@ mod tests {
                 let (h, w) = (random(1, &[s, d]), random(2, &[v, d]));
                 let (h, w) = (h.to_dtype(dtype).unwrap(), w.to_dtype(dtype).unwrap());
                 let targets = [v as u32 - 1, 0, v as u32 / 2];
-                let dw = Tensor::zeros((v, d), DType::F32, &Device::Cpu).unwrap();
+                let dw = Tensor::zeros((v, d), DType::F32, &device()).unwrap();
                 let (nll, dh) =
                     linear_cross_entropy_backward(&h, &w, &ids(&targets), 0.5, Some(&dw), true)
                         .unwrap();
@@ -231,7 +232,7 @@ mod tests {
                 let p = exps.broadcast_div(&exps.sum_keepdim(1).unwrap()).unwrap();
                 let hot =
                     targets.map(|t| (0..v).map(move |i| f64::from(u8::from(i == t as usize))));
-                let hot = Tensor::from_iter(hot.into_iter().flatten(), &Device::Cpu).unwrap();
+                let hot = Tensor::from_iter(hot.into_iter().flatten(), &device()).unwrap();
                 let d_logits = ((p - hot.reshape((s, v)).unwrap()).unwrap() * 0.5).unwrap();
                 let name = |of: &str| format!("{of} of {v} in {dtype:?}");
                 assert_close(&name("nll"), &nll, &plain(&h, &w, &targets).unwrap(), Tolerance::F32);

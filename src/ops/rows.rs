@@ -174,13 +174,13 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{ids, message, random, values, with_threads};
+    use super::super::testing::{device, ids, message, random, values, with_threads};
     use super::*;
 
     /// Row numbers in the first column, so that a row can be told from another.
     fn numbered(t: usize, d: usize, dtype: DType) -> Tensor {
         let x: Vec<f32> = (0..t * d).map(|i| (i / d) as f32).collect();
-        Tensor::from_vec(x, (t, d), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+        Tensor::from_vec(x, (t, d), &device()).unwrap().to_dtype(dtype).unwrap()
     }
 
     fn first_column(x: &Tensor) -> Vec<f64> {
@@ -214,7 +214,7 @@ mod tests {
         let chosen: Vec<u32> = (0..300).map(|i| i * 7 % 500).collect();
         let moved = |num_threads| {
             with_threads(num_threads, || {
-                let y = Tensor::zeros((500, 7), DType::F32, &Device::Cpu).unwrap();
+                let y = Tensor::zeros((500, 7), DType::F32, &device()).unwrap();
                 set_rows(&y, &ids(&chosen), &gather_rows(&x, &ids(&chosen)).unwrap()).unwrap();
                 add_in_place(&y, &x).unwrap();
                 y.to_vec2::<f32>().unwrap()

@@ -22,16 +22,26 @@ impl Tolerance {
     pub(super) const BF16_TILES: Self = Self { name: "BF16_TILES", bound: 4e-2 };
 }
 
+/// Where the tests of the ops compute: the CPU, or what `TRAINER_TEST_DEVICE` names (`cuda:N`).
+pub(super) fn device() -> Device {
+    static DEVICE: std::sync::LazyLock<Device> = std::sync::LazyLock::new(|| {
+        let Ok(name) = std::env::var("TRAINER_TEST_DEVICE") else { return Device::Cpu };
+        let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+        super::open_gpu(ordinal.expect("`TRAINER_TEST_DEVICE` is `cuda:N`")).unwrap()
+    });
+    DEVICE.clone()
+}
+
 /// Normal numbers, `f32`; the same for one seed on every machine.
 pub(super) fn random(seed: u64, dims: &[usize]) -> Tensor {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     let x: Vec<f32> = (0..dims.iter().product()).map(|_| StandardNormal.sample(&mut rng)).collect();
-    Tensor::from_vec(x, dims, &Device::Cpu).unwrap()
+    Tensor::from_vec(x, dims, &device()).unwrap()
 }
 
 /// `[N]` of `u32`.
 pub(super) fn ids(ids: &[u32]) -> Tensor {
-    Tensor::new(ids, &Device::Cpu).unwrap()
+    Tensor::new(ids, &device()).unwrap()
 }
 
 /// All elements in `f64`.
@@ -70,14 +80,14 @@ pub(super) fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: T
 
 /// `x` in `dtype`, contiguous but not at the start of its storage.
 fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    let padding = Tensor::zeros(3, dtype, &Device::Cpu)?;
+    let padding = Tensor::zeros(3, dtype, &device())?;
     let flat = Tensor::cat(&[&padding, &x.to_dtype(dtype)?.flatten_all()?], 0)?;
     flat.narrow(0, 3, x.elem_count())?.reshape(x.shape())
 }
 
 /// A gradient buffer that already holds something.
 pub(super) fn gradient_buffer(dims: &[usize]) -> Tensor {
-    let buffer = Tensor::full(0.5f32, dims, &Device::Cpu).unwrap();
+    let buffer = Tensor::full(0.5f32, dims, &device()).unwrap();
     buffer.contiguous().unwrap()
 }
 
@@ -129,7 +139,7 @@ fn check_reference(
                 x[at] += delta;
                 let mut inputs: Vec<Tensor> =
                     inputs.iter().map(|x| x.to_dtype(DType::F64)).collect::<Result<_>>()?;
-                inputs[index] = Tensor::from_vec(x, inputs[index].shape(), &Device::Cpu)?;
+                inputs[index] = Tensor::from_vec(x, inputs[index].shape(), &device())?;
                 (f(&inputs)? * &dy)?.sum_all()?.to_scalar::<f64>()
             };
             let slope = (value(step)? - value(-step)?) / (2.0 * step);

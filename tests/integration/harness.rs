@@ -31,6 +31,15 @@ impl Output {
     }
 }
 
+/// Where tests in this process compute: the CPU, or what `TRAINER_TEST_DEVICE` names.
+pub(crate) fn device() -> candle_core::Device {
+    static DEVICE: std::sync::LazyLock<candle_core::Device> = std::sync::LazyLock::new(|| {
+        let name = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".to_owned());
+        name.parse::<trainer::train::DeviceChoice>().unwrap().open().unwrap()
+    });
+    DEVICE.clone()
+}
+
 /// A file of `tests/golden`.
 pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

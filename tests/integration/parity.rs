@@ -2,6 +2,7 @@
 //!
 //! Goldens: `tests/golden/curves.json` and `losses_at_init.json`; their README says how they were made.
 
+use crate::harness::device;
 use candle_core::Device;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -80,7 +81,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
 
 /// As the reference trains: AdamW, constant 1e-3, clipped to 1, no decay.
 fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
-    let device = Device::Cpu;
+    let device = device();
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
     let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
@@ -200,7 +201,7 @@ fn losses_of_single_samples_equal_the_references() {
     for (name, entry) in golden.as_object().unwrap() {
         let data = name.split('|').nth(1).unwrap();
         let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
-        let device = Device::Cpu;
+        let device = device();
         let dtype = runner.dtype;
         let evaluator = Evaluator { rows: &rows, max_tokens: 2048, dtype, device: &device };
         let report = evaluator.run(&runner.model, &|_| {}).unwrap();

@@ -1,8 +1,10 @@
 //! Both backends against plain attention in `f64`, and the laws of a packed stream.
 
-use super::super::testing::{Tolerance, assert_close, check_within, message, random, values};
+use super::super::testing::{
+    Tolerance, assert_close, check_within, device, message, random, values,
+};
 use super::*;
-use candle_core::{D, Device};
+use candle_core::D;
 
 const BACKENDS: [&dyn AttentionBackend; 2] = [&Masked, &Flash];
 const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
@@ -30,7 +32,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> 
         let mask: Vec<f64> = (0..l * l)
             .map(|i| if masking == Masking::Causal && i % l > i / l { -1e9 } else { 0.0 })
             .collect();
-        let mask = Tensor::from_vec(mask, (l, l), &Device::Cpu)?.to_dtype(q.dtype())?;
+        let mask = Tensor::from_vec(mask, (l, l), &device())?.to_dtype(q.dtype())?;
         let scores = (q.matmul(&k.transpose(1, 2)?)? * (1.0 / (dh as f64).sqrt()))?;
         let scores = scores.broadcast_add(&mask)?;
         let exps = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
@@ -230,7 +232,7 @@ fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
     let touched = 150; // in the segment 70..210
     let mut nudge = vec![0f32; t * 64];
     nudge[touched * 64..(touched + 1) * 64].fill(0.5);
-    let nudge = Tensor::from_vec(nudge, (t, 2, 32), &Device::Cpu).unwrap();
+    let nudge = Tensor::from_vec(nudge, (t, 2, 32), &device()).unwrap();
     let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
     for backend in BACKENDS {
         for (masking, reached) in [(Masking::Causal, touched..210), (Masking::Full, 70..210)] {
@@ -255,7 +257,7 @@ fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[150, 1, 16]));
     let mut d_o = vec![0f32; 150 * 16];
     d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
-    let d_o = Tensor::from_vec(d_o, (150, 1, 16), &Device::Cpu).unwrap();
+    let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
     let segments = Segments { cu_seqlens: &[0, 150], row_ends: &[0, 150] };
     for backend in BACKENDS {
         let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);

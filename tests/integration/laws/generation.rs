@@ -4,7 +4,8 @@ use super::{
     BOTH_HEADS, Backend, Image, Subject, Text, Tolerance, Weights, assert_close, packed, sample,
     wide,
 };
-use candle_core::{Device, Tensor};
+use crate::harness::device;
+use candle_core::Tensor;
 use trainer::batch::EncodedSample;
 
 /// The first `tokens` tokens of a sample, with the first `images` images.
@@ -36,13 +37,13 @@ fn a_prompt_and_its_answer_token_by_token_are_rows_of_the_whole() {
         // Right behind an image, and further on.
         for (prompt, images) in [(3, 0), (9, 1), (11, 1), (13, 2), (14, 2), (20, 2)] {
             let start = packed(&[prefix(&whole, prompt, images)]);
-            let (last, mut cache) = subject.model.prefill(start, &Device::Cpu).unwrap();
+            let (last, mut cache) = subject.model.prefill(start, &device()).unwrap();
             assert_row(&format!("prompt of {prompt}"), &last, &rows[prompt - 1]);
             let next_image = whole.vision_rows.iter().find(|row| **row as usize >= prompt);
             let end = next_image.map_or(whole.len(), |row| *row as usize);
             for (at, row) in rows.iter().enumerate().take(end).skip(prompt) {
                 let id = whole.input_ids[at];
-                let hidden = subject.model.extend(id, &mut cache, &Device::Cpu).unwrap();
+                let hidden = subject.model.extend(id, &mut cache, &device()).unwrap();
                 assert_row(&format!("token {at} after {prompt}"), &hidden, row);
             }
         }
@@ -55,18 +56,18 @@ fn a_cache_belongs_to_its_own_prompt() {
     let prompts = [sample(83, &[Text(4)]), sample(84, &[Image([1, 4, 2]), Text(2)])];
     let mut caches = prompts
         .clone()
-        .map(|prompt| subject.model.prefill(packed(&[prompt]), &Device::Cpu).unwrap().1);
+        .map(|prompt| subject.model.prefill(packed(&[prompt]), &device()).unwrap().1);
     // In turns, against one after the other.
     let mut in_turns = [vec![], vec![]];
     for id in [5, 9, 2] {
         for (cache, hidden) in caches.iter_mut().zip(&mut in_turns) {
-            hidden.push(super::host(&subject.model.extend(id, cache, &Device::Cpu).unwrap()));
+            hidden.push(super::host(&subject.model.extend(id, cache, &device()).unwrap()));
         }
     }
     for (prompt, in_turns) in prompts.into_iter().zip(in_turns) {
-        let (_, mut cache) = subject.model.prefill(packed(&[prompt]), &Device::Cpu).unwrap();
+        let (_, mut cache) = subject.model.prefill(packed(&[prompt]), &device()).unwrap();
         let alone = [5, 9, 2]
-            .map(|id| super::host(&subject.model.extend(id, &mut cache, &Device::Cpu).unwrap()));
+            .map(|id| super::host(&subject.model.extend(id, &mut cache, &device()).unwrap()));
         assert_eq!(in_turns, alone);
     }
 }

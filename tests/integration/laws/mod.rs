@@ -10,7 +10,8 @@ mod isolation;
 mod layouts;
 mod oracle;
 
-use candle_core::{DType, Device, Result, Tensor};
+use crate::harness::device;
+use candle_core::{DType, Result, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
@@ -209,7 +210,7 @@ impl Subject {
         let specs = weights.specs.clone();
         let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
             .map(|(index, (spec, values))| {
-                let tensor = Tensor::from_slice(values, spec.shape.as_slice(), &Device::Cpu);
+                let tensor = Tensor::from_slice(values, spec.shape.as_slice(), &device());
                 Param::new(spec.name.as_str(), index, tensor.unwrap())
             })
             .collect();
@@ -222,7 +223,7 @@ impl Subject {
     }
 
     fn upload(&self, batch: &VarlenBatch) -> Result<ModelInput> {
-        ModelInput::upload(batch.clone(), self.model.config(), DType::F32, &Device::Cpu)
+        ModelInput::upload(batch.clone(), self.model.config(), DType::F32, &device())
     }
 
     /// Hidden states, a row a token.
@@ -234,7 +235,7 @@ impl Subject {
     fn buffers(&self, trained: impl Fn(&ParamSpec) -> bool) -> Gradients {
         let trainable = |spec| if trained(spec) { Trainable::Yes } else { Trainable::Frozen };
         let trainable: Vec<Trainable> = self.specs.iter().map(trainable).collect();
-        Gradients::zeros(&self.params, &trainable, &Device::Cpu).unwrap()
+        Gradients::zeros(&self.params, &trainable, &device()).unwrap()
     }
 
     /// Forward and backward of a micro-batch of a step with `num_targets` targets.
