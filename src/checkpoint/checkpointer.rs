@@ -21,12 +21,10 @@ const STATE: &str = "trainer_state.json";
 /// Everything that one checkpoint holds.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
-    /// Weights, config and the files copied from the model folder.
+    /// Weights, config and the files carried along from the model folder.
     pub model: ModelFiles<'a>,
     /// Moments and master weights, for `optimizer.safetensors`; `None`: no such file.
     pub optimizer: Option<&'a [(String, Tensor)]>,
-    /// Texts in the header of `optimizer.safetensors`.
-    pub optimizer_metadata: &'a BTreeMap<String, String>,
     /// `trainer_state.json`: what resuming needs besides tensors.
     pub state: &'a Value,
 }
@@ -82,7 +80,7 @@ impl Checkpointer {
     /// On an error no new name appears, and the older checkpoints are untouched. Checkpoints of
     /// later steps belong to another run in the same folder: they are neither counted nor removed.
     pub fn save(&self, step: u64, contents: &Contents<'_>) -> Result<PathBuf, CheckpointError> {
-        let &Contents { model, optimizer, optimizer_metadata, state } = contents;
+        let &Contents { model, optimizer, state } = contents;
         let target = self.step_folder(step);
         build_folder(&target, |folder| {
             let mut manifest = Manifest::new(step);
@@ -90,7 +88,7 @@ impl Checkpointer {
             if let Some(tensors) = optimizer {
                 let tensors: Vec<_> = tensors.iter().collect();
                 manifest.write_file(folder, OPTIMIZER, |out| {
-                    write_tensors(out, &tensors, optimizer_metadata)
+                    write_tensors(out, &tensors, &BTreeMap::new())
                 })?;
             }
             let state = format!("{state:#}\n");

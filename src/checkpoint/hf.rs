@@ -4,9 +4,9 @@
 //! tensor is read when it is asked for.
 #![expect(unsafe_code, reason = "memory maps")]
 
-use super::CheckpointError;
-use super::manifest::{Manifest, WriteFault, copy_hashed, is_plain_name};
+use super::manifest::{Manifest, is_plain_name};
 use super::tensors::{num_bytes, write_tensors};
+use super::{CarriedFiles, CheckpointError};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -21,21 +21,6 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
-/// Files of a model folder that training does not change.
-pub const COPIED_FILES: [&str; 11] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-];
-
 /// A model as it will lie in a folder.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelFiles<'a> {
@@ -43,8 +28,8 @@ pub struct ModelFiles<'a> {
     pub weights: &'a [(String, Tensor)],
     /// `config.json`.
     pub config_json: &'a Value,
-    /// The folder that the tokenizer, template and processor files are copied from, if any.
-    pub copy_from: Option<&'a Path>,
+    /// The tokenizer, template and processor files of the folder that the model comes from.
+    pub carried: &'a CarriedFiles,
     /// Upper bound on one weight file, in bytes of tensor data; a larger tensor goes alone.
     pub max_shard_bytes: u64,
 }
@@ -67,10 +52,8 @@ impl<'a> ModelFiles<'a> {
     ) -> Result<(), CheckpointError> {
         let config = pretty(self.config_json);
         manifest.write_file(folder, CONFIG, |out| Ok(out.write_all(&config)?))?;
-        for name in COPIED_FILES {
-            if let Some(from) = self.copy_from {
-                copy_if_there(from, folder, name, manifest)?;
-            }
+        for (name, bytes) in self.carried.files() {
+            manifest.write_file(folder, name, |out| Ok(out.write_all(bytes)?))?;
         }
         if self.weights.is_empty() {
             return Ok(());
@@ -126,24 +109,6 @@ fn pretty(value: &Value) -> Vec<u8> {
     format!("{value:#}\n").into_bytes()
 }
 
-fn copy_if_there(
-    from: &Path,
-    to: &Path,
-    name: &str,
-    manifest: &mut Manifest,
-) -> Result<(), CheckpointError> {
-    let source = from.join(name);
-    let mut file = match File::open(&source) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(CheckpointError::read(&source)(error)),
-    };
-    manifest.write_file(to, name, |out| {
-        copy_hashed(&mut file, out)?;
-        Ok::<_, WriteFault>(())
-    })
-}
-
 /// Tensors in one or more safetensors files, read when asked for.
 ///
 /// The files must not be changed in place while this lives: a map of a file that shrinks ends the
@@ -153,7 +118,6 @@ pub struct WeightFiles {
     place: PathBuf,
     shards: Vec<Shard>,
     by_name: BTreeMap<String, usize>,
-    metadata: HashMap<String, String>,
 }
 
 #[derive(Debug)]
@@ -180,9 +144,9 @@ impl WeightFiles {
 
     /// The tensors of one safetensors file.
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
-        let (shard, metadata) = Shard::open(path)?;
+        let shard = Shard::open(path)?;
         let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
-        Ok(Self { place: path.to_owned(), shards: vec![shard], by_name, metadata })
+        Ok(Self { place: path.to_owned(), shards: vec![shard], by_name })
     }
 
     fn open_index(folder: &Path) -> Result<Self, CheckpointError> {
@@ -196,12 +160,8 @@ impl WeightFiles {
             .map_err(|error| CheckpointError::invalid(&path, &error))?;
 
         let mut opened = BTreeMap::new();
-        let mut files = Self {
-            place: folder.to_owned(),
-            shards: Vec::new(),
-            by_name: BTreeMap::new(),
-            metadata: HashMap::new(),
-        };
+        let mut files =
+            Self { place: folder.to_owned(), shards: Vec::new(), by_name: BTreeMap::new() };
         for (tensor, name) in weight_map {
             let index = if let Some(&index) = opened.get(&name) {
                 index
@@ -236,11 +196,6 @@ impl WeightFiles {
             Dtype::F16 => Some(DType::F16),
             _ => None,
         }
-    }
-
-    /// The texts in the header of a file opened by [`Self::open_file`].
-    pub fn metadata(&self) -> &HashMap<String, String> {
-        &self.metadata
     }
 
     /// Reads a tensor as `dtype` (`f32`, `bf16` or `f16`), rounding to nearest where it narrows;
@@ -297,7 +252,6 @@ impl Shard {
             return Err(CheckpointError::invalid(index, &problem));
         }
         match Self::open(&folder.join(name)) {
-            Ok((shard, _)) => Ok(shard),
             Err(CheckpointError::Read { source, .. })
                 if source.kind() == io::ErrorKind::NotFound =>
             {
@@ -306,11 +260,11 @@ impl Shard {
                     shard: name.to_owned(),
                 })
             }
-            Err(error) => Err(error),
+            opened => opened,
         }
     }
 
-    fn open(path: &Path) -> Result<(Self, HashMap<String, String>), CheckpointError> {
+    fn open(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(CheckpointError::read(path))?;
         // SAFETY: the map is read-only, and nothing of ours changes a weight file in place: files
         // are written under a temporary name and renamed. The doc comment of `WeightFiles` asks
@@ -331,8 +285,7 @@ impl Shard {
         }
         let tensors =
             header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
-        let metadata = header.metadata().clone().unwrap_or_default();
-        Ok((Self { map, data_start, tensors }, metadata))
+        Ok(Self { map, data_start, tensors })
     }
 
     /// The bytes of a tensor: in bounds, as `open` compared the header with the file's length.
@@ -371,7 +324,7 @@ mod tests {
         let files = ModelFiles {
             weights: &weights(),
             config_json: &json!({"model_type": "tiny"}),
-            copy_from: None,
+            carried: &CarriedFiles::default(),
             max_shard_bytes,
         };
         files.write(folder.path(), &mut manifest).unwrap();

@@ -13,6 +13,7 @@
 //! checksums against the manifest, so a damaged checkpoint is found before it is used.
 
 mod atomic;
+mod carried;
 mod checkpointer;
 mod config;
 mod error;
@@ -21,7 +22,8 @@ mod manifest;
 mod tensors;
 
 pub use atomic::write_atomically;
+pub use carried::{COPIED_FILES, CarriedFiles};
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::CheckpointConfig;
 pub use error::CheckpointError;
-pub use hf::{COPIED_FILES, ModelFiles, WeightFiles};
+pub use hf::{ModelFiles, WeightFiles};

@@ -7,7 +7,6 @@ use super::report::{Exit, Failure};
 use crate::checkpoint::write_atomically;
 use crate::data::JsonlFile;
 use crate::train::{EvalReport, Evaluator, Weights};
-use candle_core::Device;
 use clap::Args;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -43,7 +42,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     let encoder = args.config.encoder(&config)?;
     let rows = args.config.open_rows("eval", &config.data.eval, &encoder)?;
-    let device = Device::Cpu;
+    let device = super::open_device(config.device)?;
     let loaded = args.config.load_model(&config.model, config.seed, &device)?;
     let evaluator = Evaluator {
         rows: &rows,
@@ -75,7 +74,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         "accuracy": report.accuracy(),
         "rejected": report.rejected.len(),
     });
-    writeln!(std::io::stdout(), "{summary}")?;
+    writeln!(super::stdout::stdout(), "{summary}")?;
     Ok(())
 }
 

@@ -4,10 +4,9 @@ use super::report::{Exit, Failure};
 use crate::batch::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
 use crate::train::{
-    AttentionChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice, Weights, generate,
-    load_model,
+    AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice,
+    Weights, generate, load_model,
 };
-use candle_core::Device;
 use candle_transformers::generation::Sampling;
 use clap::Args;
 use std::io::Write as _;
@@ -43,6 +42,9 @@ pub(super) struct GenerateArgs {
     /// Sample from this many most likely tokens
     #[arg(long, value_parser = positive)]
     top_k: Option<usize>,
+    /// Where to compute: auto, cpu, cuda:N
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
     /// Seed of the sampling
     #[arg(long, default_value_t = 42)]
     seed: u64,
@@ -119,7 +121,7 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         freeze: vec![],
         recompute: RecomputeChoice::None,
     };
-    let device = Device::Cpu;
+    let device = super::open_device(args.device)?;
     let loaded = load_model(&section, args.seed, &device)?;
     let options = GenerateOptions {
         max_new_tokens: args.max_new_tokens,
@@ -128,6 +130,6 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         stop_ids: encoder.stop_ids().to_vec(),
     };
     let answer = generate(&loaded.model, prompt, &options, &device)?;
-    writeln!(std::io::stdout(), "{}", encoder.decode(&answer)?)?;
+    writeln!(super::stdout::stdout(), "{}", encoder.decode(&answer)?)?;
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! `trainer init`: a model folder with random weights.
 
 use super::report::{Exit, Failure};
-use crate::checkpoint::{ModelFiles, WeightFiles, write_atomically};
+use crate::checkpoint::{CarriedFiles, ModelFiles, WeightFiles, write_atomically};
 use crate::model::init::random_tensor;
 use crate::model::{ModelConfig, param_specs};
 use candle_core::{Device, Tensor};
@@ -214,10 +214,12 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     }
     let with_weights = args.preset.is_small() || args.weights;
     let weights = if with_weights { random_weights(&config, args.seed)? } else { Vec::new() };
+    let carried = args.tokenizer.as_deref().map(CarriedFiles::read).transpose()?;
+    let carried = carried.unwrap_or_default();
     let files = ModelFiles {
         weights: &weights,
         config_json: &config,
-        copy_from: args.tokenizer.as_deref(),
+        carried: &carried,
         max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
     };
     files.write_into(&args.out)?;

@@ -50,7 +50,7 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let encoder = args.config.encoder(&config)?;
     let rows = Arc::new(args.config.open_rows("train", &config.data.train, &encoder)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
-    let out = &mut std::io::stdout().lock();
+    let out = &mut super::stdout::stdout();
     if args.packs {
         return show_packs(&config, &rows, num, out);
     }

@@ -1,4 +1,5 @@
-//! The command line: one file a command. The only place that reads the environment, prints and exits.
+//! The command line: one file a command. The only place that prints and exits, and that reads the environment, but
+//! for `TRAINER_SIMD`, which the unit tests of `ops` obey too.
 
 mod answers;
 mod bench;
@@ -13,6 +14,7 @@ mod panics;
 mod progress;
 mod report;
 mod sft;
+mod stdout;
 mod verdict;
 
 use self::report::{Exit, Failure};
@@ -22,7 +24,7 @@ use crate::data::{
     DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
 };
 use crate::optim::Groups;
-use crate::train::{JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
+use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
 use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
 use std::fmt::Display;
@@ -183,14 +185,25 @@ fn resolve_model(path: &Path) -> anyhow::Result<PathBuf> {
     hub::resolve(path)
 }
 
+/// The device that a config or an argument asks for.
+fn open_device(choice: DeviceChoice) -> anyhow::Result<Device> {
+    choice.open().map_err(|error| {
+        let hint = error.hint();
+        Failure::of(Exit::Usage, error).hint(hint).into()
+    })
+}
+
 /// Parses, runs, reports.
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are results; everything else is a usage error.
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
+            return match (error.print(), error.use_stderr()) {
+                (Err(refused), false) => report::report(&stdout::wrap(refused).into()),
+                (_, false) => ExitCode::SUCCESS,
+                (_, true) => Exit::Usage.into(),
+            };
         }
     };
     // As much stack as a main thread has; a pool that exists already is as good.
@@ -205,6 +218,9 @@ pub fn main() -> ExitCode {
 
 fn run(command: &Command) -> anyhow::Result<()> {
     let logging = logging::Logging::start()?;
+    crate::ops::simd_level().map_err(|error| {
+        Failure::of(Exit::Usage, error).hint("unset it: the best level of the CPU is the default")
+    })?;
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),

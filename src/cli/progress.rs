@@ -101,6 +101,7 @@ mod tests {
             data_wait_s: 0.1,
             tokens_per_s: 12345.6,
             peak_memory_bytes: 0,
+            peak_device_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: std::collections::BTreeMap::new(),
         }

@@ -6,6 +6,7 @@
 //! hint: free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk
 //! ```
 
+use super::stdout::is_closed_pipe;
 use super::verdict::{Verdict, verdict};
 use std::error::Error;
 use std::fmt;
@@ -32,6 +33,8 @@ pub enum Exit {
     Stopped = 75,
     /// Stopped at once by a second Ctrl-C.
     Interrupted = 130,
+    /// The reader of stdout has gone (`.. | head`): what a shell says of a tool that SIGPIPE ended.
+    ClosedPipe = 141,
 }
 
 impl From<Exit> for ExitCode {
@@ -94,6 +97,9 @@ impl Error for Failure {
 
 /// Writes the error to stderr and returns the code to exit with.
 pub(super) fn report(error: &anyhow::Error) -> ExitCode {
+    if is_closed_pipe(error) {
+        return Exit::ClosedPipe.into();
+    }
     // Nothing is left to do where even stderr is gone.
     let _ = io::stderr().lock().write_all(text(error).as_bytes());
     exit(error).into()

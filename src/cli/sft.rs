@@ -7,18 +7,19 @@ use super::output_dir::{WRITABLE, lock, take_over};
 use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::batch::PaddingSide;
-use crate::checkpoint::{Checkpointer, Found};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{
     DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
     Rmpad, RowReader, plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
+use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
-    TrainerParts, Weights, trainable, write_rejects,
+    TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -140,7 +141,7 @@ fn assemble(
     logging: &Logging,
     stop: Arc<AtomicBool>,
 ) -> anyhow::Result<Trainer> {
-    let device = Device::Cpu;
+    let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
     let rows = Arc::new(open_rows(args, "train", &config.data.train, &encoder)?);
     let eval_rows = match config.data.eval.as_slice() {
@@ -158,6 +159,7 @@ fn assemble(
     }
     let loaded = args.load_model(&section, config.seed, &device)?;
     let groups = args.groups(config, &loaded)?; // before the rows are measured, which takes longer
+    let carried = CarriedFiles::read(&config.model.path)?;
     take_over(config, &checkpointer, found, logging)?;
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
@@ -211,7 +213,7 @@ fn assemble(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
-        model_folder: config.model.path.clone(),
+        carried,
         config_json,
         eval_rows,
         eval: config.eval.clone(),
@@ -376,8 +378,9 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
         precision = config.model.precision.hf_name(),
         attention = config.model.attention.backend().name(),
-        device = "cpu",
+        device = device_name(&runner.device),
         threads = rayon::current_num_threads(),
+        simd = simd_level().ok().map(tracing::field::display),
         "model"
     );
     let num_rows: usize = rows.files().iter().map(JsonlFile::len).sum();

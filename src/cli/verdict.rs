@@ -41,6 +41,9 @@ fn whole_run(error: &(dyn Error + 'static)) -> Option<Verdict> {
     if let Some(failure) = error.downcast_ref::<Failure>() {
         return Some(failure.verdict());
     }
+    if let Some(failure) = super::stdout::failure_of(error) {
+        return Some(failure.verdict());
+    }
     let part: &(dyn Error + 'static) = if let Some(error) = error.downcast_ref::<TrainError>() {
         match error {
             TrainError::Data(error) => error,

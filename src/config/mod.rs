@@ -16,7 +16,7 @@ pub use load::{load, refuse, to_yaml};
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
 use crate::optim::OptimConfig;
-use crate::train::{EvalConfig, LogConfig, ModelSection, TrainConfig};
+use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -29,6 +29,9 @@ pub struct RunConfig {
     /// Seed of the row order and of random weights.
     #[serde(default = "default_seed")]
     pub seed: u64,
+    /// Where it computes: `auto`, `cpu`, `cuda:N`.
+    #[serde(default)]
+    pub device: DeviceChoice,
     /// Which model, and how it computes.
     pub model: ModelSection,
     /// What it is trained and evaluated on.
@@ -139,7 +142,7 @@ impl RunConfig {
 
     /// Hash of what decides the result: a checkpoint of another fingerprint is of another run.
     ///
-    /// Left out is what changes no number (where files lie, `use_rmpad`, `attention`, `recompute`,
+    /// Left out is what changes no number (where files lie, the device, `use_rmpad`, `attention`, `recompute`,
     /// workers, how many rejected rows stop it, eval, logs, checkpoints) and how long the run is.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
@@ -152,6 +155,7 @@ impl RunConfig {
         };
         same.model = neutral;
         same.output_dir = PathBuf::new();
+        same.device = DeviceChoice::Auto;
         same.checkpoint = CheckpointConfig::default();
         same.eval = EvalConfig::default();
         same.log = LogConfig::default();

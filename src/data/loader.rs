@@ -48,6 +48,7 @@ pub struct Loader {
     steps: Option<Receiver<Result<StepData, LoaderError>>>,
     assembler: Option<JoinHandle<()>>,
     failed: Option<LoaderError>, // to be told by the first `next_step`
+    peeked: Option<Result<StepData, LoaderError>>, // by `is_ready`
 }
 
 type EncodingWorkers = Workers<Result<EncodedSample, Rejection>>;
@@ -62,17 +63,29 @@ impl Loader {
         options: LoaderOptions,
         from: DataState,
     ) -> Self {
-        let mut loader = Self { workers: None, steps: None, assembler: None, failed: None };
+        let mut loader =
+            Self { workers: None, steps: None, assembler: None, failed: None, peeked: None };
         if options.epochs.is_none_or(|epochs| from.epoch < epochs.get()) {
             loader.failed = loader.spawn(reader, order, options, from).err();
         }
         loader
     }
 
+    /// Whether a step lies ready, so that [`Self::next_step`] would not wait.
+    pub fn is_ready(&mut self) -> bool {
+        if self.peeked.is_none() {
+            self.peeked = self.steps.as_ref().and_then(|steps| steps.try_recv().ok());
+        }
+        self.peeked.is_some()
+    }
+
     /// The next step; waits for it. `None` after the last epoch, and after an error.
     pub fn next_step(&mut self) -> Option<Result<StepData, LoaderError>> {
         if let Some(error) = self.failed.take() {
             return Some(Err(error));
+        }
+        if let Some(step) = self.peeked.take() {
+            return Some(step);
         }
         if let Ok(step) = self.steps.as_ref()?.recv() {
             return Some(step);

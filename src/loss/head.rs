@@ -37,8 +37,8 @@ pub fn loss_and_gradient(
         return Ok(None);
     }
     let device = hidden.device();
-    let rows = Tensor::from_slice(&targets.rows, targets.len(), device)?; // [S]
-    let ids = Tensor::from_slice(&targets.ids, targets.len(), device)?; // [S]
+    let rows = ops::upload(targets.rows.clone(), targets.len(), device)?; // [S]
+    let ids = ops::upload(targets.ids.clone(), targets.len(), device)?; // [S]
     let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
     let scale = (1.0 / num_targets as f64) as f32;
     let dw = grads.buffer(lm_head);
@@ -56,8 +56,8 @@ pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Sco
         return Ok(Scores { nll: vec![], argmax: vec![] });
     }
     let device = hidden.device();
-    let rows = Tensor::from_slice(&targets.rows, targets.len(), device)?;
-    let ids = Tensor::from_slice(&targets.ids, targets.len(), device)?;
+    let rows = ops::upload(targets.rows.clone(), targets.len(), device)?;
+    let ids = ops::upload(targets.ids.clone(), targets.len(), device)?;
     let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
     let (nll, argmax) = ops::linear_cross_entropy(&selected, lm_head.tensor(), &ids)?;
     Ok(Scores { nll: nll.to_vec1()?, argmax: argmax.to_vec1()? })

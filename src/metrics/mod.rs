@@ -5,10 +5,12 @@
 
 mod jsonl;
 mod memory;
+mod memory_model;
 mod mfu;
 mod rows;
 
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{cpu_seconds, peak_memory_bytes};
+pub use memory_model::{LayerTape, MemoryModel, MicroBatchSizes, TowerMemory};
 pub use mfu::{ModelWork, Passes, StepSizes};
 pub use rows::{EvalMetrics, StepMetrics};

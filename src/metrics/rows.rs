@@ -32,6 +32,9 @@ pub struct StepMetrics {
     pub tokens_per_s: f64,
     /// Highest resident memory of the process so far.
     pub peak_memory_bytes: u64,
+    /// Most memory that tensors took on the GPU so far; absent on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_device_memory_bytes: Option<u64>,
     /// Rows rejected so far.
     pub rejected: u64,
     /// The same by reason; absent while there are none.
@@ -130,6 +133,7 @@ mod tests {
             data_wait_s: 0.1,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
+            peak_device_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
         };

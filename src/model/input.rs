@@ -2,7 +2,7 @@
 
 use super::{ModelConfig, rope};
 use crate::batch::VarlenBatch;
-use crate::ops::RopeTable;
+use crate::ops::{self, RopeTable};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// What the decoder layers read besides their input.
@@ -50,6 +50,13 @@ impl ModelInput {
         device: &Device,
     ) -> Result<Self> {
         let num_rows = batch.input_ids.len();
+        // The last moment to refuse an id: once on a GPU it is not read back.
+        let vocab_size = config.text.vocab_size;
+        if let Some((at, id)) =
+            batch.input_ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size)
+        {
+            candle_core::bail!("id `{id}` at {at} is outside of the table of {vocab_size} rows");
+        }
         let rope =
             upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
         let text = TextContext {
@@ -57,7 +64,7 @@ impl ModelInput {
             cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),
             row_ends: batch.row_ends.as_slice().to_vec(),
         };
-        let input_ids = Tensor::from_vec(batch.input_ids, num_rows, device)?; // [T]
+        let input_ids = ops::upload(batch.input_ids, num_rows, device)?; // [T]
         if batch.media.is_empty() {
             return Ok(Self { input_ids, text, vision: None });
         }
@@ -75,7 +82,7 @@ impl ModelInput {
             pixels.extend_from_slice(&patches.pixel_values); // each picture is freed as it is copied
         }
         let shape = (num_patches, config.vision.patch_values());
-        let pixel_values = Tensor::from_vec(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
+        let pixel_values = ops::upload(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
         let mut cu_seqlens = vec![0];
         for [t, h, w] in &grids {
             for _ in 0..*t {
@@ -85,12 +92,12 @@ impl ModelInput {
         let (index, weight) = rope::interpolated_positions(&config.vision, &grids);
         let context = VisionContext {
             rope: upload_table(rope::vision_table(&config.vision, &grids), num_patches, device)?,
-            position_index: Tensor::from_vec(index, (num_patches, 4), device)?,
-            position_weight: Tensor::from_vec(weight, (num_patches, 4), device)?,
+            position_index: ops::upload(index, (num_patches, 4), device)?,
+            position_weight: ops::upload(weight, (num_patches, 4), device)?,
             cu_seqlens,
             row_ends: vec![0, num_patches as u32],
         };
-        let rows = Tensor::from_vec(batch.vision_rows, merged, device)?; // [M]
+        let rows = ops::upload(batch.vision_rows, merged, device)?; // [M]
         Ok(Self { input_ids, text, vision: Some(VisionInput { pixel_values, context, rows }) })
     }
 }
@@ -98,7 +105,7 @@ impl ModelInput {
 fn upload_table(table: rope::HostTable, num_rows: usize, device: &Device) -> Result<RopeTable> {
     let half = table.cos.len() / num_rows.max(1);
     Ok(RopeTable {
-        cos: Tensor::from_vec(table.cos, (num_rows, half), device)?, // [T, Dh / 2]
-        sin: Tensor::from_vec(table.sin, (num_rows, half), device)?,
+        cos: ops::upload(table.cos, (num_rows, half), device)?, // [T, Dh / 2]
+        sin: ops::upload(table.sin, (num_rows, half), device)?,
     })
 }

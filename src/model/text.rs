@@ -4,7 +4,7 @@ use super::TextConfig;
 use super::input::TextContext;
 use super::linear::Linear;
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, AttentionBackend, Masking, Qkv, Segments};
+use crate::ops::{self, AttentionBackend, Masking, Qkv, QkvGrad, Segments};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
@@ -203,16 +203,22 @@ impl Stage for DecoderLayer {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
+        // Each buffer goes as soon as it was used: what lives at one time is what a pack costs.
         let SavedLayer { x, rstd1, q_proj, k_proj, v, o, lse, x1, rstd2, gate, up } = saved;
         let (d_gate, d_up) = {
             let activated = ops::swiglu(&gate, &up)?; // [T, F], cheaper again than kept
             let d_activated = self.down.backward(&activated, &dy, grads)?; // [T, F]
+            drop(activated);
             ops::swiglu_backward(&gate, &up, &d_activated)?
         };
+        drop((gate, up));
         let normed = self.norm2.apply(&x1, &rstd2)?; // [T, D]
         let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]
+        drop(d_gate);
         let d_normed = self.up.backward_add(&normed, &d_up, d_normed, grads)?;
+        drop((normed, d_up));
         let dx1 = self.norm2.backward_add(&x1, &rstd2, &d_normed, Some(&dy), grads)?; // [T, D]
+        drop((x1, rstd2, d_normed, dy));
 
         let d_o = self.o.backward(&o.flatten_from(1)?, &dx1, grads)?.reshape(o.shape())?;
         let (q, q_rstd) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
@@ -220,14 +226,15 @@ impl Stage for DecoderLayer {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = context.segments();
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
-        drop((q, k, v, o));
-        let unrotate = |x: &Tensor, rstd: &Tensor, norm: &Param, dy: &Tensor| {
+        drop((q, k, v, o, lse, d_o));
+        let QkvGrad { dq, dk, dv } = d_heads;
+        let unrotate = |x: Tensor, rstd: Tensor, norm: &Param, dy: Tensor| {
             let dw = grads.buffer(norm);
-            ops::qk_norm_rope_backward(x, rstd, norm.tensor(), &context.rope, dy, dw)
+            ops::qk_norm_rope_backward(&x, &rstd, norm.tensor(), &context.rope, &dy, dw)
         };
-        let d_q = unrotate(&q_proj, &q_rstd, &self.q_norm, &d_heads.dq)?; // [T, H * Dh]
-        let d_k = unrotate(&k_proj, &k_rstd, &self.k_norm, &d_heads.dk)?; // [T, Hkv * Dh]
-        let d_v = d_heads.dv.flatten_from(1)?; // [T, Hkv * Dh]
+        let d_q = unrotate(q_proj, q_rstd, &self.q_norm, dq)?; // [T, H * Dh]
+        let d_k = unrotate(k_proj, k_rstd, &self.k_norm, dk)?; // [T, Hkv * Dh]
+        let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         let normed = self.norm1.apply(&x, &rstd1)?; // [T, D]
         if input_grad == InputGrad::Skip && grads.buffer(self.norm1.param()).is_none() {
             self.q.backward_params(&normed, &d_q, grads)?;

@@ -4,7 +4,7 @@
 
 use super::cpu::{self, BLOCK, Element, expect_f32, expect_shape, read};
 use super::simd::kernels;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -34,25 +34,51 @@ pub struct AdamWTensors<'a> {
     pub grad: &'a Tensor,
 }
 
-/// One step's scalars, as `f32` arithmetic sees them.
+/// The update of one parameter, among all of a step.
+#[derive(Clone, Copy)]
+pub struct AdamWUpdate<'a> {
+    /// What is rewritten, and the gradient.
+    pub tensors: AdamWTensors<'a>,
+    /// Learning rate of this parameter.
+    pub lr: f64,
+    /// Decay of this weight, times `lr`.
+    pub weight_decay: f64,
+}
+
+/// One step's scalars for one parameter, as `f32` arithmetic sees them.
 #[derive(Debug, Clone, Copy)]
-struct Scalars {
-    grad_scale: f32,
-    keep: f32,
-    lerp: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    sqrt_correction2: f32,
-    eps: f32,
-    step_size: f32,
+pub(super) struct Scalars {
+    pub(super) keep: f32,
+    pub(super) lerp: f32,
+    pub(super) beta2: f32,
+    pub(super) one_minus_beta2: f32,
+    pub(super) sqrt_correction2: f32,
+    pub(super) eps: f32,
+    pub(super) step_size: f32,
+}
+
+impl Scalars {
+    fn new(hyper: &AdamW, lr: f64, weight_decay: f64, step: u64) -> Self {
+        let correction1 = 1.0 - hyper.beta1.powf(step as f64);
+        let correction2 = 1.0 - hyper.beta2.powf(step as f64);
+        Self {
+            keep: (1.0 - lr * weight_decay) as f32,
+            lerp: (1.0 - hyper.beta1) as f32,
+            beta2: hyper.beta2 as f32,
+            one_minus_beta2: (1.0 - hyper.beta2) as f32,
+            sqrt_correction2: correction2.sqrt() as f32,
+            eps: hyper.eps as f32,
+            step_size: (lr / correction1) as f32,
+        }
+    }
 }
 
 kernels! {
-    fn update(s: Scalars, grad: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+    fn update(s: Scalars, grad_scale: f32, grad: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
         let n = p.len();
         let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
         for i in 0..n {
-            let g = grad[i] * s.grad_scale;
+            let g = grad[i] * grad_scale;
             let decayed = p[i] * s.keep;
             m[i] = s.lerp.mul_add(g - m[i], m[i]);
             v[i] = v[i] * s.beta2 + s.one_minus_beta2 * g * g;
@@ -90,17 +116,8 @@ kernels! {
     }
 }
 
-/// Update number `step` (from 1): decays the weight by `lr * weight_decay`, then moves it by Adam with the gradient
-/// `grad_scale * grad`.
-pub fn adamw_step(
-    hyper: &AdamW,
-    tensors: &AdamWTensors<'_>,
-    lr: f64,
-    weight_decay: f64,
-    step: u64,
-    grad_scale: f32,
-) -> Result<()> {
-    let op = "adamw_step";
+/// Fails unless the tensors have one shape, and the dtypes and the memory of their own that an update needs.
+fn check(op: &str, tensors: &AdamWTensors<'_>, step: u64) -> Result<()> {
     let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
     let dims = weight.dims();
     expect_f32(op, "exp_avg", exp_avg, dims)?;
@@ -125,57 +142,122 @@ pub fn adamw_step(
         cpu::distinct(op, name, tensor, &all[i + 1..])?;
         cpu::distinct(op, name, tensor, &[("grad", grad)])?;
     }
-    let correction1 = 1.0 - hyper.beta1.powf(step as f64);
-    let correction2 = 1.0 - hyper.beta2.powf(step as f64);
-    let scalars = Scalars {
-        grad_scale,
-        keep: (1.0 - lr * weight_decay) as f32,
-        lerp: (1.0 - hyper.beta1) as f32,
-        beta2: hyper.beta2 as f32,
-        one_minus_beta2: (1.0 - hyper.beta2) as f32,
-        sqrt_correction2: correction2.sqrt() as f32,
-        eps: hyper.eps as f32,
-        step_size: (lr / correction1) as f32,
+    Ok(())
+}
+
+/// Update number `step` (from 1) of all parameters, with the gradients scaled down to a joint L2 norm of
+/// `max_grad_norm`; 0 switches that off. Returns the sum of the squares of each gradient as it was, `[updates]` in
+/// `f64`, on the device: reading it is the only wait. Nothing is changed if their sum is not finite.
+pub fn clip_and_update(
+    hyper: &AdamW,
+    updates: &[AdamWUpdate<'_>],
+    step: u64,
+    max_grad_norm: f64,
+) -> Result<Tensor> {
+    let op = "clip_and_update";
+    let Some(first) = updates.first() else {
+        return Tensor::from_vec(Vec::<f64>::new(), 0, &Device::Cpu);
     };
+    for update in updates {
+        check(op, &update.tensors, step)?;
+    }
+    let scalars: Vec<Scalars> = updates
+        .iter()
+        .map(|update| Scalars::new(hyper, update.lr, update.weight_decay, step))
+        .collect();
+    gpu!(first.tensors.grad => clip_and_update(updates, &scalars, max_grad_norm));
+    let squares = updates.iter().map(|update| sum_of_squares(update.tensors.grad));
+    let squares = squares.collect::<Result<Vec<f64>>>()?;
+    let norm = squares.iter().sum::<f64>().sqrt();
+    if norm.is_finite() {
+        // As torch.nn.utils.clip_grad_norm_.
+        let clip = max_grad_norm / (norm + 1e-6);
+        let grad_scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+        for (update, scalars) in updates.iter().zip(scalars) {
+            update_on_cpu(op, &update.tensors, scalars, grad_scale as f32)?;
+        }
+    }
+    Tensor::from_vec(squares, updates.len(), first.tensors.grad.device())
+}
+
+/// Update number `step` (from 1): decays the weight by `lr * weight_decay`, then moves it by Adam with the gradient
+/// `grad_scale * grad`.
+pub fn adamw_step(
+    hyper: &AdamW,
+    tensors: &AdamWTensors<'_>,
+    lr: f64,
+    weight_decay: f64,
+    step: u64,
+    grad_scale: f32,
+) -> Result<()> {
+    let op = "adamw_step";
+    check(op, tensors, step)?;
+    let scalars = Scalars::new(hyper, lr, weight_decay, step);
+    gpu!(tensors.grad => adamw_step(tensors, &scalars, grad_scale));
+    update_on_cpu(op, tensors, scalars, grad_scale)
+}
+
+fn update_on_cpu(
+    op: &'static str,
+    tensors: &AdamWTensors<'_>,
+    scalars: Scalars,
+    grad_scale: f32,
+) -> Result<()> {
+    let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
     let grad = read(op, "grad", grad)?;
     let grad = grad.slice::<f32>()?;
     let f32_weight = master.unwrap_or(weight);
     cpu::write(op, "weight", f32_weight, |p: &mut [f32]| {
         cpu::write(op, "exp_avg", exp_avg, |m: &mut [f32]| {
             cpu::write(op, "exp_avg_sq", exp_avg_sq, |v: &mut [f32]| {
-                p.par_chunks_mut(BLOCK)
+                let blocks = p
+                    .par_chunks_mut(BLOCK)
                     .zip(m.par_chunks_mut(BLOCK))
                     .zip(v.par_chunks_mut(BLOCK))
-                    .zip(grad.par_chunks(BLOCK))
-                    .for_each(|(((p, m), v), grad)| update(scalars, grad, p, m, v));
+                    .zip(grad.par_chunks(BLOCK));
+                if master.is_none() {
+                    blocks
+                        .for_each(|(((p, m), v), grad)| update(scalars, grad_scale, grad, p, m, v));
+                    return Ok(());
+                }
+                cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
+                    blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
+                        |((((p, m), v), grad), weight)| {
+                            update(scalars, grad_scale, grad, p, m, v);
+                            narrow(p, weight);
+                        },
+                    );
+                })
             })
         })
-    })???;
-    if let Some(master) = master {
-        let master = read(op, "master", master)?;
-        let master = master.slice::<f32>()?;
-        cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
-            weight
-                .par_chunks_mut(BLOCK)
-                .zip(master.par_chunks(BLOCK))
-                .for_each(|(weight, master)| narrow(master, weight));
-        })?;
-    }
-    Ok(())
+    })???
 }
 
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
+    expect_f32("sum_of_squares", "t", t, t.dims())?;
+    gpu!(t => sum_of_squares(t));
     let t = read("sum_of_squares", "t", t)?;
     let t = t.slice::<f32>()?;
     let partials: Vec<f64> = t.par_chunks(BLOCK).map(sum_of_squares_block).collect();
     Ok(partials.iter().sum())
 }
 
+/// Sets all elements of `f32` tensors to zero, in place.
+pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
+    let Some(first) = tensors.first() else { return Ok(()) };
+    for tensor in tensors {
+        expect_f32("fill_zero_all", "t", tensor, tensor.dims())?;
+    }
+    gpu!(first => fill_zero_all(tensors));
+    tensors.iter().try_for_each(|tensor| fill_zero(tensor))
+}
+
 /// Sets all elements of an `f32` or `bf16` tensor to zero, in place.
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
+    gpu!(t => fill_zero(t));
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));
@@ -190,7 +272,6 @@ pub fn fill_zero(t: &Tensor) -> Result<()> {
 mod tests {
     use super::super::testing::{message, random, values, with_threads};
     use super::*;
-    use candle_core::Device;
 
     const HYPER: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
 
@@ -262,6 +343,92 @@ mod tests {
         }
         assert_eq!(values(&master), values(&alone));
         assert_eq!(values(&weight), values(&master.to_dtype(DType::BF16).unwrap()));
+    }
+
+    /// Weight, moments and gradient of one of many parameters; some start off a vector's boundary.
+    struct State {
+        tensors: [Tensor; 4],
+    }
+
+    impl State {
+        /// More of them than one launch takes, of every size around a vector and a chunk.
+        fn many() -> Vec<Self> {
+            let sizes = [1, 3, 4, 5, 0, 1023, 2048, 65_535, 65_536, 65_540, 131_075, 2, 8, 7];
+            let sizes = sizes.into_iter().chain((0..160).map(|i| i % 9));
+            let tensor =
+                |seed, n: usize, start| random(seed, &[n + start]).narrow(0, start, n).unwrap();
+            let state = sizes.enumerate().map(|(i, n)| {
+                let (seed, start) = (10 * i as u64, i % 3);
+                let exp_avg_sq = tensor(seed + 2, n, start).sqr().unwrap();
+                let tensors = [
+                    tensor(seed, n, start),
+                    tensor(seed + 1, n, start),
+                    exp_avg_sq,
+                    tensor(seed + 3, n, start),
+                ];
+                Self { tensors }
+            });
+            state.collect()
+        }
+
+        fn update(&self, i: usize) -> AdamWUpdate<'_> {
+            let [weight, exp_avg, exp_avg_sq, grad] = &self.tensors;
+            let tensors = AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad };
+            AdamWUpdate { tensors, lr: 1e-2 / (i + 1) as f64, weight_decay: (i % 2) as f64 }
+        }
+    }
+
+    #[test]
+    fn an_update_of_all_parameters_is_theirs_one_by_one_with_a_joint_norm() {
+        for max_grad_norm in [0.0, 0.5, 1e9] {
+            let (together, alone) = (State::many(), State::many());
+            let updates: Vec<_> = together.iter().zip(0..).map(|(s, i)| s.update(i)).collect();
+            let squares = clip_and_update(&HYPER, &updates, 3, max_grad_norm).unwrap();
+            let squares = squares.to_vec1::<f64>().unwrap();
+            let norm = squares.iter().sum::<f64>().sqrt();
+            let scale = if max_grad_norm == 0.5 { 0.5 / (norm + 1e-6) } else { 1.0 };
+            for (i, (together, alone)) in together.iter().zip(&alone).enumerate() {
+                let want: f64 = values(&alone.tensors[3]).iter().map(|x| x * x).sum();
+                assert!((squares[i] - want).abs() <= 1e-9 * want, "{i}: {} {want}", squares[i]);
+                let AdamWUpdate { tensors, lr, weight_decay } = alone.update(i);
+                adamw_step(&HYPER, &tensors, lr, weight_decay, 3, scale as f32).unwrap();
+                for (together, alone) in together.tensors.iter().zip(&alone.tensors) {
+                    assert_eq!(values(together), values(alone), "parameter {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_that_are_not_finite_change_nothing() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let (mut changed, before) = (State::many(), State::many());
+            changed[6].tensors[3] = Tensor::full(bad, 2048, &Device::Cpu).unwrap();
+            changed[6].tensors[3] = changed[6].tensors[3].contiguous().unwrap();
+            let updates: Vec<_> = changed.iter().zip(0..).map(|(s, i)| s.update(i)).collect();
+            let squares = clip_and_update(&HYPER, &updates, 1, 1.0).unwrap();
+            let squares = squares.to_vec1::<f64>().unwrap();
+            assert_eq!(squares.iter().position(|square| !square.is_finite()), Some(6));
+            for (changed, before) in changed.iter().zip(&before) {
+                for (changed, before) in changed.tensors[..3].iter().zip(&before.tensors) {
+                    assert_eq!(values(changed), values(before));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_tensors_become_zero_and_their_neighbours_stay() {
+        let whole: Vec<Tensor> = (0..170).map(|i| random(i, &[i as usize % 9 + 6])).collect();
+        let inner: Vec<Tensor> =
+            whole.iter().map(|t| t.narrow(0, 2, t.elem_count() - 4).unwrap()).collect();
+        fill_zero_all(&inner.iter().collect::<Vec<_>>()).unwrap();
+        for tensor in &whole {
+            let x = values(tensor);
+            let zeros = x.iter().map(|x| *x == 0.0);
+            let want = (0..x.len()).map(|i| (2..x.len() - 2).contains(&i));
+            assert!(zeros.eq(want), "{x:?}");
+        }
     }
 
     #[test]

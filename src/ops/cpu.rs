@@ -9,6 +9,7 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
+use super::blocks::{Values, narrow_onto, widen};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
     WithDType, bail,
@@ -115,7 +116,15 @@ impl Operand<'_> {
         }
     }
 
-    /// The elements in `f32`, widened if they are `bf16`.
+    /// The elements, to be lent block by block in `f32`.
+    pub(super) fn values(&self) -> Result<Values<'_>> {
+        match Storage::dtype(&self.storage) {
+            DType::BF16 => Ok(Values::Bf16(self.slice::<bf16>()?)),
+            _ => Ok(Values::F32(self.slice::<f32>()?)),
+        }
+    }
+
+    /// The elements in `f32`; all of them are widened if they are `bf16`, so this is for operands that are a row.
     pub(super) fn f32(&self) -> Result<Cow<'_, [f32]>> {
         match Storage::dtype(&self.storage) {
             DType::BF16 => Ok(Cow::Owned(widen(self.slice::<bf16>()?))),
@@ -159,32 +168,11 @@ pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usiz
     expect_shape(op, name, tensor, expected)
 }
 
-/// Widens `bf16` to `f32`.
-pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
-    let mut y = vec![0f32; x.len()];
-    y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| widen_block(x, y));
-    y
-}
-
-super::simd::kernels! {
-    fn widen_block(x: &[bf16], y: &mut [f32]) {
-        for (y, x) in y.iter_mut().zip(x) {
-            *y = x.widen();
-        }
-    }
-
-    fn narrow_block(x: &[f32], y: &mut [bf16]) {
-        for (y, x) in y.iter_mut().zip(x) {
-            *y = bf16::narrow(*x);
-        }
-    }
-}
-
 /// A new tensor of `dtype` from `f32` elements.
 pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     if dtype == DType::BF16 {
-        let mut y = vec![bf16::ZERO; x.len()];
-        y.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| narrow_block(x, y));
+        let mut y = Vec::new();
+        narrow_onto(&x, &mut y);
         return Tensor::from_vec(y, shape.into(), &Device::Cpu);
     }
     Tensor::from_vec(x, shape.into(), &Device::Cpu)

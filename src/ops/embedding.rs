@@ -2,13 +2,19 @@
 //!
 //! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`).
 
-use super::cpu::{self, Shared, compute_dtype, expect_f32, read};
+use super::blocks::{filled, span};
+use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// The first id that is no row of a table of `num_rows`.
-fn check_ids(op: &str, ids: &[u32], num_rows: usize) -> Result<()> {
-    match ids.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
+/// Fails at the first id that is no row of a table of `num_rows`. Reading ids back from a GPU would wait for it: those
+/// were checked before their upload, and the kernels leave rows outside of the table alone.
+fn check_ids(op: &'static str, ids: &Tensor, num_rows: usize) -> Result<()> {
+    if !ids.device().is_cpu() {
+        return Ok(());
+    }
+    let ids = read(op, "ids", ids)?;
+    match ids.slice::<u32>()?.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
         Some((at, id)) => {
             bail!("{op}: id `{id}` at {at} is outside of the table of {num_rows} rows")
         }
@@ -22,7 +28,8 @@ pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (v, _) = w.dims2()?;
     ids.dims1()?;
     compute_dtype(op, &[("w", w)])?;
-    check_ids(op, read(op, "ids", ids)?.slice::<u32>()?, v)?;
+    check_ids(op, ids, v)?;
+    gpu!(w => embedding(ids, w));
     super::gather_rows(w, ids)
 }
 
@@ -36,11 +43,12 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
         bail!("{op}: `ids` is {:?}, expected [{t}]", ids.dims());
     }
     cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
-    let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
-    let (ids, dy) = (ids.slice::<u32>()?, dy.f32()?);
     check_ids(op, ids, v)?;
+    gpu!(dy => embedding_backward(ids, dy, dw));
+    let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
+    let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
-        add_by_row(ids, d, dw, |at, row| cpu::add(&dy[at * d..(at + 1) * d], row));
+        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.lend(at * d..(at + 1) * d), row));
     })
 }
 
@@ -76,7 +84,7 @@ fn check_taps(op: &'static str, index: &Tensor, weight: &Tensor, num_rows: usize
         bail!("{op}: `index` is {:?}, expected [P, 4]", index.dims());
     }
     expect_f32(op, "weight", weight, &[p, 4])?;
-    check_ids(op, read(op, "index", index)?.slice::<u32>()?, num_rows)?;
+    check_ids(op, index, num_rows)?;
     Ok(p)
 }
 
@@ -106,26 +114,28 @@ fn interpolate(
     let (n, d) = table.dims2()?;
     let dtype = compute_dtype(op, &[("table", table)])?;
     let p = check_taps(op, index, weight, n)?;
-    let mut y = match x {
-        Some(x) => {
-            compute_dtype(op, &[("table", table), ("x", x)])?;
-            cpu::expect_shape(op, "x", x, &[p, d])?;
-            read(op, "x", x)?.f32()?.into_owned()
-        }
-        None => vec![0f32; p * d],
-    };
+    if let Some(x) = x {
+        compute_dtype(op, &[("table", table), ("x", x)])?;
+        cpu::expect_shape(op, "x", x, &[p, d])?;
+    }
+    gpu!(table => interpolate_rows(op, table, index, weight, x));
+    let x = x.map(|x| read(op, "x", x)).transpose()?;
+    let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
     let weight = read(op, "weight", weight)?;
-    let (table, index, weight) = (table.f32()?, index.slice::<u32>()?, weight.slice::<f32>()?);
-    y.par_chunks_mut(cpu::ROWS * d.max(1)).enumerate().for_each(|(block, y)| {
-        for (at, y) in (block * cpu::ROWS..).zip(y.chunks_mut(d)) {
+    let (table, index, weight) = (table.values()?, index.slice::<u32>()?, weight.slice::<f32>()?);
+    let [y] = filled(p, cpu::ROWS, [(d, dtype)], |patches, [y]| {
+        if let Some(x) = x {
+            y.copy_from_slice(&x.lend(span(&patches, d)));
+        }
+        for (at, y) in patches.zip(y.chunks_mut(d)) {
             for tap in at * 4..at * 4 + 4 {
                 let row = index[tap] as usize;
-                cpu::add_scaled(weight[tap], &table[row * d..(row + 1) * d], y);
+                cpu::add_scaled(weight[tap], &table.lend(row * d..(row + 1) * d), y);
             }
         }
     });
-    cpu::tensor(y, (p, d), dtype)
+    y.tensor((p, d))
 }
 
 /// `dtable[index[p, j]] += weight[p, j] * dy[p]`, with `dy: [P, D]` and `dtable: [N, D]` (`f32`).
@@ -144,13 +154,14 @@ pub fn interpolate_rows_backward(
     compute_dtype(op, &[("dy", dy)])?;
     cpu::expect_shape(op, "dy", dy, &[p, d])?;
     cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
+    gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
-    let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.f32()?);
+    let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);
     cpu::write(op, "dtable", dtable, |dtable| {
         add_by_row(index, d, dtable, |tap, row| {
             let at = tap / 4;
-            cpu::add_scaled(weight[tap], &dy[at * d..(at + 1) * d], row);
+            cpu::add_scaled(weight[tap], &dy.lend(at * d..(at + 1) * d), row);
         });
     })
 }

@@ -1,17 +1,14 @@
 //! GELU, elementwise, in the two forms that the vision tower uses.
 
-#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
 #![expect(
     clippy::inline_always,
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
-use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
-use super::output::Output;
+use super::blocks::filled;
+use super::cpu::{BLOCK, compute_dtype, expect_shape, read};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
-use std::mem::MaybeUninit;
 
 /// Which GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +22,6 @@ pub enum Gelu {
 /// `2 sqrt(2/pi)`: `(1 + tanh u) / 2` is `sigmoid(2 u)`.
 const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
 const CUBIC: f32 = 0.044_715;
-
 /// An odd function of `x` on the whole line: `x P(x^2) / Q(x^2)` up to `end`, from there `1/2` with the sign of `x`.
 /// Cheaper than an exponential and a fit of `erfc`.
 #[derive(Clone, Copy)]
@@ -80,29 +76,29 @@ fn odd(f: Odd, x: f32) -> f32 {
 }
 
 kernels! {
-    fn tanh_forward(x: &[f32], y: &mut [MaybeUninit<f32>]) {
+    fn tanh_forward(x: &[f32], y: &mut [f32]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            y.write(x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0)));
+            *y = x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
         }
     }
 
-    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [MaybeUninit<f32>]) {
+    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
             let s = sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
             let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
-            dx.write(dy * (x * s * (1.0 - s)).mul_add(slope, s));
+            *dx = dy * (x * s * (1.0 - s)).mul_add(slope, s);
         }
     }
 
-    fn erf_forward(x: &[f32], y: &mut [MaybeUninit<f32>]) {
+    fn erf_forward(x: &[f32], y: &mut [f32]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            y.write(x * (0.5 + odd(HALF_ERF, x)));
+            *y = x * (0.5 + odd(HALF_ERF, x));
         }
     }
 
-    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [MaybeUninit<f32>]) {
+    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-            dx.write(dy * (0.5 + odd(SLOPE, x)));
+            *dx = dy * (0.5 + odd(SLOPE, x));
         }
     }
 }
@@ -111,16 +107,15 @@ kernels! {
 pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu";
     let dtype = compute_dtype(op, &[("x", x)])?;
+    gpu!(x => gelu(x, kind));
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
-    let x = x.f32()?;
-    let mut y = Output::new(x.len());
-    y.blocks(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| match kind {
-        Gelu::Tanh => tanh_forward(x, y),
-        Gelu::Erf => erf_forward(x, y),
+    let x = x.values()?;
+    let [y] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [y]| match kind {
+        Gelu::Tanh => tanh_forward(&x.lend(at), y),
+        Gelu::Erf => erf_forward(&x.lend(at), y),
     });
-    // SAFETY: each kernel writes its whole block.
-    cpu::tensor(unsafe { y.finish() }, shape, dtype)
+    y.tensor(shape)
 }
 
 /// `dx`, in the shape of `x`.
@@ -128,18 +123,18 @@ pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu_backward";
     let dtype = compute_dtype(op, &[("x", x), ("dy", dy)])?;
     expect_shape(op, "dy", dy, x.dims())?;
+    gpu!(x => gelu_backward(x, dy, kind));
     let shape = x.shape().clone();
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.f32()?, dy.f32()?);
-    let mut dx = Output::new(x.len());
-    dx.blocks(BLOCK).zip(x.par_chunks(BLOCK)).zip(dy.par_chunks(BLOCK)).for_each(
-        |((dx, x), dy)| match kind {
-            Gelu::Tanh => tanh_backward(x, dy, dx),
-            Gelu::Erf => erf_backward(x, dy, dx),
-        },
-    );
-    // SAFETY: each kernel writes its whole block.
-    cpu::tensor(unsafe { dx.finish() }, shape, dtype)
+    let (x, dy) = (x.values()?, dy.values()?);
+    let [dx] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [dx]| {
+        let (x, dy) = (x.lend(at.clone()), dy.lend(at));
+        match kind {
+            Gelu::Tanh => tanh_backward(&x, &dy, dx),
+            Gelu::Erf => erf_backward(&x, &dy, dx),
+        }
+    });
+    dx.tensor(shape)
 }
 
 #[cfg(test)]

@@ -2,14 +2,11 @@
 //!
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
 
-#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
-
-use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::output::{ColumnSums, Output};
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
+use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
-use candle_core::{Result, Tensor};
-use rayon::prelude::*;
-use std::mem::MaybeUninit;
+use candle_core::{DType, Result, Tensor};
 
 kernels! {
     fn stats_row(x: &[f32], eps: f32) -> [f32; 2] {
@@ -19,46 +16,23 @@ kernels! {
         [mean, 1.0 / (variance + eps).sqrt()]
     }
 
-    fn apply_row(
-        x: &[f32],
-        mean: f32,
-        rstd: f32,
-        w: &[f32],
-        b: &[f32],
-        y: &mut [MaybeUninit<f32>],
-    ) {
+    fn apply_row(x: &[f32], mean: f32, rstd: f32, w: &[f32], b: &[f32], y: &mut [f32]) {
         let n = y.len();
         let (x, w, b) = (&x[..n], &w[..n], &b[..n]);
         for i in 0..n {
-            y[i].write(((x[i] - mean) * rstd).mul_add(w[i], b[i]));
+            y[i] = ((x[i] - mean) * rstd).mul_add(w[i], b[i]);
         }
     }
 
-    fn input_grad_row(
-        x: &[f32],
-        mean: f32,
-        rstd: f32,
-        w: &[f32],
-        dy: &[f32],
-        residual: Option<&[f32]>,
-        dx: &mut [MaybeUninit<f32>],
-    ) {
+    fn input_grad_row(x: &[f32], mean: f32, rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
         let n = dx.len();
         let (x, w, dy) = (&x[..n], &w[..n], &dy[..n]);
         // With g = w * dy and h the normed row: dx = rstd * (g - mean(g) - h * mean(g * h)).
         let g_mean = dot(dy, w) / n as f32;
         let gh_mean = (dot3(dy, w, x) / n as f32 - mean * g_mean) * rstd;
-        if let Some(residual) = residual {
-            let residual = &residual[..n];
-            for i in 0..n {
-                let h = (x[i] - mean) * rstd;
-                dx[i].write(residual[i] + rstd * (dy[i] * w[i] - g_mean - h * gh_mean));
-            }
-        } else {
-            for i in 0..n {
-                let h = (x[i] - mean) * rstd;
-                dx[i].write(rstd * (dy[i] * w[i] - g_mean - h * gh_mean));
-            }
+        for i in 0..n {
+            let h = (x[i] - mean) * rstd;
+            dx[i] += rstd * (dy[i] * w[i] - g_mean - h * gh_mean);
         }
     }
 
@@ -78,25 +52,17 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
-    let mut stats = vec![0f32; n * 2];
-    let mut y = Output::new(n * d);
-    {
-        let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
-        let (x, w, b) = (x.f32()?, w.f32()?, b.f32()?);
-        let block = ROWS * d.max(1);
-        y.blocks(block).zip(x.par_chunks(block)).zip(stats.par_chunks_mut(ROWS * 2)).for_each(
-            |((y, x), stats)| {
-                for ((y, x), stats) in y.chunks_mut(d).zip(x.chunks(d)).zip(stats.chunks_mut(2)) {
-                    let [mean, rstd] = stats_row(x, eps as f32);
-                    stats.copy_from_slice(&[mean, rstd]);
-                    apply_row(x, mean, rstd, &w, &b, y);
-                }
-            },
-        );
-    }
-    let stats = Tensor::from_vec(stats, (n, 2), x.device())?;
-    // SAFETY: the rows tile each block, and the kernel writes its whole row.
-    Ok((cpu::tensor(unsafe { y.finish() }, (n, d), dtype)?, stats))
+    gpu!(x => layer_norm(x, w, b, eps));
+    let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
+    let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
+    let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), stats) in y.chunks_mut(d).zip(x.chunks(d)).zip(stats.chunks_mut(2)) {
+            stats.copy_from_slice(&stats_row(x, eps as f32));
+            apply_row(x, stats[0], stats[1], &w, &b, y);
+        }
+    });
+    Ok((y.tensor((n, d))?, stats.tensor((n, 2))?))
 }
 
 /// The normed rows `[N, D]` again, from known `stats`.
@@ -107,19 +73,17 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    let mut y = Output::new(n * d);
-    {
-        let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
-        let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
-        let (x, stats, w, b) = (x.f32()?, stats.f32()?, w.f32()?, b.f32()?);
-        y.blocks(ROWS * d.max(1)).enumerate().for_each(|(block, y)| {
-            for (i, y) in (block * ROWS..).zip(y.chunks_mut(d)) {
-                apply_row(&x[i * d..(i + 1) * d], stats[2 * i], stats[2 * i + 1], &w, &b, y);
-            }
-        });
-    }
-    // SAFETY: the rows tile each block, and the kernel writes its whole row.
-    cpu::tensor(unsafe { y.finish() }, (n, d), dtype)
+    gpu!(x => layer_norm_apply(x, stats, w, b));
+    let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
+    let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
+    let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
+    let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
+        let x = x.lend(span(&rows, d));
+        for ((i, y), x) in rows.zip(y.chunks_mut(d)).zip(x.chunks(d)) {
+            apply_row(x, stats[2 * i], stats[2 * i + 1], &w, &b, y);
+        }
+    });
+    y.tensor((n, d))
 }
 
 /// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` and `db [D]` (`f32`) if they are trained.
@@ -149,40 +113,41 @@ pub fn layer_norm_backward(
         let sources = [("x", x), ("stats", stats), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, name, sums, &sources)?;
     }
-    let mut dx = Output::new(n * d);
-    {
-        let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
-        let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
-        let (x, stats, w, dy) = (x.f32()?, stats.f32()?, w.f32()?, dy.f32()?);
-        let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
-        let residual = residual.as_ref().map(cpu::Operand::f32).transpose()?;
-        let row = |i: usize| i * d..(i + 1) * d;
-        // Sums of the weight's gradient, then of the bias's.
-        let mut sums = ColumnSums::new(n, if dw.is_some() || db.is_some() { 2 * d } else { 0 });
-        dx.blocks(ROWS * d.max(1)).zip(sums.blocks()).enumerate().for_each(
-            |(block, (dx, partial))| {
-                let (dw, db) = partial.split_at_mut(partial.len() / 2);
-                for (i, dx) in (block * ROWS..).zip(dx.chunks_mut(d)) {
-                    let (mean, rstd) = (stats[2 * i], stats[2 * i + 1]);
-                    let residual = residual.as_ref().map(|residual| &residual[row(i)]);
-                    input_grad_row(&x[row(i)], mean, rstd, &w, &dy[row(i)], residual, dx);
-                    weight_grad_row(&x[row(i)], mean, rstd, &dy[row(i)], dw);
-                    // Not in one loop with `dw`: at a distance of 4096 bytes the stores of one hold up the loads of the other.
-                    cpu::add(&dy[row(i)], db);
-                }
-            },
-        );
-        let sums = sums.finish();
-        let (weight_sums, bias_sums) = sums.split_at(sums.len() / 2);
-        if let Some(dw) = dw {
-            cpu::write(op, "dw", dw, |dw| cpu::add(weight_sums, dw))?;
+    gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
+    let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
+    let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
+    let (x, stats, w, dy) = (x.values()?, stats.slice::<f32>()?, w.f32()?, dy.values()?);
+    // Of the weight's gradient, then of the bias's.
+    let sums = ColumnSums::new(n, 2 * d, dw.is_some() || db.is_some());
+    let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
+        if let Some(residual) = residual {
+            dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
-        if let Some(db) = db {
-            cpu::write(op, "db", db, |db| cpu::add(bias_sums, db))?;
+        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let stats = &stats[span(&rows, 2)];
+        let each = || x.chunks(d).zip(dy.chunks(d)).zip(stats.chunks(2));
+        for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each()) {
+            input_grad_row(x, stats[0], stats[1], &w, dy, dx);
+        }
+        sums.add(&rows, |sums| {
+            let (dw, db) = sums.split_at_mut(d);
+            for ((x, dy), stats) in each() {
+                weight_grad_row(x, stats[0], stats[1], dy, dw);
+                // Not in one loop with `dw`: 4096 bytes apart, stores to one hold up loads of the other.
+                cpu::add(dy, db);
+            }
+        });
+    });
+    let sums = sums.finish();
+    let (weight_sums, bias_sums) = sums.split_at(sums.len() / 2);
+    for (name, sums, target) in [("dw", weight_sums, dw), ("db", bias_sums, db)] {
+        if let Some(target) = target {
+            cpu::write(op, name, target, |target| cpu::add(sums, target))?;
         }
     }
-    // SAFETY: the rows tile each block, and the kernel writes its whole row.
-    cpu::tensor(unsafe { dx.finish() }, (n, d), dtype)
+    dx.tensor((n, d))
 }
 
 #[cfg(test)]

@@ -3,10 +3,11 @@
 //! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
 //! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
 
-use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::{Into, nn, nt, tn};
-use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
+use super::blocks::{filled, pieces, span};
+use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::matmul::Into;
+use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// `[N, last]` of a tensor whose last dim is kept.
 fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
@@ -60,33 +61,39 @@ fn forward(
     }
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     let shape = with_last(x, m);
-    let mut y = vec![0f32; n * m];
-    let mut into = Into::Overwrite;
     if let Some(residual) = residual {
         compute_dtype(op, &[("x", x), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &shape)?;
-        let residual = read(op, "residual", residual)?;
-        let residual = residual.f32()?;
-        y.par_chunks_mut(cpu::BLOCK)
-            .zip(residual.par_chunks(cpu::BLOCK))
-            .for_each(|(y, residual)| y.copy_from_slice(residual));
-        into = Into::Add;
     }
     if let Some(bias) = bias {
         compute_dtype(op, &[("x", x), ("bias", bias)])?;
         expect_shape(op, "bias", bias, &[m])?;
-        let bias = read(op, "bias", bias)?;
-        let bias = bias.f32()?;
-        y.par_chunks_mut(ROWS * m.max(1)).for_each(|rows| {
-            for row in rows.chunks_mut(m) {
-                cpu::add(&bias, row);
+    }
+    gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
+    let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
+    let bias = bias.as_ref().map(Operand::f32).transpose()?;
+    let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
+    let (x, w) = (x.values()?, w.values()?);
+    by_rows((n, m, k.max(m)), shape, dtype, |rows| {
+        let x = widened(x, span(&rows, k));
+        if residual.is_none() && bias.is_none() {
+            return new_nt((rows.len(), m, k), &x, w);
+        }
+        let [y] = filled(rows.len(), ROWS, [(m, DType::F32)], |at, [y]| {
+            if let Some(residual) = residual {
+                let at = rows.start + at.start..rows.start + at.end;
+                y.copy_from_slice(&residual.lend(span(&at, m)));
+            }
+            if let Some(bias) = &bias {
+                y.chunks_mut(m).for_each(|row| cpu::add(bias, row));
             }
         });
-        into = Into::Add;
-    }
-    let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
-    nt((n, m, k), &mut y, into, &x.f32()?, &w.f32()?);
-    cpu::tensor(y, shape, dtype)
+        let mut y = y.into_f32();
+        nt((rows.len(), m, k), &mut y, Into::Add, &x, w);
+        y
+    })
 }
 
 /// Checks `dy [N, M]` against `w [M, K]` and returns `(N, M, K)`.
@@ -104,10 +111,12 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
-    let mut dx = vec![0f32; n * k];
+    gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
-    nn((n, k, m), &mut dx, Into::Overwrite, &dy.f32()?, &w.f32()?);
-    cpu::tensor(dx, shape, dtype)
+    let (dy, w) = (dy.values()?, w.values()?);
+    by_rows((n, k, k.max(m)), shape, dtype, |rows| {
+        new_nn((rows.len(), k, m), &widened(dy, span(&rows, m)), w)
+    })
 }
 
 /// `dx + dy W`: `[N, K]`. The memory of `dx` is reused: the caller gives it up, with all its clones.
@@ -117,15 +126,21 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
+    gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
-    let (dy, w) = (dy.f32()?, w.f32()?);
-    if dx.dtype() == candle_core::DType::F32 {
-        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, &w))?;
+    let (dy, w) = (dy.values()?, w.values()?);
+    if dx.dtype() == DType::F32 {
+        let dy = widened(dy, 0..n * m);
+        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, w))?;
         return Ok(dx);
     }
-    let mut sum = read(op, "dx", &dx)?.f32()?.into_owned();
-    nn((n, k, m), &mut sum, Into::Add, &dy, &w);
-    cpu::tensor(sum, dx.dims(), dx.dtype())
+    let dx_read = read(op, "dx", &dx)?;
+    let old = dx_read.values()?;
+    by_rows((n, k, k.max(m)), dx.dims(), dx.dtype(), |rows| {
+        let mut sum = widened(old, span(&rows, k)).into_owned();
+        nn((rows.len(), k, m), &mut sum, Into::Add, &widened(dy, span(&rows, m)), w);
+        sum
+    })
 }
 
 /// `dw += dy^T x`, with `dw: f32` in the shape of the weight.
@@ -140,9 +155,10 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.f32()?, dy.f32()?);
-    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Into::Add, &dy, &x))
+    let (x, dy) = (x.values()?, dy.values()?);
+    cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
 }
 
 /// `db += dy` summed over rows, with `db: [M]` in `f32`.
@@ -152,11 +168,12 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
+    gpu!(dy => bias_backward(op, dy, db, (n, m)));
     let dy = read(op, "dy", dy)?;
-    let dy = dy.f32()?;
+    let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
-        for row in rows {
-            cpu::add(&dy[row * m..(row + 1) * m], partial);
+        for rows in pieces(rows, m) {
+            dy.lend(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
         }
     });
     cpu::write(op, "db", db, |db| cpu::add(&sums, db))
@@ -164,7 +181,9 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{added, check, gradient_buffer, message, random};
+    use super::super::testing::{
+        Tolerance, added, assert_close, check, gradient_buffer, message, random,
+    };
     use super::*;
     use candle_core::{DType, Device};
 
@@ -185,6 +204,22 @@ mod tests {
                 bias_backward(dy, &db)?;
                 Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), added(&db)]))
             });
+        }
+    }
+
+    #[test]
+    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+        for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
+                for start in [0, 1] {
+                    let dy = aligned.narrow(0, start, n).unwrap();
+                    let db = gradient_buffer(&[m]);
+                    bias_backward(&dy, &db).unwrap();
+                    let want = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
+                    assert_close(&format!("bias {n} {m}"), &added(&db), &want, Tolerance::F32);
+                }
+            }
         }
     }
 

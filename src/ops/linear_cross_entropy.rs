@@ -4,18 +4,29 @@
 //! `nll[i] = logsumexp(h[i] W^T) - h[i] . w[targets[i]]`, with logits in `f32`.
 
 use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::{Into, nn, nt, tn};
+use super::matmul::{Into, tn};
+use super::panels::{nn, nt};
 use super::simd::{exp, kernels, max, sum_exp};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Upper bound on the logits that exist at one time. With the published vocabulary this is 165 rows; fewer rows read
-/// the weight too often for what they compute.
-const LOGITS_BYTES: usize = 96 << 20;
+/// Upper bound on the logits that exist at one time. With the published vocabulary this is 220 rows; fewer rows read
+/// the weight too often for what they compute (docs/performance.md).
+pub const LOGITS_BYTES: usize = 128 << 20;
 
-/// Rows in a chunk: fixed by the vocabulary, so that results do not depend on the machine.
-fn chunk_rows(vocabulary: usize) -> usize {
+/// Rows in a chunk on the device of `h`: fixed by the vocabulary, so that results do not depend on the machine.
+fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
+    gpu!(h => linear_cross_entropy_rows(vocabulary));
+    cpu_chunk_rows(vocabulary)
+}
+
+fn cpu_chunk_rows(vocabulary: usize) -> usize {
     (LOGITS_BYTES / (4 * vocabulary.max(1))).max(1)
+}
+
+/// Rows in a chunk when `rows` are cut into as few as may be of at most `most`, all of about one size.
+fn even_chunk(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most).max(1)).max(1)
 }
 
 kernels! {
@@ -43,6 +54,10 @@ fn check(
     expect_shape(op, "w", w, &[v, d])?;
     expect_shape(op, "targets", targets, &[s])?;
     let dtype = compute_dtype(op, &[("h", h), ("w", w)])?;
+    if !targets.device().is_cpu() {
+        // Reading them would wait for the GPU; the kernel turns the loss of such a target into a NaN.
+        return Ok((s, d, v, dtype));
+    }
     let targets = read(op, "targets", targets)?;
     for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
         if *target as usize >= v {
@@ -56,17 +71,19 @@ fn check(
 pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
+    gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
-    let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
-    let chunk = chunk_rows(v).min(s.max(1));
+    let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
+    let chunk = even_chunk(s, cpu_chunk_rows(v));
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut argmax = vec![0u32; s];
     for start in (0..s).step_by(chunk) {
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
-        nt((rows, v, d), logits, Into::Overwrite, &h[start * d..(start + rows) * d], &w);
+        let h = h.lend(start * d..(start + rows) * d);
+        nt((rows, v, d), logits, Into::Overwrite, &h, w);
         nll[start..start + rows]
             .par_iter_mut()
             .zip(&mut argmax[start..start + rows])
@@ -91,7 +108,7 @@ pub fn linear_cross_entropy_backward(
     dw: Option<&Tensor>,
     need_dh: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let chunk = chunk_rows(w.dim(0)?);
+    let chunk = chunk_rows(h, w.dim(0)?);
     backward_in_chunks(h, w, targets, scale, dw, need_dh, chunk)
 }
 
@@ -106,14 +123,15 @@ fn backward_in_chunks(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let op = "linear_cross_entropy_backward";
     let (s, d, v, dtype) = check(op, h, w, targets)?;
-    let chunk = chunk.min(s.max(1));
+    let chunk = even_chunk(s, chunk);
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
     }
+    gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
-    let (h, w, targets) = (h.f32()?, w.f32()?, targets.slice::<u32>()?);
+    let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut dh = vec![0f32; if need_dh { s * d } else { 0 }];
@@ -121,7 +139,8 @@ fn backward_in_chunks(
         for start in (0..s).step_by(chunk) {
             let rows = chunk.min(s - start);
             let (logits, span) = (&mut logits[..rows * v], start * d..(start + rows) * d);
-            nt((rows, v, d), logits, Into::Overwrite, &h[span.clone()], &w);
+            let h = h.lend(span.clone());
+            nt((rows, v, d), logits, Into::Overwrite, &h, w);
             nll[start..start + rows]
                 .par_iter_mut()
                 .zip(logits.par_chunks_mut(v))
@@ -133,10 +152,10 @@ fn backward_in_chunks(
                     logits[*target as usize] -= scale;
                 });
             if need_dh {
-                nn((rows, d, v), &mut dh[span.clone()], Into::Overwrite, logits, &w);
+                nn((rows, d, v), &mut dh[span], Into::Overwrite, logits, w);
             }
             if let Some(dw) = dw.as_deref_mut() {
-                tn((v, d, rows), dw, Into::Add, logits, &h[span]);
+                tn((v, d, rows), dw, Into::Add, logits, &h);
             }
         }
     };
@@ -197,6 +216,40 @@ mod tests {
     }
 
     #[test]
+    fn a_vocabulary_of_many_tiles_is_read_and_rewritten_whole() {
+        let (s, d) = (3, 5);
+        // Tiles of vectors and of single columns, whole and broken.
+        for v in [8_188, 8_192, 8_196, 20_004, 2_047, 2_049, 5_003] {
+            for (dtype, tolerance) in [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)]
+            {
+                let (h, w) = (random(1, &[s, d]), random(2, &[v, d]));
+                let (h, w) = (h.to_dtype(dtype).unwrap(), w.to_dtype(dtype).unwrap());
+                let targets = [v as u32 - 1, 0, v as u32 / 2];
+                let dw = Tensor::zeros((v, d), DType::F32, &Device::Cpu).unwrap();
+                let (nll, dh) =
+                    linear_cross_entropy_backward(&h, &w, &ids(&targets), 0.5, Some(&dw), true)
+                        .unwrap();
+                let argmax = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap().1;
+                let (h, w) = (h.to_dtype(DType::F64).unwrap(), w.to_dtype(DType::F64).unwrap());
+                let logits = h.matmul(&w.t().unwrap()).unwrap();
+                let exps = logits.exp().unwrap();
+                let p = exps.broadcast_div(&exps.sum_keepdim(1).unwrap()).unwrap();
+                let hot =
+                    targets.map(|t| (0..v).map(move |i| f64::from(u8::from(i == t as usize))));
+                let hot = Tensor::from_iter(hot.into_iter().flatten(), &Device::Cpu).unwrap();
+                let d_logits = ((p - hot.reshape((s, v)).unwrap()).unwrap() * 0.5).unwrap();
+                let name = |of: &str| format!("{of} of {v} in {dtype:?}");
+                assert_close(&name("nll"), &nll, &plain(&h, &w, &targets).unwrap(), Tolerance::F32);
+                assert_close(&name("dh"), &dh.unwrap(), &d_logits.matmul(&w).unwrap(), tolerance);
+                let want = d_logits.t().unwrap().matmul(&h).unwrap();
+                assert_close(&name("dw"), &dw, &want, tolerance);
+                let best = logits.argmax(1).unwrap();
+                assert_eq!(argmax.to_vec1::<u32>().unwrap(), best.to_vec1::<u32>().unwrap());
+            }
+        }
+    }
+
+    #[test]
     fn evaluation_and_training_give_the_same_bits_and_frozen_parts_cost_nothing() {
         let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
         let (eval, argmax) = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
@@ -232,8 +285,12 @@ mod tests {
 
     #[test]
     fn the_logits_of_a_chunk_stay_within_their_bound() {
-        assert_eq!(chunk_rows(151_936), 165);
-        assert_eq!(chunk_rows(usize::MAX / 8), 1);
+        assert_eq!(cpu_chunk_rows(151_936), 220);
+        assert_eq!(cpu_chunk_rows(usize::MAX / 8), 1);
+        for (rows, most, chunk) in [(1024, 220, 205), (220, 220, 220), (221, 220, 111), (3, 1, 1)] {
+            assert_eq!(even_chunk(rows, most), chunk);
+        }
+        assert_eq!(even_chunk(0, 220), 1);
     }
 
     #[test]

@@ -12,16 +12,33 @@
 //! - An operand that is written in place may not share memory with another operand.
 //! - Errors name the op, the operand, what was found and what was expected.
 
+/// `gpu!(x => op(..))`: returns what the CUDA twin of an op gives, if `x` is on a GPU.
+macro_rules! gpu {
+    ($x:expr => $($call:tt)*) => {
+        #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+        if $crate::ops::cuda::on_gpu($x) {
+            return $crate::ops::cuda::$($call)*;
+        }
+        #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+        let _ = $x;
+    };
+}
+
 mod adamw;
 mod attention;
+mod blocks;
+mod column_sums;
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+mod cuda;
 mod embedding;
 mod gelu;
+mod gpu;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
-mod output;
+mod panels;
 mod recycler;
 mod rms_norm;
 mod rope;
@@ -32,7 +49,10 @@ mod swiglu;
 mod testing;
 mod vision_rope;
 
-pub use adamw::{AdamW, AdamWTensors, adamw_step, fill_zero, sum_of_squares};
+pub use adamw::{
+    AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update, fill_zero, fill_zero_all,
+    sum_of_squares,
+};
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
@@ -41,15 +61,17 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
+pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
     linear_backward_weight,
 };
-pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_backward};
+pub use linear_cross_entropy::{LOGITS_BYTES, linear_cross_entropy, linear_cross_entropy_backward};
 pub use recycler::Recycler;
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, add_to_rows, gather_rows, set_rows, spread_rows, zero_rows};
+pub use simd::{SimdError, SimdLevel, simd_level};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

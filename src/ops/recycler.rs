@@ -31,7 +31,7 @@ pub struct Recycler(Mutex<Kept>);
 #[derive(Debug)]
 struct Kept {
     heads: [*mut Link; NUM_CLASSES],
-    live: usize, // bytes handed out
+    live: usize, // bytes asked for and not freed; what a class adds to them is never touched
     peak: usize, // most that `live` has been
     free: usize, // bytes in the lists
 }
@@ -54,8 +54,48 @@ fn class(size: usize) -> (usize, usize) {
     (exponent * STEPS + steps - 1, power + steps * step)
 }
 
-fn block_layout(size: usize) -> Layout {
-    Layout::from_size_align(size, ALIGN).unwrap_or(Layout::new::<Link>())
+/// Where blocks come from: mapped one by one, zeroed, so that memory given back leaves the process.
+/// From a heap it would not: blocks of many sizes split what was freed, and pages stay for good.
+#[cfg(unix)]
+mod source {
+    /// `size` zeroed bytes, or null.
+    pub(super) fn get(size: usize) -> *mut u8 {
+        let (access, kind) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANON);
+        // SAFETY: a new mapping touches nobody's memory.
+        let block = unsafe { libc::mmap(std::ptr::null_mut(), size, access, kind, -1, 0) };
+        if block == libc::MAP_FAILED { std::ptr::null_mut() } else { block.cast() }
+    }
+
+    /// # Safety
+    /// `block` is from `get` with the same size, and nobody uses it.
+    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+        // SAFETY: by the caller's promise; a failure would leave the pages mapped and unused.
+        unsafe { libc::munmap(block.cast(), size) };
+    }
+}
+
+/// The same from the system's allocator.
+#[cfg(not(unix))]
+mod source {
+    use std::alloc::{GlobalAlloc, Layout, System};
+
+    fn layout(size: usize) -> Layout {
+        Layout::from_size_align(size, super::ALIGN).unwrap_or(Layout::new::<super::Link>())
+    }
+
+    /// `size` zeroed bytes, or null.
+    pub(super) fn get(size: usize) -> *mut u8 {
+        // SAFETY: the size of a class is not zero.
+        unsafe { System.alloc_zeroed(layout(size)) }
+    }
+
+    /// # Safety
+    /// `block` is from `get` with the same size, and nobody uses it.
+    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+        // SAFETY: by the caller's promise.
+        unsafe { System.dealloc(block, layout(size)) };
+    }
 }
 
 fn is_ours(layout: Layout) -> bool {
@@ -89,15 +129,15 @@ impl Kept {
         self.peak = self.peak.max(self.live);
     }
 
-    /// Gives blocks back until `size` more fit under the peak; the largest go first.
-    fn make_room(&mut self, size: usize) {
-        let bound = self.peak.max(self.live + size) + SLACK;
+    /// Gives blocks back until one of `size` for `asked` bytes fits under the peak; the largest go first.
+    fn make_room(&mut self, asked: usize, size: usize) {
+        let bound = self.peak.max(self.live + asked) + SLACK;
         for class in (0..NUM_CLASSES).rev() {
             let block_size = size_of_class(class);
             while self.live + self.free + size > bound {
                 let Some(block) = self.take(class, block_size) else { break };
-                // SAFETY: it came from the system with this layout and is in no list any more.
-                unsafe { System.dealloc(block, block_layout(block_size)) };
+                // SAFETY: it was got with the size of its class and is in no list any more.
+                unsafe { source::give_back(block, block_size) };
             }
         }
     }
@@ -118,20 +158,20 @@ impl Recycler {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A block, and whether it is fresh from the system.
-    fn block(&self, layout: Layout, fresh: impl FnOnce(Layout) -> *mut u8) -> (*mut u8, bool) {
+    /// A block, and whether it is fresh from the system and zeroed.
+    fn block(&self, layout: Layout) -> (*mut u8, bool) {
         let (class, size) = class(layout.size());
         let mut kept = self.lock();
         let taken = kept.take(class, size);
         if let Some(block) = taken {
-            kept.hand_out(size);
+            kept.hand_out(layout.size());
             return (block, false);
         }
-        kept.make_room(size);
+        kept.make_room(layout.size(), size);
         drop(kept);
-        let block = fresh(block_layout(size));
+        let block = source::get(size);
         if !block.is_null() {
-            self.lock().hand_out(size);
+            self.lock().hand_out(layout.size());
         }
         (block, true)
     }
@@ -143,16 +183,15 @@ impl Default for Recycler {
     }
 }
 
-// SAFETY: blocks of our classes come from the system with the layout of their class and go back with
-// the same; a block is in a list or with an owner, never both, as the lock orders every change.
+// SAFETY: blocks of our classes are got with the size of their class and given back with the same;
+// a block is in a list or with an owner, never both, as the lock orders every change.
 unsafe impl GlobalAlloc for Recycler {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_ours(layout) {
             // SAFETY: the caller's promise, passed on.
             return unsafe { System.alloc(layout) };
         }
-        // SAFETY: the layout of a class has a size.
-        self.block(layout, |layout| unsafe { System.alloc(layout) }).0
+        self.block(layout).0
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -160,9 +199,8 @@ unsafe impl GlobalAlloc for Recycler {
             // SAFETY: the caller's promise, passed on.
             return unsafe { System.alloc_zeroed(layout) };
         }
-        // SAFETY: the layout of a class has a size.
-        let (block, fresh) = self.block(layout, |layout| unsafe { System.alloc_zeroed(layout) });
-        if !fresh {
+        let (block, fresh) = self.block(layout);
+        if !fresh && !block.is_null() {
             // SAFETY: the block is at least as large as was asked for.
             unsafe { block.write_bytes(0, layout.size()) };
         }
@@ -176,7 +214,7 @@ unsafe impl GlobalAlloc for Recycler {
         }
         let (class, size) = class(layout.size());
         let mut kept = self.lock();
-        kept.live -= size;
+        kept.live -= layout.size();
         kept.put(block, class, size);
     }
 
@@ -186,7 +224,12 @@ unsafe impl GlobalAlloc for Recycler {
         match (is_ours(layout), is_ours(new_layout)) {
             // SAFETY: the caller's promise, passed on.
             (false, false) => return unsafe { System.realloc(block, layout, new_size) },
-            (true, true) if class(layout.size()) == class(new_size) => return block,
+            (true, true) if class(layout.size()) == class(new_size) => {
+                let mut kept = self.lock();
+                kept.live -= layout.size();
+                kept.hand_out(new_size);
+                return block;
+            }
             _ => {}
         }
         // SAFETY: the new size is the caller's, and not zero.

@@ -3,14 +3,11 @@
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
 //! rounded before the weight, as in transformers.
 
-#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
-
-use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::output::{ColumnSums, Output};
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
+use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
-use rayon::prelude::*;
-use std::mem::MaybeUninit;
 
 /// Whether a normed value loses bits before it meets the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,46 +30,26 @@ kernels! {
         1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
     }
 
-    fn apply_row(
-        x: &[f32],
-        rstd: f32,
-        w: &[f32],
-        rounding: Rounding,
-        y: &mut [MaybeUninit<f32>],
-    ) {
+    fn apply_row(x: &[f32], rstd: f32, w: &[f32], rounding: Rounding, y: &mut [f32]) {
         let n = y.len();
         let (x, w) = (&x[..n], &w[..n]);
         if rounding == Rounding::Bf16 {
             for i in 0..n {
-                y[i].write(w[i] * round_to_bf16(x[i] * rstd));
+                y[i] = w[i] * round_to_bf16(x[i] * rstd);
             }
         } else {
             for i in 0..n {
-                y[i].write(w[i] * (x[i] * rstd));
+                y[i] = w[i] * (x[i] * rstd);
             }
         }
     }
 
-    fn input_grad_row(
-        x: &[f32],
-        rstd: f32,
-        w: &[f32],
-        dy: &[f32],
-        residual: Option<&[f32]>,
-        dx: &mut [MaybeUninit<f32>],
-    ) {
+    fn input_grad_row(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
         let n = dx.len();
         let (x, w, dy) = (&x[..n], &w[..n], &dy[..n]);
         let c = dot3(dy, w, x) * rstd * rstd * rstd / n as f32;
-        if let Some(residual) = residual {
-            let residual = &residual[..n];
-            for i in 0..n {
-                dx[i].write(residual[i] + (dy[i] * w[i]).mul_add(rstd, -x[i] * c));
-            }
-        } else {
-            for i in 0..n {
-                dx[i].write((dy[i] * w[i]).mul_add(rstd, -x[i] * c));
-            }
+        for i in 0..n {
+            dx[i] += (dy[i] * w[i]).mul_add(rstd, -x[i] * c);
         }
     }
 
@@ -90,22 +67,14 @@ pub(super) fn row_rstd(x: &[f32], eps: f32) -> f32 {
     rstd_row(x, eps)
 }
 
-/// `y = w * (x * rstd)`, and what is there now.
-pub(super) fn norm_row<'y>(
-    x: &[f32],
-    rstd: f32,
-    w: &[f32],
-    rounding: Rounding,
-    y: &'y mut [MaybeUninit<f32>],
-) -> &'y mut [f32] {
+/// `y = w * (x * rstd)`.
+pub(super) fn norm_row(x: &[f32], rstd: f32, w: &[f32], rounding: Rounding, y: &mut [f32]) {
     apply_row(x, rstd, w, rounding, y);
-    // SAFETY: the kernel writes all of `y`.
-    unsafe { y.assume_init_mut() }
 }
 
-/// The gradient of the input of one row: writes all of `dx`.
-pub(super) fn input_grad(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [MaybeUninit<f32>]) {
-    input_grad_row(x, rstd, w, dy, None, dx);
+/// Adds the gradient of the input of one row to `dx`.
+pub(super) fn add_input_grad(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
+    input_grad_row(x, rstd, w, dy, dx);
 }
 
 /// Adds the gradient of the weight of one row to `dw`.
@@ -119,25 +88,18 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
+    gpu!(x => rms_norm(x, w, eps));
     let rounding = Rounding::of(dtype);
-    let mut rstd = vec![0f32; n];
-    let mut y = Output::new(n * d);
-    {
-        let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
-        let (x, w) = (x.f32()?, w.f32()?);
-        let block = ROWS * d.max(1);
-        y.blocks(block).zip(x.par_chunks(block)).zip(rstd.par_chunks_mut(ROWS)).for_each(
-            |((y, x), rstd)| {
-                for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
-                    *rstd = rstd_row(x, eps as f32);
-                    apply_row(x, *rstd, &w, rounding, y);
-                }
-            },
-        );
-    }
-    let rstd = Tensor::from_vec(rstd, n, x.device())?;
-    // SAFETY: the rows tile each block, and the kernel writes its whole row.
-    Ok((cpu::tensor(unsafe { y.finish() }, (n, d), dtype)?, rstd))
+    let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
+    let (x, w) = (x.values()?, w.f32()?);
+    let [y, rstd] = filled(n, ROWS, [(d, dtype), (1, DType::F32)], |rows, [y, rstd]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
+            *rstd = rstd_row(x, eps as f32);
+            apply_row(x, *rstd, &w, rounding, y);
+        }
+    });
+    Ok((y.tensor((n, d))?, rstd.tensor(n)?))
 }
 
 /// The normed rows `[N, D]` again, from a known `rstd`.
@@ -147,22 +109,17 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
+    gpu!(x => rms_norm_apply(x, rstd, w));
     let rounding = Rounding::of(dtype);
-    let mut y = Output::new(n * d);
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
-        let block = ROWS * d.max(1);
-        y.blocks(block).zip(x.par_chunks(block)).zip(rstd.par_chunks(ROWS)).for_each(
-            |((y, x), rstd)| {
-                for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
-                    apply_row(x, *rstd, &w, rounding, y);
-                }
-            },
-        );
-    }
-    // SAFETY: as above; there are as many `rstd` as rows.
-    cpu::tensor(unsafe { y.finish() }, (n, d), dtype)
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
+        let x = x.lend(span(&rows, d));
+        for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(&rstd[rows]) {
+            apply_row(x, *rstd, &w, rounding, y);
+        }
+    });
+    y.tensor((n, d))
 }
 
 /// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` (`f32`) if the weight is trained.
@@ -190,31 +147,31 @@ pub fn rms_norm_backward(
         let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    let mut dx = Output::new(n * d);
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (x, w, rstd) = (x.f32()?, w.f32()?, rstd.f32()?);
-        let dy = read(op, "dy", dy)?;
-        let dy = dy.f32()?;
-        let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
-        let residual = residual.as_ref().map(cpu::Operand::f32).transpose()?;
-        let row = |i: usize| i * d..(i + 1) * d;
-        let mut sums = ColumnSums::new(n, if dw.is_some() { d } else { 0 });
-        dx.blocks(ROWS * d.max(1)).zip(sums.blocks()).enumerate().for_each(
-            |(block, (dx, partial))| {
-                for (i, dx) in (block * ROWS..).zip(dx.chunks_mut(d)) {
-                    let residual = residual.as_ref().map(|residual| &residual[row(i)]);
-                    input_grad_row(&x[row(i)], rstd[i], &w, &dy[row(i)], residual, dx);
-                    weight_grad_row(&x[row(i)], rstd[i], &dy[row(i)], partial);
-                }
-            },
-        );
-        if let Some(dw) = dw {
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
+    gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
+    let residual = residual.as_ref().map(Operand::values).transpose()?;
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let dy = read(op, "dy", dy)?;
+    let dy = dy.values()?;
+    let sums = ColumnSums::new(n, d, dw.is_some());
+    let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
+        if let Some(residual) = residual {
+            dx.copy_from_slice(&residual.lend(span(&rows, d)));
         }
+        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let each = || x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
+        for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each()) {
+            input_grad_row(x, *rstd, &w, dy, dx);
+        }
+        sums.add(&rows, |dw| {
+            each().for_each(|((x, dy), rstd)| weight_grad_row(x, *rstd, dy, dw));
+        });
+    });
+    if let Some(dw) = dw {
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
     }
-    // SAFETY: the rows tile each block, and the kernel writes its whole row.
-    cpu::tensor(unsafe { dx.finish() }, (n, d), dtype)
+    dx.tensor((n, d))
 }
 
 #[cfg(test)]

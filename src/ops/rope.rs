@@ -3,14 +3,12 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
-#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
-
+use super::blocks::{filled, span};
+use super::column_sums::ColumnSums;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::output::{ColumnSums, Output};
-use super::rms_norm::{Rounding, add_weight_grad, input_grad, norm_row, row_rstd};
+use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use super::simd::kernels;
-use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Cosine and sine of each token's rotary angles.
 #[derive(Debug, Clone)]
@@ -90,30 +88,26 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let (t, h, dh) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
-    let mut y = Output::new(t * width);
-    let mut rstd = vec![0f32; t * h];
     let x = read(op, "x", x)?;
     let (w, cos) = (read(op, "w", w)?, read(op, "cos", &table.cos)?);
     let sin = read(op, "sin", &table.sin)?;
-    let (x, w, cos, sin) = (x.f32()?, w.f32()?, cos.f32()?, sin.f32()?);
-    y.blocks(ROWS * width.max(1)).zip(rstd.par_chunks_mut(ROWS * h.max(1))).enumerate().for_each(
-        |(block, (y, rstd))| {
-            for (i, (y, rstd)) in y.chunks_mut(dh).zip(rstd).enumerate() {
-                let head = block * ROWS * h + i;
-                let token = head / h;
-                let x = &x[head * dh..(head + 1) * dh];
-                let angles = token * half..(token + 1) * half;
-                *rstd = row_rstd(x, eps as f32);
-                let y = norm_row(x, *rstd, &w, rounding, y);
-                rotate_head(y, &cos[angles.clone()], &sin[angles]);
-            }
-        },
-    );
-    // SAFETY: the heads tile each block, and each is written whole.
-    let y = cpu::tensor(unsafe { y.finish() }, (t, h, dh), dtype)?;
-    Ok((y, cpu::tensor(rstd, (t, h), candle_core::DType::F32)?))
+    let (x, w, cos, sin) = (x.values()?, w.f32()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let outputs = [(width, dtype), (h, DType::F32)];
+    let [y, rstd] = filled(t, ROWS, outputs, |tokens, [y, rstd]| {
+        let x = x.lend(span(&tokens, width));
+        let heads = y.chunks_mut(dh).zip(x.chunks(dh)).zip(rstd);
+        for (i, ((y, x), rstd)) in heads.enumerate() {
+            let token = tokens.start + i / h;
+            let angles = token * half..(token + 1) * half;
+            *rstd = row_rstd(x, eps as f32);
+            norm_row(x, *rstd, &w, rounding, y);
+            rotate_head(y, &cos[angles.clone()], &sin[angles]);
+        }
+    });
+    Ok((y.tensor((t, h, dh))?, rstd.tensor((t, h))?))
 }
 
 /// `dx [T, H*Dh]` from `dy [T, H, Dh]`; adds to `dw [Dh]` (`f32`) if the weight is trained.
@@ -130,46 +124,38 @@ pub fn qk_norm_rope_backward(
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
     expect_shape(op, "dy", dy, &[t, h, dh])?;
     expect_f32(op, "rstd", rstd, &[t, h])?;
-    let (width, half) = (h * dh, dh / 2);
-    let mut dx = Output::new(t * width);
     if let Some(dw) = dw {
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    {
-        let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-        let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
-        let dy = read(op, "dy", dy)?;
-        let (x, w, rstd, dy) = (x.f32()?, w.f32()?, rstd.f32()?, dy.f32()?);
-        let (cos, sin) = (cos.f32()?, sin.f32()?);
-        // The gradient behind the rotation, one head at a time.
-        let unrotated = |head: usize, dn: &mut [f32]| {
-            let token = head / h;
-            dn.copy_from_slice(&dy[head * dh..(head + 1) * dh]);
-            rotate_head_back(
-                dn,
-                &cos[token * half..(token + 1) * half],
-                &sin[token * half..(token + 1) * half],
-            );
-        };
-        let mut sums = ColumnSums::new(t, if dw.is_some() { dh } else { 0 });
-        dx.blocks(ROWS * width.max(1)).zip(sums.blocks()).enumerate().for_each(
-            |(block, (dx, partial))| {
-                let mut dn = vec![0f32; dh];
-                for (head, dx) in (block * ROWS * h..).zip(dx.chunks_mut(dh)) {
-                    let x = &x[head * dh..(head + 1) * dh];
-                    unrotated(head, &mut dn);
-                    input_grad(x, rstd[head], &w, &dn, dx);
-                    add_weight_grad(x, rstd[head], &dn, partial);
-                }
-            },
-        );
-        if let Some(dw) = dw {
-            cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
+    gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
+    let (width, half) = (h * dh, dh / 2);
+    let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
+    let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
+    let dy = read(op, "dy", dy)?;
+    let (x, w, rstd, dy) = (x.values()?, w.f32()?, rstd.slice::<f32>()?, dy.values()?);
+    let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let sums = ColumnSums::new(t, dh, dw.is_some());
+    let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
+        let mut dn = dy.lend(span(&tokens, width)).to_vec();
+        // The gradient behind the rotation.
+        for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
+            let angles = head / h * half..(head / h + 1) * half;
+            rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
         }
+        let x = x.lend(span(&tokens, width));
+        let each = || x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
+        for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each()) {
+            add_input_grad(x, *rstd, &w, dn, dx);
+        }
+        sums.add(&tokens, |dw| {
+            each().for_each(|((x, dn), rstd)| add_weight_grad(x, *rstd, dn, dw));
+        });
+    });
+    if let Some(dw) = dw {
+        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
     }
-    // SAFETY: the heads tile each block, and each is written whole.
-    cpu::tensor(unsafe { dx.finish() }, (t, width), dtype)
+    dx.tensor((t, width))
 }
 
 #[cfg(test)]

@@ -15,8 +15,14 @@ enum Rows {
     Distinct,
 }
 
-/// Fails if a row is not one of `num_rows`, or is named twice where that matters.
-fn check_rows(op: &str, rows: &[u32], num_rows: usize, which: Rows) -> Result<()> {
+/// Fails if a row is not one of `num_rows`, or is named twice where that matters. Rows on a GPU are not read back: they
+/// were made on the host, in ascending order.
+fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> Result<()> {
+    if !rows.device().is_cpu() {
+        return Ok(());
+    }
+    let rows = read(op, "rows", rows)?;
+    let rows = rows.slice::<u32>()?;
     if let Some((at, row)) = rows.iter().enumerate().find(|(_, row)| **row as usize >= num_rows) {
         bail!("{op}: row `{row}` at {at} is outside of the {num_rows} rows");
     }
@@ -62,9 +68,10 @@ pub fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
 fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let op = "gather_rows";
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
+    check_rows(op, rows, t, Rows::Any)?;
+    gpu!(x => gather_rows(x, rows));
     let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
     let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
-    check_rows(op, rows, t, Rows::Any)?;
     let mut y = vec![T::zero(); m * d];
     y.par_chunks_mut(ROWS * d.max(1)).zip(rows.par_chunks(ROWS)).for_each(|(y, rows)| {
         for (y, row) in y.chunks_mut(d).zip(rows) {
@@ -112,9 +119,10 @@ fn update<T: Element>(
     compute_dtype(op, &[("x", x), ("src", src)])?;
     expect_shape(op, "src", src, &[m, d])?;
     cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
+    check_rows(op, rows, t, Rows::Distinct)?;
+    gpu!(x => update_rows(op, x, rows, src));
     let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
     let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
-    check_rows(op, rows, t, Rows::Distinct)?;
     cpu::write(op, "x", x, |x| {
         for_each_row(rows, d, x, |i, row| {
             for (x, src) in row.iter_mut().zip(&src[i * d..(i + 1) * d]) {
@@ -135,9 +143,10 @@ fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     let (t, d) = x.dims2()?;
     rows.dims1()?;
     cpu::distinct(op, "x", x, &[("rows", rows)])?;
+    check_rows(op, rows, t, Rows::Distinct)?;
+    gpu!(x => zero_rows(x, rows));
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;
-    check_rows(op, rows, t, Rows::Distinct)?;
     cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
 }
 
@@ -151,6 +160,7 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
     let op = "add_in_place";
     expect_shape(op, "y", y, x.dims())?;
     cpu::distinct(op, "x", x, &[("y", y)])?;
+    gpu!(x => add_in_place(x, y));
     let y = read(op, "y", y)?;
     let y = y.slice::<T>()?;
     cpu::write(op, "x", x, |x| {

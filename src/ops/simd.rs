@@ -1,18 +1,22 @@
 //! Vectorised inner loops: one body, compiled for AVX-512, for AVX2 and for the baseline, chosen at run time.
 //!
 //! All three do the same additions in the same order with fused multiply-adds, so a result does
-//! not depend on which one runs.
+//! not depend on which one runs. Matrix products are not ours: `gemm` looks at the CPU by itself.
 
 #![expect(
     clippy::inline_always,
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
+use std::fmt;
 use std::sync::LazyLock;
 
-/// What the CPU has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Level {
+/// Environment variable that lowers the level, to see what another CPU would do.
+const VARIABLE: &str = "TRAINER_SIMD";
+
+/// What kernels are compiled for, in ascending order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SimdLevel {
     /// No vector extension beyond the target's own.
     Baseline,
     /// AVX2 and FMA.
@@ -21,8 +25,68 @@ pub(super) enum Level {
     Avx512,
 }
 
+impl SimdLevel {
+    const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Baseline];
+}
+
+impl fmt::Display for SimdLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Baseline => "baseline",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        })
+    }
+}
+
+/// Why `TRAINER_SIMD` cannot be followed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SimdError {
+    /// No name of a level.
+    #[error("`{VARIABLE}` is `{found}`, expected `avx512`, `avx2` or `baseline`")]
+    Unknown {
+        /// What it says.
+        found: String,
+    },
+    /// A level of a better CPU.
+    #[error("`{VARIABLE}` is `{wanted}`, but the best level of this CPU is `{best}`")]
+    Missing {
+        /// What it says.
+        wanted: SimdLevel,
+        /// What would run without it.
+        best: SimdLevel,
+    },
+}
+
+/// The level that kernels run at.
+///
+/// It is the best of this CPU unless the environment variable `TRAINER_SIMD` names a lower one. A wish that cannot be
+/// followed is an error here, for the command line to show; kernels then run at the best level.
+pub fn simd_level() -> Result<SimdLevel, SimdError> {
+    CHOICE.clone()
+}
+
+static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
+    let wish = std::env::var_os(VARIABLE).unwrap_or_default();
+    choose(&wish.to_string_lossy(), best())
+});
+
+/// The level of all kernels of this process.
+pub(super) static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
+
+fn choose(wish: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
+    if wish.is_empty() {
+        return Ok(best);
+    }
+    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == wish) {
+        None => Err(SimdError::Unknown { found: wish.to_owned() }),
+        Some(wanted) if wanted > best => Err(SimdError::Missing { wanted, best }),
+        Some(level) => Ok(level),
+    }
+}
+
 /// Best level of this CPU.
-pub(super) static LEVEL: LazyLock<Level> = LazyLock::new(|| {
+fn best() -> SimdLevel {
     #[cfg(target_arch = "x86_64")]
     {
         let fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
@@ -32,16 +96,16 @@ pub(super) static LEVEL: LazyLock<Level> = LazyLock::new(|| {
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512dq")
         {
-            return Level::Avx512;
+            return SimdLevel::Avx512;
         }
         if fma {
-            return Level::Avx2;
+            return SimdLevel::Avx2;
         }
     }
-    Level::Baseline
-});
+    SimdLevel::Baseline
+}
 
-/// Defines functions whose body is compiled once for each [`Level`].
+/// Defines functions whose body is compiled once for each [`SimdLevel`].
 ///
 /// Bodies use plain loops and the `#[inline(always)]` functions of this module: a closure or a
 /// function that is not inlined would be compiled for the baseline.
@@ -68,10 +132,10 @@ macro_rules! kernels {
             match *$crate::ops::simd::LEVEL {
                 // SAFETY: `LEVEL` says that the CPU has every feature that is enabled.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::ops::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::ops::simd::SimdLevel::Avx2 => unsafe { avx2($($arg),*) },
                 _ => body($($arg),*),
             }
         }
@@ -292,6 +356,19 @@ fn fold(lanes: &[f32; LANES]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wish_lowers_the_level_and_never_raises_it() {
+        use SimdLevel::{Avx2, Avx512, Baseline};
+        assert_eq!(choose("", Avx2), Ok(Avx2));
+        assert_eq!(choose("avx512", Avx512), Ok(Avx512));
+        assert_eq!(choose("avx2", Avx512), Ok(Avx2));
+        assert_eq!(choose("baseline", Avx2), Ok(Baseline));
+        let error = choose("avx512", Avx2).unwrap_err().to_string();
+        assert_eq!(error, "`TRAINER_SIMD` is `avx512`, but the best level of this CPU is `avx2`");
+        let error = choose("AVX", Avx512).unwrap_err().to_string();
+        assert!(error.contains("`AVX`, expected `avx512`, `avx2` or `baseline`"), "{error}");
+    }
 
     #[test]
     fn exp_is_within_two_units_of_the_last_place() {

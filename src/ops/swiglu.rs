@@ -1,37 +1,27 @@
 //! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
 
-#![expect(unsafe_code, reason = "new memory counts as elements once the kernels have written it")]
-
-use super::cpu::{self, BLOCK, compute_dtype, expect_shape, read};
-use super::output::Output;
+use super::blocks::filled;
+use super::cpu::{BLOCK, compute_dtype, expect_shape, read};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
-use std::mem::MaybeUninit;
 
 kernels! {
-    fn forward(gate: &[f32], up: &[f32], y: &mut [MaybeUninit<f32>]) {
+    fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
         let n = y.len();
         let (gate, up) = (&gate[..n], &up[..n]);
         for i in 0..n {
-            y[i].write(gate[i] * sigmoid(gate[i]) * up[i]);
+            y[i] = gate[i] * sigmoid(gate[i]) * up[i];
         }
     }
 
-    fn backward(
-        gate: &[f32],
-        up: &[f32],
-        dy: &[f32],
-        dgate: &mut [MaybeUninit<f32>],
-        dup: &mut [MaybeUninit<f32>],
-    ) {
+    fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
         let n = dgate.len();
         let (gate, up, dy, dup) = (&gate[..n], &up[..n], &dy[..n], &mut dup[..n]);
         for i in 0..n {
             let s = sigmoid(gate[i]);
             let silu = gate[i] * s;
-            dup[i].write(dy[i] * silu);
-            dgate[i].write(dy[i] * up[i] * (s + silu * (1.0 - s)));
+            dup[i] = dy[i] * silu;
+            dgate[i] = dy[i] * up[i] * (s + silu * (1.0 - s));
         }
     }
 }
@@ -41,16 +31,14 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
+    gpu!(gate => swiglu(gate, up));
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
-    let (gate, up) = (gate.f32()?, up.f32()?);
-    let mut y = Output::new(gate.len());
-    y.blocks(BLOCK)
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .for_each(|((y, gate), up)| forward(gate, up, y));
-    // SAFETY: each kernel writes its whole block, and the operands are as long as the result.
-    cpu::tensor(unsafe { y.finish() }, shape, dtype)
+    let (gate, up) = (gate.values()?, up.values()?);
+    let [y] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [y]| {
+        forward(&gate.lend(at.clone()), &up.lend(at), y);
+    });
+    y.tensor(shape)
 }
 
 /// `(dgate, dup)`.
@@ -59,20 +47,16 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up), ("dy", dy)])?;
     expect_shape(op, "up", up, gate.dims())?;
     expect_shape(op, "dy", dy, gate.dims())?;
+    gpu!(gate => swiglu_backward(gate, up, dy));
     let shape = gate.shape().clone();
     let (gate, up, dy) = (read(op, "gate", gate)?, read(op, "up", up)?, read(op, "dy", dy)?);
-    let (gate, up, dy) = (gate.f32()?, up.f32()?, dy.f32()?);
-    let (mut dgate, mut dup) = (Output::new(gate.len()), Output::new(gate.len()));
-    dgate
-        .blocks(BLOCK)
-        .zip(dup.blocks(BLOCK))
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .zip(dy.par_chunks(BLOCK))
-        .for_each(|((((dgate, dup), gate), up), dy)| backward(gate, up, dy, dgate, dup));
-    // SAFETY: each kernel writes its whole blocks, and the operands are as long as the results.
-    let (dgate, dup) = unsafe { (dgate.finish(), dup.finish()) };
-    Ok((cpu::tensor(dgate, shape.clone(), dtype)?, cpu::tensor(dup, shape, dtype)?))
+    let (gate, up, dy) = (gate.values()?, up.values()?, dy.values()?);
+    let outputs = [(1, dtype); 2];
+    let [dgate, dup] = filled(shape.elem_count(), BLOCK, outputs, |at, [dgate, dup]| {
+        let (gate, up) = (gate.lend(at.clone()), up.lend(at.clone()));
+        backward(&gate, &up, &dy.lend(at), dgate, dup);
+    });
+    Ok((dgate.tensor(shape.clone())?, dup.tensor(shape)?))
 }
 
 #[cfg(test)]

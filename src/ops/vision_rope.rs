@@ -3,10 +3,10 @@
 //! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv: [P, 3*H*Dh]`; `q`, `k`, `v`: `[P, H, Dh]`.
 
 use super::RopeTable;
-use super::cpu::{self, ROWS, compute_dtype, expect_shape, read};
+use super::blocks::{filled, span};
+use super::cpu::{ROWS, compute_dtype, expect_shape, read};
 use super::rope::{rotate, rotate_back};
 use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
 
 /// `q` and `k` rotated, `v` as it is; each `[P, H, Dh]`.
 pub fn vision_rope_split(
@@ -25,35 +25,26 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
+    gpu!(qkv => vision_rope_split(qkv, num_heads, table));
     let part = num_heads * dh;
-    let (mut q, mut k) = (vec![0f32; p * part], vec![0f32; p * part]);
-    let mut v = vec![0f32; p * part];
     let qkv = read(op, "qkv", qkv)?;
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
-    let (qkv, cos, sin) = (qkv.f32()?, cos.f32()?, sin.f32()?);
-    q.par_chunks_mut(ROWS * part)
-        .zip(k.par_chunks_mut(ROWS * part))
-        .zip(v.par_chunks_mut(ROWS * part))
-        .enumerate()
-        .for_each(|(block, ((q, k), v))| {
-            let rows = q.chunks_mut(part).zip(k.chunks_mut(part)).zip(v.chunks_mut(part));
-            for (i, ((q, k), v)) in (block * ROWS..).zip(rows) {
-                let source = &qkv[i * width..(i + 1) * width];
-                q.copy_from_slice(&source[..part]);
-                k.copy_from_slice(&source[part..2 * part]);
-                v.copy_from_slice(&source[2 * part..]);
-                let (cos, sin) = (&cos[i * half..(i + 1) * half], &sin[i * half..(i + 1) * half]);
-                for head in q.chunks_mut(dh).chain(k.chunks_mut(dh)) {
-                    rotate(head, cos, sin);
-                }
+    let (qkv, cos, sin) = (qkv.values()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let [q, k, v] = filled(p, ROWS, [(part, dtype); 3], |patches, [q, k, v]| {
+        let rows = q.chunks_mut(part).zip(k.chunks_mut(part)).zip(v.chunks_mut(part));
+        let qkv = qkv.lend(span(&patches, width));
+        for ((i, ((q, k), v)), source) in patches.zip(rows).zip(qkv.chunks(width)) {
+            q.copy_from_slice(&source[..part]);
+            k.copy_from_slice(&source[part..2 * part]);
+            v.copy_from_slice(&source[2 * part..]);
+            let (cos, sin) = (&cos[i * half..(i + 1) * half], &sin[i * half..(i + 1) * half]);
+            for head in q.chunks_mut(dh).chain(k.chunks_mut(dh)) {
+                rotate(head, cos, sin);
             }
-        });
+        }
+    });
     let shape = (p, num_heads, dh);
-    Ok((
-        cpu::tensor(q, shape, dtype)?,
-        cpu::tensor(k, shape, dtype)?,
-        cpu::tensor(v, shape, dtype)?,
-    ))
+    Ok((q.tensor(shape)?, k.tensor(shape)?, v.tensor(shape)?))
 }
 
 /// `dqkv [P, 3*H*Dh]` from the gradients of the three, each `[P, H, Dh]`.
@@ -75,24 +66,25 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
+    gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
     let part = h * dh;
-    let mut dqkv = vec![0f32; p * 3 * part];
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
-    let (dq, dk, dv, cos, sin) = (dq.f32()?, dk.f32()?, dv.f32()?, cos.f32()?, sin.f32()?);
-    dqkv.par_chunks_mut(ROWS * 3 * part.max(1)).enumerate().for_each(|(block, rows)| {
-        for (i, row) in (block * ROWS..).zip(rows.chunks_mut(3 * part)) {
-            let source = i * part..(i + 1) * part;
-            row[..part].copy_from_slice(&dq[source.clone()]);
-            row[part..2 * part].copy_from_slice(&dk[source.clone()]);
-            row[2 * part..].copy_from_slice(&dv[source]);
+    let (dq, dk, dv) = (dq.values()?, dk.values()?, dv.values()?);
+    let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let [dqkv] = filled(p, ROWS, [(3 * part, dtype)], |patches, [dqkv]| {
+        for (i, row) in patches.zip(dqkv.chunks_mut(3 * part)) {
+            let source = span(&(i..i + 1), part);
+            row[..part].copy_from_slice(&dq.lend(source.clone()));
+            row[part..2 * part].copy_from_slice(&dk.lend(source.clone()));
+            row[2 * part..].copy_from_slice(&dv.lend(source));
             let (cos, sin) = (&cos[i * half..(i + 1) * half], &sin[i * half..(i + 1) * half]);
             for head in row[..2 * part].chunks_mut(dh) {
                 rotate_back(head, cos, sin);
             }
         }
     });
-    cpu::tensor(dqkv, (p, 3 * part), dtype)
+    dqkv.tensor((p, 3 * part))
 }
 
 #[cfg(test)]

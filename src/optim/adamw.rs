@@ -28,6 +28,13 @@ pub struct AdamW {
     slots: Vec<Slot>,
 }
 
+/// An update that was begun.
+#[derive(Debug)]
+pub struct Update {
+    /// Sum of squares of each gradient, `f64`, where the gradients are.
+    squares: Tensor,
+}
+
 /// What clipping saw.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepNorm {
@@ -97,17 +104,29 @@ impl AdamW {
     }
 
     /// Clips and updates; `step` counts from 1. Gradients are left as they are.
-    /// Nothing is changed when a gradient is not finite.
-    pub fn step(
-        &self,
-        grads: &Gradients,
-        lr: f64,
-        step: u64,
-    ) -> std::result::Result<StepNorm, OptimError> {
-        let mut squares = Vec::with_capacity(self.slots.len());
-        for slot in &self.slots {
-            squares.push(ops::sum_of_squares(gradient(grads, slot)?)?);
-        }
+    /// Nothing is changed when a gradient is not finite. On a GPU nothing is waited for.
+    pub fn launch(&self, grads: &Gradients, lr: f64, step: u64) -> Result<Update> {
+        let updates = self.slots.iter().map(|slot| {
+            Ok(ops::AdamWUpdate {
+                tensors: ops::AdamWTensors {
+                    weight: slot.param.tensor(),
+                    master: slot.master.as_ref(),
+                    exp_avg: &slot.exp_avg,
+                    exp_avg_sq: &slot.exp_avg_sq,
+                    grad: gradient(grads, slot)?,
+                },
+                lr: lr * slot.lr_multiplier,
+                weight_decay: slot.weight_decay,
+            })
+        });
+        let updates = updates.collect::<Result<Vec<_>>>()?;
+        let squares = ops::clip_and_update(&self.hyper, &updates, step, self.max_grad_norm)?;
+        Ok(Update { squares })
+    }
+
+    /// What an update saw; on a GPU this waits for it.
+    pub fn finish(&self, update: &Update) -> std::result::Result<StepNorm, OptimError> {
+        let squares = update.squares.to_vec1::<f64>()?;
         let grad_norm = squares.iter().sum::<f64>().sqrt();
         if !grad_norm.is_finite() {
             let bad: Vec<&Slot> = squares
@@ -121,21 +140,17 @@ impl AdamW {
                 first: bad.first().map_or_else(String::new, |slot| slot.param.name().to_owned()),
             });
         }
-        // As torch.nn.utils.clip_grad_norm_; 0 switches clipping off.
-        let clip = self.max_grad_norm / (grad_norm + 1e-6);
-        let grad_scale = if self.max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
-        for slot in &self.slots {
-            let tensors = ops::AdamWTensors {
-                weight: slot.param.tensor(),
-                master: slot.master.as_ref(),
-                exp_avg: &slot.exp_avg,
-                exp_avg_sq: &slot.exp_avg_sq,
-                grad: gradient(grads, slot)?,
-            };
-            let lr = lr * slot.lr_multiplier;
-            ops::adamw_step(&self.hyper, &tensors, lr, slot.weight_decay, step, grad_scale as f32)?;
-        }
         Ok(StepNorm { grad_norm })
+    }
+
+    /// Both: updates, and says what it saw.
+    pub fn step(
+        &self,
+        grads: &Gradients,
+        lr: f64,
+        step: u64,
+    ) -> std::result::Result<StepNorm, OptimError> {
+        self.finish(&self.launch(grads, lr, step)?)
     }
 }
 

@@ -2,6 +2,7 @@
 //! know each other.
 
 mod config;
+mod device;
 mod eval;
 mod generate;
 mod reader;
@@ -14,10 +15,11 @@ pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
+pub use device::{DeviceChoice, DeviceError, UnknownDevice, device_name};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use reader::JsonlRows;
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
-pub use step::{StepError, StepOutcome, StepRunner};
+pub use step::{LaunchedStep, Losses, PreparedStep, StepError, StepOutcome, StepRunner};
 pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};

@@ -4,9 +4,9 @@ use crate::batch::VarlenBatch;
 use crate::loss::{Targets, loss_and_gradient};
 use crate::model::{Model, ModelInput, RecomputePolicy};
 use crate::ops;
-use crate::optim::{AdamW, OptimError};
+use crate::optim::{AdamW, OptimError, Update};
 use crate::tape::{Gradients, Param};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -77,49 +77,115 @@ pub struct StepRunner {
     pub device: Device,
 }
 
-impl StepRunner {
-    /// Gradients of all micro-batches, summed in place and divided by the step's target count;
-    /// returns the summed loss and that count. Splitting a step changes neither.
-    pub fn accumulate(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<(f64, u64)> {
-        for buffer in self.grads.iter().flatten() {
-            ops::fill_zero(buffer)?;
+/// The micro-batches of a step, the first of them on its way to the device.
+pub struct PreparedStep {
+    targets: Vec<Targets>,
+    first: Option<ModelInput>,
+    rest: std::vec::IntoIter<VarlenBatch>,
+}
+
+/// Loss of a step before anybody has read it.
+pub struct Losses {
+    nll: Vec<Tensor>, // [S] each, in the order of the micro-batches
+    /// Supervised targets of the step.
+    pub num_targets: u64,
+}
+
+impl Losses {
+    /// Sum over all targets; on a GPU this waits for it.
+    pub fn sum(&self) -> candle_core::Result<f64> {
+        let mut sum = 0.0;
+        for nll in &self.nll {
+            sum += nll.to_vec1::<f32>()?.iter().map(|nll| f64::from(*nll)).sum::<f64>();
         }
-        let targets: Vec<Targets> = micro_batches.iter().map(Targets::of).collect();
+        Ok(sum)
+    }
+}
+
+/// A step whose work was given to the device.
+pub struct LaunchedStep {
+    step: u64,
+    losses: Losses,
+    update: Update,
+}
+
+impl StepRunner {
+    /// Takes over a step's micro-batches and begins to upload the first.
+    pub fn prepare(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<PreparedStep> {
+        let targets = micro_batches.iter().map(Targets::of).collect();
+        let mut rest = micro_batches.into_iter();
+        let first = rest.next().map(|batch| self.upload(batch)).transpose()?;
+        Ok(PreparedStep { targets, first, rest })
+    }
+
+    fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
+        ModelInput::upload(batch, self.model.config(), self.dtype, &self.device)
+    }
+
+    /// Gradients of all micro-batches, summed in place and divided by the step's target count.
+    /// Splitting a step changes neither them nor the losses.
+    pub fn accumulate(&self, step: PreparedStep) -> candle_core::Result<Losses> {
+        let buffers: Vec<&Tensor> = self.grads.iter().flatten().collect();
+        ops::fill_zero_all(&buffers)?;
+        let PreparedStep { targets, first, rest } = step;
         // The divisor is known before the first forward.
         let num_targets: u64 = targets.iter().map(|targets| targets.len() as u64).sum();
-        let mut loss_sum = 0.0;
-        for (batch, targets) in micro_batches.into_iter().zip(targets) {
-            let input = ModelInput::upload(batch, self.model.config(), self.dtype, &self.device)?;
+        let mut losses = Losses { nll: Vec::with_capacity(targets.len()), num_targets };
+        let inputs = first.map(Ok).into_iter().chain(rest.map(|batch| self.upload(batch)));
+        for (input, targets) in inputs.zip(targets) {
+            let input = input?;
             let (hidden, tape) = self.model.forward(&input, self.recompute, &self.grads)?;
             let head = self.model.lm_head();
             let loss = loss_and_gradient(&hidden, head, &targets, num_targets, &self.grads)?;
             drop(hidden);
             if let Some(loss) = loss {
-                loss_sum +=
-                    loss.nll.to_vec1::<f32>()?.iter().map(|nll| f64::from(*nll)).sum::<f64>();
+                losses.nll.push(loss.nll);
                 self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
             }
         }
-        Ok((loss_sum, num_targets))
+        Ok(losses)
     }
 
     /// Accumulates, clips, updates. An error leaves weights and moments as they were.
+    ///
+    /// On a GPU the work is queued, and [`Self::finish`] waits for it; an update whose gradients are not finite
+    /// changes nothing there either.
+    pub fn launch(
+        &self,
+        step: PreparedStep,
+        lr: f64,
+        number: u64,
+    ) -> Result<LaunchedStep, StepError> {
+        let losses = self.accumulate(step)?;
+        if self.device.is_cpu() {
+            mean_loss(&losses, number)?; // nothing to wait for, so the update need not be trusted
+        }
+        let update = self.optimizer.launch(&self.grads, lr, number)?;
+        Ok(LaunchedStep { step: number, losses, update })
+    }
+
+    /// What the step did, once it is done.
+    pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
+        let LaunchedStep { step, losses, update } = launched;
+        let loss = mean_loss(losses, *step)?;
+        let norm = self.optimizer.finish(update).map_err(|source| match source {
+            OptimError::Candle(error) => StepError::Candle(error),
+            source @ OptimError::NonFinite { .. } => {
+                StepError::NonFiniteGradient { step: *step, source }
+            }
+        })?;
+        Ok(StepOutcome { loss, grad_norm: norm.grad_norm, num_targets: losses.num_targets })
+    }
+
+    /// A whole step.
     pub fn run(
         &self,
         micro_batches: Vec<VarlenBatch>,
         lr: f64,
         step: u64,
     ) -> Result<StepOutcome, StepError> {
-        let (loss_sum, num_targets) = self.accumulate(micro_batches)?;
-        let loss = loss_sum / num_targets.max(1) as f64;
-        if !loss.is_finite() {
-            return Err(StepError::NonFiniteLoss { step, loss });
-        }
-        let norm = self.optimizer.step(&self.grads, lr, step).map_err(|source| match source {
-            OptimError::Candle(error) => StepError::Candle(error),
-            source @ OptimError::NonFinite { .. } => StepError::NonFiniteGradient { step, source },
-        })?;
-        Ok(StepOutcome { loss, grad_norm: norm.grad_norm, num_targets })
+        let prepared = self.prepare(micro_batches)?;
+        self.finish(&self.launch(prepared, lr, step)?)
     }
 
     /// Names of trained parameters whose gradient is all zeros after a backward: nothing reached them.
@@ -134,4 +200,9 @@ impl StepRunner {
         }
         Ok(silent)
     }
+}
+
+fn mean_loss(losses: &Losses, step: u64) -> Result<f64, StepError> {
+    let loss = losses.sum()? / losses.num_targets.max(1) as f64;
+    if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
 }

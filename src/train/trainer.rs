@@ -4,13 +4,13 @@ use super::config::EvalConfig;
 use super::eval::{EvalError, EvalReport, Evaluator};
 use super::reader::JsonlRows;
 use super::state::TrainState;
-use super::step::{StepError, StepRunner};
-use crate::checkpoint::{CheckpointError, Checkpointer, Contents, ModelFiles};
+use super::step::{PreparedStep, StepError, StepRunner};
+use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,8 +32,8 @@ pub struct TrainerParts {
     pub max_steps: u64,
     /// Steps between checkpoints; 0: only at the end.
     pub checkpoint_every: u64,
-    /// The folder whose tokenizer and processor files go into checkpoints.
-    pub model_folder: PathBuf,
+    /// The tokenizer and processor files of the model, which go into checkpoints.
+    pub carried: CarriedFiles,
     /// `config.json` of checkpoints.
     pub config_json: serde_json::Value,
     /// Rows to evaluate on.
@@ -135,6 +135,22 @@ pub struct Trainer {
     saved_at: Option<u64>,
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
+    ahead: Option<Result<ReadyStep, TrainError>>,
+}
+
+/// A step of data, its first micro-batch on the way to the device.
+struct ReadyStep {
+    data: StepData,
+    prepared: PreparedStep,
+    has_pictures: bool,
+}
+
+impl ReadyStep {
+    fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
+        let micro_batches = std::mem::take(&mut data.micro_batches);
+        let has_pictures = micro_batches.iter().any(|batch| !batch.media.is_empty());
+        Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_pictures })
+    }
 }
 
 impl Trainer {
@@ -148,7 +164,15 @@ impl Trainer {
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
         let saved_at = is_here.then_some(step);
-        Self { parts, audit, saved_at, evaluated_at: None, last_eval: None, resumed: step > 0 }
+        Self {
+            parts,
+            audit,
+            saved_at,
+            evaluated_at: None,
+            last_eval: None,
+            resumed: step > 0,
+            ahead: None,
+        }
     }
 
     /// Where the run stands.
@@ -171,9 +195,14 @@ impl Trainer {
         // Not the planned number: a picture that turns out broken may shift a pack.
         while self.parts.state.step < self.parts.max_steps {
             let asked = Instant::now();
-            let Some(data) = self.parts.loader.next_step() else { break };
-            let data = data.or_else(|error| self.give_up(error))?;
-            self.step(data, asked, observer)?;
+            let ready = match self.ahead.take() {
+                Some(ready) => ready?,
+                None => match self.next_step(self.parts.state.step + 1)? {
+                    Some(ready) => ready,
+                    None => break,
+                },
+            };
+            self.step(ready, asked, observer)?;
             let step = self.parts.state.step;
             if due(step, self.parts.eval.every_steps) {
                 self.evaluate(observer)?;
@@ -191,26 +220,46 @@ impl Trainer {
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
     }
 
+    /// Waits for the data of `step`, and takes it over; `None` at the end.
+    fn next_step(&mut self, step: u64) -> Result<Option<ReadyStep>, TrainError> {
+        let Some(data) = self.parts.loader.next_step() else { return Ok(None) };
+        let data = data.or_else(|error| self.give_up(step, error))?;
+        ReadyStep::new(&self.parts.runner, data).map(Some)
+    }
+
+    /// While the GPU computes a step, the next is read and its upload begun, if its data is there. What is read ahead
+    /// is not trained on yet: a checkpoint says where the last step ended.
+    fn look_ahead(&mut self) {
+        let parts = &mut self.parts;
+        let next = parts.state.step + 2; // that of the state is done when this one is
+        let is_last = next > parts.max_steps;
+        if parts.runner.device.is_cpu() || is_last || !parts.loader.is_ready() {
+            return;
+        }
+        self.ahead = self.next_step(next).transpose();
+    }
+
     /// The rows that led to the error go to `rejects.jsonl`, as those of any step do.
-    fn give_up<T>(&mut self, error: LoaderError) -> Result<T, TrainError> {
-        let step = self.parts.state.step + 1;
+    fn give_up<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
         write_rejects(&mut self.parts.rejects, step, error.unreported())?;
         Err(error.into())
     }
 
     fn step(
         &mut self,
-        data: StepData,
+        ready: ReadyStep,
         asked: Instant,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
         let data_wait_s = asked.elapsed().as_secs_f64();
+        let ReadyStep { data, prepared, has_pictures } = ready;
+        let step = self.parts.state.step + 1;
+        let lr = self.parts.schedule.lr(step);
+        write_rejects(&mut self.parts.rejects, step, &data.rejected)?;
+        let launched = self.parts.runner.launch(prepared, lr, step)?;
+        self.look_ahead();
         let parts = &mut self.parts;
-        let step = parts.state.step + 1;
-        let lr = parts.schedule.lr(step);
-        let has_pictures = data.micro_batches.iter().any(|batch| !batch.media.is_empty());
-        write_rejects(&mut parts.rejects, step, &data.rejected)?;
-        let outcome = parts.runner.run(data.micro_batches, lr, step)?;
+        let outcome = parts.runner.finish(&launched)?;
         if self.audit.is_due(has_pictures) {
             audit(&parts.runner, step, has_pictures)?;
         }
@@ -235,6 +284,7 @@ impl Trainer {
             data_wait_s,
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
+            peak_device_memory_bytes: gpu_memory(&parts.runner.device).map(|memory| memory.peak),
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
         };
@@ -314,11 +364,10 @@ impl Trainer {
                 model: ModelFiles {
                     weights: &weights,
                     config_json: &parts.config_json,
-                    copy_from: Some(&parts.model_folder),
+                    carried: &parts.carried,
                     max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
                 },
                 optimizer: Some(&optimizer),
-                optimizer_metadata: &BTreeMap::new(),
                 state: &state,
             },
         )?;

@@ -25,7 +25,8 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
     ("train", &["batch", "checkpoint", "data", "loss", "metrics", "model", "ops", "optim", "tape"]),
     // Composes the section structs.
     ("config", &["checkpoint", "data", "optim", "train"]),
-    // The only place that reads the environment, prints and exits; `bench` times the ops themselves.
+    // The only place that prints and exits, and reads the environment, but for `TRAINER_SIMD`; `bench` times the ops
+    // themselves.
     (
         "cli",
         &[

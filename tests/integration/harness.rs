@@ -97,7 +97,7 @@ impl Place {
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
-        command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS");
+        command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS").env_remove("TRAINER_SIMD");
         command
     }
 

@@ -10,5 +10,7 @@ mod encoding;
 mod harness;
 mod images;
 mod laws;
+mod output_dir;
 mod parity;
 mod resume;
+mod simd;

@@ -182,7 +182,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
         let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
         let samples: Vec<EncodedSample> =
             rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
-        runner.accumulate(PLAIN.micro_batches(&samples)).unwrap();
+        runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap()).unwrap();
         for param in &runner.params {
             let expected =
                 golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
@@ -248,9 +248,10 @@ fn other_shapes_and_files_give_the_references_losses_and_gradients() {
     let mut compared = 0;
     for model in ["untied", "sharded-bf16"] {
         let (golden, runner) = (&golden_variants[model], runner(model, PLAIN, Precision::F32));
-        let (loss_sum, num_targets) = runner.accumulate(PLAIN.micro_batches(&samples)).unwrap();
-        assert_eq!(num_targets, golden["num_targets"].as_u64().unwrap());
-        let loss = loss_sum / num_targets as f64;
+        let step = runner.prepare(PLAIN.micro_batches(&samples)).unwrap();
+        let losses = runner.accumulate(step).unwrap();
+        assert_eq!(losses.num_targets, golden["num_targets"].as_u64().unwrap());
+        let loss = losses.sum().unwrap() / losses.num_targets as f64;
         let off = (loss - golden["loss"].as_f64().unwrap()).abs();
         assert!(off <= 1e-5, "{model}: {loss} not {}", golden["loss"]);
         for param in &runner.params {

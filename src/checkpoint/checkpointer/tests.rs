@@ -1,6 +1,6 @@
 //! Save, damage, resume.
 
-use super::super::write_atomically;
+use super::super::{CarriedFiles, write_atomically};
 use super::*;
 use candle_core::{DType, Device};
 use half::bf16;
@@ -42,11 +42,10 @@ impl Run {
             model: ModelFiles {
                 weights: &weights(step),
                 config_json: &json!({"model_type": "tiny"}),
-                copy_from: Some(&self.folder.path().join("model")),
+                carried: &CarriedFiles::read(&self.folder.path().join("model")).unwrap(),
                 max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
             },
             optimizer: Some(&moments(step)),
-            optimizer_metadata: &BTreeMap::from([("world".to_owned(), "1".to_owned())]),
             state: &json!({"step": step, "fingerprint": "abc"}),
         };
         self.checkpointer().save(step, &contents)
@@ -113,7 +112,6 @@ fn what_was_saved_is_found_and_loads_bit_equal() {
     assert_same_bits(&found.weights().unwrap(), &weights(200));
     let optimizer = found.optimizer().unwrap();
     assert_same_bits(&optimizer, &moments(200));
-    assert_eq!(optimizer.metadata()["world"], "1");
     assert_eq!(Checkpointer::open(&dir).unwrap(), found);
     assert_eq!(
         run.names("checkpoints/step-00000200"),
@@ -248,11 +246,10 @@ fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
         model: ModelFiles {
             weights: &ids,
             config_json: &json!({}),
-            copy_from: Some(&run.output_dir()),
+            carried: &CarriedFiles::default(),
             max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
         },
         optimizer: None,
-        optimizer_metadata: &BTreeMap::new(),
         state: &json!({}),
     };
     let error = run.checkpointer().save(2, &contents).unwrap_err();

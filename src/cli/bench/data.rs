@@ -1,19 +1,63 @@
 //! Reading, encoding and loading the rows of a config, without a model.
 
 use super::Table;
+use crate::batch::Patches;
 use crate::cli::sft;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, Loader, RowReader};
+use crate::data::{DataState, Encoder, Loader, Row, RowReader};
+use crate::metrics::cpu_seconds;
 use crate::train::JsonlRows;
 use rayon::prelude::*;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Rows that the single stages are timed on.
+/// Rows of a kind that the single stages are timed on.
 const MAX_ROWS: usize = 2000;
+/// Passes over them; the quickest counts.
+const ROUNDS: usize = 3;
 
-/// One row a stage: indexing, lengths, encoding on one core and on all, and the loader.
+/// What became of the rows.
+#[derive(Clone, Copy, Default)]
+struct Totals {
+    rows: f64,
+    tokens: f64,
+    pixels: f64,
+}
+
+impl Totals {
+    fn add(self, other: Self) -> Self {
+        let Self { rows, tokens, pixels } = other;
+        Self { rows: self.rows + rows, tokens: self.tokens + tokens, pixels: self.pixels + pixels }
+    }
+}
+
+/// Prints the rates of `pass`, which works through some rows, by the clock and by the processor's time.
+fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Result<()> {
+    let (mut totals, mut seconds, mut cpu) = (Totals::default(), f64::INFINITY, f64::INFINITY);
+    for _ in 0..ROUNDS {
+        let (begin, cpu_begin) = (Instant::now(), cpu_seconds());
+        totals = pass();
+        seconds = seconds.min(begin.elapsed().as_secs_f64());
+        cpu = cpu.min(cpu_seconds() - cpu_begin);
+    }
+    let Totals { rows, tokens, pixels } = totals;
+    let mut figures = vec![
+        ("rows", rows),
+        ("tokens", tokens),
+        ("rows/s", rows / seconds),
+        ("tokens/s", tokens / seconds),
+        ("tokens/cpu_s", tokens / cpu),
+    ];
+    if pixels > 0.0 {
+        figures.push(("MPix/s", pixels / seconds / 1e6));
+        figures.push(("MPix/cpu_s", pixels / cpu / 1e6));
+    }
+    table.row(name, &figures)
+}
+
+/// Rows of text and rows with pictures apart: lengths, and encoding on one core and on all. Before them the
+/// index, after them the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
     let begin = Instant::now();
@@ -21,38 +65,38 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let seconds = begin.elapsed().as_secs_f64();
     let all: Vec<_> = rows.rows().collect();
     table.row("index", &[("rows/s", all.len() as f64 / seconds), ("s", seconds)])?;
-    let some = &all[..all.len().min(MAX_ROWS)];
 
-    let begin = Instant::now();
-    let lengths: Vec<_> = some.iter().filter_map(|row| rows.length(*row).ok()).collect();
-    let seconds = begin.elapsed().as_secs_f64();
-    let tokens: usize = lengths.iter().map(|length| length.tokens).sum();
-    let rates = [("rows/s", some.len() as f64 / seconds), ("tokens/s", tokens as f64 / seconds)];
-    table.row("length, one core", &rates)?;
-
-    let encode = |begin: Instant, samples: Vec<(usize, f64)>| {
-        let seconds = begin.elapsed().as_secs_f64();
-        let tokens: usize = samples.iter().map(|(tokens, _)| tokens).sum();
-        let pixels: f64 = samples.iter().map(|(_, pixels)| pixels).sum();
-        [
-            ("rows/s", some.len() as f64 / seconds),
-            ("tokens/s", tokens as f64 / seconds),
-            ("MPix/s", pixels / seconds / 1e6),
-        ]
+    let length = |row: &Row| {
+        let length = rows.length(*row).ok()?;
+        Some(Totals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
     };
     // A patch holds three channels of each of its frames; a picture repeats one frame.
     let patch = f64::from(encoder.image_processor().patch_size()).powi(2);
-    let measure = |row: &crate::data::Row| {
+    let encode = |row: &Row| {
         let sample = rows.read(*row).ok()?;
-        let patches: usize = sample.media.iter().map(crate::batch::Patches::num_patches).sum();
-        Some((sample.len(), patches as f64 * patch))
+        let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
+        Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
-    let begin = Instant::now();
-    let samples = some.iter().filter_map(measure).collect();
-    table.row("encode, one core", &encode(begin, samples))?;
-    let begin = Instant::now();
-    let samples = some.par_iter().filter_map(measure).collect();
-    table.row("encode, all cores", &encode(begin, samples))?;
+    let has_pictures =
+        |row: &Row| rows.sample(*row).ok().map(|sample| (!sample.media.is_empty(), *row));
+    let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_pictures).collect();
+    for (name, pictures) in [("text", false), ("pictures", true)] {
+        let some: Vec<_> =
+            kinds.iter().filter(|kind| kind.0 == pictures).map(|kind| kind.1).collect();
+        let some = &some[..some.len().min(MAX_ROWS)];
+        if some.is_empty() {
+            continue;
+        }
+        stage(table, &format!("{name}: length, one core"), || {
+            some.iter().filter_map(length).fold(Totals::default(), Totals::add)
+        })?;
+        stage(table, &format!("{name}: encode, one core"), || {
+            some.iter().filter_map(encode).fold(Totals::default(), Totals::add)
+        })?;
+        stage(table, &format!("{name}: encode, all cores"), || {
+            some.par_iter().filter_map(encode).reduce(Totals::default, Totals::add)
+        })?;
+    }
 
     let mut options = sft::loader_options(config, &encoder);
     options.epochs = NonZeroU64::new(1);

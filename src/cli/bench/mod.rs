@@ -6,6 +6,8 @@ mod step;
 
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
+use super::stdout::stdout;
+use crate::ops::simd_level;
 use clap::Args;
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -55,6 +57,7 @@ pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     };
     let mut table = Table { json: args.json };
     if args.ops || !(args.step || args.data) {
+        table.text("simd", "level", &simd_level()?.to_string())?;
         ops::run(&args.filter, &mut table)?;
     }
     if args.step {
@@ -72,8 +75,18 @@ struct Table {
 }
 
 impl Table {
+    fn text(&mut self, name: &str, key: &str, value: &str) -> anyhow::Result<()> {
+        let mut out = stdout();
+        if self.json {
+            writeln!(out, "{}", serde_json::json!({ "name": name, key: value }))?;
+        } else {
+            writeln!(out, "{name:44}  {key} {value}")?;
+        }
+        Ok(())
+    }
+
     fn row(&mut self, name: &str, figures: &[(&str, f64)]) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = stdout();
         if self.json {
             let mut object = serde_json::Map::new();
             object.insert("name".to_owned(), name.into());

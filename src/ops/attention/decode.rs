@@ -16,6 +16,7 @@ pub fn decode_attention(q: &Tensor, k: &Tensor, v: &Tensor, num_past: usize) -> 
     if hkv == 0 || dh == 0 || h % hkv != 0 {
         bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
     }
+    gpu!(q => decode_attention(q, k, v, num_past));
     let (q, k, v) = (read(op, "q", q)?, read(op, "k", k)?, read(op, "v", v)?);
     let heads = Heads { h, hkv, dh, scale: 1.0 / (dh as f32).sqrt() };
     let spans = [Span { queries: 0..n, keys: 0..s }];

@@ -1,8 +1,9 @@
 //! Attention in tiles: no score matrix, no mask, no repeated key-value heads.
 //!
-//! A forward task is one block of queries of one head: it walks the keys in tiles with a running maximum and sum.
-//! A backward task is one key-value head of one segment: it owns those columns of `dk` and `dv`, so that nothing
-//! is added across tasks and the sum over the heads of a group costs nothing. Tiles above the diagonal are skipped.
+//! A tile has the rows of all query heads that share a key-value head, one head below the other, so that one product
+//! reads each key for the whole group. A forward task is one block of queries of one key-value head: it walks the keys
+//! in tiles with a running maximum and sum. A backward task is one key-value head of one segment: it owns those columns
+//! of `dk` and `dv`, so that nothing is added across tasks. Tiles above the diagonal are skipped.
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of one buffer")]
 
@@ -18,8 +19,10 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Flash;
 
-/// Queries in a tile.
-const QUERIES: usize = 128;
+/// Rows in a tile: queries times the heads of a group. A multiple amortises what a product spends on its keys.
+const ROWS: usize = 256;
+/// Queries of a head in a tile at least, however large the group.
+const MIN_QUERIES: usize = 32;
 /// Keys in a tile.
 const KEYS: usize = 512;
 
@@ -40,11 +43,12 @@ impl Span {
     }
 }
 
-/// One tile of scores: rows of queries from `first_row` of a span against keys from `first_key`.
+/// One tile of scores: `rows` queries of each head from `first_row` of a span, against keys from `first_key`.
 struct Tile<'a> {
     span: &'a Span,
     masking: Masking,
     first_row: usize,
+    rows: usize,
     first_key: usize,
     num_keys: usize,
 }
@@ -52,8 +56,44 @@ struct Tile<'a> {
 impl Tile<'_> {
     /// How many of the tile's keys row `i` of the tile sees.
     fn seen(&self, i: usize) -> usize {
-        let seen = self.span.seen(self.first_row + i, self.masking);
+        let seen = self.span.seen(self.first_row + i % self.rows, self.masking);
         seen.saturating_sub(self.first_key).min(self.num_keys)
+    }
+}
+
+/// The rows of `rows` queries from `first_query` in the heads of a group, as they lie in `[T, H, Dh]`.
+#[derive(Clone, Copy)]
+struct Block {
+    first_query: usize,
+    rows: usize,
+    first_head: usize,
+    group: usize,
+    h: usize,
+    dh: usize,
+}
+
+impl Block {
+    fn num_rows(self) -> usize {
+        self.rows * self.group
+    }
+
+    /// Head and query of row `i`.
+    fn place(self, i: usize) -> (usize, usize) {
+        (self.first_head + i / self.rows, self.first_query + i % self.rows)
+    }
+
+    /// Where row `i` lies.
+    fn range(self, i: usize) -> Range<usize> {
+        let (head, query) = self.place(i);
+        let start = (query * self.h + head) * self.dh;
+        start..start + self.dh
+    }
+
+    /// Copies the rows out of `all`, one below the other.
+    fn gather(self, all: &[f32], rows: &mut [f32]) {
+        for (i, row) in rows.chunks_mut(self.dh).take(self.num_rows()).enumerate() {
+            row.copy_from_slice(&all[self.range(i)]);
+        }
     }
 }
 
@@ -71,6 +111,12 @@ kernels! {
     fn scale_row(x: &mut [f32], factor: f32) {
         for x in x {
             *x *= factor;
+        }
+    }
+
+    fn scaled_row(x: &[f32], factor: f32, y: &mut [f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = x * factor;
         }
     }
 
@@ -98,6 +144,40 @@ pub(super) struct Heads {
     pub(super) scale: f32,
 }
 
+impl Heads {
+    /// Query heads that share a key-value head.
+    fn group(&self) -> usize {
+        self.h / self.hkv
+    }
+
+    /// Queries of a head in a tile.
+    fn queries(&self) -> usize {
+        (ROWS / self.group()).max(MIN_QUERIES)
+    }
+
+    /// Rows of the largest tile over `spans`.
+    fn most_rows(&self, spans: &[Span]) -> usize {
+        let longest = spans.iter().map(|span| span.queries.len()).max().unwrap_or(0);
+        self.group() * self.queries().min(longest)
+    }
+
+    fn block(&self, span: &Span, kv: usize, first_row: usize) -> Block {
+        Block {
+            first_query: span.queries.start + first_row,
+            rows: self.queries().min(span.queries.len() - first_row),
+            first_head: kv * self.group(),
+            group: self.group(),
+            h: self.h,
+            dh: self.dh,
+        }
+    }
+}
+
+/// Keys of the largest tile over `spans`.
+fn most_keys(spans: &[Span]) -> usize {
+    KEYS.min(spans.iter().map(|span| span.keys.len()).max().unwrap_or(0))
+}
+
 /// `o` and `lse [H, T]` for the queries of `spans`, which tile the queries.
 pub(super) fn forward(
     heads: &Heads,
@@ -106,90 +186,86 @@ pub(super) fn forward(
     masking: Masking,
 ) -> (Vec<f32>, Vec<f32>) {
     let &Heads { h, hkv, dh, scale } = heads;
-    let (q_stride, k_stride) = (h * dh, hkv * dh);
-    let t = q.len() / q_stride.max(1);
+    let k_stride = hkv * dh;
+    let t = q.len() / (h * dh).max(1);
     let (mut o, mut lse) = (vec![0f32; q.len()], vec![0f32; h * t]);
-    // (cost, span, head, first row): longest first.
+    // (cost, span, key-value head, first row): longest first.
     let mut tasks = Vec::new();
     for (index, span) in spans.iter().enumerate() {
-        for head in 0..h {
-            for first_row in (0..span.queries.len()).step_by(QUERIES) {
-                let rows = QUERIES.min(span.queries.len() - first_row);
+        for kv in 0..hkv {
+            for first_row in (0..span.queries.len()).step_by(heads.queries()) {
+                let rows = heads.queries().min(span.queries.len() - first_row);
                 let cost = rows * span.seen(first_row + rows - 1, masking);
-                tasks.push((cost, index, head, first_row));
+                tasks.push((cost, index, kv, first_row));
             }
         }
     }
     tasks.sort_by_key(|task| std::cmp::Reverse(task.0));
     let (o_part, lse_part) = (Shared::of(&mut o), Shared::of(&mut lse));
-    let longest = spans.iter().map(|span| span.keys.len()).max().unwrap_or(0);
-    cpu::for_each_task(
-        tasks.len(),
-        || vec![0f32; QUERIES * KEYS.min(longest)],
-        |scores, task| {
-            let (_, index, head, first_row) = tasks[task];
-            let span = &spans[index];
-            let kv = head / (h / hkv);
-            let rows = QUERIES.min(span.queries.len() - first_row);
-            let first_query = span.queries.start + first_row;
-            let q_rows = &q[first_query * q_stride + head * dh..];
-            let (mut maxima, mut sums) = ([f32::NEG_INFINITY; QUERIES], [0f32; QUERIES]);
-            let num_seen = span.seen(first_row + rows - 1, masking);
-            for first_key in (0..num_seen).step_by(KEYS) {
-                let num_keys = KEYS.min(num_seen - first_key);
-                let tile = Tile { span, masking, first_row, first_key, num_keys };
-                let at = (span.keys.start + first_key) * k_stride + kv * dh;
-                let scores = &mut scores[..rows * num_keys];
-                // SAFETY: rows and keys are inside the tensors, and the scores belong to this task.
-                unsafe {
-                    product(
-                        (rows, num_keys, dh),
-                        Raw::rows(scores.as_mut_ptr(), num_keys),
-                        Into::Overwrite,
-                        Raw::rows(q_rows.as_ptr(), q_stride),
-                        Raw::rows(k[at..].as_ptr(), k_stride).t(),
-                        Parallelism::None,
-                    );
+    let most_rows = heads.most_rows(spans);
+    let scratch = || {
+        let rows = || vec![0f32; most_rows * dh];
+        (vec![0f32; most_rows * most_keys(spans)], rows(), rows())
+    };
+    cpu::for_each_task(tasks.len(), scratch, |(scores, q_rows, o_rows), task| {
+        let (_, index, kv, first_row) = tasks[task];
+        let span = &spans[index];
+        let block = heads.block(span, kv, first_row);
+        let (rows, num_rows) = (block.rows, block.num_rows());
+        block.gather(q, q_rows);
+        let mut running = vec![(f32::NEG_INFINITY, 0f32); num_rows];
+        let num_seen = span.seen(first_row + rows - 1, masking);
+        for first_key in (0..num_seen).step_by(KEYS) {
+            let num_keys = KEYS.min(num_seen - first_key);
+            let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
+            let at = (span.keys.start + first_key) * k_stride + kv * dh;
+            let scores = &mut scores[..num_rows * num_keys];
+            // SAFETY: the keys are inside the tensor, and the rest belongs to this task.
+            unsafe {
+                product(
+                    (num_rows, num_keys, dh),
+                    Raw::rows(scores.as_mut_ptr(), num_keys),
+                    Into::Overwrite,
+                    Raw::rows(q_rows.as_ptr(), dh),
+                    Raw::rows(k[at..].as_ptr(), k_stride).t(),
+                    Parallelism::None,
+                );
+            }
+            for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
+                let (seen, unseen) = scores.split_at_mut(tile.seen(i));
+                unseen.fill(0.0);
+                if seen.is_empty() {
+                    continue; // all of this tile is later than the query
                 }
-                for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
-                    let (seen, unseen) = scores.split_at_mut(tile.seen(i));
-                    unseen.fill(0.0);
-                    if seen.is_empty() {
-                        continue; // all of this tile is later than the query
-                    }
-                    let [max, sum, factor] = softmax_row(seen, scale, maxima[i], sums[i]);
-                    (maxima[i], sums[i]) = (max, sum);
-                    if first_key > 0 {
-                        let start = (first_query + i) * q_stride + head * dh;
-                        // SAFETY: this row of this head belongs to this task.
-                        scale_row(unsafe { o_part.slice(start..start + dh) }, factor);
-                    }
-                }
-                let into = if first_key == 0 { Into::Overwrite } else { Into::Add };
-                // SAFETY: as above; these rows of this head of `o` belong to this task.
-                unsafe {
-                    product(
-                        (rows, dh, num_keys),
-                        Raw::rows(o_part.at(first_query * q_stride + head * dh), q_stride),
-                        into,
-                        Raw::rows(scores.as_ptr(), num_keys),
-                        Raw::rows(v[at..].as_ptr(), k_stride),
-                        Parallelism::None,
-                    );
+                let (old_max, old_sum) = running[i];
+                let [max, sum, factor] = softmax_row(seen, scale, old_max, old_sum);
+                running[i] = (max, sum);
+                if first_key > 0 {
+                    scale_row(&mut o_rows[i * dh..(i + 1) * dh], factor);
                 }
             }
-            for i in 0..rows {
-                let start = (first_query + i) * q_stride + head * dh;
-                let lse_at = head * t + first_query + i;
-                // SAFETY: this row of this head belongs to this task.
-                let (o, lse) = unsafe {
-                    (o_part.slice(start..start + dh), lse_part.slice(lse_at..lse_at + 1))
-                };
-                scale_row(o, 1.0 / sums[i]);
-                lse[0] = maxima[i] + sums[i].ln();
+            // SAFETY: as above.
+            unsafe {
+                product(
+                    (num_rows, dh, num_keys),
+                    Raw::rows(o_rows.as_mut_ptr(), dh),
+                    if first_key == 0 { Into::Overwrite } else { Into::Add },
+                    Raw::rows(scores.as_ptr(), num_keys),
+                    Raw::rows(v[at..].as_ptr(), k_stride),
+                    Parallelism::None,
+                );
             }
-        },
-    );
+        }
+        for (i, (o_row, (max, sum))) in o_rows.chunks(dh).zip(running).enumerate() {
+            let (head, query) = block.place(i);
+            let lse_at = head * t + query;
+            // SAFETY: these rows of these heads belong to this task.
+            let (o, lse) =
+                unsafe { (o_part.slice(block.range(i)), lse_part.slice(lse_at..lse_at + 1)) };
+            scaled_row(o_row, 1.0 / sum, o);
+            lse[0] = max + sum.ln();
+        }
+    });
     (o, lse)
 }
 
@@ -203,89 +279,109 @@ struct Given<'a> {
     d_o: &'a [f32],
 }
 
+/// What one thread works on in the backward pass.
+struct Scratch {
+    scores: Vec<f32>,
+    grads: Vec<f32>,
+    q: Vec<f32>,
+    d_o: Vec<f32>,
+    dq: Vec<f32>,
+}
+
 fn backward(
-    sizes: Sizes,
+    heads: &Heads,
     given: &Given<'_>,
     spans: &[Span],
     masking: Masking,
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let Sizes { t, h, hkv, dh, .. } = sizes;
-    let &Given { q, k, v, o, lse, d_o } = given;
-    let (q_stride, k_stride, scale) = (h * dh, hkv * dh, sizes.scale());
-    let mut dq = vec![0f32; t * q_stride];
-    let (mut dk, mut dv) = (vec![0f32; t * k_stride], vec![0f32; t * k_stride]);
+    let &Heads { h, hkv, dh, .. } = heads;
+    let t = given.q.len() / (h * dh);
+    let mut dq = vec![0f32; given.q.len()];
+    let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
     let mut tasks: Vec<(usize, usize)> =
         (0..spans.len()).flat_map(|span| (0..hkv).map(move |kv| (span, kv))).collect();
     tasks.sort_by_key(|(span, _)| std::cmp::Reverse(spans[*span].keys.len())); // longest first
-    let (dq_part, dk_part, dv_part) =
-        (Shared::of(&mut dq), Shared::of(&mut dk), Shared::of(&mut dv));
-    let longest = spans.iter().map(|span| span.keys.len()).max().unwrap_or(0);
-    let tile_size = QUERIES * KEYS.min(longest);
-    cpu::for_each_task(
-        tasks.len(),
-        || (vec![0f32; tile_size], vec![0f32; tile_size]),
-        |(scores, grads), task| {
-            let (index, kv) = tasks[task];
-            let span = &spans[index];
-            let group = h / hkv;
-            for head in kv * group..(kv + 1) * group {
-                for first_row in (0..span.queries.len()).step_by(QUERIES) {
-                    let rows = QUERIES.min(span.queries.len() - first_row);
-                    let first_query = span.queries.start + first_row;
-                    let q_at = first_query * q_stride + head * dh;
-                    let mut delta = [0f32; QUERIES];
-                    for (i, delta) in delta[..rows].iter_mut().enumerate() {
-                        let row = q_at + i * q_stride..q_at + i * q_stride + dh;
-                        *delta = dot_row(&o[row.clone()], &d_o[row]);
-                    }
-                    let num_seen = span.seen(first_row + rows - 1, masking);
-                    for first_key in (0..num_seen).step_by(KEYS) {
-                        let num_keys = KEYS.min(num_seen - first_key);
-                        let tile = Tile { span, masking, first_row, first_key, num_keys };
-                        let k_at = (span.keys.start + first_key) * k_stride + kv * dh;
-                        let s = &mut scores[..rows * num_keys];
-                        let ds = &mut grads[..rows * num_keys];
-                        let k_rows = Raw::rows(k[k_at..].as_ptr(), k_stride);
-                        let v_rows = Raw::rows(v[k_at..].as_ptr(), k_stride);
-                        let q_rows = Raw::rows(q[q_at..].as_ptr(), q_stride);
-                        let do_rows = Raw::rows(d_o[q_at..].as_ptr(), q_stride);
-                        let (s_out, ds_out) = (
-                            Raw::rows(s.as_mut_ptr(), num_keys),
-                            Raw::rows(ds.as_mut_ptr(), num_keys),
-                        );
-                        let none = Parallelism::None;
-                        // SAFETY: rows and keys are inside the tensors; the tiles belong to this task.
-                        unsafe {
-                            let size = (rows, num_keys, dh);
-                            product(size, s_out, Into::Overwrite, q_rows, k_rows.t(), none);
-                            product(size, ds_out, Into::Overwrite, do_rows, v_rows.t(), none);
-                        }
-                        for (i, (s, ds)) in
-                            s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys)).enumerate()
-                        {
-                            let seen = tile.seen(i);
-                            let lse = lse[head * t + first_query + i];
-                            score_grad_row(&mut s[..seen], &mut ds[..seen], scale, lse, delta[i]);
-                            s[seen..].fill(0.0);
-                            ds[seen..].fill(0.0);
-                        }
-                        let p = Raw::rows(s.as_ptr(), num_keys);
-                        let ds = Raw::rows(ds.as_ptr(), num_keys);
-                        // SAFETY: this key-value head of this segment, and its query heads, belong to this task.
-                        unsafe {
-                            let dv = Raw::rows(dv_part.at(k_at), k_stride);
-                            product((num_keys, dh, rows), dv, Into::Add, p.t(), do_rows, none);
-                            let dk = Raw::rows(dk_part.at(k_at), k_stride);
-                            product((num_keys, dh, rows), dk, Into::Add, ds.t(), q_rows, none);
-                            let dq = Raw::rows(dq_part.at(q_at), q_stride);
-                            product((rows, dh, num_keys), dq, Into::Add, ds, k_rows, none);
-                        }
-                    }
-                }
-            }
-        },
-    );
+    let parts = (Shared::of(&mut dq), Shared::of(&mut dk), Shared::of(&mut dv));
+    let most_rows = heads.most_rows(spans);
+    let scratch = || {
+        let tile = || vec![0f32; most_rows * most_keys(spans)];
+        let rows = || vec![0f32; most_rows * dh];
+        Scratch { scores: tile(), grads: tile(), q: rows(), d_o: rows(), dq: rows() }
+    };
+    cpu::for_each_task(tasks.len(), scratch, |scratch, task| {
+        let (index, kv) = tasks[task];
+        for first_row in (0..spans[index].queries.len()).step_by(heads.queries()) {
+            backward_block(heads, given, (&spans[index], kv, first_row), masking, scratch, parts);
+        }
+    });
     (dq, dk, dv)
+}
+
+/// The gradients of one block of queries, and what it adds to those of its keys and values.
+fn backward_block(
+    heads: &Heads,
+    given: &Given<'_>,
+    (span, kv, first_row): (&Span, usize, usize),
+    masking: Masking,
+    scratch: &mut Scratch,
+    (dq_part, dk_part, dv_part): (Shared<f32>, Shared<f32>, Shared<f32>),
+) {
+    let &Heads { h, hkv, dh, scale } = heads;
+    let (k_stride, t) = (hkv * dh, given.q.len() / (h * dh));
+    let block = heads.block(span, kv, first_row);
+    let (rows, num_rows) = (block.rows, block.num_rows());
+    block.gather(given.q, &mut scratch.q);
+    block.gather(given.d_o, &mut scratch.d_o);
+    // (lse, delta) of each row.
+    let of_row = |i: usize| {
+        let (head, query) = block.place(i);
+        let delta = dot_row(&given.o[block.range(i)], &given.d_o[block.range(i)]);
+        (given.lse[head * t + query], delta)
+    };
+    let of_rows: Vec<(f32, f32)> = (0..num_rows).map(of_row).collect();
+    let num_seen = span.seen(first_row + rows - 1, masking);
+    let none = Parallelism::None;
+    for first_key in (0..num_seen).step_by(KEYS) {
+        let num_keys = KEYS.min(num_seen - first_key);
+        let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
+        let at = (span.keys.start + first_key) * k_stride + kv * dh;
+        let s = &mut scratch.scores[..num_rows * num_keys];
+        let ds = &mut scratch.grads[..num_rows * num_keys];
+        let k_rows = Raw::rows(given.k[at..].as_ptr(), k_stride);
+        let v_rows = Raw::rows(given.v[at..].as_ptr(), k_stride);
+        let q_rows = Raw::rows(scratch.q.as_ptr(), dh);
+        let do_rows = Raw::rows(scratch.d_o.as_ptr(), dh);
+        let (s_out, ds_out) =
+            (Raw::rows(s.as_mut_ptr(), num_keys), Raw::rows(ds.as_mut_ptr(), num_keys));
+        // SAFETY: the keys are inside the tensors; the scratch belongs to this task.
+        unsafe {
+            let size = (num_rows, num_keys, dh);
+            product(size, s_out, Into::Overwrite, q_rows, k_rows.t(), none);
+            product(size, ds_out, Into::Overwrite, do_rows, v_rows.t(), none);
+        }
+        let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
+        for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
+            let seen = tile.seen(i);
+            score_grad_row(&mut s[..seen], &mut ds[..seen], scale, *lse, *delta);
+            s[seen..].fill(0.0);
+            ds[seen..].fill(0.0);
+        }
+        let (p, ds) = (Raw::rows(s.as_ptr(), num_keys), Raw::rows(ds.as_ptr(), num_keys));
+        let into = if first_key == 0 { Into::Overwrite } else { Into::Add };
+        // SAFETY: these keys of this key-value head belong to this task, and so does the scratch.
+        unsafe {
+            let dv = Raw::rows(dv_part.at(at), k_stride);
+            product((num_keys, dh, num_rows), dv, Into::Add, p.t(), do_rows, none);
+            let dk = Raw::rows(dk_part.at(at), k_stride);
+            product((num_keys, dh, num_rows), dk, Into::Add, ds.t(), q_rows, none);
+            let dq = Raw::rows(scratch.dq.as_mut_ptr(), dh);
+            product((num_rows, dh, num_keys), dq, into, ds, k_rows, none);
+        }
+    }
+    for (i, row) in scratch.dq.chunks(dh).take(num_rows).enumerate() {
+        // SAFETY: these rows of these heads belong to this task.
+        unsafe { dq_part.slice(block.range(i)) }.copy_from_slice(row);
+    }
 }
 
 fn spans(segments: Segments<'_>) -> Vec<Span> {
@@ -305,6 +401,7 @@ impl AttentionBackend for Flash {
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attention";
         let sizes = Sizes::check(op, qkv, segments)?;
+        gpu!(qkv.q => flash_attention(qkv, segments.cu_seqlens, masking));
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let heads = Heads { h, hkv, dh, scale: sizes.scale() };
@@ -325,13 +422,15 @@ impl AttentionBackend for Flash {
         let op = "flash_attention_backward";
         let sizes = Sizes::check(op, qkv, segments)?;
         sizes.check_backward(op, o, lse, d_o)?;
+        gpu!(qkv.q => flash_attention_backward(qkv, o, lse, d_o, segments.cu_seqlens, masking));
         let Sizes { t, h, hkv, dh, dtype } = sizes;
+        let heads = Heads { h, hkv, dh, scale: sizes.scale() };
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let (o, lse, d_o) = (read(op, "o", o)?, read(op, "lse", lse)?, read(op, "d_o", d_o)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
         let given = Given { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
-        let (dq, dk, dv) = backward(sizes, &given, &spans(segments), masking);
+        let (dq, dk, dv) = backward(&heads, &given, &spans(segments), masking);
         Ok(QkvGrad {
             dq: cpu::tensor(dq, (t, h, dh), dtype)?,
             dk: cpu::tensor(dk, (t, hkv, dh), dtype)?,

@@ -1,0 +1,67 @@
+//! Sums over rows beside a pass that computes something else of them, the same for every number of threads.
+
+use super::cpu::{self, ROWS};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Sums of `width` columns, in a part for each block of [`ROWS`] rows.
+pub(super) struct ColumnSums {
+    parts: Vec<Mutex<Vec<f32>>>,
+    width: usize,
+}
+
+impl ColumnSums {
+    /// Of no columns where nobody asks for the sums.
+    pub(super) fn new(num_rows: usize, width: usize, wanted: bool) -> Self {
+        let width = if wanted { width } else { 0 };
+        let parts = (0..num_rows.div_ceil(ROWS)).map(|_| Mutex::default()).collect();
+        Self { parts, width }
+    }
+
+    /// Adds `rows`, which lie in one block: `add` gets the block's sums, or nothing if there are no columns.
+    pub(super) fn add(&self, rows: &Range<usize>, add: impl FnOnce(&mut [f32])) {
+        if self.width == 0 {
+            return;
+        }
+        // A block belongs to one task, so nobody ever waits here.
+        let mut part = self.parts[rows.start / ROWS].lock().unwrap_or_else(PoisonError::into_inner);
+        part.resize(self.width, 0.0);
+        add(&mut part);
+    }
+
+    /// The parts added up in the order of the blocks.
+    pub(super) fn finish(self) -> Vec<f32> {
+        let mut sums = vec![0f32; self.width];
+        for part in self.parts {
+            cpu::add(&part.into_inner().unwrap_or_else(PoisonError::into_inner), &mut sums);
+        }
+        sums
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_beside_another_pass_are_those_of_a_pass_of_their_own() {
+        let row = |i: usize| [(i as f32).sin(), (i as f32).cos()];
+        let add = |rows: Range<usize>, sums: &mut [f32]| {
+            rows.for_each(|i| cpu::add(&row(i), sums));
+        };
+        for n in [0, 1, ROWS - 1, ROWS, ROWS + 1, 5 * ROWS + 3] {
+            let sums = ColumnSums::new(n, 2, true);
+            for start in (0..n).step_by(7) {
+                let end = (start + 7).min(n);
+                let middle = (end / ROWS * ROWS).clamp(start, end); // pieces never cross a block
+                for rows in [start..middle, middle..end] {
+                    if !rows.is_empty() {
+                        sums.add(&rows, |sums| add(rows.clone(), sums));
+                    }
+                }
+            }
+            assert_eq!(sums.finish(), cpu::column_sums(n, 2, add));
+            assert!(ColumnSums::new(n, 2, false).finish().is_empty());
+        }
+    }
+}

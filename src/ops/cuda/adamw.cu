@@ -1,0 +1,196 @@
+// The optimizer over all tensors in a few launches; see src/ops/adamw.rs for the contract.
+//
+// Up to MOST tensors go into one launch, listed in the kernel's arguments: nothing is uploaded. A block has one chunk
+// of 65,536 elements and finds its tensor by bisection. All kernels read and write each element once, in 16-byte
+// accesses with 4 or 8 under way in a thread, and are bound by memory: 4 bytes an element for the sum of squares, 28
+// for the update and 2 more for a bf16 copy of the weight. Sums are f64, in an order that the sizes fix.
+#include "common.cuh"
+
+namespace {
+
+constexpr int CHUNK = 1 << 16;
+constexpr int THREADS = 256;
+
+// Plain tensors. Those of a launch have the chunks first[i] .. first[i + 1], counted from 0.
+struct Tensors {
+  static constexpr int MOST = 160;
+  float *start[MOST];
+  long long count[MOST];
+  int first[MOST + 1];
+};
+
+struct Updates {
+  static constexpr int MOST = 64;
+  float *weight[MOST]; // f32
+  bf16 *copy[MOST];    // of the weight; null if the model computes in f32
+  float *exp_avg[MOST];
+  float *exp_avg_sq[MOST];
+  const float *grad[MOST];
+  long long count[MOST];
+  float keep[MOST];      // what decay leaves of the weight
+  float step_size[MOST]; // learning rate, corrected for the first moment's start
+  int first[MOST + 1];
+};
+
+static_assert(sizeof(Tensors) < 4000 && sizeof(Updates) < 4000, "arguments take 4 KB");
+
+// Constants of an update.
+struct Scalars {
+  float lerp, beta2, one_minus_beta2, inverse_root_correction2, eps;
+};
+
+// The tensor of this block's chunk.
+template <class List> __device__ __forceinline__ int tensor_of_block(const List &list, int num) {
+  int low = 0, high = num; // first[low] <= block < first[high]
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (list.first[middle] <= int(blockIdx.x)) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+__device__ __forceinline__ bool aligned(const void *at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; }
+
+struct alignas(8) Bytes8 {
+  uint32_t words[2];
+};
+
+__device__ __forceinline__ double squares_of_chunk(const float *x, int count) {
+  double sum = 0;
+  int whole = aligned(x) ? count / 4 * 4 : 0;
+#pragma unroll 4
+  for (int at = int(threadIdx.x) * 4; at < whole; at += THREADS * 4) {
+    float v[4];
+    load_vector(x + at, v);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum += double(v[i]) * double(v[i]);
+  }
+  for (int at = whole + int(threadIdx.x); at < count; at += THREADS) sum += double(x[at]) * double(x[at]);
+  return block_sum(sum);
+}
+
+__device__ __forceinline__ void zero_chunk(float *x, int count) {
+  const float zeros[4] = {};
+  int whole = aligned(x) ? count / 4 * 4 : 0;
+  for (int at = int(threadIdx.x) * 4; at < whole; at += THREADS * 4) store_vector(x + at, zeros);
+  for (int at = whole + int(threadIdx.x); at < count; at += THREADS) x[at] = 0;
+}
+
+struct Element {
+  float weight, exp_avg, exp_avg_sq;
+};
+
+__device__ __forceinline__ void update(Element &e, float grad, const Scalars &s, float keep, float step_size) {
+  float decayed = e.weight * keep;
+  e.exp_avg = fmaf(s.lerp, grad - e.exp_avg, e.exp_avg);
+  e.exp_avg_sq = e.exp_avg_sq * s.beta2 + s.one_minus_beta2 * grad * grad;
+  float denominator = sqrtf(e.exp_avg_sq) * s.inverse_root_correction2 + s.eps;
+  e.weight = decayed - __fdividef(step_size * e.exp_avg, denominator);
+}
+
+// Elements of a chunk of one tensor.
+struct Chunk {
+  float *weight;
+  bf16 *copy;
+  float *exp_avg, *exp_avg_sq;
+  const float *grad;
+};
+
+// Vectors of four at `at` and THREADS * 4 behind it; the second one only if `both`.
+__device__ __forceinline__ void update_vectors(const Chunk &chunk, int at, bool both, float grad_scale, const Scalars &s, float keep, float step_size) {
+  float g[2][4], p[2][4], m[2][4], v[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (i == 1 && !both) break;
+    int from = at + i * THREADS * 4;
+    load_vector(chunk.grad + from, g[i]);
+    load_vector(chunk.weight + from, p[i]);
+    load_vector(chunk.exp_avg + from, m[i]);
+    load_vector(chunk.exp_avg_sq + from, v[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (i == 1 && !both) break;
+    int to = at + i * THREADS * 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      Element e = {p[i][j], m[i][j], v[i][j]};
+      update(e, g[i][j] * grad_scale, s, keep, step_size);
+      p[i][j] = e.weight, m[i][j] = e.exp_avg, v[i][j] = e.exp_avg_sq;
+    }
+    store_vector(chunk.weight + to, p[i]);
+    store_vector(chunk.exp_avg + to, m[i]);
+    store_vector(chunk.exp_avg_sq + to, v[i]);
+    if (chunk.copy) *reinterpret_cast<Bytes8 *>(chunk.copy + to) = Bytes8{pack(p[i][0], p[i][1]), pack(p[i][2], p[i][3])};
+  }
+}
+
+__device__ __forceinline__ void update_chunk(const Chunk &chunk, int count, float grad_scale, const Scalars &s, float keep, float step_size) {
+  bool vectors = aligned(chunk.weight) && aligned(chunk.exp_avg) && aligned(chunk.exp_avg_sq) && aligned(chunk.grad) &&
+                 reinterpret_cast<uintptr_t>(chunk.copy) % 8 == 0;
+  int whole = vectors ? count / 4 * 4 : 0;
+  for (int at = int(threadIdx.x) * 4; at < whole; at += 2 * THREADS * 4)
+    update_vectors(chunk, at, at + THREADS * 4 < whole, grad_scale, s, keep, step_size);
+  for (int at = whole + int(threadIdx.x); at < count; at += THREADS) {
+    Element e = {chunk.weight[at], chunk.exp_avg[at], chunk.exp_avg_sq[at]};
+    update(e, chunk.grad[at] * grad_scale, s, keep, step_size);
+    chunk.weight[at] = e.weight, chunk.exp_avg[at] = e.exp_avg, chunk.exp_avg_sq[at] = e.exp_avg_sq;
+    if (chunk.copy) chunk.copy[at] = narrow<bf16>(e.weight);
+  }
+}
+
+} // namespace
+
+// partials [chunks]: the sum of squares of each.
+extern "C" __global__ void __launch_bounds__(THREADS) squares_of_chunks_f32(const __grid_constant__ Tensors tensors, int num, double *partials) {
+  int tensor = tensor_of_block(tensors, num);
+  long long start = (long long)(int(blockIdx.x) - tensors.first[tensor]) * CHUNK;
+  int count = int(min((long long)CHUNK, tensors.count[tensor] - start));
+  double sum = squares_of_chunk(tensors.start[tensor] + start, count);
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+EXPORT(squares_of_chunks_f32)
+
+// squares [num]: the sums over the chunks of each tensor, one block a tensor.
+extern "C" __global__ void __launch_bounds__(THREADS) squares_of_tensors_f32(const __grid_constant__ Tensors tensors, const double *partials, double *squares) {
+  double sum = 0;
+  for (int chunk = tensors.first[blockIdx.x] + int(threadIdx.x); chunk < tensors.first[blockIdx.x + 1]; chunk += THREADS) sum += partials[chunk];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
+EXPORT(squares_of_tensors_f32)
+
+// What gradients are multiplied by so that their joint norm is at most `max_norm`, if that is above 0; -1 if the norm
+// is not finite. One block.
+extern "C" __global__ void __launch_bounds__(THREADS) clip_f32(const double *squares, int num, double max_norm, float *grad_scale) {
+  double sum = 0;
+  for (int tensor = int(threadIdx.x); tensor < num; tensor += THREADS) sum += squares[tensor];
+  double norm = sqrt(block_sum(sum));
+  if (threadIdx.x > 0) return;
+  double scale = 1;
+  if (max_norm > 0) scale = fmin(scale, max_norm / (norm + 1e-6));
+  *grad_scale = norm < double(INFINITE) ? float(scale) : -1.0f; // a NaN compares false
+}
+EXPORT(clip_f32)
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    adamw_f32(const __grid_constant__ Updates updates, int num, const float *grad_scale, float lerp, float beta2, float one_minus_beta2, float inverse_root_correction2, float eps) {
+  float scale = *grad_scale;
+  if (scale < 0) return; // the gradients are not finite: nothing changes
+  int tensor = tensor_of_block(updates, num);
+  long long start = (long long)(int(blockIdx.x) - updates.first[tensor]) * CHUNK;
+  int count = int(min((long long)CHUNK, updates.count[tensor] - start));
+  bf16 *copy = updates.copy[tensor];
+  Chunk chunk = {updates.weight[tensor] + start, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
+                 updates.grad[tensor] + start};
+  update_chunk(chunk, count, scale, Scalars{lerp, beta2, one_minus_beta2, inverse_root_correction2, eps}, updates.keep[tensor], updates.step_size[tensor]);
+}
+EXPORT(adamw_f32)
+
+extern "C" __global__ void __launch_bounds__(THREADS) zero_tensors_f32(const __grid_constant__ Tensors tensors, int num) {
+  int tensor = tensor_of_block(tensors, num);
+  long long start = (long long)(int(blockIdx.x) - tensors.first[tensor]) * CHUNK;
+  zero_chunk(tensors.start[tensor] + start, int(min((long long)CHUNK, tensors.count[tensor] - start)));
+}
+EXPORT(zero_tensors_f32)

@@ -1,0 +1,185 @@
+//! Launches of `adamw.cu`: lists of tensors travel as arguments of the kernels.
+
+use super::launch::{Launch, address, empty};
+use crate::ops::adamw::{AdamWTensors, AdamWUpdate, Scalars};
+use candle_core::{DType, Result, Tensor};
+
+/// Elements of a block, as in `adamw.cu`.
+const CHUNK: usize = 1 << 16;
+const THREADS: u32 = 256;
+/// Tensors of one launch, as in `adamw.cu`.
+const MOST_TENSORS: usize = 160;
+const MOST_UPDATES: usize = 64;
+
+fn num_chunks(t: &Tensor) -> usize {
+    t.elem_count().div_ceil(CHUNK)
+}
+
+/// The memory of a struct of arrays, each `most` long; the arrays are in the order of the calls.
+struct Words {
+    most: usize,
+    words: Vec<u64>,
+}
+
+impl Words {
+    fn new(most: usize) -> Self {
+        Self { most, words: Vec::new() }
+    }
+
+    fn longs(&mut self, values: impl Iterator<Item = Result<u64>>) -> Result<()> {
+        let end = self.words.len() + self.most;
+        for value in values {
+            self.words.push(value?);
+        }
+        self.words.resize(end, 0);
+        Ok(())
+    }
+
+    /// Two to a word; `length` is even, or this is the last array.
+    fn halves(&mut self, length: usize, values: impl Iterator<Item = u32>) {
+        let end = self.words.len() + length.div_ceil(2);
+        let values: Vec<u32> = values.collect();
+        let pairs = values.chunks(2);
+        self.words.extend(
+            pairs.map(|pair| {
+                u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32
+            }),
+        );
+        self.words.resize(end, 0);
+    }
+
+    /// First chunk of each tensor, and their number; the last array.
+    fn chunks<'a>(mut self, tensors: impl Iterator<Item = &'a Tensor>) -> (Vec<u64>, usize) {
+        let mut firsts = vec![0u32];
+        let mut next = 0;
+        for tensor in tensors {
+            next += num_chunks(tensor);
+            firsts.push(u32::try_from(next).expect("a launch has less than 2^31 chunks"));
+        }
+        self.halves(self.most + 1, firsts.into_iter());
+        (self.words, next)
+    }
+}
+
+/// A `Tensors` of `adamw.cu`, and the chunks in it.
+fn list(op: &str, tensors: &[&Tensor]) -> Result<(Vec<u64>, usize)> {
+    let mut words = Words::new(MOST_TENSORS);
+    words.longs(tensors.iter().map(|t| address(op, "t", t).map(|at| at.0)))?;
+    words.longs(tensors.iter().map(|t| Ok(t.elem_count() as u64)))?;
+    Ok(words.chunks(tensors.iter().copied()))
+}
+
+/// `[num tensors]` in `f64`: the sum of the squares of each.
+fn squares(tensors: &[&Tensor]) -> Result<Tensor> {
+    let op = "sum_of_squares";
+    let on = tensors[0];
+    let squares = empty(tensors.len(), DType::F64, on)?;
+    for (start, tensors) in (0..).step_by(MOST_TENSORS).zip(tensors.chunks(MOST_TENSORS)) {
+        let (list, chunks) = list(op, tensors)?;
+        let partials = empty(chunks, DType::F64, on)?;
+        Launch::new("squares_of_chunks", DType::F32)
+            .grid(chunks)
+            .threads(THREADS)
+            .words(list.clone())
+            .int(tensors.len())
+            .address(address(op, "partials", &partials)?)
+            .run(on)?;
+        Launch::new("squares_of_tensors", DType::F32)
+            .grid(tensors.len())
+            .threads(THREADS)
+            .words(list)
+            .address(address(op, "partials", &partials)?)
+            .address(address(op, "squares", &squares.narrow(0, start, tensors.len())?)?)
+            .run(on)?;
+    }
+    Ok(squares)
+}
+
+/// Waits for the device.
+pub(in crate::ops) fn sum_of_squares(t: &Tensor) -> Result<f64> {
+    Ok(squares(&[t])?.to_vec1::<f64>()?[0])
+}
+
+pub(in crate::ops) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
+    for tensors in tensors.chunks(MOST_TENSORS) {
+        let (list, chunks) = list("fill_zero_all", tensors)?;
+        Launch::new("zero_tensors", DType::F32)
+            .grid(chunks)
+            .threads(THREADS)
+            .words(list)
+            .int(tensors.len())
+            .run(tensors[0])?;
+    }
+    Ok(())
+}
+
+/// One update with a factor that the host knows.
+pub(in crate::ops) fn adamw_step(
+    tensors: &AdamWTensors<'_>,
+    scalars: &Scalars,
+    grad_scale: f32,
+) -> Result<()> {
+    let grad_scale = Tensor::new(&[grad_scale], tensors.weight.device())?;
+    update(&[(*tensors, *scalars)], &grad_scale)
+}
+
+/// The updates of all tensors, by a factor that stays on the device; returns the squares of each gradient.
+pub(in crate::ops) fn clip_and_update(
+    updates: &[AdamWUpdate<'_>],
+    scalars: &[Scalars],
+    max_grad_norm: f64,
+) -> Result<Tensor> {
+    let op = "clip_and_update";
+    let grads: Vec<&Tensor> = updates.iter().map(|update| update.tensors.grad).collect();
+    let squares = squares(&grads)?;
+    let grad_scale = empty(1, DType::F32, &squares)?;
+    Launch::new("clip", DType::F32)
+        .threads(THREADS)
+        .address(address(op, "squares", &squares)?)
+        .int(updates.len())
+        .words(vec![max_grad_norm.to_bits()])
+        .address(address(op, "grad_scale", &grad_scale)?)
+        .run(&squares)?;
+    let updates: Vec<(AdamWTensors<'_>, Scalars)> =
+        updates.iter().map(|update| update.tensors).zip(scalars.iter().copied()).collect();
+    update(&updates, &grad_scale)?;
+    Ok(squares)
+}
+
+fn update(updates: &[(AdamWTensors<'_>, Scalars)], grad_scale: &Tensor) -> Result<()> {
+    let op = "adamw_step";
+    for updates in updates.chunks(MOST_UPDATES) {
+        let mut words = Words::new(MOST_UPDATES);
+        words.longs(updates.iter().map(|(tensors, _)| {
+            address(op, "weight", tensors.master.unwrap_or(tensors.weight)).map(|at| at.0)
+        }))?;
+        words.longs(updates.iter().map(|(tensors, _)| match tensors.master {
+            Some(_) => address(op, "weight", tensors.weight).map(|at| at.0),
+            None => Ok(0),
+        }))?;
+        words
+            .longs(updates.iter().map(|(t, _)| address(op, "exp_avg", t.exp_avg).map(|at| at.0)))?;
+        words.longs(
+            updates.iter().map(|(t, _)| address(op, "exp_avg_sq", t.exp_avg_sq).map(|at| at.0)),
+        )?;
+        words.longs(updates.iter().map(|(t, _)| address(op, "grad", t.grad).map(|at| at.0)))?;
+        words.longs(updates.iter().map(|(tensors, _)| Ok(tensors.weight.elem_count() as u64)))?;
+        words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.keep.to_bits()));
+        words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.step_size.to_bits()));
+        let (list, chunks) = words.chunks(updates.iter().map(|(tensors, _)| tensors.weight));
+        let scalars = updates[0].1;
+        Launch::new("adamw", DType::F32)
+            .grid(chunks)
+            .threads(THREADS)
+            .words(list)
+            .int(updates.len())
+            .address(address(op, "grad_scale", grad_scale)?)
+            .float(scalars.lerp)
+            .float(scalars.beta2)
+            .float(scalars.one_minus_beta2)
+            .float(1.0 / scalars.sqrt_correction2)
+            .float(scalars.eps)
+            .run(grad_scale)?;
+    }
+    Ok(())
+}

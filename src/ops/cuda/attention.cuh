@@ -1,0 +1,169 @@
+// What the attention kernels on tensor cores share: tasks, tiles in shared memory, and the two kinds of products.
+//
+// A block owns ROWS rows (queries, or keys in the backward pass of keys) of one head and walks the other side in tiles.
+// A warp owns 16 MT of the rows. Both sides lie in shared memory as rows of D bf16, where D is the head dim rounded up
+// to a multiple of 16 that has a kernel; the columns from `dh` on are zeros. What a product gives in registers (scores,
+// probabilities) is, rounded to bf16, the left operand of the next one, so it never goes through shared memory.
+// Products are bound by shared memory: ldmatrix moves 512 bytes in 4 cycles and feeds 2 MT tiles of the tensor cores,
+// which is why MT is 2 wherever the accumulators leave registers for it.
+#pragma once
+#include "common.cuh"
+
+namespace {
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. Queries are the last ones of
+// their keys, so query i sees the keys up to i + shift.
+struct Task {
+  int first, end, other_first, other_end;
+};
+
+__device__ __forceinline__ Task task_of(const int *tasks, int index) {
+  const int *at = tasks + 4 * size_t(index);
+  return Task{at[0], at[1], at[2], at[3]};
+}
+
+// The block, asked for anew: see lane_here.
+__device__ __forceinline__ int block_here() {
+  int here = int(blockIdx.x);
+  compute_here(here);
+  return here;
+}
+
+// Rows of D bf16 in shared memory. Any eight rows of a column of sixteen bytes lie in different banks: where a row is a
+// multiple of 128 bytes its columns are permuted by the row, otherwise the stride is an odd number of columns.
+template <int D> struct Rows {
+  static constexpr bool PERMUTED = D % 64 == 0;
+  static constexpr int CHUNKS = D / 8;
+  static constexpr int BYTES = PERMUTED ? 2 * D : 2 * D + 16;
+
+  static __device__ __forceinline__ int at(int row, int chunk) { return row * BYTES + (PERMUTED ? chunk ^ (row & 7) : chunk) * 16; }
+
+  // The place of chunk c + 2 step, given that of chunk c (0 or 1) of the same row.
+  static __device__ __forceinline__ int step(int place, int step) { return PERMUTED ? place ^ (step * 32) : place + step * 32; }
+};
+
+// Where this lane's rows begin in load_matrices, for a 16 x 16 matrix that is the left operand, and for one that is
+// the right operand transposed; the latter, for load_matrices_transposed, equals the former.
+template <int D> __device__ __forceinline__ int left_place() { return Rows<D>::at(lane() % 16, lane() / 16); }
+template <int D> __device__ __forceinline__ int right_place() { return Rows<D>::at(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2); }
+
+// The lane, asked for anew: what masks and epilogues derive from it must not live in registers through the products.
+__device__ __forceinline__ int lane_here() {
+  int here = lane();
+  compute_here(here);
+  return here;
+}
+
+// Starts to copy rows first .. first + ROWS of one head into a tile; those from `end` on, and columns from `dh`, are zeros.
+// A thread keeps its column: an addition and a comparison for each copy.
+template <int D, int ROWS, int THREADS>
+__device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
+  constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads of a row; rows at a time
+  static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "rows divide over the threads, permuted alike");
+  int thread = int(threadIdx.x);
+#if !defined(EMULATION) && __CUDA_ARCH__ < 900
+  compute_here(thread); // the registers of the forward kernel for 128 are enough so, and on sm_90 without
+#endif
+  int row = thread / LANES, chunk = thread % LANES;
+  if (chunk >= Rows<D>::CHUNKS) return;
+  int rows = chunk * 8 < dh ? end - first - row : 0;
+  const bf16 *from = head + (size_t(unsigned(first + row)) * stride + unsigned(chunk * 8));
+  unsigned char *to = tile + Rows<D>::at(row, chunk);
+#pragma unroll
+  for (int i = 0; i < ROWS / STEP; i++) {
+    copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
+    from += size_t(STEP * stride); // may be past the end, and is not read there
+    compute_here(from);
+  }
+}
+
+// sums += own others^T, for own [16 MT, D] and others [N, D]. UNROLL steps of 16 columns are laid out side by side: with
+// fewer of them fewer operands wait in registers.
+template <int D, int MT, int N, int UNROLL>
+__device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const unsigned char *own, const unsigned char *others) {
+  int left = left_place<D>(), right = right_place<D>();
+  compute_here(left);
+  compute_here(right);
+#pragma unroll UNROLL
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) load_matrices(a[m], own + Rows<D>::step(left, k) + m * 16 * Rows<D>::BYTES);
+#pragma unroll
+    for (int n = 0; n < N / 16; n++) {
+      uint32_t b[4];
+      load_matrices(b, others + Rows<D>::step(right, k) + n * 16 * Rows<D>::BYTES);
+      uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        mma(sums[m][2 * n], a[m], low);
+        mma(sums[m][2 * n + 1], a[m], high);
+      }
+    }
+  }
+}
+
+// sums += weights others, for others [N, D] and weights [16 MT, N] as a product left them in registers, rounded here.
+template <int D, int MT, int N>
+__device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4],
+                                             const unsigned char *others) {
+  int place = left_place<D>();
+  compute_here(place);
+#pragma unroll
+  for (int k = 0; k < N / 16; k++) {
+    uint32_t a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[m][i] = pack(weights[m][2 * k + i / 2][i % 2 * 2], weights[m][2 * k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < D / 16; n++) {
+      uint32_t b[4];
+      load_matrices_transposed(b, others + Rows<D>::step(place, n) + k * 16 * Rows<D>::BYTES);
+      uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        mma(sums[m][2 * n], a[m], low);
+        mma(sums[m][2 * n + 1], a[m], high);
+      }
+    }
+  }
+}
+
+// Writes this warp's rows [16 MT, D], times a factor a row, to global memory in pieces of sixteen bytes. They go through
+// `own`, this warp's part of a tile that no other warp reads.
+template <int D, int MT>
+__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4],
+                                           const float (&factors)[MT][2], unsigned char *own) {
+  int here = lane_here(), g = here / 4, t = here % 4;
+  __syncwarp(); // all lanes have read the tile
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        uint32_t both = pack(rows[m][n][2 * r] * factors[m][r], rows[m][n][2 * r + 1] * factors[m][r]);
+        *reinterpret_cast<uint32_t *>(own + Rows<D>::at(m * 16 + r * 8 + g, n) + 4 * t) = both;
+      }
+  __syncwarp();
+  for (int i = here; i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
+    int row = i / Rows<D>::CHUNKS, chunk = i % Rows<D>::CHUNKS;
+    if (first + row >= end || chunk * 8 >= dh) continue;
+    bf16 *to = head + size_t(first + row) * stride + chunk * 8;
+    *reinterpret_cast<Bytes16 *>(to) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));
+  }
+}
+
+template <int A, int B> __device__ __forceinline__ void clear(float (&sums)[A][B][4]) {
+#pragma unroll
+  for (int a = 0; a < A; a++)
+#pragma unroll
+    for (int b = 0; b < B; b++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[a][b][i] = 0;
+}
+
+} // namespace

@@ -1,0 +1,252 @@
+//! Launches of `attention_*.cu`.
+//!
+//! Tasks: a block owns some rows, queries or keys, of one segment; where those begin and end, and the rows of the other
+//! side, is a list that the host makes and uploads. Lists are kept, since every layer of a step asks for the same ones.
+
+use super::launch::{Address, Launch, address, empty, vectors};
+use crate::ops::attention::{Masking, Qkv, QkvGrad};
+use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
+use std::sync::{Mutex, PoisonError};
+
+/// Own rows of a block on tensor cores, queries or keys.
+const ROWS: usize = 128;
+/// Own rows of a block of the plain kernels, and the other rows of its tiles.
+const PLAIN_ROWS: usize = 32;
+/// Threads of a block of the plain kernels, and of the sums over rows.
+const PLAIN_THREADS: u32 = 256;
+/// Keys in a tile of the forward pass.
+const FORWARD_KEYS: usize = 64;
+/// The largest head dim of the plain kernels.
+const MAX_DIM: usize = 256;
+/// Lists of tasks that are kept: forward and both backward passes of a few batches.
+const KEPT: usize = 16;
+
+/// The side whose rows a block owns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Own {
+    Queries,
+    Keys,
+}
+
+/// What a list of tasks is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Plan {
+    /// Boundaries of the queries.
+    ends: Vec<u32>,
+    /// Keys before the first query of the only segment.
+    num_past: usize,
+    own: Own,
+    rows: usize,
+    location: DeviceLocation,
+}
+
+impl Plan {
+    /// `(first, end, other_first, other_end)` of each task. Long segments come first, and the tasks of a segment
+    /// together, so that its keys stay in L2; in a segment those with the most work when causal come first.
+    fn tasks(&self) -> Vec<u32> {
+        let mut segments: Vec<(u32, u32)> =
+            self.ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
+        segments.sort_by_key(|(start, end)| std::cmp::Reverse(end - start));
+        let mut tasks = Vec::new();
+        for (start, end) in segments {
+            let keys_end = end + self.num_past as u32;
+            let firsts = (start..end).step_by(self.rows);
+            match self.own {
+                Own::Queries => {
+                    tasks.extend(firsts.rev().flat_map(|first| [first, end, start, keys_end]));
+                }
+                Own::Keys => tasks.extend(firsts.flat_map(|first| [first, keys_end, start, end])),
+            }
+        }
+        tasks
+    }
+
+    /// The list `[tasks, 4]` on the device of `on`, uploaded if no call before this one did.
+    fn upload(self, on: &Tensor) -> Result<Tensor> {
+        static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
+        let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = if let Some(at) = uploaded.iter().position(|(plan, _)| *plan == self) {
+            uploaded.remove(at)
+        } else {
+            let tasks = self.tasks();
+            let shape = (tasks.len() / 4, 4);
+            (self, Tensor::from_vec(tasks, shape, on.device())?)
+        };
+        let tasks = found.1.clone();
+        uploaded.insert(0, found); // the list used last comes first
+        uploaded.truncate(KEPT);
+        Ok(tasks)
+    }
+}
+
+/// Which kernels a call takes.
+#[derive(Debug, Clone, Copy)]
+struct Kernels {
+    /// Head dim of the kernel on tensor cores; `None` for the plain one.
+    padded: Option<usize>,
+    /// Bytes of a row in shared memory.
+    row_bytes: usize,
+}
+
+impl Kernels {
+    fn choose(op: &str, dtype: DType, dh: usize) -> Result<Self> {
+        if dh > MAX_DIM {
+            bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
+        }
+        if dtype != DType::BF16 || !dh.is_multiple_of(8) || dh > 128 {
+            return Ok(Self { padded: None, row_bytes: 4 * (dh | 1) });
+        }
+        // As `Rows` in attention.cuh: 80 is padded, the others are permuted.
+        Ok(match dh {
+            0..=64 => Self { padded: Some(64), row_bytes: 128 },
+            65..=80 => Self { padded: Some(80), row_bytes: 176 },
+            _ => Self { padded: Some(128), row_bytes: 256 },
+        })
+    }
+
+    fn rows(self) -> usize {
+        if self.padded.is_some() { ROWS } else { PLAIN_ROWS }
+    }
+
+    fn launch(self, name: &str, dtype: DType) -> Launch {
+        match self.padded {
+            Some(padded) => Launch::new(&format!("{name}_d{padded}"), dtype),
+            None => Launch::new(&format!("{name}_plain"), dtype),
+        }
+    }
+
+    /// Threads and shared memory of the forward pass.
+    fn forward(self) -> (u32, usize) {
+        match self.padded {
+            Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
+            None => (PLAIN_THREADS, 3 * PLAIN_ROWS * self.row_bytes + 4 * PLAIN_ROWS * 32),
+        }
+    }
+
+    /// Threads and shared memory of a backward pass: the shapes are in `attention_backward.cu`.
+    fn backward(self, own: Own) -> (u32, usize) {
+        let (threads, others) = match (self.padded, own) {
+            (None, _) => {
+                let tiles = 4 * PLAIN_ROWS * self.row_bytes;
+                return (PLAIN_THREADS, tiles + 2 * 4 * PLAIN_ROWS * 32);
+            }
+            (Some(64), Own::Keys) => (128, 32),
+            (Some(_), Own::Keys) => (256, 64),
+            (Some(64), Own::Queries) => (128, 64),
+            (Some(_), Own::Queries) => (128, 32),
+        };
+        // Two tiles of own rows, two stages of two tiles of others, and two stages of what queries bring.
+        (threads, (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4)
+    }
+}
+
+/// `t` itself if copies of sixteen bytes can read it, a copy of it otherwise.
+fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
+    let Address(at) = address(op, name, t)?;
+    if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
+}
+
+/// `o` and `lse [H, N]` of the queries between `ends`; in the only segment `num_past` keys come before them.
+fn attend(
+    op: &str,
+    qkv: Qkv<'_>,
+    ends: Vec<u32>,
+    num_past: usize,
+    masking: Masking,
+) -> Result<(Tensor, Tensor)> {
+    let ((n, h, dh), hkv) = (qkv.q.dims3()?, qkv.k.dim(1)?);
+    let dtype = qkv.q.dtype();
+    let kernels = Kernels::choose(op, dtype, dh)?;
+    let (o, lse) = (empty((n, h, dh), dtype, qkv.q)?, empty((h, n), DType::F32, qkv.q)?);
+    if n == 0 {
+        return Ok((o, lse));
+    }
+    let location = qkv.q.device().location();
+    let plan = Plan { ends, num_past, own: Own::Queries, rows: kernels.rows(), location };
+    let tasks = plan.upload(qkv.q)?;
+    // Held until the kernel has its place in the stream.
+    let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
+    let (threads, shared) = kernels.forward();
+    let mut launch = kernels.launch("attention_forward", dtype);
+    launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
+    for (name, tensor) in
+        [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
+    {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch = launch.int(n).int(h).int(hkv).int(dh).float(1.0 / (dh as f32).sqrt());
+    launch.flag(masking == Masking::Causal).run(&o)?;
+    Ok((o, lse))
+}
+
+pub(in crate::ops) fn flash_attention(
+    qkv: Qkv<'_>,
+    cu_seqlens: &[u32],
+    masking: Masking,
+) -> Result<(Tensor, Tensor)> {
+    attend("flash_attention", qkv, cu_seqlens.to_vec(), 0, masking)
+}
+
+pub(in crate::ops) fn decode_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    num_past: usize,
+) -> Result<Tensor> {
+    let ends = vec![0, q.dim(0)? as u32];
+    let (o, _) = attend("decode_attention", Qkv { q, k, v }, ends, num_past, Masking::Causal)?;
+    Ok(o)
+}
+
+pub(in crate::ops) fn flash_attention_backward(
+    qkv: Qkv<'_>,
+    o: &Tensor,
+    lse: &Tensor,
+    d_o: &Tensor,
+    cu_seqlens: &[u32],
+    masking: Masking,
+) -> Result<QkvGrad> {
+    let op = "flash_attention_backward";
+    let ((t, h, dh), hkv, dtype) = (qkv.q.dims3()?, qkv.k.dim(1)?, qkv.q.dtype());
+    let kernels = Kernels::choose(op, dtype, dh)?;
+    let [dq, dk, dv] = [h, hkv, hkv].map(|heads| empty((t, heads, dh), dtype, qkv.q));
+    let grads = QkvGrad { dq: dq?, dk: dk?, dv: dv? };
+    if t == 0 {
+        return Ok(grads);
+    }
+    let delta = empty((h, t), DType::F32, qkv.q)?;
+    Launch::new("attention_row_products", dtype)
+        .grid(t.div_ceil(PLAIN_ROWS) * h)
+        .threads(PLAIN_THREADS)
+        .address(address(op, "o", o)?)
+        .address(address(op, "d_o", d_o)?)
+        .address(address(op, "delta", &delta)?)
+        .int(t)
+        .int(h)
+        .int(dh)
+        .flag(vectors(dh, &[o, d_o])?)
+        .run(&delta)?;
+    let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
+    let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
+    // Own operands, the others, and the gradients of the own ones. Keys first: their blocks are the longest.
+    for (own, name, operands, own_grads, heads) in [
+        (Own::Keys, "attention_backward_keys", [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
+        (Own::Queries, "attention_backward_queries", [&q, &d_o, &k, &v], [&grads.dq; 2], h),
+    ] {
+        let (rows, location) = (kernels.rows(), q.device().location());
+        let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows, location };
+        let tasks = plan.upload(&q)?;
+        let (threads, shared) = kernels.backward(own);
+        let mut launch = kernels.launch(name, dtype);
+        launch = launch.grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
+        for tensor in operands {
+            launch = launch.address(address(op, "operand", tensor)?);
+        }
+        for tensor in [lse, &delta, own_grads[0], own_grads[1], &tasks] {
+            launch = launch.address(address(op, "operand", tensor)?);
+        }
+        launch = launch.int(t).int(h).int(hkv).int(dh).float(1.0 / (dh as f32).sqrt());
+        launch.flag(masking == Masking::Causal).run(&q)?;
+    }
+    Ok(grads)
+}

@@ -1,0 +1,190 @@
+// Attention, backward, bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
+//
+// Two kernels out of one template, so that nothing is added across blocks. In attention_backward_keys a block owns keys
+// of one key-value head and walks the queries of all heads of its group: dk, dv. In attention_backward_queries it owns
+// queries of one head and walks the keys: dq. Both recompute p = exp(score - lse) and ds = p (dp - delta), which are
+// rounded to bf16 for the next products as they lie in registers; the scale of ds is applied to the sums at the end.
+// Tiles of the other side come in two stages; one barrier a tile. Only tiles on the diagonal and, where the others are
+// keys, at their end are masked; queries past the end have lse = infinity, so p = 0.
+// Bound by shared memory and tensor cores alike: 7 products where the mathematics has 5, the price of no atomics.
+#include "attention.cuh"
+
+namespace {
+
+template <int D_, int MT_, int WARPS_, int N_, bool KEYS_> struct Shape {
+  static constexpr int D = D_, MT = MT_, WARPS = WARPS_, N = N_;
+  static constexpr bool KEYS = KEYS_; // the own rows are keys
+  static constexpr int THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT;
+  static constexpr int TILE = N * Rows<D>::BYTES; // of one of the two others
+};
+
+// The numbers that a query brings, for N queries: lse in base 2, then delta. One a thread, read early, kept late.
+template <int N> struct Statistics {
+  float value;
+
+  __device__ __forceinline__ void read(const float *lse, const float *delta, int first, int end) {
+    int i = int(threadIdx.x), row = first + i % N;
+    if (i < N) value = row < end ? lse[row] * LOG2_E : INFINITE;
+    else if (i < 2 * N) value = row < end ? delta[row] : 0.0f;
+  }
+
+  __device__ __forceinline__ void keep(float *shared) const {
+    if (int(threadIdx.x) < 2 * N) shared[threadIdx.x] = value;
+  }
+};
+
+struct Sizes {
+  int num_rows, h, hkv, dh;
+  float scale;
+  int causal;
+};
+
+// `own0`, `own1` are k, v and `other0`, `other1` are q, do if the own rows are keys, and the other way round if not;
+// `d0`, `d1` are the gradients of the own operands (d1 of keys only).
+template <class S>
+__device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse,
+                         const float *delta, bf16 *d0, bf16 *d1, const int *tasks, Sizes sizes) {
+  constexpr int D = S::D, MT = S::MT, N = S::N;
+  DYNAMIC_SHARED(shared);
+  unsigned char *own0_tile = shared, *own1_tile = own0_tile + S::ROWS * Rows<D>::BYTES;
+  unsigned char *stages = own1_tile + S::ROWS * Rows<D>::BYTES;            // [2][2] tiles
+  float *statistics = reinterpret_cast<float *>(stages + 4 * S::TILE); // [2][2][N]
+  int h = sizes.h, hkv = sizes.hkv, dh = sizes.dh, group = h / hkv, own_heads = S::KEYS ? hkv : h;
+  Task task = task_of(tasks, int(blockIdx.x) / own_heads);
+  int own_head = int(blockIdx.x) % own_heads, other_head = S::KEYS ? own_head * group : own_head / group;
+  unsigned own_stride = unsigned(own_heads) * dh, other_stride = unsigned(S::KEYS ? h : hkv) * dh;
+  // Query i sees the keys up to i + shift.
+  int shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
+  int from = task.other_first, to = task.other_end;
+  if (sizes.causal && S::KEYS) from = max(from, task.first - shift);
+  if (sizes.causal && !S::KEYS) to = min(task.first + S::ROWS, task.end) + shift;
+  load_rows<D, S::ROWS, S::THREADS>(own0_tile, own0 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
+  load_rows<D, S::ROWS, S::THREADS>(own1_tile, own1 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
+
+  Statistics<N> coming;
+  auto fetch = [&](int head, int at, int stage) {
+    unsigned char *tile = stages + stage * 2 * S::TILE;
+    load_rows<D, N, S::THREADS>(tile, other0 + size_t(head) * dh, other_stride, at, task.other_end, dh);
+    load_rows<D, N, S::THREADS>(tile + S::TILE, other1 + size_t(head) * dh, other_stride, at, task.other_end, dh);
+    if (S::KEYS) coming.read(lse + size_t(head) * sizes.num_rows, delta + size_t(head) * sizes.num_rows, at, task.other_end);
+    commit_copies();
+  };
+  fetch(other_head, from, 0);
+  if (S::KEYS) coming.keep(statistics);
+
+  int first_row = task.first + warp() * 16 * MT, g = lane() / 4, t = lane() % 4;
+  const int own_place = warp() * 16 * MT * Rows<D>::BYTES;
+  float own_lse[MT][2], own_delta[MT][2]; // of queries
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int row = first_row + m * 16 + r * 8 + g;
+      bool valid = !S::KEYS && row < task.end;
+      own_lse[m][r] = valid ? lse[size_t(own_head) * sizes.num_rows + row] * LOG2_E : INFINITE;
+      own_delta[m][r] = valid ? delta[size_t(own_head) * sizes.num_rows + row] : 0.0f;
+    }
+  float sums0[MT][D / 8][4], sums1[S::KEYS ? MT : 1][S::KEYS ? D / 8 : 1][4];
+  clear(sums0);
+  clear(sums1);
+  float log2_scale = sizes.scale * LOG2_E;
+  int stage = 0, last_head = S::KEYS ? other_head + group - 1 : other_head;
+  for (int head = other_head, at = from; head <= last_head;) {
+    wait_copies<0>();
+    __syncthreads(); // this stage has come, the other one is done with
+    int next_head = at + N < to ? head : head + 1, next_at = at + N < to ? at + N : from;
+    if (next_head <= last_head) fetch(next_head, next_at, stage ^ 1);
+    const unsigned char *tile0 = stages + stage * 2 * S::TILE, *tile1 = tile0 + S::TILE;
+    const float *column_lse = statistics + stage * 2 * N + 2 * t, *column_delta = column_lse + N;
+
+    float p[MT][N / 8][4], ds[MT][N / 8][4];
+    clear(p);
+    add_scores<D, MT, N, 4>(p, own0_tile + own_place, tile0);
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float of_column = S::KEYS ? column_lse[8 * n + i] : 0.0f;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            float &score = p[m][n][2 * r + i];
+            score = exp2f_fast(fmaf(score, log2_scale, -(S::KEYS ? of_column : own_lse[m][r])));
+          }
+      }
+    bool diagonal = sizes.causal && (S::KEYS ? at + shift < task.first + S::ROWS - 1 : at + N > task.first + shift + 1);
+    if (diagonal || (!S::KEYS && at + N > task.other_end)) {
+      int here = lane_here(), g = here / 4, t = here % 4;
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          int row = first_row + m * 16 + r * 8 + g;
+          // Where the own rows are keys, the columns from this one on see the row; otherwise the row sees those before.
+          int bound = S::KEYS ? row - shift : sizes.causal ? min(task.other_end, row + shift + 1) : task.other_end;
+          bound -= at + 2 * t;
+#pragma unroll
+          for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+              if ((8 * n + i < bound) == S::KEYS) p[m][n][2 * r + i] = 0;
+        }
+    }
+    clear(ds);
+    add_scores<D, MT, N, 4>(ds, own1_tile + own_place, tile1); // dp
+    if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, p, tile1);
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float of_column = S::KEYS ? column_delta[8 * n + i] : 0.0f;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            ds[m][n][2 * r + i] = p[m][n][2 * r + i] * (ds[m][n][2 * r + i] - (S::KEYS ? of_column : own_delta[m][r]));
+      }
+    add_weighted<D, MT, N>(sums0, ds, tile0);
+    if (S::KEYS && next_head <= last_head) coming.keep(statistics + (stage ^ 1) * 2 * N);
+    head = next_head;
+    at = next_at;
+    stage ^= 1;
+  }
+  float scales[MT][2], ones[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      scales[m][r] = sizes.scale;
+      ones[m][r] = 1.0f;
+    }
+  store_rows<D, MT>(d0 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums0, scales, own0_tile + own_place);
+  if constexpr (S::KEYS)
+    store_rows<D, MT>(d1 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums1, ones, own1_tile + own_place);
+}
+
+} // namespace
+
+#define BACKWARD(side, D, SHAPE, BLOCKS)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS)                                                                     \
+      attention_backward_##side##_d##D##_bf16(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse, const float *delta, \
+                                              bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
+    backward<SHAPE>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                    \
+  }                                                                                                                                        \
+  EXPORT(attention_backward_##side##_d##D##_bf16)
+
+// Head dim, row tiles of a warp, warps, other rows of a tile: as the registers allow. attention.rs has the same sizes.
+using Keys64 = Shape<64, 2, 4, 32, true>;
+using Keys80 = Shape<80, 1, 8, 64, true>;
+using Keys128 = Shape<128, 1, 8, 64, true>;
+using Queries64 = Shape<64, 2, 4, 64, false>;
+using Queries80 = Shape<80, 2, 4, 32, false>;
+using Queries128 = Shape<128, 2, 4, 32, false>;
+
+BACKWARD(keys, 64, Keys64, 2)
+BACKWARD(keys, 80, Keys80, 1)
+BACKWARD(keys, 128, Keys128, 1)
+BACKWARD(queries, 64, Queries64, 2)
+BACKWARD(queries, 80, Queries80, 2)
+BACKWARD(queries, 128, Queries128, 2)

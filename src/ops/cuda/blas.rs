@@ -1,0 +1,284 @@
+//! Products by cublasLt, which adds another matrix and a bias on the way out.
+//!
+//! Row-major `[r, c]` is column-major `[c, r]`, so each product is computed transposed: `dst^T = op(b)^T op(a)^T`.
+
+#![expect(unsafe_code, reason = "cublasLt takes addresses")]
+
+use super::launch::address;
+use super::matmul::{Addend, Form, Matrix, Product};
+use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
+use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
+use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ffi::c_void;
+use std::sync::{LazyLock, Mutex, PoisonError};
+use sys::cublasLtMatmulDescAttributes_t as Attribute;
+use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+
+/// What cuBLAS advises for Hopper. Products of one device share it: they are on one stream.
+const WORKSPACE_BYTES: usize = 32 << 20;
+/// Algorithms that are remembered; packs differ in length, so there is a new shape now and then.
+const MOST_ALGORITHMS: usize = 8192;
+
+/// What the choice of an algorithm depends on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    form: Form,
+    shape: (usize, usize, usize),
+    operands: DType,
+    dst: DType,
+    row_strides: [usize; 2],
+    /// Of `b`, `a`, addend and destination, in bytes.
+    alignments: [u32; 4],
+    in_place: bool,
+    bias: bool,
+}
+
+struct Library {
+    handle: sys::cublasLtHandle_t,
+    workspace: Tensor,
+    algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
+}
+
+// SAFETY: a handle may be used by any thread, and is only used under the lock.
+unsafe impl Send for Library {}
+
+static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
+
+/// `dst = op(a) op(b) + addend + bias`; lengths and dtypes of the operands were checked.
+pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+    let Device::Cuda(device) = dst.tensor().device() else {
+        bail!("{op}: `{}` is not on a GPU", dst.name());
+    };
+    device.cuda_stream().context().bind_to_thread().w()?;
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match libraries.entry(device.id()) {
+        Entry::Occupied(library) => library.into_mut(),
+        Entry::Vacant(place) => {
+            let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
+            let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
+            place.insert(Library { handle, workspace, algorithms: HashMap::new() })
+        }
+    };
+    library.run(op, product, dst, device)
+}
+
+fn failed(op: &str, product: &Product<'_>, error: result::CublasError) -> Error {
+    let (form, shape) = (product.form, product.shape);
+    Error::msg(format!("{op}: product {form:?} of (m, n, k) {shape:?}: cublasLt says {error}"))
+}
+
+fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
+    match dtype {
+        DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
+        DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
+        dtype => bail!("{op}: no product of {dtype:?}"),
+    }
+}
+
+/// Address and distance of rows, in elements of the matrix's dtype.
+fn place(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
+    let start = address(op, matrix.name(), matrix.tensor())?.0;
+    Ok(match matrix {
+        Matrix::Whole(..) => (start, columns),
+        Matrix::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
+    })
+}
+
+/// The largest power of two, up to 256, that divides an address.
+fn alignment(address: u64) -> u32 {
+    1 << address.trailing_zeros().min(8)
+}
+
+/// A descriptor of cublasLt, destroyed with its owner.
+struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), result::CublasError>);
+
+impl<T: Copy> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: made by the matching function, and destroyed once. There is nobody to tell about a failure.
+        let _ = unsafe { self.1(self.0) };
+    }
+}
+
+type Layout = Owned<sys::cublasLtMatrixLayout_t>;
+type Status<T> = std::result::Result<T, result::CublasError>;
+
+/// Of a row-major matrix `[rows, columns]`, as column-major.
+fn layout(
+    data_type: sys::cudaDataType,
+    rows: usize,
+    columns: usize,
+    stride: usize,
+) -> Status<Layout> {
+    let made = result::create_matrix_layout(data_type, columns as u64, rows as u64, stride as i64)?;
+    Ok(Owned(made, result::destroy_matrix_layout))
+}
+
+fn set<V>(descriptor: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: &V) -> Status<()> {
+    let from = std::ptr::from_ref(value).cast::<c_void>();
+    // SAFETY: the descriptor lives, and each attribute gets the type that it has in the library.
+    unsafe { result::set_matmul_desc_attribute(descriptor, attribute, from, size_of::<V>()) }
+}
+
+fn prefer<V>(
+    preference: sys::cublasLtMatmulPreference_t,
+    which: Preference,
+    value: &V,
+) -> Status<()> {
+    let from = std::ptr::from_ref(value).cast::<c_void>();
+    // SAFETY: as in `set`.
+    unsafe { result::set_matmul_pref_attribute(preference, which, from, size_of::<V>()) }
+}
+
+/// Layouts of cublasLt's `A`, `B` and `C` = `D`, which are our `b`, `a` and `dst`.
+struct Layouts {
+    a: Layout,
+    b: Layout,
+    c: Layout,
+}
+
+impl Library {
+    fn run(
+        &mut self,
+        op: &'static str,
+        product: &Product<'_>,
+        dst: Matrix<'_>,
+        device: &CudaDevice,
+    ) -> Result<()> {
+        let (m, n, k) = product.shape;
+        if k == 0 {
+            bail!("{op}: a product over no terms");
+        }
+        let ([a_rows, a_columns], [b_rows, b_columns]) = match product.form {
+            Form::Nt => ([m, k], [n, k]),
+            Form::Nn => ([m, k], [k, n]),
+            Form::Tn => ([k, m], [k, n]),
+        };
+        let (a, a_stride) = place(op, product.a, a_columns)?;
+        let (b, b_stride) = place(op, product.b, b_columns)?;
+        let (d, _) = place(op, dst, n)?;
+        let (c, beta) = match product.addend {
+            Addend::Nothing => (d, 0f32),
+            Addend::Destination => (d, 1f32),
+            Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1f32),
+        };
+        let bias = product.bias.map(|bias| address(op, "bias", bias)).transpose()?;
+        // The library has no preference for a bias's alignment; one that starts oddly counts as the destination's.
+        let d_alignment = bias.map_or(256, |bias| alignment(bias.0)).min(alignment(d));
+        let key = Key {
+            form: product.form,
+            shape: product.shape,
+            operands: product.a.dtype(),
+            dst: dst.dtype(),
+            row_strides: [a_stride, b_stride],
+            alignments: [alignment(b), alignment(a), alignment(c), d_alignment],
+            in_place: c == d,
+            bias: bias.is_some(),
+        };
+        let (operands, result) = (data_type(op, key.operands)?, data_type(op, key.dst)?);
+        let workspace = address(op, "workspace", &self.workspace)?.0;
+        let status = (|| {
+            let descriptor = Self::descriptor(product.form, bias.map(|bias| bias.0))?;
+            let layouts = Layouts {
+                a: layout(operands, b_rows, b_columns, b_stride)?,
+                b: layout(operands, a_rows, a_columns, a_stride)?,
+                c: layout(result, m, n, n)?,
+            };
+            let algorithm = self.algorithm(key, descriptor.0, &layouts)?;
+            let alpha = 1f32;
+            // SAFETY: addresses and layouts are those of tensors that outlive the work on their stream.
+            unsafe {
+                result::matmul(
+                    self.handle,
+                    descriptor.0,
+                    (&raw const alpha).cast(),
+                    (&raw const beta).cast(),
+                    b as *const c_void,
+                    layouts.a.0,
+                    a as *const c_void,
+                    layouts.b.0,
+                    c as *const c_void,
+                    layouts.c.0,
+                    d as *mut c_void,
+                    layouts.c.0,
+                    &raw const algorithm,
+                    workspace as *mut c_void,
+                    WORKSPACE_BYTES,
+                    device.cuda_stream().cu_stream().cast(),
+                )
+            }
+        })();
+        status.map_err(|error| failed(op, product, error))
+    }
+
+    /// Sums in `f32`, no TF32; the bias if there is one.
+    fn descriptor(form: Form, bias: Option<u64>) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
+        let made = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )?;
+        let descriptor = Owned(made, result::destroy_matmul_desc as _);
+        let (plain, transposed) = (cublasOperation_t::CUBLAS_OP_N, cublasOperation_t::CUBLAS_OP_T);
+        let (a, b) = match form {
+            Form::Nt => (transposed, plain),
+            Form::Nn => (plain, plain),
+            Form::Tn => (plain, transposed),
+        };
+        set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &a)?;
+        set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &b)?;
+        if let Some(bias) = bias {
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+            set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+        }
+        Ok(descriptor)
+    }
+
+    /// The library's first choice; partial sums of a split product stay in `f32`.
+    fn algorithm(
+        &mut self,
+        key: Key,
+        descriptor: sys::cublasLtMatmulDesc_t,
+        layouts: &Layouts,
+    ) -> Status<sys::cublasLtMatmulAlgo_t> {
+        if let Some(known) = self.algorithms.get(&key) {
+            return Ok(*known);
+        }
+        let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref as _);
+        prefer(
+            preference.0,
+            Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            &WORKSPACE_BYTES,
+        )?;
+        let f32_sums = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &f32_sums)?;
+        let alignments = [
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ];
+        for (which, bytes) in alignments.into_iter().zip(&key.alignments) {
+            prefer(preference.0, which, bytes)?;
+        }
+        // SAFETY: all descriptors live.
+        let found = unsafe {
+            result::get_matmul_algo_heuristic(
+                self.handle,
+                descriptor,
+                layouts.a.0,
+                layouts.b.0,
+                layouts.c.0,
+                layouts.c.0,
+                preference.0,
+            )
+        }?;
+        if self.algorithms.len() >= MOST_ALGORITHMS {
+            self.algorithms.clear();
+        }
+        self.algorithms.insert(key, found.algo);
+        Ok(found.algo)
+    }
+}

@@ -1,0 +1,212 @@
+// What every kernel builds on: element types, vector loads, warp and block reductions, tensor-core tiles.
+//
+// The same source is compiled by nvcc for GPUs and, with EMULATION defined, by the host's C++ compiler, where
+// emulation.h runs each thread as a fiber. So kernels reach the hardware only through the functions below.
+#pragma once
+
+#ifdef EMULATION
+#include "emulation.h"
+#else
+#include <cuda_bf16.h>
+#include <stdint.h>
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define EXPORT(kernel)
+#endif
+
+namespace {
+
+constexpr int WARP = 32;
+constexpr float INFINITE = __builtin_huge_valf();
+
+// bf16 as storage: two bytes, read and written through float.
+struct bf16 {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits) {
+#ifdef EMULATION
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+#else
+  return __uint_as_float(bits);
+#endif
+}
+
+__device__ __forceinline__ uint32_t float_to_bits(float x) {
+#ifdef EMULATION
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+#else
+  return __float_as_uint(x);
+#endif
+}
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+
+// To the nearest, ties to even; a NaN stays one.
+__device__ __forceinline__ uint16_t round_bits(float x) {
+#ifdef EMULATION
+  uint32_t bits = float_to_bits(x);
+  if (x != x) return uint16_t(bits >> 16) | 0x40;
+  return uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+#else
+  return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#endif
+}
+
+template <class T> __device__ __forceinline__ T narrow(float x);
+template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return bf16{round_bits(x)}; }
+
+// The value that storage in T keeps of x.
+template <class T> __device__ __forceinline__ float rounded(float x) { return widen(narrow<T>(x)); }
+
+#ifndef EMULATION
+// 2^x by the special function unit: about two units in the last place, and 0 for whatever is below 2^-126.
+__device__ __forceinline__ float exp2f_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// Hides how a pointer or an offset came about: what follows from it is computed where it is needed, and does not wait
+// in registers from before a loop on.
+template <class T> __device__ __forceinline__ void compute_here(const T *&pointer) {
+#ifndef EMULATION
+  asm volatile("" : "+l"(pointer));
+#endif
+}
+__device__ __forceinline__ void compute_here(int &offset) {
+#ifndef EMULATION
+  asm volatile("" : "+r"(offset));
+#endif
+}
+
+// Two values in the halves of a register, the first in the low half: an operand of the tensor cores.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+#ifdef EMULATION
+  return uint32_t(round_bits(low)) | uint32_t(round_bits(high)) << 16;
+#else
+  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t *>(&both);
+#endif
+}
+
+// Sixteen bytes, moved as one.
+struct alignas(16) Bytes16 {
+  uint32_t words[4];
+};
+
+// Elements of T in sixteen bytes.
+template <class T> constexpr int VECTOR = 16 / int(sizeof(T));
+
+// Reads VECTOR<T> elements from a 16-byte aligned address.
+template <class T> __device__ __forceinline__ void load_vector(const T *from, float *to) {
+  Bytes16 raw = *reinterpret_cast<const Bytes16 *>(from);
+  const T *elements = reinterpret_cast<const T *>(&raw);
+#pragma unroll
+  for (int i = 0; i < VECTOR<T>; i++) to[i] = widen(elements[i]);
+}
+
+// Writes VECTOR<T> elements to a 16-byte aligned address.
+template <class T> __device__ __forceinline__ void store_vector(T *to, const float *from) {
+  Bytes16 raw;
+  T *elements = reinterpret_cast<T *>(&raw);
+#pragma unroll
+  for (int i = 0; i < VECTOR<T>; i++) elements[i] = narrow<T>(from[i]);
+  *reinterpret_cast<Bytes16 *>(to) = raw;
+}
+
+__device__ __forceinline__ int lane() { return int(threadIdx.x) % WARP; }
+__device__ __forceinline__ int warp() { return int(threadIdx.x) / WARP; }
+
+#ifdef EMULATION
+using emulation::shuffle_xor;
+using emulation::shuffle;
+#else
+template <class V> __device__ __forceinline__ V shuffle_xor(V value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
+template <class V> __device__ __forceinline__ V shuffle(V value, int from) { return __shfl_sync(0xFFFFFFFFu, value, from); }
+#endif
+
+// Every lane gets the sum over its warp; all 32 lanes take part.
+template <class V> __device__ __forceinline__ V warp_sum(V value) {
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) value = fmaxf(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// Every thread gets the sum over its block of at most 32 whole warps, in a fixed order.
+template <class V> __device__ __forceinline__ V block_sum(V value) {
+  __shared__ V partial[WARP];
+  value = warp_sum(value);
+  __syncthreads(); // the last use of `partial`
+  if (lane() == 0) partial[warp()] = value;
+  __syncthreads();
+  value = lane() < int(blockDim.x) / WARP ? partial[lane()] : V(0);
+  return warp_sum(value);
+}
+
+__device__ __forceinline__ float block_max(float value) {
+  __shared__ float partial[WARP];
+  value = warp_max(value);
+  __syncthreads();
+  if (lane() == 0) partial[warp()] = value;
+  __syncthreads();
+  value = lane() < int(blockDim.x) / WARP ? partial[lane()] : -INFINITE;
+  return warp_max(value);
+}
+
+// One tile of the tensor cores: c [16, 8] += a [16, 16] b [16, 8], bf16 operands, f32 sums. With g = lane / 4 and
+// t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), two columns each; b holds rows
+// 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; c holds (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+#ifdef EMULATION
+using emulation::mma;
+using emulation::load_matrices;
+using emulation::load_matrices_transposed;
+using emulation::copy_async;
+using emulation::commit_copies;
+using emulation::wait_copies;
+#else
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8 x 8 matrices of bf16 out of shared memory: lanes 8i .. 8i + 7 give the addresses of the rows of matrix i
+// (16-byte aligned), and register i of a lane gets row lane / 4, columns 2 (lane % 4) and the next, of matrix i.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void *row) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
+}
+
+// The same of the transposes: register i gets rows 2 (lane % 4) and the next of column lane / 4.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], const void *row) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
+}
+
+// Sixteen bytes from global to shared memory in the background; zeros, and nothing read, where `valid` is false.
+__device__ __forceinline__ void copy_async(void *shared, const void *global, bool valid) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Ends a group of copies of this thread.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most N groups of this thread are under way. Other threads see the bytes after __syncthreads().
+template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+#endif
+
+} // namespace

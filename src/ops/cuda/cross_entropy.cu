@@ -1,0 +1,155 @@
+// Softmax cross-entropy over chunks of logits, and its gradient; see src/ops/linear_cross_entropy.rs for the contract.
+//
+// One block a row of f32 logits [rows, v]. One read gives maximum, sum of exponentials and argmax, each thread on its
+// own columns first. With a gradient, a second read goes through the row from its end, where the cache still has it,
+// and writes (softmax - onehot) * scale in its place: as f32 over the logits, as bf16 into the second half of the row.
+// There, column i lies over logit (v + i) / 2 >= i, so going backwards no logit is overwritten before it is read, once
+// a barrier parts the reads of a tile from its writes. Bound by memory: 4 bytes an element, with a gradient 8 and what
+// is written, less what the second read finds in the cache.
+#include "common.cuh"
+
+namespace {
+
+constexpr int LOADS = 4; // under way in each thread
+constexpr int NOWHERE = 0x7FFFFFFF;
+
+// W columns, 1 or 4, from a 16-byte aligned address if 4.
+template <int W> __device__ __forceinline__ void load(const float *from, float *to) {
+  if constexpr (W == 4) load_vector(from, to);
+  else to[0] = from[0];
+}
+
+struct alignas(8) Bytes8 {
+  uint32_t words[2];
+};
+
+template <int W> __device__ __forceinline__ void store(float *to, const float *from) {
+  if constexpr (W == 4) store_vector(to, from);
+  else to[0] = from[0];
+}
+
+template <int W> __device__ __forceinline__ void store(bf16 *to, const float *from) {
+  if constexpr (W == 4) *reinterpret_cast<Bytes8 *>(to) = Bytes8{pack(from[0], from[1]), pack(from[2], from[3])};
+  else to[0] = narrow<bf16>(from[0]);
+}
+
+// Where the gradient of a row goes.
+__device__ __forceinline__ float *gradient_of(float *row, int, float) { return row; }
+__device__ __forceinline__ bf16 *gradient_of(float *row, int v, bf16) { return reinterpret_cast<bf16 *>(row) + v; }
+
+__device__ __forceinline__ int block_min(int value) {
+  __shared__ int partial[WARP];
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) value = min(value, shuffle_xor(value, mask));
+  __syncthreads(); // the last use of `partial`
+  if (lane() == 0) partial[warp()] = value;
+  __syncthreads();
+  value = lane() < int(blockDim.x) / WARP ? partial[lane()] : NOWHERE;
+#pragma unroll
+  for (int mask = WARP / 2; mask > 0; mask /= 2) value = min(value, shuffle_xor(value, mask));
+  return value;
+}
+
+struct Softmax {
+  float max = -INFINITE, sum = 0;
+  int best = NOWHERE; // the lowest column with the maximum
+
+  template <int W> __device__ __forceinline__ void add(const float (&x)[W], int first) {
+    float top = x[0];
+#pragma unroll
+    for (int i = 1; i < W; i++) top = fmaxf(top, x[i]);
+    if (top > max) {
+      sum *= __expf(max - top);
+      max = top;
+      best = first;
+#pragma unroll
+      for (int i = W - 1; i >= 0; i--)
+        if (x[i] == top) best = first + i;
+    }
+#pragma unroll
+    for (int i = 0; i < W; i++) sum += __expf(x[i] - max);
+  }
+};
+
+template <int W> __device__ __forceinline__ Softmax read_row(const float *row, int v) {
+  Softmax softmax;
+  int step = int(blockDim.x) * W, at = int(threadIdx.x) * W;
+  for (; at + (LOADS - 1) * step < v; at += LOADS * step) {
+    float x[LOADS][W];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) load<W>(row + at + i * step, x[i]);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) softmax.add(x[i], at + i * step);
+  }
+  for (; at < v; at += step) {
+    float x[W];
+    load<W>(row + at, x);
+    softmax.add(x, at);
+  }
+  return softmax;
+}
+
+template <class T, int W> __device__ __forceinline__ void write_gradient(float *row, int v, int target, float lse, float scale) {
+  T *gradient = gradient_of(row, v, T());
+  int step = int(blockDim.x) * W, tile = LOADS * step;
+  int offset = int(threadIdx.x) * W;
+  float x[LOADS][W], next[LOADS][W];
+  auto read = [&](int start, float (&to)[LOADS][W]) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      int at = start + offset + i * step;
+      if (at < v) load<W>(row + at, to[i]);
+    }
+  };
+  int start = (v - 1) / tile * tile;
+  read(start, x);
+  for (; start >= 0; start -= tile) {
+    // No write of this tile or of one behind it reaches the tile before it.
+    if (start > 0) read(start - tile, next);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      int at = start + offset + i * step;
+#pragma unroll
+      for (int j = 0; j < W; j++) {
+        x[i][j] = __expf(x[i][j] - lse) * scale - (at + j == target ? scale : 0.0f);
+      }
+      if (at < v) store<W>(gradient + at, x[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+#pragma unroll
+      for (int j = 0; j < W; j++) x[i][j] = next[i][j];
+  }
+}
+
+template <class T, int W>
+__device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, bool gradient) {
+  float *row = logits + size_t(blockIdx.x) * v;
+  uint32_t target = targets[blockIdx.x];
+  // A target outside of the vocabulary makes the loss not a number: that stops the run.
+  float at_target = target < uint32_t(v) ? row[target] : INFINITE - INFINITE;
+  Softmax softmax = read_row<W>(row, v);
+  float max = block_max(softmax.max);
+  float sum = block_sum(softmax.sum * __expf(softmax.max - max));
+  float lse = max + __logf(sum);
+  if (threadIdx.x == 0) nll[blockIdx.x] = lse - at_target;
+  if (argmax) {
+    int best = block_min(softmax.max == max ? softmax.best : NOWHERE);
+    if (threadIdx.x == 0) argmax[blockIdx.x] = best < v ? best : 0;
+  }
+  if (gradient) write_gradient<T, W>(row, v, int(target), lse, scale);
+}
+
+} // namespace
+
+#define CROSS_ENTROPY(T, name)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(512, 2)                                                                                 \
+      cross_entropy_##name(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, int gradient, int vectors) { \
+    if (vectors) cross_entropy<T, 4>(logits, targets, nll, argmax, scale, v, gradient);                                                \
+    else cross_entropy<T, 1>(logits, targets, nll, argmax, scale, v, gradient);                                                        \
+  }                                                                                                                                    \
+  EXPORT(cross_entropy_##name)
+
+CROSS_ENTROPY(float, f32)
+CROSS_ENTROPY(bf16, bf16)

@@ -1,0 +1,123 @@
+// Runs an exported kernel, block after block; see emulation.h.
+#include "emulation.h"
+
+asm(R"(
+.text
+.globl trainer_emulation_switch
+.type trainer_emulation_switch, @function
+trainer_emulation_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size trainer_emulation_switch, . - trainer_emulation_switch
+)");
+
+namespace emulation {
+
+static constexpr size_t STACK = 256 << 10;
+static constexpr size_t SHARED = 228 << 10; // of an sm_90 block, the most there is
+
+struct Call {
+  Entry entry;
+  void **arguments;
+};
+
+static void fiber_main() {
+  Call *call = static_cast<Call *>(body_data);
+  call->entry.run(call->entry.function, call->arguments);
+  Fiber &fiber = fibers[current];
+  if (!fiber.open.empty() || !fiber.groups.empty()) fail("ends with copies that nobody waited for");
+  fiber.finished = true;
+  alive--;
+  if (alive > 0 && at_barrier == alive) release_barrier();
+  yield();
+  std::abort(); // a finished fiber is not resumed
+}
+
+static void prepare(Fiber &fiber) {
+  if (fiber.stack.empty()) fiber.stack.resize(STACK);
+  uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack.data() + STACK) & ~uintptr_t(63);
+  void **frame = reinterpret_cast<void **>(top - 64);
+  for (int i = 0; i < 6; i++) frame[i] = nullptr; // registers
+  frame[6] = reinterpret_cast<void *>(fiber_main);
+  fiber.stack_pointer = frame;
+  fiber.operations = 0;
+  fiber.finished = false;
+}
+
+static uint64_t random_state = 0x9E3779B97F4A7C15;
+static unsigned next_random() {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return unsigned(random_state >> 33);
+}
+
+static void run_block(unsigned threads) {
+  std::memset(shared_memory, 0xFF, SHARED);
+  fibers.resize(threads);
+  warps.assign((threads + 31) / 32, Warp());
+  for (Fiber &fiber : fibers) prepare(fiber);
+  alive = int(threads);
+  at_barrier = 0;
+  barrier_generation = 0;
+  std::vector<int> order(threads);
+  for (unsigned i = 0; i < threads; i++) order[i] = int(i);
+  for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[next_random() % (i + 1)]);
+  unsigned idle_sweeps = 0;
+  while (alive > 0) {
+    // Progress is an arrival or an end; a sweep without any is a deadlock.
+    int alive_before = alive, barrier_before = at_barrier;
+    unsigned generation_before = barrier_generation;
+    long operations_before = 0, operations_after = 0;
+    for (const Fiber &fiber : fibers) operations_before += fiber.operations;
+    for (int index : order) {
+      if (fibers[index].finished) continue;
+      current = index;
+      threadIdx = {unsigned(index), 0, 0};
+      trainer_emulation_switch(&scheduler_pointer, fibers[index].stack_pointer);
+    }
+    for (const Fiber &fiber : fibers) operations_after += fiber.operations;
+    bool moved = alive != alive_before || at_barrier != barrier_before || barrier_generation != generation_before || operations_after != operations_before;
+    idle_sweeps = moved ? 0 : idle_sweeps + 1;
+    if (idle_sweeps > 2) fail("waits for threads that never come: a barrier or a warp operation that not all of them reach");
+  }
+}
+
+} // namespace emulation
+
+// Runs kernel `name` on a grid of blocks of `threads`; returns 0, or 1 if there is no such kernel.
+extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, unsigned threads, unsigned shared_bytes, void **arguments) {
+  using namespace emulation;
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> guard(one_at_a_time);
+  auto found = entries().find(name);
+  if (found == entries().end()) return 1;
+  static std::vector<unsigned char> storage(SHARED + 128);
+  shared_memory = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(storage.data()) + 127) & ~uintptr_t(127));
+  kernel_name = found->first.c_str();
+  current = 0;
+  if (shared_bytes > SHARED) fail("asks for more shared memory than a block can have");
+  if (threads == 0 || threads > 1024 || threads % 32) fail("a block has whole warps, at most 1024 threads");
+  Call call{found->second, arguments};
+  body_data = &call;
+  blockDim = {threads, 1, 1};
+  gridDim = {grid[0], grid[1], grid[2]};
+  for (unsigned z = 0; z < grid[2]; z++)
+    for (unsigned y = 0; y < grid[1]; y++)
+      for (unsigned x = 0; x < grid[0]; x++) {
+        blockIdx = {x, y, z};
+        run_block(threads);
+      }
+  return 0;
+}

@@ -1,0 +1,117 @@
+//! Linear layers on the matrix products, and `bias.cu`.
+
+use super::launch::{Launch, address, empty, vectors};
+use super::matmul::{Addend, Form, Matrix, Product};
+use super::norm::add_columns;
+use candle_core::{DType, Result, Tensor};
+
+/// Columns of `dy` that a block of `bias.cu` sums.
+const COLUMNS: usize = 256;
+/// Threads of such a block: eight warps, each with rows of its own.
+const THREADS: u32 = 256;
+/// Rows of a share, and the most shares: fixed by the number of rows, so that the sum is.
+const ROWS: usize = 64;
+const MOST_SHARES: usize = 64;
+
+/// `x W^T + bias + residual` in the shape `dims`; `(n, m, k)` are rows, outputs and inputs.
+pub(in crate::ops) fn linear(
+    op: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+    (n, m, k): (usize, usize, usize),
+    dims: Vec<usize>,
+) -> Result<Tensor> {
+    let y = empty(dims, x.dtype(), x)?;
+    let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
+    let product = Product {
+        form: Form::Nt,
+        shape: (n, m, k),
+        a: Matrix::Whole("x", x),
+        b: Matrix::Whole("w", w),
+        addend: residual.map_or(Addend::Nothing, Addend::Residual),
+        bias: bias.as_ref(),
+    };
+    product.into(op, "y", &y)?;
+    Ok(y)
+}
+
+/// `bias`, or a copy of it: the library takes for granted that one starts at a multiple of 16 bytes.
+fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
+    if address(op, "bias", bias)?.0.is_multiple_of(16) {
+        return Ok(bias.clone());
+    }
+    bias.force_contiguous()
+}
+
+/// `dy W` in the shape `dims`; `(n, k, m)` are rows, inputs and outputs.
+pub(in crate::ops) fn linear_backward_input(
+    op: &'static str,
+    dy: &Tensor,
+    w: &Tensor,
+    shape: (usize, usize, usize),
+    dims: Vec<usize>,
+) -> Result<Tensor> {
+    let dx = empty(dims, dy.dtype(), dy)?;
+    add_input_gradient(op, dy, w, shape, Addend::Nothing, &dx)?;
+    Ok(dx)
+}
+
+/// `dx + dy W`, in place.
+pub(in crate::ops) fn linear_backward_input_add(
+    op: &'static str,
+    dy: &Tensor,
+    w: &Tensor,
+    shape: (usize, usize, usize),
+    dx: Tensor,
+) -> Result<Tensor> {
+    add_input_gradient(op, dy, w, shape, Addend::Destination, &dx)?;
+    Ok(dx)
+}
+
+fn add_input_gradient(
+    op: &'static str,
+    dy: &Tensor,
+    w: &Tensor,
+    shape: (usize, usize, usize),
+    addend: Addend<'_>,
+    dx: &Tensor,
+) -> Result<()> {
+    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("w", w));
+    Product { form: Form::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
+}
+
+/// `dw += dy^T x`; `(m, k, n)` are outputs, inputs and rows.
+pub(in crate::ops) fn linear_backward_weight(
+    op: &'static str,
+    x: &Tensor,
+    dy: &Tensor,
+    dw: &Tensor,
+    shape: (usize, usize, usize),
+) -> Result<()> {
+    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
+    Product { form: Form::Tn, shape, a, b, addend: Addend::Destination, bias: None }
+        .into(op, "dw", dw)
+}
+
+/// `db [M] +=` the column sums of `dy [N, M]`.
+pub(in crate::ops) fn bias_backward(
+    op: &'static str,
+    dy: &Tensor,
+    db: &Tensor,
+    (n, m): (usize, usize),
+) -> Result<()> {
+    let num_shares = n.div_ceil(ROWS).min(MOST_SHARES);
+    let shares = empty((num_shares, m), DType::F32, dy)?;
+    Launch::new("bias_shares", dy.dtype())
+        .grid3([m.div_ceil(COLUMNS), num_shares, 1])
+        .threads(THREADS)
+        .address(address(op, "dy", dy)?)
+        .address(address(op, "shares", &shares)?)
+        .int(n)
+        .int(m)
+        .flag(vectors(m, &[dy])?)
+        .run(dy)?;
+    add_columns(op, &shares, db)
+}

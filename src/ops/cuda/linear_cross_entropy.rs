@@ -1,0 +1,147 @@
+//! The language-model head and its cross-entropy: products, and `cross_entropy.cu` on a chunk of rows at a time.
+//!
+//! Logits stay in `f32`, whatever the operands are: rounded to 8 bits, the likelihoods of large logits are off by
+//! percents. Their gradient takes their place: as `bf16` it fills the second half of each row, for the next products.
+
+use super::launch::{Launch, address, empty, vectors};
+use super::matmul::{Addend, Form, Matrix, Product};
+use candle_core::{DType, Result, Tensor};
+
+/// Bound on the logits of a chunk. With the published vocabulary this is 1664 rows: the gradients' products are then
+/// large enough to fill a GPU, and little time goes into reading the weight again for each chunk.
+const LOGITS_BYTES: usize = 1 << 30;
+/// Rows in a tile of the products: chunks are whole tiles.
+const TILE_ROWS: usize = 128;
+const THREADS: u32 = 512;
+
+/// Rows in a chunk.
+pub(in crate::ops) fn linear_cross_entropy_rows(vocabulary: usize) -> usize {
+    let rows = LOGITS_BYTES / (4 * vocabulary.max(1));
+    (rows / TILE_ROWS * TILE_ROWS).max(1)
+}
+
+/// Operands of both passes.
+struct Head<'a> {
+    op: &'static str,
+    h: &'a Tensor,
+    w: &'a Tensor,
+    targets: &'a Tensor,
+    nll: Tensor,
+    /// Rows at a time.
+    chunk: usize,
+}
+
+impl<'a> Head<'a> {
+    fn new(
+        op: &'static str,
+        h: &'a Tensor,
+        w: &'a Tensor,
+        targets: &'a Tensor,
+        chunk: usize,
+    ) -> Result<Self> {
+        let s = h.dim(0)?;
+        let nll = empty(s, DType::F32, h)?;
+        Ok(Self { op, h, w, targets, nll, chunk: chunk.min(s.max(1)) })
+    }
+
+    /// Calls `f(start, logits)` for each chunk of rows, after the kernel went over its logits: with `scale`, they are
+    /// the gradient then; with `argmax`, that is filled.
+    fn for_chunks(
+        &self,
+        scale: Option<f32>,
+        argmax: Option<&Tensor>,
+        mut f: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let op = self.op;
+        let ((s, d), v) = (self.h.dims2()?, self.w.dim(0)?);
+        let logits = empty((self.chunk, v), DType::F32, self.h)?;
+        for start in (0..s).step_by(self.chunk) {
+            let rows = self.chunk.min(s - start);
+            let logits = logits.narrow(0, 0, rows)?;
+            let product = Product {
+                form: Form::Nt,
+                shape: (rows, v, d),
+                a: Matrix::Whole("h", &self.h.narrow(0, start, rows)?),
+                b: Matrix::Whole("w", self.w),
+                addend: Addend::Nothing,
+                bias: None,
+            };
+            product.into(op, "logits", &logits)?;
+            let argmax = argmax.map(|argmax| argmax.narrow(0, start, rows)).transpose()?;
+            Launch::new("cross_entropy", self.h.dtype())
+                .grid(rows)
+                .threads(THREADS)
+                .address(address(op, "logits", &logits)?)
+                .address(address(op, "targets", &self.targets.narrow(0, start, rows)?)?)
+                .address(address(op, "nll", &self.nll.narrow(0, start, rows)?)?)
+                .optional(op, "argmax", argmax.as_ref())?
+                .float(scale.unwrap_or(0.0))
+                .int(v)
+                .flag(scale.is_some())
+                .flag(vectors(v, &[&logits])?)
+                .run(self.h)?;
+            f(start, &logits)?;
+        }
+        Ok(())
+    }
+}
+
+pub(in crate::ops) fn linear_cross_entropy(
+    op: &'static str,
+    h: &Tensor,
+    w: &Tensor,
+    targets: &Tensor,
+    chunk: usize,
+) -> Result<(Tensor, Tensor)> {
+    let head = Head::new(op, h, w, targets, chunk)?;
+    let argmax = empty(h.dim(0)?, DType::U32, h)?;
+    head.for_chunks(None, Some(&argmax), |_, _| Ok(()))?;
+    Ok((head.nll, argmax))
+}
+
+pub(in crate::ops) fn linear_cross_entropy_backward(
+    op: &'static str,
+    h: &Tensor,
+    w: &Tensor,
+    targets: &Tensor,
+    scale: f32,
+    dw: Option<&Tensor>,
+    need_dh: bool,
+    chunk: usize,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let head = Head::new(op, h, w, targets, chunk)?;
+    let ((s, d), v) = (h.dims2()?, w.dim(0)?);
+    let dh = if need_dh { Some(empty((s, d), h.dtype(), h)?) } else { None };
+    let gradient = if need_dh || dw.is_some() { Some(scale) } else { None };
+    head.for_chunks(gradient, None, |start, logits| {
+        let rows = logits.dim(0)?;
+        let d_logits = match h.dtype() {
+            DType::BF16 => Matrix::SecondHalves("logits", logits),
+            _ => Matrix::Whole("logits", logits),
+        };
+        if let Some(dh) = &dh {
+            let product = Product {
+                form: Form::Nn,
+                shape: (rows, d, v),
+                a: d_logits,
+                b: Matrix::Whole("w", w),
+                addend: Addend::Nothing,
+                bias: None,
+            };
+            product.into(op, "dh", &dh.narrow(0, start, rows)?)?;
+        }
+        if let Some(dw) = dw {
+            let product = Product {
+                form: Form::Tn,
+                shape: (v, d, rows),
+                a: d_logits,
+                b: Matrix::Whole("h", &h.narrow(0, start, rows)?),
+                addend: Addend::Destination,
+                bias: None,
+            };
+            product.into(op, "dw", dw)?;
+        }
+        Ok(())
+    })?;
+    Ok((head.nll, dh))
+}

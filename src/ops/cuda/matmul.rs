@@ -1,0 +1,142 @@
+//! Products of row-major matrices, in the dtype of their operands with `f32` sums.
+//!
+//! `dst [m, n] = op(a) op(b) + addend + bias`: `dst` is of the operands' dtype, or `f32` (logits, and gradients of
+//! weights). One rounding, at the end. The same bits in every run: one stream, one workspace, and a fixed algorithm for
+//! each shape. Under emulation the CPU's product does it, on widened operands.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Which operand is transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    /// `a [m, k]`, `b [n, k]`: `a b^T`.
+    Nt,
+    /// `a [m, k]`, `b [k, n]`: `a b`.
+    Nn,
+    /// `a [k, m]`, `b [k, n]`: `a^T b`.
+    Tn,
+}
+
+/// An operand's name, for errors, and where its elements are.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Matrix<'a> {
+    /// All of a contiguous tensor, whatever its dims.
+    Whole(&'static str, &'a Tensor),
+    /// `bf16` in the second half of each row of an `f32` tensor.
+    SecondHalves(&'static str, &'a Tensor),
+}
+
+impl<'a> Matrix<'a> {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Whole(name, _) | Self::SecondHalves(name, _) => name,
+        }
+    }
+
+    pub(super) fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor,
+        }
+    }
+
+    pub(super) fn dtype(self) -> DType {
+        match self {
+            Self::Whole(_, tensor) => tensor.dtype(),
+            Self::SecondHalves(..) => DType::BF16,
+        }
+    }
+}
+
+/// What is added to a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Addend<'a> {
+    Nothing,
+    /// The old contents of the destination.
+    Destination,
+    /// `[m, n]` in the dtype of the destination.
+    Residual(&'a Tensor),
+}
+
+/// One product.
+pub(super) struct Product<'a> {
+    pub(super) form: Form,
+    /// `(m, n, k)`.
+    pub(super) shape: (usize, usize, usize),
+    pub(super) a: Matrix<'a>,
+    pub(super) b: Matrix<'a>,
+    pub(super) addend: Addend<'a>,
+    /// `[n]` in the dtype of the destination, added to each row.
+    pub(super) bias: Option<&'a Tensor>,
+}
+
+impl Product<'_> {
+    /// Starts it, into `dst`, which errors call `name`.
+    pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
+        let (m, n, k) = self.shape;
+        let dst = Matrix::Whole(name, dst);
+        for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
+            let (name, found) = (matrix.name(), matrix.tensor().elem_count());
+            if found != length {
+                bail!("{op}: `{name}` has {found} elements, expected {length}");
+            }
+        }
+        if self.a.dtype() != self.b.dtype() {
+            bail!("{op}: a product of {:?} and {:?}", self.a.dtype(), self.b.dtype());
+        }
+        if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
+            return Ok(());
+        }
+        run(op, &self, dst)
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+    super::blas::run(op, product, dst)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+    use crate::ops::cpu::{self, Element as _, read};
+    use crate::ops::matmul::{Into, nn, nt, tn};
+    use half::bf16;
+
+    fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
+        let operand = read(op, matrix.name(), matrix.tensor())?;
+        let Matrix::SecondHalves(_, tensor) = matrix else {
+            return Ok(operand.f32()?.into_owned());
+        };
+        let (_, columns) = tensor.dims2()?;
+        let bytes: Vec<u8> =
+            operand.slice::<f32>()?.iter().flat_map(|word| word.to_bits().to_le_bytes()).collect();
+        let rows = bytes.chunks(4 * columns).map(|row| &row[2 * columns..]);
+        let halves = rows.flat_map(|row| row.chunks(2));
+        Ok(halves.map(|half| bf16::from_le_bytes([half[0], half[1]]).widen()).collect())
+    }
+
+    let (m, n, k) = product.shape;
+    let (a, b) = (elements(op, product.a)?, elements(op, product.b)?);
+    let mut sums = match product.addend {
+        Addend::Nothing => vec![0f32; m * n],
+        Addend::Destination => elements(op, dst)?,
+        Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
+    };
+    if let Some(bias) = product.bias {
+        let bias = elements(op, Matrix::Whole("bias", bias))?;
+        sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
+    }
+    match product.form {
+        Form::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
+        Form::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
+        Form::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
+    }
+    let (name, dst) = (dst.name(), dst.tensor());
+    if dst.dtype() == DType::BF16 {
+        return cpu::write(op, name, dst, |dst: &mut [bf16]| {
+            for (dst, sum) in dst.iter_mut().zip(sums) {
+                *dst = bf16::narrow(sum);
+            }
+        });
+    }
+    cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+}

@@ -1,0 +1,74 @@
+//! Launches of `pointwise.cu`.
+
+use super::launch::{Launch, address, empty, vectors};
+use crate::ops::Gelu;
+use crate::ops::cpu::compute_dtype;
+use candle_core::{Result, Tensor};
+
+const THREADS: u32 = 256;
+/// Elements of a block: 8 a thread, `SHARE` of the kernels.
+const ELEMENTS: usize = 8 * THREADS as usize;
+
+/// Runs `op` over all elements of `tensors`, its arguments, which have one shape and dtype.
+fn run(op: &str, tensors: &[(&str, &Tensor)]) -> Result<()> {
+    let first = tensors[0].1;
+    compute_dtype(op, tensors)?;
+    let rows: Vec<&Tensor> = tensors.iter().map(|(_, tensor)| *tensor).collect();
+    let kernel = if vectors(0, &rows)? { op.to_owned() } else { format!("{op}_single") };
+    let n = first.elem_count();
+    let mut launch =
+        Launch::new(&kernel, first.dtype()).grid(n.div_ceil(ELEMENTS)).threads(THREADS);
+    for (name, tensor) in tensors {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch.long(n).run(first)
+}
+
+fn beside(x: &Tensor) -> Result<Tensor> {
+    empty(x.shape(), x.dtype(), x)
+}
+
+pub(in crate::ops) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let y = beside(gate)?;
+    run("swiglu", &[("gate", gate), ("up", up), ("y", &y)])?;
+    Ok(y)
+}
+
+pub(in crate::ops) fn swiglu_backward(
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let (dgate, dup) = (beside(gate)?, beside(up)?);
+    let operands = [("gate", gate), ("up", up), ("dy", dy), ("dgate", &dgate), ("dup", &dup)];
+    run("swiglu_backward", &operands)?;
+    Ok((dgate, dup))
+}
+
+pub(in crate::ops) fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
+    let y = beside(x)?;
+    let op = match kind {
+        Gelu::Tanh => "gelu_tanh",
+        Gelu::Erf => "gelu_erf",
+    };
+    run(op, &[("x", x), ("y", &y)])?;
+    Ok(y)
+}
+
+pub(in crate::ops) fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
+    let dx = beside(x)?;
+    let op = match kind {
+        Gelu::Tanh => "gelu_tanh_backward",
+        Gelu::Erf => "gelu_erf_backward",
+    };
+    run(op, &[("x", x), ("dy", dy), ("dx", &dx)])?;
+    Ok(dx)
+}
+
+pub(in crate::ops) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
+    run("add_in_place", &[("x", x), ("y", y)])
+}
+
+pub(in crate::ops) fn fill_zero(t: &Tensor) -> Result<()> {
+    run("fill_zero", &[("t", t)])
+}

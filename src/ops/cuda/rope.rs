@@ -1,0 +1,153 @@
+//! Launches of `rope.cu`.
+
+use super::launch::{Launch, address, empty, vectors};
+use super::norm::{MULTIPROCESSORS, WARP, add_columns};
+use crate::ops::RopeTable;
+use candle_core::{DType, Result, Tensor, bail};
+
+const THREADS: usize = 256;
+/// Items of a thread where single elements are moved: `P` of the kernels.
+const SINGLES: usize = 4;
+
+/// How the heads of an op are dealt out to threads.
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    chunks: bool,
+    /// Threads that have a head.
+    lanes: usize,
+}
+
+impl Heads {
+    /// `tensors` are those of which halves of heads are read or written, and the table.
+    fn new(op: &str, dtype: DType, half: usize, tensors: &[&Tensor]) -> Result<Self> {
+        let chunks = vectors(half, tensors)?;
+        let most = SINGLES * WARP;
+        if half > most {
+            bail!("{op}: a head has {} dims, but a warp takes {} at most", 2 * half, 2 * most);
+        }
+        let chunk = if chunks { 16 / dtype.size_in_bytes() } else { 1 };
+        let lanes = half.div_ceil(chunk).next_power_of_two().min(WARP);
+        Ok(Self { chunks, lanes })
+    }
+
+    /// Blocks for `items` heads, or groups of heads.
+    fn blocks(self, items: usize) -> usize {
+        items.div_ceil(THREADS / self.lanes)
+    }
+
+    fn launch(self, op: &str, dtype: DType) -> Launch {
+        let kernel = if self.chunks { op.to_owned() } else { format!("{op}_single") };
+        Launch::new(&kernel, dtype).threads(THREADS as u32)
+    }
+}
+
+pub(in crate::ops) fn qk_norm_rope(
+    x: &Tensor,
+    w: &Tensor,
+    eps: f64,
+    table: &RopeTable,
+) -> Result<(Tensor, Tensor)> {
+    /// Heads that a thread works on: `HEADS` of the kernels.
+    const HEADS: usize = 2;
+    let op = "qk_norm_rope";
+    let ((t, width), dh) = (x.dims2()?, w.dims1()?);
+    let h = width / dh;
+    let (y, rstd) = (empty((t, h, dh), x.dtype(), x)?, empty((t, h), DType::F32, x)?);
+    let (cos, sin) = (&table.cos, &table.sin);
+    let heads = Heads::new(op, x.dtype(), dh / 2, &[x, w, &y, cos, sin])?;
+    let mut launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * h.div_ceil(HEADS)));
+    for (name, tensor) in
+        [("x", x), ("w", w), ("cos", cos), ("sin", sin), ("y", &y), ("rstd", &rstd)]
+    {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch.int(t).int(h).int(dh / 2).int(heads.lanes).float(eps as f32).run(x)?;
+    Ok((y, rstd))
+}
+
+pub(in crate::ops) fn qk_norm_rope_backward(
+    x: &Tensor,
+    rstd: &Tensor,
+    w: &Tensor,
+    table: &RopeTable,
+    dy: &Tensor,
+    dw: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = "qk_norm_rope_backward";
+    let ((t, width), dh) = (x.dims2()?, w.dims1()?);
+    let h = width / dh;
+    let dx = empty((t, width), x.dtype(), x)?;
+    let (cos, sin) = (&table.cos, &table.sin);
+    let heads = Heads::new(op, x.dtype(), dh / 2, &[x, w, dy, &dx, cos, sin])?;
+    let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
+    let shares = dw.map(|_| empty((blocks, dh), DType::F32, x)).transpose()?;
+    let mut launch = heads.launch(op, x.dtype()).grid(blocks).shared(THREADS / WARP * dh * 4);
+    for (name, tensor) in [("x", x), ("rstd", rstd), ("w", w), ("cos", cos), ("sin", sin)] {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch = launch.address(address(op, "dy", dy)?).address(address(op, "dx", &dx)?);
+    launch = launch.optional(op, "shares", shares.as_ref())?;
+    launch.int(t).int(h).int(dh / 2).int(heads.lanes).run(x)?;
+    if let (Some(shares), Some(dw)) = (&shares, dw) {
+        add_columns(op, shares, dw)?;
+    }
+    Ok(dx)
+}
+
+/// Elements of a chunk for halves of heads of `parts`, and the name of the kernels that move them.
+fn chunk(half: usize, parts: &[&Tensor], table: &RopeTable) -> Result<(usize, &'static str)> {
+    let dtype = parts[0].dtype();
+    let mut all = parts.to_vec();
+    all.extend([&table.cos, &table.sin]);
+    if vectors(half, &all)? {
+        return Ok((16 / dtype.size_in_bytes(), ""));
+    }
+    // Heads of 72 in bf16: their halves begin at multiples of 8 bytes.
+    if dtype == DType::BF16 && half.is_multiple_of(4) && vectors(0, &all)? {
+        return Ok((4, "_half"));
+    }
+    Ok((1, "_single"))
+}
+
+pub(in crate::ops) fn vision_rope_split(
+    qkv: &Tensor,
+    num_heads: usize,
+    table: &RopeTable,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let op = "vision_rope_split";
+    let (p, half) = table.cos.dims2()?;
+    let part = || empty((p, num_heads, 2 * half), qkv.dtype(), qkv);
+    let (q, k, v) = (part()?, part()?, part()?);
+    let (elements, suffix) = chunk(half, &[qkv, &q, &k, &v], table)?;
+    let mut launch = Launch::new(&format!("{op}{suffix}"), qkv.dtype())
+        .grid((p * num_heads * (half / elements)).div_ceil(THREADS))
+        .threads(THREADS as u32);
+    let operands = [("qkv", qkv), ("cos", &table.cos), ("sin", &table.sin)];
+    for (name, tensor) in operands.into_iter().chain([("q", &q), ("k", &k), ("v", &v)]) {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch.int(p).int(num_heads).int(half).run(qkv)?;
+    Ok((q, k, v))
+}
+
+pub(in crate::ops) fn vision_rope_merge_backward(
+    dq: &Tensor,
+    dk: &Tensor,
+    dv: &Tensor,
+    table: &RopeTable,
+) -> Result<Tensor> {
+    let op = "vision_rope_merge_backward";
+    let (p, h, dh) = dq.dims3()?;
+    let half = dh / 2;
+    let dqkv = empty((p, 3 * h * dh), dq.dtype(), dq)?;
+    let (elements, suffix) = chunk(half, &[dq, dk, dv, &dqkv], table)?;
+    let mut launch = Launch::new(&format!("vision_rope_merge{suffix}"), dq.dtype())
+        .grid((p * h * (half / elements)).div_ceil(THREADS))
+        .threads(THREADS as u32);
+    let operands = [("dq", dq), ("dk", dk), ("dv", dv), ("cos", &table.cos), ("sin", &table.sin)];
+    for (name, tensor) in operands.into_iter().chain([("dqkv", &dqkv)]) {
+        launch = launch.address(address(op, name, tensor)?);
+    }
+    launch.int(p).int(h).int(half).run(dq)?;
+    Ok(dqkv)
+}

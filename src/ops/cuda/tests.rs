@@ -1,0 +1,210 @@
+//! Kernels under emulation against their twins on the CPU, at sizes and alignments of training: chunks of 16 bytes, rows
+//! of several warps, blocks that walk. (With `TRAINER_EMULATE_CUDA` set the twins are the kernels too.)
+
+use super::launch::vectors;
+use crate::ops::testing::{
+    Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
+};
+use crate::ops::{self, Gelu};
+use candle_core::{DType, Result, Tensor};
+
+const DTYPES: [(DType, Tolerance); 2] =
+    [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)];
+
+/// Random, and its rows begin at multiples of 16 bytes if `dims` let them.
+fn operand(seed: u64, dims: &[usize], dtype: DType) -> Tensor {
+    let x = random(seed, dims).to_dtype(dtype).unwrap();
+    let aligned = vectors(0, &[&x]).unwrap();
+    assert!(aligned || x.elem_count() == 0, "the allocator gives 16-byte boundaries");
+    x
+}
+
+#[track_caller]
+fn assert_all_close(what: &str, got: &[Tensor], want: &[Tensor], tolerance: Tolerance) {
+    assert_eq!(got.len(), want.len());
+    for (index, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_close(&format!("{what}: result {index}"), got, want, tolerance);
+    }
+}
+
+/// What an op gives and adds up, as the kernels have it and as the CPU has it.
+macro_rules! both {
+    ($path:ident => $results:expr) => {{
+        let ours: Vec<Tensor> = {
+            use super as $path;
+            $results
+        };
+        let twins: Vec<Tensor> = {
+            use crate::ops as $path;
+            $results
+        };
+        (ours, twins)
+    }};
+}
+
+#[test]
+fn norms_of_rows_of_any_width_are_those_of_the_cpu() -> Result<()> {
+    // The last has more rows than a backward pass has places for: its blocks walk.
+    for (n, d) in [(0, 64), (3, 8), (9, 520), (5, 2560), (3, 4096), (2, 2561), (5000, 16)] {
+        for (dtype, tolerance) in DTYPES {
+            let (x, w) = (operand(1, &[n, d], dtype), operand(2, &[d], dtype));
+            let (dy, residual) = (operand(3, &[n, d], dtype), operand(4, &[n, d], dtype));
+            let b = operand(5, &[d], dtype);
+            let (ours, twins) = both!(path => {
+                let (y, rstd) = path::rms_norm(&x, &w, 1e-6)?;
+                let dw = gradient_buffer(&[d]);
+                let dx =
+                    path::rms_norm_backward(&x, &rstd, &w, &dy, Some(&residual), Some(&dw))?;
+                let alone = path::rms_norm_backward(&x, &rstd, &w, &dy, None, None)?;
+                let again = path::rms_norm_apply(&x, &rstd, &w)?;
+                vec![y, rstd, dw, dx, alone, again]
+            });
+            assert_all_close(&format!("rms_norm {dtype:?} {n} {d}"), &ours, &twins, tolerance);
+            let (ours, twins) = both!(path => {
+                let (y, stats) = path::layer_norm(&x, &w, &b, 1e-6)?;
+                let (dw, db) = (gradient_buffer(&[d]), gradient_buffer(&[d]));
+                let dx = path::layer_norm_backward(
+                    &x, &stats, &w, &dy, Some(&residual), Some(&dw), Some(&db),
+                )?;
+                let alone = path::layer_norm_backward(&x, &stats, &w, &dy, None, None, None)?;
+                let again = path::layer_norm_apply(&x, &stats, &w, &b)?;
+                vec![y, stats, dw, db, dx, alone, again]
+            });
+            assert_all_close(&format!("layer_norm {dtype:?} {n} {d}"), &ours, &twins, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_that_no_block_can_hold_is_refused() {
+    let (x, w) = (operand(1, &[1, 8200], DType::F32), operand(2, &[8200], DType::F32));
+    let said = message(super::rms_norm(&x, &w, 1e-6));
+    assert!(said.contains("rows have 8200 columns"), "{said}");
+}
+
+#[test]
+fn rotations_of_heads_are_those_of_the_cpu() -> Result<()> {
+    for (t, h, dh) in [(0, 2, 64), (5, 3, 64), (7, 2, 72), (3, 1, 96), (150, 16, 128)] {
+        for (dtype, tolerance) in DTYPES {
+            let what = format!("{dtype:?} {t} {h} {dh}");
+            let table = rope_table(t, dh / 2);
+            let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
+            let dy = operand(3, &[t, h, dh], dtype);
+            let (ours, twins) = both!(path => {
+                let (y, rstd) = path::qk_norm_rope(&x, &w, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, Some(&dw))?;
+                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, None)?;
+                vec![y, rstd, dw, dx, alone]
+            });
+            assert_all_close(&format!("qk_norm_rope {what}"), &ours, &twins, tolerance);
+            let qkv = operand(4, &[t, 3 * h * dh], dtype);
+            let (ours, twins) = both!(path => {
+                let (q, k, v) = path::vision_rope_split(&qkv, h, &table)?;
+                let dqkv = path::vision_rope_merge_backward(&q, &k, &v, &table)?;
+                vec![q, k, v, dqkv]
+            });
+            assert_all_close(&format!("vision_rope {what}"), &ours, &twins, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn elementwise_ops_of_any_length_are_those_of_the_cpu() -> Result<()> {
+    for n in [0, 1, 8, 2047, 2048, 4101] {
+        for (dtype, tolerance) in DTYPES {
+            let (a, b) = (operand(1, &[n], dtype), operand(2, &[n], dtype));
+            let dy = operand(3, &[n], dtype);
+            let (ours, twins) = both!(path => {
+                let (dgate, dup) = path::swiglu_backward(&a, &b, &dy)?;
+                let sum = a.copy()?;
+                path::add_in_place(&sum, &b)?;
+                let zeros = a.copy()?;
+                path::fill_zero(&zeros)?;
+                let mut results = vec![path::swiglu(&a, &b)?, dgate, dup, sum, zeros];
+                for kind in [Gelu::Tanh, Gelu::Erf] {
+                    results.push(path::gelu(&a, kind)?);
+                    results.push(path::gelu_backward(&a, &dy, kind)?);
+                }
+                results
+            });
+            assert_all_close(&format!("{dtype:?} {n}"), &ours, &twins, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_of_any_width_move_as_on_the_cpu() -> Result<()> {
+    for (t, d) in [(11, 8), (11, 9), (20, 1160)] {
+        for (dtype, tolerance) in DTYPES {
+            let (x, rows) = (operand(1, &[t, d], dtype), ids(&[10, 3, 0, 7]));
+            let (ours, twins) = both!(path => {
+                let taken = path::gather_rows(&x, &rows)?;
+                let zeroed = x.copy()?;
+                path::zero_rows(&zeroed, &rows)?;
+                vec![taken, zeroed]
+            });
+            assert_all_close(&format!("{dtype:?} {t} {d}"), &ours, &twins, tolerance);
+            let src = operand(2, &[4, d], dtype);
+            let (set, set_twin) = (x.copy()?, x.copy()?);
+            super::update_rows("set_rows", &set, &rows, &src)?;
+            ops::set_rows(&set_twin, &rows, &src)?;
+            let (added, added_twin) = (x.copy()?, x.copy()?);
+            super::update_rows("add_to_rows", &added, &rows, &src)?;
+            ops::add_to_rows(&added_twin, &rows, &src)?;
+            let (ours, twins) = ([set, added], [set_twin, added_twin]);
+            assert_all_close(&format!("{dtype:?} {t} {d}"), &ours, &twins, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_outside_of_the_tensor_is_nan_or_left_alone() -> Result<()> {
+    let (x, rows) = (operand(1, &[3, 8], DType::F32), ids(&[1, 3]));
+    let taken = super::gather_rows(&x, &rows)?.to_vec2::<f32>()?;
+    assert!(taken[0].iter().all(|x| x.is_finite()) && taken[1].iter().all(|x| x.is_nan()));
+    let kept = x.copy()?;
+    super::update_rows("set_rows", &kept, &ids(&[4, 9]), &operand(2, &[2, 8], DType::F32))?;
+    super::embedding_backward(&ids(&[7, 3]), &operand(2, &[2, 8], DType::F32), &kept)?;
+    assert_eq!(kept.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+    Ok(())
+}
+
+/// Ids of which most are one, as those of a picture's tokens are: runs end, begin and pass through stretches and tiles.
+#[test]
+fn gradients_of_tables_are_those_of_the_cpu() -> Result<()> {
+    let v = 700;
+    let pick = |i: u32| if i % 5 < 3 { 77 } else { i.wrapping_mul(2654435761) >> 20 };
+    for (n, d) in [(1, 8), (64, 8), (65, 3), (1024, 16), (2600, 9), (2600, 520)] {
+        let chosen: Vec<u32> = (0..n as u32).map(|i| pick(i) % v).collect();
+        for (dtype, tolerance) in DTYPES {
+            let (chosen, dy) = (ids(&chosen), operand(1, &[n, d], dtype));
+            let (ours, twins) = both!(path => {
+                let dw = gradient_buffer(&[v as usize, d]);
+                path::embedding_backward(&chosen, &dy, &dw)?;
+                vec![dw]
+            });
+            assert_all_close(&format!("embedding {dtype:?} {n} {d}"), &ours, &twins, tolerance);
+            if n % 4 > 0 {
+                continue;
+            }
+            let (index, weight) = (chosen.reshape((n / 4, 4))?, random(2, &[n / 4, 4]));
+            let dy = dy.narrow(0, 0, n / 4)?;
+            let table = operand(3, &[v as usize, d], dtype);
+            let (ours, twins) = both!(path => {
+                let dtable = gradient_buffer(&[v as usize, d]);
+                path::interpolate_rows_backward(&index, &weight, &dy, &dtable)?;
+                vec![dtable]
+            });
+            assert_all_close(&format!("taps {dtype:?} {n} {d}"), &ours, &twins, tolerance);
+            let got = super::interpolate_rows("test", &table, &index, &weight, Some(&dy))?;
+            let want = ops::interpolate_rows_add(&table, &index, &weight, &dy)?;
+            assert_close(&format!("interpolation {dtype:?} {n} {d}"), &got, &want, tolerance);
+        }
+    }
+    Ok(())
+}

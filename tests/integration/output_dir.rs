@@ -1,0 +1,132 @@
+//! One run a folder, nothing of an earlier run lost; and a stdout that refuses.
+
+use super::harness::{Place, finish, golden};
+use std::fs::File;
+use std::io::Read as _;
+use std::process::Stdio;
+
+/// A finished run of three steps in `run`, each saved, on text rows.
+fn finished() -> Place {
+    let place = Place::empty();
+    place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
+    let rows = golden("data/text.jsonl").display().to_string();
+    place.write(
+        "config.yaml",
+        &format!(
+            "output_dir: run\nmodel: {{path: model}}\ndata: {{train: [{{path: '{rows}'}}], packing_length: 512, max_rejected: 1.0}}\n\
+             train: {{max_steps: 3}}\ncheckpoint: {{every_steps: 1, keep: 10}}\n"
+        ),
+    );
+    place.trainer(&SFT).ends_with(0);
+    place
+}
+
+const SFT: [&str; 3] = ["sft", "--config", "config.yaml"];
+
+fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&SFT[..], more].concat()
+}
+
+#[test]
+fn a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work() {
+    let place = finished();
+    let weights = place.read("run/final/model.safetensors");
+    // What a run at work holds.
+    let folder = File::open(place.path("run")).unwrap();
+    folder.try_lock().unwrap();
+    for more in [&[][..], &["--resume", "never"], &["--set", "optim.lr=1e-3"]] {
+        let refused = place.trainer(&sft(more)).ends_with(64);
+        refused.says("another run is at work in `run`").says("hint: wait for it");
+    }
+    assert!(!place.path("run/previous-1").exists());
+    assert!(place.read("run/final/model.safetensors") == weights);
+    // Its end, however it came, frees the folder.
+    drop(folder);
+    place.trainer(&SFT).ends_with(0).says("all steps of this run are done");
+}
+
+#[test]
+fn a_model_that_would_be_moved_away_is_refused_and_stays() {
+    let place = finished();
+    for model in ["run/final", "run/checkpoints/step-00000002", "model/../run/final"] {
+        let path = format!("model.path={model}");
+        let refused = place.trainer(&sft(&["--set", &path, "--resume", "never"])).ends_with(64);
+        refused.says("`model.path` lies in `output_dir` `run`").says("hint: set another");
+    }
+    assert!(!place.path("run/previous-1").exists());
+    let elsewhere = sft(&["--set", "model.path=run/final", "--set", "output_dir=next"]);
+    place.trainer(&elsewhere).ends_with(0).says("start from_step=0");
+    assert!(place.path("run/final/model.safetensors").is_file());
+}
+
+#[test]
+fn going_on_from_an_older_checkpoint_sets_the_later_ones_aside() {
+    let place = finished();
+    let later = ["step-00000002", "step-00000003"];
+    let old = later.map(|name| place.read(&format!("run/checkpoints/{name}/model.safetensors")));
+    let from = sft(&["--resume", "run/checkpoints/step-00000001", "--set", "train.max_steps=2"]);
+    let run = place.trainer(&from).ends_with(0).says("resume from_step=1 steps=2");
+    run.says("checkpoints of later steps are moved there").says("later=[2, 3]");
+    assert_eq!(place.names("run/previous-1"), later);
+    for (name, old) in later.iter().zip(old) {
+        assert!(place.read(&format!("run/previous-1/{name}/model.safetensors")) == old, "{name}");
+    }
+    assert_eq!(place.names("run/checkpoints"), ["step-00000001", "step-00000002"]);
+    // Nothing later, nothing moved.
+    let newest = sft(&["--resume", "run/checkpoints/step-00000002"]);
+    place.trainer(&newest).ends_with(0).says("resume from_step=2");
+    assert!(!place.path("run/previous-2").exists());
+}
+
+#[test]
+fn tokenizer_files_that_vanish_during_a_run_are_in_its_checkpoints() {
+    let place = finished();
+    let carried = ["tokenizer.json", "chat_template.jinja", "preprocessor_config.json"];
+    let wanted = carried.map(|name| place.read(&format!("model/{name}")));
+    // The resumed run reads its weights from the checkpoint, and the files of the model at its start.
+    let mut child = place.start(&sft(&["--resume", "never", "--set", "train.max_steps=30"]));
+    let first = place.path("run/checkpoints/step-00000001");
+    let aside = place.path("run/previous-1");
+    while !(aside.exists() && first.exists()) {
+        assert!(child.try_wait().unwrap().is_none(), "the run ended early");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    for name in carried {
+        std::fs::remove_file(place.path(&format!("model/{name}"))).unwrap();
+    }
+    assert!(child.wait().unwrap().success());
+    for (name, wanted) in carried.iter().zip(wanted) {
+        assert!(place.read(&format!("run/final/{name}")) == wanted, "{name}");
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_ends_a_command_without_a_word() {
+    let place = finished();
+    let mut command = place.command(&["inspect", "--config", "config.yaml", "--num", "0"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut first = [0];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap(); // and the pipe is closed
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(141), "{said}");
+    assert!(!said.contains("error") && !said.contains("panic"), "{said}");
+}
+
+#[test]
+fn a_full_disk_under_stdout_is_told() {
+    let place = finished();
+    let Ok(full) = File::options().write(true).open("/dev/full") else {
+        println!("no /dev/full here: not tested");
+        return;
+    };
+    for arguments in [
+        &["inspect", "--config", "config.yaml", "--num", "1"][..],
+        &["generate", "--model", "run/final", "--prompt", "x", "--max-new-tokens", "1"],
+        &["--help"],
+    ] {
+        let mut command = place.command(arguments);
+        let output = finish(command.stdout(full.try_clone().unwrap())).ends_with(73);
+        output.says("error: cannot write to stdout").says("caused by: ").says("hint: free space");
+    }
+}

@@ -1,0 +1,55 @@
+//! One binary, three levels of vector instructions: each runs, and they agree to the bit.
+//!
+//! Products of matrices are `gemm`'s, which looks at the CPU by itself: on one machine it does the same at every level.
+
+use crate::harness::{Output, Place, finish, golden};
+
+const LEVELS: [&str; 3] = ["avx512", "avx2", "baseline"];
+
+fn config(precision: &str) -> String {
+    let images = golden("data").display().to_string();
+    format!(
+        "model: {{path: model, precision: {precision}}}\n\
+         data:\n\
+         \x20 train: [{{path: rows.jsonl, image_root: '{images}'}}]\n\
+         \x20 packing_length: 192\n\
+         \x20 max_rejected: 1.0\n\
+         train: {{max_steps: 3}}\n"
+    )
+}
+
+fn train(place: &Place, level: &str, precision: &str) -> Output {
+    let folder = format!("output_dir={precision}-{level}");
+    let sft = ["sft", "--config", "run.yaml", "--set", &folder];
+    finish(place.command(&sft).env("TRAINER_SIMD", level))
+}
+
+#[test]
+fn every_level_that_the_cpu_has_trains_the_same_weights() {
+    let place = Place::with_model_and_rows();
+    for precision in ["f32", "bf16"] {
+        place.write("run.yaml", &config(precision));
+        train(&place, "", precision).ends_with(0);
+        let weights =
+            |level: &str| place.read(&format!("{precision}-{level}/final/model.safetensors"));
+        let want = weights("");
+        for level in LEVELS {
+            let run = train(&place, level, precision);
+            if run.code == 64 {
+                // A better CPU's: told, not lowered in silence.
+                run.says("the best level of this CPU is");
+                println!("this CPU has no `{level}`: not compared");
+                continue;
+            }
+            run.ends_with(0).says(&format!("simd={level}"));
+            assert!(weights(level) == want, "{precision}: {level} trained other weights");
+        }
+    }
+}
+
+#[test]
+fn a_level_that_does_not_exist_is_refused() {
+    let place = Place::empty();
+    let output = finish(place.command(&["bench", "--ops"]).env("TRAINER_SIMD", "sse9"));
+    output.ends_with(64).says("`TRAINER_SIMD` is `sse9`, expected `avx512`").says("hint: unset it");
+}
