@@ -135,7 +135,7 @@ pub fn layer_norm_backward(
             let (dw, db) = sums.split_at_mut(d);
             for ((x, dy), stats) in each() {
                 weight_grad_row(x, stats[0], stats[1], dy, dw);
-                // Not in one loop with `dw`: at a distance of 4096 bytes the stores of one hold up the loads of the other.
+                // Not in one loop with `dw`: 4096 bytes apart, stores to one hold up loads of the other.
                 cpu::add(dy, db);
             }
         });

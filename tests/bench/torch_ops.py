@@ -177,7 +177,7 @@ def fastest(forward, inputs, seconds):
     dy = torch.randn_like(out) if inputs else None
     del out
     start = time.perf_counter()
-    while runs < 5 or time.perf_counter() - start < seconds:
+    while runs < 4 or time.perf_counter() - start < seconds:
         begin = time.perf_counter()
         out = forward()
         between = time.perf_counter()
@@ -234,7 +234,7 @@ def table(theirs, ours):
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--threads", type=int, default=2)
-    ap.add_argument("--seconds", type=float, default=0.6, help="at least, for each way to say an op")
+    ap.add_argument("--seconds", type=float, default=0.5, help="at least, for each way to say an op")
     ap.add_argument("--filter", default="", help="only ops with a row whose name contains this")
     ap.add_argument("--memory", action="store_true")
     ap.add_argument("--table", nargs=2, metavar=("TORCH", "TRAINER"))
