@@ -27,7 +27,7 @@ trainer_emulation_switch:
 namespace emulation {
 
 static constexpr size_t STACK = 256 << 10;
-static constexpr size_t SHARED = 228 << 10; // of an sm_90 block, the most there is
+static constexpr size_t SHARED = 163 << 10; // the most that an sm_80 block can have; sm_90 has more
 
 struct Call {
   Entry entry;
@@ -63,7 +63,13 @@ static unsigned next_random() {
   return unsigned(random_state >> 33);
 }
 
-static void run_block(unsigned threads) {
+// Nobody may have written behind the shared memory that the launch asked for.
+static void check_shared(unsigned bytes) {
+  for (size_t i = bytes; i < SHARED; i++)
+    if (shared_memory[i] != 0xFF) fail("writes to more shared memory than its launch asked for");
+}
+
+static void run_block(unsigned threads, unsigned shared_bytes) {
   std::memset(shared_memory, 0xFF, SHARED);
   fibers.resize(threads);
   warps.assign((threads + 31) / 32, Warp());
@@ -92,6 +98,7 @@ static void run_block(unsigned threads) {
     idle_sweeps = moved ? 0 : idle_sweeps + 1;
     if (idle_sweeps > 2) fail("waits for threads that never come: a barrier or a warp operation that not all of them reach");
   }
+  check_shared(shared_bytes);
 }
 
 } // namespace emulation
@@ -117,7 +124,7 @@ extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, 
     for (unsigned y = 0; y < grid[1]; y++)
       for (unsigned x = 0; x < grid[0]; x++) {
         blockIdx = {x, y, z};
-        run_block(threads);
+        run_block(threads, shared_bytes);
       }
   return 0;
 }

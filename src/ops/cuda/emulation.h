@@ -1,7 +1,8 @@
 // CUDA kernels on the host, to test them without a GPU: each thread of a block is a fiber, blocks run one after
 // another. What it finds: wrong indices and arithmetic, barriers that not all threads reach, a barrier or a wait
-// that is missing (threads run in random order, copies happen when they are waited for, shared memory starts as
-// NaNs), and 16-byte accesses off their boundary. What it cannot find: the memory model, registers, speed.
+// that is missing (threads run in random order; shared memory starts as NaNs, and turns to NaNs between the start
+// of a copy and the wait for it), shared memory that the launch did not ask for or that an sm_80 block cannot have, and
+// 16-byte accesses off their boundary. What it cannot find: the memory model, registers, speed.
 #pragma once
 
 #include <cmath>
@@ -189,6 +190,7 @@ inline void load_matrices_transposed(uint32_t (&to)[4], const void *row) { load_
 inline void copy_async(void *shared, const void *global, bool valid) {
   check_aligned(shared);
   if (valid) check_aligned(global);
+  std::memset(shared, 0xFF, 16); // it may land at once: nobody may still read what was there
   fibers[current].open.push_back({shared, valid ? global : nullptr});
 }
 
