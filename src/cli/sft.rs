@@ -377,7 +377,7 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         parameters = count(&mut runner.params.iter()),
         trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
         precision = config.model.precision.hf_name(),
-        attention = config.model.attention.backend().name(),
+        attention = attention_kernels(config, runner),
         device = device_name(&runner.device),
         threads = rayon::current_num_threads(),
         simd = simd_level().ok().map(tracing::field::display),
@@ -392,6 +392,15 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         "{}",
         if state.step == 0 { "start" } else { "resume" }
     );
+}
+
+/// What computes attention: in the decoder, and in the vision encoder if that differs.
+fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
+    let (backend, model) = (config.model.attention.backend(), runner.model.config());
+    let kernel = |head_dim| backend.kernel(&runner.device, runner.dtype, head_dim);
+    let text = kernel(model.text.head_dim);
+    let vision = kernel(model.vision.hidden_size / model.vision.num_heads);
+    if text == vision { text.to_owned() } else { format!("{text}; vision: {vision}") }
 }
 
 /// Shows a run: a bar on a terminal, log lines everywhere.

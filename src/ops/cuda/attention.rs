@@ -144,6 +144,15 @@ impl Kernels {
     }
 }
 
+/// The kernels of heads of `dh`, as the log calls them.
+pub(in crate::ops) fn attention_kernel(dtype: DType, dh: usize) -> &'static str {
+    match Kernels::choose("attention", dtype, dh) {
+        Ok(Kernels { padded: Some(_), .. }) => "flash, tensor cores in bf16",
+        Ok(Kernels { padded: None, .. }) => "flash, plain kernel in f32",
+        Err(_) => "none on a GPU",
+    }
+}
+
 /// `t` itself if copies of sixteen bytes can read it, a copy of it otherwise.
 fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     let Address(at) = address(op, name, t)?;
