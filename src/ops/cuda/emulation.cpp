@@ -77,6 +77,7 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
   alive = int(threads);
   at_barrier = 0;
   barrier_generation = 0;
+  for (Barrier &barrier : named_barriers) barrier = Barrier();
   std::vector<int> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = int(i);
   for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[next_random() % (i + 1)]);
@@ -85,7 +86,7 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
     // Progress is an arrival or an end; a sweep without any is a deadlock.
     int alive_before = alive, barrier_before = at_barrier;
     unsigned generation_before = barrier_generation;
-    long operations_before = 0, operations_after = 0;
+    long operations_before = 0, operations_after = 0, arrivals_before = named_arrivals;
     for (const Fiber &fiber : fibers) operations_before += fiber.operations;
     for (int index : order) {
       if (fibers[index].finished) continue;
@@ -94,7 +95,7 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
       trainer_emulation_switch(&scheduler_pointer, fibers[index].stack_pointer);
     }
     for (const Fiber &fiber : fibers) operations_after += fiber.operations;
-    bool moved = alive != alive_before || at_barrier != barrier_before || barrier_generation != generation_before || operations_after != operations_before;
+    bool moved = alive != alive_before || at_barrier != barrier_before || barrier_generation != generation_before || operations_after != operations_before || named_arrivals != arrivals_before;
     idle_sweeps = moved ? 0 : idle_sweeps + 1;
     if (idle_sweeps > 2) fail("waits for threads that never come: a barrier or a warp operation that not all of them reach");
   }

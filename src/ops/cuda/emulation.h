@@ -68,6 +68,12 @@ inline int current;      // index of the fiber that runs
 inline int alive;        // fibers that have not finished
 inline int at_barrier;
 inline unsigned barrier_generation;
+struct Barrier {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+inline Barrier named_barriers[16];
+inline long named_arrivals;
 inline void *scheduler_pointer;
 inline const char *kernel_name;
 inline void (*body)(void *);
@@ -92,6 +98,18 @@ inline void sync_threads() {
   unsigned generation = barrier_generation;
   if (++at_barrier == alive) release_barrier();
   while (generation == barrier_generation) yield();
+}
+
+template <int WARPS> inline void sync_warps(int number) {
+  if (number < 1 || number > 15) fail("there are barriers 1 to 15 besides that of the block");
+  Barrier &barrier = named_barriers[number];
+  unsigned generation = barrier.generation;
+  named_arrivals++;
+  if (++barrier.arrived == 32 * WARPS) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  }
+  while (generation == barrier.generation) yield();
 }
 
 // Each lane gives a value; the last one to arrive calls `combine(values of all lanes, result)`, and then each gets
