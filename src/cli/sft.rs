@@ -335,23 +335,24 @@ pub(super) fn runner(
     device: &Device,
 ) -> anyhow::Result<(StepRunner, serde_json::Value)> {
     let saved = found.map(Found::optimizer).transpose()?;
-    let load = |kind: &str, param: &Param| {
+    let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
         let name = format!("{kind}.{}", param.name());
-        saved.as_ref().map(|saved| saved.load(&name, DType::F32, device)).transpose()
+        saved.as_ref().map(|saved| saved.load(&name, dtype, device)).transpose()
     };
-    let master = |param: &Param| match load("master", param).map_err(candle_core::Error::wrap)? {
-        Some(master) => Ok(master),
-        None => loaded.master(param, device),
+    let master = |param: &Param, device: &Device| {
+        let saved = load("master", param, DType::F32, device).map_err(candle_core::Error::wrap)?;
+        saved.map_or_else(|| loaded.master(param, device), Ok)
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
         AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
     for slot in optimizer.slots_mut() {
-        if let Some(moment) = load("exp_avg", &slot.param)? {
-            slot.exp_avg = moment;
-        }
-        if let Some(moment) = load("exp_avg_sq", &slot.param)? {
-            slot.exp_avg_sq = moment;
+        for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
+        {
+            let (dtype, device) = (moment.dtype(), moment.device().clone());
+            if let Some(saved) = load(kind, &slot.param, dtype, &device)? {
+                *moment = saved;
+            }
         }
     }
     let grads = Gradients::zeros(&loaded.params, &trainable(groups), device)?;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
-use trainer::tape::{Gradients, Trainable};
+use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
     AttentionChoice, Evaluator, JsonlRows, ModelSection, Precision, RecomputeChoice, StepOutcome,
     StepRunner, Weights, load_model,
@@ -85,7 +85,7 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
     let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
-    let master = |param: &trainer::tape::Param| loaded.master(param, &device);
+    let master = |param: &Param, device: &Device| loaded.master(param, device);
     let optimizer = AdamW::new(&optim, 1.0, &loaded.params, &groups, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
     StepRunner {
