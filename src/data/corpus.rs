@@ -469,3 +469,6 @@ fn rows(
         .map(Rows::Windows)
         .map_err(|fewest| CorpusError::TooShort { path, tokens: num_tokens, length, fewest })
 }
+
+#[cfg(test)]
+mod tests;

@@ -44,9 +44,6 @@ pub struct StepData {
     pub state: DataState,
 }
 
-/// A sample, and the index of its data set.
-type Tagged = (u32, EncodedSample);
-
 /// A running loader. Dropping it stops and joins its threads; each ends after the row it is at.
 pub struct Loader {
     workers: Option<Arc<EncodingWorkers>>,
@@ -111,8 +108,7 @@ impl Loader {
     ) -> Result<(), LoaderError> {
         let spawn_error = |error: std::io::Error| LoaderError::Spawn { message: error.to_string() };
         from.check_epoch(order.epoch_len(from.epoch))?;
-        let sizes = order.clone();
-        let rows_of = Box::new(move |epoch| sizes.epoch_len(epoch));
+        let rows_of = order.epoch_sizes();
         let step_packs = options.batch_size.saturating_mul(options.gradient_accumulation_steps);
         let limits = Limits {
             workers: options.workers,
@@ -206,12 +202,15 @@ fn assemble(
     }
 }
 
-fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData, LoaderError> {
+fn collate_step(
+    step: Step<(u32, EncodedSample)>,
+    options: &LoaderOptions,
+) -> Result<StepData, LoaderError> {
     let Step { micro_batches, epoch, num_samples, num_tokens, fill, rejected, state } = step;
     let items = micro_batches.iter().flatten().flatten();
     let samples = items.map(|item| SampleSize::of(item.value.0, &item.value.1)).collect();
     let pack = |items: Vec<Item<_>>| Pack {
-        samples: items.into_iter().map(|item: Item<Tagged>| item.value.1).collect(),
+        samples: items.into_iter().map(|item: Item<(u32, EncodedSample)>| item.value.1).collect(),
     };
     let batch = |packs: Vec<_>| {
         let packs = packs.into_iter().map(pack).collect();

@@ -129,7 +129,7 @@ mod tests {
     fn a_mixture_written_out() {
         assert_eq!(first(&[0.5, 0.5], 6), [0, 1, 0, 1, 0, 1]);
         assert_eq!(first(&[3.0, 1.0], 8), [0, 0, 0, 1, 0, 0, 0, 1]);
-        assert_eq!(first(&[1.0, 3.0], 8), [1, 0, 1, 1, 1, 0, 1, 1]);
+        assert_eq!(first(&[1.0, 3.0], 8), [1, 1, 0, 1, 1, 1, 0, 1]);
         assert_eq!(first(&[2.0, 1.0, 1.0], 8), [0, 1, 0, 2, 0, 1, 0, 2]);
         assert_eq!(first(&[7.0], 3), [0, 0, 0]);
     }

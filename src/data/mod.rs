@@ -9,6 +9,8 @@ pub mod image;
 mod loader;
 mod loader_error;
 mod mixture;
+#[cfg(test)]
+mod mixture_tests;
 mod order;
 mod packing;
 mod plan;

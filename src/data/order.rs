@@ -194,6 +194,12 @@ impl Order {
         }
     }
 
+    /// [`Order::epoch_len`] as a function of its own.
+    pub(super) fn epoch_sizes(&self) -> Box<dyn Fn(u64) -> u64 + Send> {
+        let order = self.clone();
+        Box::new(move |epoch| order.epoch_len(epoch))
+    }
+
     /// True if an epoch has no row.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

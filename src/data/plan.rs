@@ -94,9 +94,7 @@ fn simulate(
     start.check_epoch(order.len())?;
     let lengths = measure(reader, order, options, epochs, progress)?;
     let no_samples = |_| unreachable!("a run that begins holds no samples");
-    let sizes = order.clone();
-    let rows_of = Box::new(move |epoch| sizes.epoch_len(epoch));
-    let mut assembly = Assembly::resume(*options, rows_of, start, no_samples)?;
+    let mut assembly = Assembly::resume(*options, order.epoch_sizes(), start, no_samples)?;
     for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
         let outcome = match reader.uniform_length(row.dataset) {
             Some(length) => Ok(length),

@@ -55,7 +55,7 @@ impl<R: Read> Pieces<R> {
         Self::of(reader, PIECE_BYTES)
     }
 
-    fn of(reader: R, piece_bytes: usize) -> Self {
+    pub(super) fn of(reader: R, piece_bytes: usize) -> Self {
         Self { reader, buffer: Vec::new(), line: 1, begun: false, ended: false, piece_bytes }
     }
 
