@@ -238,7 +238,7 @@ impl DataConfig {
                 }
             }
             let Some(corpus) = &set.corpus else {
-                if self.truncation == Truncation::Split {
+                if self.truncation == Truncation::Split && list == "train" {
                     return fault(
                         "data.truncation".to_owned(),
                         &"split",
@@ -250,7 +250,7 @@ impl DataConfig {
             if let Some((name, found, expected)) = corpus.fault() {
                 return fault(key(&format!("corpus.{name}")), &found, expected);
             }
-            if let Some(tokens) = corpus.window_tokens() {
+            if let Some(tokens) = corpus.window_tokens().filter(|_| list == "train") {
                 let length = corpus.length.map_or(0, NonZeroU32::get);
                 let packed = self.packing && self.filter_overlong;
                 if packed && tokens > u64::from(self.packing_length.get()) {

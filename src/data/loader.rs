@@ -54,6 +54,7 @@ pub struct Loader {
 }
 
 type EncodingWorkers = Workers<Result<EncodedSample, Rejection>>;
+type Tagged = (u32, EncodedSample); // with the index of its data set
 
 impl Loader {
     /// Starts to read at `from`: the default for the beginning, else the state of a step.
@@ -202,18 +203,13 @@ fn assemble(
     }
 }
 
-fn collate_step(
-    step: Step<(u32, EncodedSample)>,
-    options: &LoaderOptions,
-) -> Result<StepData, LoaderError> {
+fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData, LoaderError> {
     let Step { micro_batches, epoch, num_samples, num_tokens, fill, rejected, state } = step;
     let items = micro_batches.iter().flatten().flatten();
     let samples = items.map(|item| SampleSize::of(item.value.0, &item.value.1)).collect();
-    let pack = |items: Vec<Item<_>>| Pack {
-        samples: items.into_iter().map(|item: Item<(u32, EncodedSample)>| item.value.1).collect(),
-    };
+    let samples_of = |items: Vec<Item<Tagged>>| items.into_iter().map(|i| i.value.1).collect();
     let batch = |packs: Vec<_>| {
-        let packs = packs.into_iter().map(pack).collect();
+        let packs = packs.into_iter().map(|items| Pack { samples: samples_of(items) }).collect();
         let batch = collate(packs, options.pad_id, options.side, options.merge_size)?;
         Ok(match options.rmpad {
             Rmpad::Unpad => batch.unpad()?,

@@ -78,7 +78,11 @@ pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, V
 }
 
 /// Adds a step to the counts of a run.
-pub(super) fn count(seen: &mut BTreeMap<String, DatasetCounts>, names: &[String], sets: &[DatasetLoss]) {
+pub(super) fn count(
+    seen: &mut BTreeMap<String, DatasetCounts>,
+    names: &[String],
+    sets: &[DatasetLoss],
+) {
     for (name, set) in names.iter().zip(sets) {
         let seen = seen.entry(name.clone()).or_default();
         seen.num_samples += set.counts.num_samples;
