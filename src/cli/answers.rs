@@ -18,23 +18,19 @@ pub(super) fn show_answers(
 ) -> anyhow::Result<()> {
     let Some(rows) = trainer.eval_rows() else { return Ok(()) };
     // A corpus has no answers.
-    let is_chat = |dataset: u32| rows.sets()[dataset as usize].corpus().is_none();
-    let samples = || eval.samples.iter().filter(|sample| is_chat(sample.dataset));
-    let exact = samples().filter(|sample| sample.exact).count();
-    let total = samples().count();
-    if total == 0 {
-        return Ok(());
-    }
+    let Some(accuracy) = eval.accuracy() else { return Ok(()) };
+    let exact = eval.chats().filter(|sample| sample.exact).count();
+    let total = eval.chats().count();
     let mut text = format!(
         "\n{exact} of {total} held-out answers are exact ({:.1} %).{}\n",
-        100.0 * exact as f64 / total as f64,
+        100.0 * accuracy,
         if config.eval.show > 0 { " Some of them:" } else { "" }
     );
     // Half of them wrong ones, if there are as many of each.
     let num_wrong =
         (total - exact).min((config.eval.show / 2).max(config.eval.show.saturating_sub(exact)));
-    let wrong = samples().filter(|sample| !sample.exact).take(num_wrong);
-    let right = samples().filter(|sample| sample.exact);
+    let wrong = eval.chats().filter(|sample| !sample.exact).take(num_wrong);
+    let right = eval.chats().filter(|sample| sample.exact);
     let shown: std::collections::HashSet<_> =
         right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
     let runner = trainer.runner();

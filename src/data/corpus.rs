@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rayon::prelude::*;
+use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
 pub use config::{CorpusConfig, Sampling};
@@ -99,7 +100,7 @@ impl Corpus {
         let separators = separators(path, config, encoder)?;
         let texts = Texts::open(path)?;
         let fingerprint = key(&texts, separators, encoder);
-        let tokens = tokens(path, &texts, separators, encoder, options, &fingerprint)?;
+        let tokens = tokens(path, &texts, separators, encoder, options, fingerprint)?;
         judge(path, &tokens, options)?;
         let rows = rows(path, &tokens, config, options)?;
         Ok(Self { path: path.into(), fingerprint, separators, tokens, rows })
@@ -281,9 +282,9 @@ fn tokens(
     separators: Separators,
     encoder: &Encoder,
     options: &CorpusOptions,
-    fingerprint: &[u8; 32],
+    fingerprint: [u8; 32],
 ) -> Result<TokenFile, CorpusError> {
-    let key: String = fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
+    let key = format!("{:x}", GenericArray::from(fingerprint));
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let name = format!("{stem}-{}.tokens", &key[..16]);
     let kept = options.cache.as_ref().map(|folder| folder.join(name));
@@ -322,7 +323,7 @@ impl Fault {
             Self::Write(cause) => CorpusError::Write { path, folder, cause },
             Self::Utf8(line) => CorpusError::Utf8 { path, line },
             Self::TooLarge => CorpusError::TooLarge { path },
-            Self::Text(error) => CorpusError::Rejected(Rejection::of(&error)),
+            Self::Text(error) => CorpusError::Rejected(Box::new(Rejection::of(&error))),
         }
     }
 }
@@ -396,12 +397,12 @@ fn tokenise_file(
         };
         let encoded: Vec<Result<_, Fault>> = some.into_par_iter().map(encode).collect();
         for encoded in encoded {
-            let (Piece { text, line: first }, tokens) = encoded?;
+            let (piece, tokens) = encoded?;
+            let text_bytes = piece.text.as_bytes();
             let mut counted = 0; // bytes whose newlines are in `line`
-            line = first;
+            line = piece.line;
             for (id, (start, _)) in tokens.ids.into_iter().zip(tokens.offsets) {
-                let passed = &text.as_bytes()[counted..start.max(counted)];
-                line += passed.iter().filter(|byte| **byte == b'\n').count() as u64;
+                line += text::newlines(&text_bytes[counted..start.max(counted)]);
                 counted = counted.max(start);
                 if writer.last().is_none()
                     && let Some(bos) = separators.bos.filter(|bos| *bos != id)
@@ -426,7 +427,7 @@ fn judge(path: &Path, tokens: &TokenFile, options: &CorpusOptions) -> Result<(),
     let index = &tokens.index;
     let Some(first) = index.rejected.first() else { return Ok(()) };
     if options.on_error == OnError::Stop {
-        return Err(CorpusError::Rejected(first.clone()));
+        return Err(CorpusError::Rejected(Box::new(first.clone())));
     }
     if index.rejected.len() as f64 > options.max_rejected * index.num_texts as f64 {
         return Err(CorpusError::TooManyRejected {
@@ -434,7 +435,7 @@ fn judge(path: &Path, tokens: &TokenFile, options: &CorpusOptions) -> Result<(),
             rejected: index.rejected.len(),
             rows: index.num_texts,
             max_rejected: options.max_rejected,
-            first: first.clone(),
+            first: Box::new(first.clone()),
         });
     }
     Ok(())

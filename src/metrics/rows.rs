@@ -109,10 +109,10 @@ impl EvalMetrics {
         }
     }
 
-    /// The same row with the share of exact samples.
+    /// The same row with the share of exact samples, where there is one.
     #[must_use]
-    pub fn with_accuracy(self, accuracy: f64) -> Self {
-        Self { accuracy: Some(accuracy), ..self }
+    pub fn with_accuracy(self, accuracy: Option<f64>) -> Self {
+        Self { accuracy, ..self }
     }
 
     /// The same row with the keys of each data set.
@@ -174,7 +174,7 @@ mod tests {
         let text = serde_json::to_string(&row).unwrap();
         assert!(text.starts_with(r#"{"eval":true,"step":7,"loss":1.25,"#), "{text}");
         assert!(!text.contains("accuracy"));
-        let text = serde_json::to_string(&row.with_accuracy(0.75)).unwrap();
+        let text = serde_json::to_string(&row.with_accuracy(Some(0.75))).unwrap();
         assert!(text.contains(r#""accuracy":0.75"#), "{text}");
     }
 }

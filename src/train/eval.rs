@@ -22,6 +22,9 @@ pub struct SampleScore {
     /// Index of the data set that it is of.
     #[serde(skip)]
     pub dataset: u32,
+    /// Whether it is a chat: a sample of a corpus is no answer.
+    #[serde(skip)]
+    pub is_chat: bool,
     /// Tokens.
     #[serde(skip)]
     pub num_tokens: u64,
@@ -71,10 +74,15 @@ impl EvalReport {
         sets
     }
 
-    /// Share of samples whose answers are exact.
-    pub fn accuracy(&self) -> f64 {
-        let exact = self.samples.iter().filter(|sample| sample.exact).count();
-        exact as f64 / self.samples.len().max(1) as f64
+    /// The samples that are chats.
+    pub fn chats(&self) -> impl Iterator<Item = &SampleScore> {
+        self.samples.iter().filter(|sample| sample.is_chat)
+    }
+
+    /// Share of chats whose answers are exact; `None` without any.
+    pub fn accuracy(&self) -> Option<f64> {
+        let (total, exact) = (self.chats().count(), self.chats().filter(|chat| chat.exact).count());
+        (total > 0).then(|| exact as f64 / total as f64)
     }
 }
 
@@ -166,6 +174,7 @@ impl Evaluator<'_> {
             report.samples.push(SampleScore {
                 id,
                 dataset,
+                is_chat: self.rows.sets()[dataset as usize].corpus().is_none(),
                 num_tokens: num_tokens as u64,
                 nll_sum: scores.nll[range.clone()].iter().map(|nll| f64::from(*nll)).sum(),
                 num_targets: range.len() as u64,

@@ -199,6 +199,18 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
             text += of("num_samples")[1] as i64;
         }
     }
+    // each data set's loss is that of scoring it alone
+    let last = rows.iter().rfind(|row| row["eval"] == true).unwrap();
+    for (name, set) in [
+        ("chats", "{path: chats.jsonl}"),
+        ("digits", "{path: digits.txt, corpus: {sampling: document}}"),
+    ] {
+        let set = format!("data.eval=[{set}]");
+        let eval = ["eval", "--config", "config.yaml", "--checkpoint", "run/final", "--set", &set];
+        let alone = json_lines(&place.trainer(&eval).ends_with(0).stdout);
+        let (alone, mixed) = (number(&alone[0], "loss"), number(last, &format!("loss/{name}")));
+        assert!((alone - mixed).abs() < 1e-5 * mixed, "{name}: {alone} alone, {mixed} mixed");
+    }
     // sequential packs keep the order, so the share holds at the end of each step
     assert!((chats - 3 * text).abs() < 4, "{chats} chats, {text} windows");
     let log = String::from_utf8(place.read("run/train.log")).unwrap();

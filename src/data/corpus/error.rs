@@ -64,7 +64,7 @@ pub enum CorpusError {
     },
     /// A row that cannot be used, and the config says that this stops the run.
     #[error("{0}")]
-    Rejected(Rejection),
+    Rejected(Box<Rejection>),
     /// More rows cannot be used than the config allows.
     #[error("`{}`: {rejected} of {rows} rows rejected, at most a share of {max_rejected} may be: {first}", .path.display())]
     TooManyRejected {
@@ -77,7 +77,7 @@ pub enum CorpusError {
         /// The share that is allowed.
         max_rejected: f64,
         /// One of them.
-        first: Rejection,
+        first: Box<Rejection>,
     },
 }
 

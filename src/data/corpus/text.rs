@@ -91,12 +91,11 @@ impl<R: Read> Pieces<R> {
         }
         let rest = self.buffer.split_off(end);
         let bytes = std::mem::replace(&mut self.buffer, rest);
-        let lines = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count() as u64;
         let line = self.line;
-        self.line += lines(&bytes);
+        self.line += newlines(&bytes);
         let text = String::from_utf8(bytes).map_err(|error| {
             let valid = error.utf8_error().valid_up_to();
-            TextFault::Utf8(line + lines(&error.as_bytes()[..valid]))
+            TextFault::Utf8(line + newlines(&error.as_bytes()[..valid]))
         })?;
         Ok(Some(Piece { text, line }))
     }
@@ -108,6 +107,11 @@ impl<R: Read> Iterator for Pieces<R> {
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
     }
+}
+
+/// How many lines end in the bytes.
+pub(super) fn newlines(bytes: &[u8]) -> u64 {
+    bytes.split(|byte| *byte == b'\n').count() as u64 - 1
 }
 
 /// Whether no word spans the bytes before and from `at`: between a newline and what is no space, or

@@ -125,7 +125,9 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
         for window in &mut joined {
             let begins: Vec<usize> =
                 (1..window.len()).filter(|at| window.position_ids[*at] == [0; 3]).collect();
-            begins.iter().for_each(|at| window.labels[*at] = IGNORE_INDEX);
+            for at in begins {
+                window.labels[at] = IGNORE_INDEX;
+            }
             let positions = (0..).zip(&mut window.position_ids);
             positions.for_each(|(at, position)| *position = [at; 3]);
         }
