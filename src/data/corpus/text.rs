@@ -7,7 +7,7 @@ use std::path::Path;
 use sha2::{Digest, Sha256};
 
 /// A piece is cut once it has so many bytes; one without a place to cut is longer.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 32 << 10;
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// SHA-256 over a file.
