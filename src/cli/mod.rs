@@ -21,7 +21,8 @@ use self::report::{Exit, Failure};
 use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
-    CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose, SourceError,
+    CorpusError, CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose,
+    SourceError,
 };
 use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
@@ -117,13 +118,17 @@ impl ConfigArgs {
             on_error: data.on_error,
             max_rejected: data.max_rejected,
         };
+        let refuse = |path: &Path, key: &str, error: &SourceError| {
+            let index = datasets.iter().position(|set| set.path == path).unwrap_or(0);
+            let key = format!("data.{list}.{index}.{key}");
+            let problem = format!("`{key}`: {error}");
+            let keys: Vec<&str> = key.split('.').collect();
+            self.refuse(&keys, problem, error.hint().unwrap_or_default()).into()
+        };
         JsonlRows::open_with(datasets, encoder.clone(), &options).map_err(|error| match &error {
-            SourceError::Read { path, .. } => {
-                let index = datasets.iter().position(|set| set.path == *path).unwrap_or(0);
-                let key = format!("data.{list}.{index}.path");
-                let hint = error.hint().unwrap_or_default();
-                let problem = format!("`{key}`: {error}");
-                self.refuse(&key.split('.').collect::<Vec<_>>(), problem, hint).into()
+            SourceError::Read { path, .. } => refuse(path, "path", &error),
+            SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
+                refuse(path, &format!("corpus.{key}"), &error)
             }
             // The file is what it should be, what is in it is not.
             _ => error.into(),

@@ -252,7 +252,7 @@ fn what_a_corpus_contradicts_is_said_with_its_place() {
         "`data.truncation` is `split`",
     );
     let eos = with("digits.txt", "sampling: document, eos_token: </s>");
-    refuse(&eos, "", 65, "`corpus.eos_token` of `digits.txt` is `</s>`");
+    refuse(&eos, "", 64, "`corpus.eos_token` of `digits.txt` is `</s>`");
     refuse(
         "{path: chats.jsonl, name: a}, {path: digits.txt, name: a, corpus: {sampling: document}}",
         "",
