@@ -63,7 +63,7 @@ impl Variant {
 fn rows(data: &str) -> JsonlRows {
     let encoder = Encoder::from_folder(&golden("models").join(SMALL), &ImageConfig::default());
     let path = golden("data").join(format!("{data}.jsonl"));
-    let set = DatasetConfig { path, image_root: None, weight: 1.0 };
+    let set = DatasetConfig::new(path);
     JsonlRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
 }
 
@@ -229,7 +229,7 @@ fn bf16_follows_f32() {
 fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
     let row = |wanted: &Value| {
         let rows = rows(wanted["file"].as_str().unwrap().trim_end_matches(".jsonl"));
-        let text = std::fs::read_to_string(rows.files()[0].path()).unwrap();
+        let text = std::fs::read_to_string(rows.sets()[0].path()).unwrap();
         let has_id =
             |line: &str| serde_json::from_str::<Value>(line).unwrap()["id"] == wanted["id"];
         let row = text.lines().position(has_id).unwrap() as u32;
