@@ -2,9 +2,9 @@
 
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
-use crate::batch::{EncodedSample, IGNORE_INDEX};
+use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
-use crate::data::{RowReader, first_epoch_packs};
+use crate::data::{Encoder, RowReader, first_epoch_packs};
 use crate::train::JsonlRows;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
@@ -61,10 +61,10 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
             Ok(sample) => {
                 match args.format {
                     Format::Text => show_text(&rows, &sample, out)?,
-                    Format::Jsonl => writeln!(out, "{}", as_json(&sample))?,
+                    Format::Jsonl => writeln!(out, "{}", as_json(rows.encoder(), &sample))?,
                 }
                 if args.tensors.is_some() {
-                    tensors.extend(as_tensors(&sample)?);
+                    tensors.extend(as_tensors(rows.encoder(), &sample)?);
                 }
             }
         }
@@ -82,14 +82,13 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
 /// Rendered tokens, supervised ones between brackets, runs of one token shortened.
 fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> anyhow::Result<()> {
     let encoder = rows.encoder();
-    let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
-    writeln!(
-        out,
-        "{}  {} tokens, {} targets, image grids (t, h, w) {grids:?}",
-        sample.id,
-        sample.len(),
-        sample.num_targets()
-    )?;
+    let (images, videos) = grids(&media_of(encoder, sample));
+    write!(out, "{}  {} tokens, {} targets", sample.id, sample.len(), sample.num_targets())?;
+    write!(out, ", image grids (t, h, w) {images:?}")?;
+    if !videos.is_empty() {
+        write!(out, ", video grids {videos:?}")?;
+    }
+    writeln!(out)?;
     let mut start = 0;
     while start < sample.len() {
         let supervised = sample.labels[start] != IGNORE_INDEX;
@@ -100,7 +99,9 @@ fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> a
         };
         let end = (start..sample.len()).find(|at| !same(at)).unwrap_or(sample.len());
         if picture {
-            write!(out, "<{} picture tokens>", end - start)?;
+            let what =
+                if encoder.is_video_token(sample.input_ids[start]) { "video" } else { "picture" };
+            write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
             if supervised { write!(out, "[[{text}]]")? } else { write!(out, "{text}")? }
@@ -111,26 +112,55 @@ fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> a
     Ok(())
 }
 
+/// A medium of a sample, and the tokens that it fills.
+struct ShownMedium<'a> {
+    kind: MediumKind,
+    patches: &'a Patches,
+    rows: &'a [u32],
+}
+
+/// The media of a sample, told apart by their tokens.
+fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
+    let mut rest = sample.vision_rows.as_slice();
+    let show = |patches: &'a Patches| {
+        let count = encoder.image_processor().num_tokens(patches.grid_thw);
+        let (rows, after) = rest.split_at(count);
+        rest = after;
+        let first = rows.first().map(|row| sample.input_ids[*row as usize]);
+        let is_video = first.is_some_and(|id| encoder.is_video_token(id));
+        let kind = if is_video { MediumKind::Video } else { MediumKind::Image };
+        ShownMedium { kind, patches, rows }
+    };
+    sample.media.iter().map(show).collect()
+}
+
+/// Grids of the images, and of the videos.
+fn grids(media: &[ShownMedium]) -> (Vec<[u32; 3]>, Vec<[u32; 3]>) {
+    let of = |kind| media.iter().filter(move |m| m.kind == kind).map(|m| m.patches.grid_thw);
+    (of(MediumKind::Image).collect(), of(MediumKind::Video).collect())
+}
+
 /// One object of `--format jsonl`, as the contract has it.
-fn as_json(sample: &EncodedSample) -> Value {
+fn as_json(encoder: &Encoder, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
-    let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
+    let (images, videos) = grids(&media_of(encoder, sample));
     json!({
         "id": sample.id.to_string(),
         "length": sample.len(),
         "input_ids": sample.input_ids,
         "labels": sample.labels,
         "position_ids": [axis(0), axis(1), axis(2)],
-        "image_grid_thw": grids,
-        "video_grid_thw": [],
+        "image_grid_thw": images,
+        "video_grid_thw": videos,
         "pixel_sum": pixels().map(|value| f64::from(*value)).sum::<f64>(),
         "pixel_abs_sum": pixels().map(|value| f64::from(value.abs())).sum::<f64>(),
     })
 }
 
-/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`.
-fn as_tensors(sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
+/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`. Pictures are
+/// `pixel_values`, videos `pixel_values_videos`, as in transformers.
+fn as_tensors(encoder: &Encoder, sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
     let device = &Device::Cpu;
     let name = |what: &str| format!("{}/{what}", sample.id);
     let (tokens, integers) =
@@ -142,15 +172,27 @@ fn as_tensors(sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
         (name("labels"), Tensor::from_vec(sample.labels.clone(), tokens, device)?),
         (name("position_ids"), Tensor::from_vec(integers(&positions), (3, tokens), device)?),
     ];
-    if !sample.media.is_empty() {
-        let rows: usize = sample.media.iter().map(crate::batch::Patches::num_patches).sum();
+    for (kind, [pixels, grids]) in [
+        (MediumKind::Image, ["pixel_values", "image_grid_thw"]),
+        (MediumKind::Video, ["pixel_values_videos", "video_grid_thw"]),
+    ] {
+        let media = media_of(encoder, sample);
+        let media: Vec<&Patches> = media
+            .iter()
+            .filter(|medium| medium.kind == kind)
+            .map(|medium| medium.patches)
+            .collect();
+        let rows: usize = media.iter().map(|patches| patches.num_patches()).sum();
+        if rows == 0 {
+            continue;
+        }
         let values: Vec<f32> =
-            sample.media.iter().flat_map(|patches| patches.pixel_values.clone()).collect();
+            media.iter().flat_map(|patches| patches.pixel_values.iter().copied()).collect();
         let width = values.len() / rows;
-        let grids: Vec<u32> = sample.media.iter().flat_map(|patches| patches.grid_thw).collect();
-        let grids = Tensor::from_vec(integers(&grids), (sample.media.len(), 3), device)?;
-        tensors.push((name("pixel_values"), Tensor::from_vec(values, (rows, width), device)?));
-        tensors.push((name("image_grid_thw"), grids));
+        let thw: Vec<u32> = media.iter().flat_map(|patches| patches.grid_thw).collect();
+        let thw = Tensor::from_vec(integers(&thw), (media.len(), 3), device)?;
+        tensors.push((name(pixels), Tensor::from_vec(values, (rows, width), device)?));
+        tensors.push((name(grids), thw));
     }
     Ok(tensors)
 }

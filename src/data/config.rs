@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::image::ImageConfig;
 use super::order::RowOrder;
 use super::packing::{Overlong, Packing};
+use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,6 +43,9 @@ pub struct DataConfig {
     /// Sizes to which images are brought.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Which frames of videos are taken, and to which size they are brought.
+    #[serde(default)]
+    pub video: VideoConfig,
     /// Threads that read and encode rows; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
@@ -219,7 +223,9 @@ mod tests {
                 .to_owned()
                 + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null},"#
+                + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
+                + r#""max_pixels":null,"marks":"nested"},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }

@@ -17,6 +17,7 @@ mod steps;
 #[cfg(test)]
 mod test_reader;
 mod tokenizer;
+pub mod video;
 mod workers;
 
 pub use collate::{CollateError, collate};
@@ -34,3 +35,4 @@ pub use row::{Length, Rejection, Row, RowReader};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
+pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

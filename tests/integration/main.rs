@@ -14,3 +14,4 @@ mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod video;

@@ -19,10 +19,10 @@ pub(super) const MAX_PIXELS: u64 = 1 << 28;
 
 /// 8-bit RGB, `[height, width, 3]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rgb {
-    pub(super) width: usize,
-    pub(super) height: usize,
-    pub(super) data: Vec<u8>,
+pub(in crate::data) struct Rgb {
+    pub(in crate::data) width: usize,
+    pub(in crate::data) height: usize,
+    pub(in crate::data) data: Vec<u8>,
 }
 
 /// Why bytes are not a picture; the caller knows which one.

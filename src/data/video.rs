@@ -1,0 +1,230 @@
+//! Videos to patches: choose frames, decode, resize, normalise, cut.
+//!
+//! ```text
+//! VideoRef -> number, rate and size of its frames -> indices -> RGB -> smart_resize -> patches
+//! ```
+//!
+//! Shapes: `t` groups of `tp` frames, `gh`, `gw` patches a side, `p` patch size in pixels;
+//! `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
+//! Choices: a list of frames without a rate is taken to be sampled already; its frames have one
+//! size; an odd last frame is repeated. What the text shows of a video is [`Clip`], which is known
+//! from headers alone.
+
+mod config;
+mod sampling;
+mod smart_resize;
+
+use std::path::{Path, PathBuf};
+
+use config::Settings;
+pub use config::{VideoConfig, VideoConfigError, VideoMarks};
+use smart_resize::smart_resize;
+
+use super::image::{
+    ImageError, ImageProcessor, Rgb, patchify, resize, upright_pixels, upright_size,
+};
+use crate::batch::{MediaRef, Patches, VideoRef};
+
+/// Turns references to videos into patches, with the settings of one model. Shared by all loader
+/// workers; each call runs on the calling thread.
+#[derive(Debug, Clone)]
+pub struct VideoProcessor {
+    settings: Settings,
+    images: ImageProcessor,
+}
+
+/// What the text shows of a video, known before its pixels are.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Clip {
+    /// Groups of frames, and patches a side.
+    pub grid_thw: [u32; 3],
+    /// Seconds from the start of the video, one a group of frames.
+    pub timestamps: Vec<f64>,
+}
+
+/// Which frames are taken, and to which size they are brought.
+struct Plan {
+    indices: Vec<usize>,
+    clip: Clip,
+    /// `[height, width]` of the frames, before and after.
+    source: [u32; 2],
+    target: [u32; 2],
+}
+
+impl VideoProcessor {
+    /// Reads the settings of a model folder, whose pictures `images` reads; `config` wins.
+    pub fn from_folder(
+        folder: &Path,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, VideoConfigError> {
+        let settings = Settings::read(folder, config, images)?;
+        Ok(Self { settings, images: images.clone() })
+    }
+
+    /// What [`Self::load`] will show, from headers alone: of a list, the first frame's.
+    pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps } => Ok(self.plan_list(frames, *fps)?.clip),
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// Decodes the chosen frames into normalised patches.
+    pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps } => {
+                let plan = self.plan_list(frames, *fps)?;
+                let read = |index: &usize| {
+                    let frame = index + 1;
+                    let pixels = upright_pixels(&frames[*index])
+                        .map_err(|cause| VideoError::Frame { frame, cause })?;
+                    plan.resized(pixels, frame)
+                };
+                let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+                Ok(self.patches(plan, &pixels))
+            }
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// What stands around the frames.
+    pub(super) fn marks(&self) -> VideoMarks {
+        self.settings.marks
+    }
+
+    fn plan_list(&self, frames: &[MediaRef], fps: Option<f64>) -> Result<Plan, VideoError> {
+        let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
+        let sampling = self.settings.sampling;
+        let indices = match fps {
+            Some(rate) => sampling.of_clip(frames.len(), rate),
+            None => sampling.of_sampled(frames.len()),
+        };
+        let size = upright_size(first).map_err(|cause| VideoError::Frame { frame: 1, cause })?;
+        self.plan(indices, fps.unwrap_or(sampling.fps), size)
+    }
+
+    /// `rate` frames make a second; `source` is `[height, width]`.
+    fn plan(&self, indices: Vec<usize>, rate: f64, source: [u32; 2]) -> Result<Plan, VideoError> {
+        let temporal = self.images.temporal_patch_size() as usize;
+        let frames = indices.len();
+        if frames < temporal {
+            return Err(VideoError::TooShort { frames });
+        }
+        let factor = self.images.patch_size() * self.images.merge_size();
+        let [height, width] = source;
+        let target = smart_resize(frames, source, temporal, factor, self.settings.budget)
+            .ok_or(VideoError::AspectRatio { width, height })?;
+        let [rows, columns] = target.map(|side| side / self.images.patch_size());
+        let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
+        let timestamps = sampling::timestamps(&indices, rate, temporal);
+        Ok(Plan { indices, clip: Clip { grid_thw, timestamps }, source, target })
+    }
+
+    fn patches(&self, plan: Plan, frames: &[Rgb]) -> (Clip, Patches) {
+        let shape = self.images.patch_shape();
+        let pixel_values = patchify(frames, shape, &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
+        let grid_thw = plan.clip.grid_thw;
+        (plan.clip, Patches { pixel_values, grid_thw })
+    }
+}
+
+impl Plan {
+    /// A frame at its final size; `frame` counts from 1.
+    fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
+        let found = [pixels.height as u32, pixels.width as u32];
+        if found != self.source {
+            let [expected_height, expected_width] = self.source;
+            let [height, width] = found;
+            return Err(VideoError::FrameSize {
+                frame,
+                width,
+                height,
+                expected_width,
+                expected_height,
+            });
+        }
+        let [height, width] = self.target;
+        Ok(resize(pixels, height, width))
+    }
+}
+
+/// Why a video cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum VideoError {
+    /// Files are read by a feature of the build.
+    #[error("video `{}` is a file, and this build reads lists of frames only", .path.display())]
+    NotBuilt {
+        /// As the row writes it.
+        path: PathBuf,
+    },
+    /// The model knows no videos.
+    #[error("the model folder names no token for videos (`video_token_id` in config.json)")]
+    NoToken,
+    /// A frame that cannot be used.
+    #[error("frame {frame}: {cause}")]
+    Frame {
+        /// Which of the list, starting at 1.
+        frame: usize,
+        /// Why.
+        cause: ImageError,
+    },
+    /// Frames of a video are one tensor.
+    #[error(
+        "frame {frame} is {width} x {height}, expected {expected_width} x {expected_height} as the first"
+    )]
+    FrameSize {
+        /// Which of the video, starting at 1.
+        frame: usize,
+        /// In pixels, upright.
+        width: u32,
+        /// In pixels, upright.
+        height: u32,
+        /// Of the first frame.
+        expected_width: u32,
+        /// Of the first frame.
+        expected_height: u32,
+    },
+    /// Not enough to fill one patch in time.
+    #[error("too few frames: {frames}, expected at least 2 (one patch in time)")]
+    TooShort {
+        /// Frames that could be taken.
+        frames: usize,
+    },
+    /// Too elongated for the model.
+    #[error("frames are {width} x {height}, expected sides of a ratio of at most 200")]
+    AspectRatio {
+        /// In pixels, upright.
+        width: u32,
+        /// In pixels, upright.
+        height: u32,
+    },
+}
+
+impl VideoError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NotBuilt { .. } => {
+                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list its frames as pictures"
+            }
+            Self::NoToken => "use a model folder that knows videos, or remove the row",
+            Self::Frame { cause, .. } => cause.hint(),
+            Self::FrameSize { .. } => "bring all frames of the list to one size",
+            Self::TooShort { .. } => "give more frames, or use a picture",
+            Self::AspectRatio { .. } => "cut or scale the video",
+        }
+    }
+
+    /// A short key to count rejected samples by.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotBuilt { .. } => "video_not_built",
+            Self::NoToken => "video_token",
+            Self::Frame { .. } => "video_frame",
+            Self::FrameSize { .. } => "video_frame_size",
+            Self::TooShort { .. } => "video_too_short",
+            Self::AspectRatio { .. } => "video_aspect_ratio",
+        }
+    }
+}
