@@ -1,13 +1,20 @@
 //! `trainer inspect`: what the model will see of each row, and which rows share a pack.
 
+mod html;
+mod media;
+mod picture;
+
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
+use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{Encoder, RowReader, first_epoch_packs};
+use crate::data::{Encoder, Row, RowReader, first_epoch_packs};
 use crate::train::JsonlRows;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
+use html::Page;
+use media::{grids, media_of};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::Write;
@@ -17,7 +24,8 @@ use std::sync::Arc;
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  trainer inspect --config configs/quickstart.yaml --num 2\n  \
-    trainer inspect --config configs/quickstart.yaml --format jsonl --packs")]
+    trainer inspect --config configs/quickstart.yaml --format jsonl --packs\n  \
+    trainer inspect --config configs/quickstart.yaml --num 20 --html rows.html")]
 pub(super) struct InspectArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -30,8 +38,11 @@ pub(super) struct InspectArgs {
     /// Also store tensors of the shown rows in this safetensors file
     #[arg(long, value_name = "FILE")]
     tensors: Option<PathBuf>,
+    /// Also write a page that shows these rows, their pictures and packs, for a browser
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Show packs instead of rows: one object a pack, the ids and lengths in it
-    #[arg(long, conflicts_with = "tensors")]
+    #[arg(long, conflicts_with_all = ["tensors", "html"])]
     packs: bool,
 }
 
@@ -55,19 +66,35 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
         return show_packs(&config, &rows, num, out);
     }
     let mut tensors = Vec::new();
+    let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
     for row in super::sft::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
-            Err(rejection) => tracing::warn!(row = %rejection, "rejected"),
+            Err(rejection) => {
+                tracing::warn!(row = %rejection, "rejected");
+                page.iter_mut().for_each(|page| page.rejected(&rejection));
+            }
             Ok(sample) => {
                 match args.format {
                     Format::Text => show_text(&rows, &sample, out)?,
                     Format::Jsonl => writeln!(out, "{}", as_json(rows.encoder(), &sample))?,
+                }
+                if let Some(page) = &mut page {
+                    page.sample(&sample)?;
                 }
                 if args.tensors.is_some() {
                     tensors.extend(as_tensors(rows.encoder(), &sample)?);
                 }
             }
         }
+    }
+    if let (Some(path), Some(mut page)) = (&args.html, page) {
+        if config.data.packing {
+            page.packs(&packs_of(&config, &rows)?, &rows);
+        }
+        write_atomically(path, page.finish().as_bytes()).map_err(|error| {
+            let message = format!("cannot write `{}`: {error}", path.display());
+            Failure::new(Exit::CannotWrite, message).hint("check `--html`")
+        })?;
     }
     if let Some(path) = &args.tensors {
         let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
@@ -110,34 +137,6 @@ fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> a
     }
     writeln!(out, "\n")?;
     Ok(())
-}
-
-/// A medium of a sample, and the tokens that it fills.
-struct ShownMedium<'a> {
-    kind: MediumKind,
-    patches: &'a Patches,
-    rows: &'a [u32],
-}
-
-/// The media of a sample, told apart by their tokens.
-fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
-    let mut rest = sample.vision_rows.as_slice();
-    let show = |patches: &'a Patches| {
-        let count = encoder.image_processor().num_tokens(patches.grid_thw);
-        let (rows, after) = rest.split_at(count);
-        rest = after;
-        let first = rows.first().map(|row| sample.input_ids[*row as usize]);
-        let is_video = first.is_some_and(|id| encoder.is_video_token(id));
-        let kind = if is_video { MediumKind::Video } else { MediumKind::Image };
-        ShownMedium { kind, patches, rows }
-    };
-    sample.media.iter().map(show).collect()
-}
-
-/// Grids of the images, and of the videos.
-fn grids(media: &[ShownMedium]) -> (Vec<[u32; 3]>, Vec<[u32; 3]>) {
-    let of = |kind| media.iter().filter(move |m| m.kind == kind).map(|m| m.patches.grid_thw);
-    (of(MediumKind::Image).collect(), of(MediumKind::Video).collect())
 }
 
 /// One object of `--format jsonl`, as the contract has it.
@@ -204,11 +203,7 @@ fn show_packs(
     num: usize,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
-    let order = super::sft::order(config, rows)?;
-    let options = super::sft::loader_options(config, rows.encoder());
-    let reader: Arc<dyn RowReader> = rows.clone();
-    let packs = first_epoch_packs(&reader, &order, &options, &|_, _| {})?;
-    for (index, pack) in packs.into_iter().take(num).enumerate() {
+    for (index, pack) in packs_of(config, rows)?.into_iter().take(num).enumerate() {
         let ids: Vec<String> = pack.iter().map(|(row, _)| rows.id(*row).to_string()).collect();
         let lengths: Vec<usize> = pack.iter().map(|(_, length)| *length).collect();
         let length: usize = lengths.iter().sum();
@@ -219,4 +214,12 @@ fn show_packs(
         )?;
     }
     Ok(())
+}
+
+/// The packs of the first epoch: rows and their tokens. It measures every row.
+fn packs_of(config: &RunConfig, rows: &Arc<JsonlRows>) -> anyhow::Result<Vec<Vec<(Row, usize)>>> {
+    let order = super::sft::order(config, rows)?;
+    let options = super::sft::loader_options(config, rows.encoder());
+    let reader: Arc<dyn RowReader> = rows.clone();
+    Ok(first_epoch_packs(&reader, &order, &options, &|_, _| {})?)
 }

@@ -139,6 +139,11 @@ impl Encoder {
         &self.media.images
     }
 
+    /// The video side.
+    pub fn video_processor(&self) -> &VideoProcessor {
+        &self.media.videos
+    }
+
     /// Whether a token stands for features of a video.
     pub fn is_video_token(&self, id: u32) -> bool {
         self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)

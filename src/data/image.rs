@@ -28,7 +28,7 @@ pub use config::{ImageConfig, ImageConfigError};
 pub(super) use decode::Rgb;
 use decode::{DecodeError, decode};
 use header::Header;
-pub(super) use patchify::{Normalise, PatchShape, patchify};
+pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
 use source::open;
@@ -77,6 +77,13 @@ impl ImageProcessor {
         let image: Rgb = resize(image, height, width);
         let pixel_values = patchify(&[image], self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
         Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
+    }
+
+    /// The pixels that a picture's patches were made of: what the model sees, as a person can.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        frames.truncate(1); // the others are repeated
+        frames.into_iter().map(Pixels::from).collect()
     }
 
     /// Patches a side of the square that merges into one token.
@@ -146,6 +153,23 @@ pub(super) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
         MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
     };
     decode(&bytes).map_err(|error| ImageError::of(media, error))
+}
+
+/// A picture in 8-bit RGB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pixels {
+    /// In pixels.
+    pub width: u32,
+    /// In pixels.
+    pub height: u32,
+    /// `[height, width, 3]`.
+    pub rgb: Vec<u8>,
+}
+
+impl From<Rgb> for Pixels {
+    fn from(Rgb { width, height, data }: Rgb) -> Self {
+        Self { width: width as u32, height: height as u32, rgb: data }
+    }
 }
 
 /// What to call a picture in a message.

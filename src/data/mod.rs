@@ -25,7 +25,7 @@ pub use config::{
     DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
 };
 pub use encode::{Encoder, EncoderError};
-pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
+pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use order::{DatasetShare, Order, OrderError, RowOrder};

@@ -21,7 +21,8 @@ pub use config::{VideoConfig, VideoConfigError, VideoMarks};
 use smart_resize::smart_resize;
 
 use super::image::{
-    ImageError, ImageProcessor, Rgb, patchify, resize, upright_pixels, upright_size,
+    ImageError, ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify, upright_pixels,
+    upright_size,
 };
 use crate::batch::{MediaRef, Patches, VideoRef};
 
@@ -86,6 +87,12 @@ impl VideoProcessor {
             }
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
         }
+    }
+
+    /// The pixels that a video's patches were made of, frame by frame.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let frames = unpatchify(patches, self.images.patch_shape(), &self.settings.normalise);
+        frames.into_iter().map(Pixels::from).collect()
     }
 
     /// What stands around the frames.

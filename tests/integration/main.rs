@@ -9,6 +9,7 @@ mod docs;
 mod encoding;
 mod harness;
 mod images;
+mod inspect_html;
 mod laws;
 mod output_dir;
 mod parity;

@@ -6,6 +6,7 @@
 //! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
+use crate::batch::Patches;
 
 /// The value of each byte of each channel: rescaling and normalising fused as
 /// `(x - 255 mean) / (255 std)` in f32, exactly as the reference computes it.
@@ -88,6 +89,44 @@ fn push_patch(
     }
 }
 
+/// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
+/// repeated ones.
+pub(in crate::data) fn unpatchify(
+    patches: &Patches,
+    shape: PatchShape,
+    normalise: &Normalise,
+) -> Vec<Rgb> {
+    let PatchShape { patch, temporal, merge } = shape;
+    let [times, rows, columns] = patches.grid_thw.map(|n| n as usize);
+    let (width, height) = (columns * patch, rows * patch);
+    let blank = Rgb { width, height, data: vec![0; width * height * 3] };
+    let mut frames = vec![blank; times * temporal];
+    let mut values = patches.pixel_values.iter();
+    for frames in frames.chunks_mut(temporal) {
+        let blocks = (0..rows / merge).flat_map(|y| (0..columns / merge).map(move |x| [y, x]));
+        let inside = |[y, x]: [usize; 2]| {
+            let cells = (0..merge * merge).map(|cell| [cell / merge, cell % merge]);
+            cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
+        };
+        for [y, x] in blocks.flat_map(inside) {
+            for (c, table) in normalise.0.iter().enumerate() {
+                for frame in frames.iter_mut() {
+                    for (at, value) in values.by_ref().take(patch * patch).enumerate() {
+                        let (row, column) = (y * patch + at / patch, x * patch + at % patch);
+                        frame.data[(row * width + column) * 3 + c] = level(table, *value);
+                    }
+                }
+            }
+        }
+    }
+    frames
+}
+
+/// The byte whose normalised value is nearest.
+fn level(table: &[f32; 256], value: f32) -> u8 {
+    (255.0 * (value - table[0]) / (table[255] - table[0])).round() as u8
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,6 +164,23 @@ mod tests {
         assert_eq!(values.len(), 2 * 4 * 6);
         assert_eq!(values[..8], [0.0, 10.0, 100.0, 110.0, 200.0, 200.0, 1.0, 11.0]);
         assert_eq!(values[24..32], [20.0, 20.0, 120.0, 120.0, 200.0, 200.0, 21.0, 21.0]);
+    }
+
+    #[test]
+    fn unpatchify_undoes_patchify_for_every_byte() {
+        let frame = |seed: usize| {
+            let data = (0..8 * 12 * 3).map(|at| (at * seed % 256) as u8).collect();
+            Rgb { width: 12, height: 8, data }
+        };
+        let shape = PatchShape { patch: 2, temporal: 2, merge: 2 };
+        let normalise = Normalise::new([0.48, 0.46, 0.41], [0.27, 0.26, 0.28], 255.0);
+        let frames = [frame(1), frame(7), frame(13)];
+        let pixel_values = patchify(&frames, shape, &normalise);
+        let patches = Patches { pixel_values, grid_thw: [2, 4, 6] };
+        let [first, second, third, repeated] =
+            unpatchify(&patches, shape, &normalise).try_into().unwrap();
+        assert_eq!(repeated, third);
+        assert_eq!([first, second, third], frames);
     }
 
     #[test]
