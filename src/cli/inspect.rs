@@ -71,7 +71,9 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
         match rows.read(row) {
             Err(rejection) => {
                 tracing::warn!(row = %rejection, "rejected");
-                page.iter_mut().for_each(|page| page.rejected(&rejection));
+                if let Some(page) = &mut page {
+                    page.rejected(&rejection);
+                }
             }
             Ok(sample) => {
                 match args.format {

@@ -225,7 +225,7 @@ mod tests {
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
                 + r#""image":{"min_pixels":null,"max_pixels":null},"#
                 + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
-                + r#""max_pixels":null,"marks":"nested"},"workers":2,"on_error":"skip","#
+                + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }

@@ -27,11 +27,17 @@ use config::Settings;
 pub use config::{ImageConfig, ImageConfigError};
 pub(super) use decode::Rgb;
 use decode::{DecodeError, decode};
+#[cfg(feature = "video")]
+pub(super) use decode::{MAX_PIXELS, upright};
 use header::Header;
+#[cfg(feature = "video")]
+pub(super) use header::swaps_sides;
 pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
 use source::open;
+#[cfg(feature = "video")]
+pub(super) use source::resolve;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
 

@@ -11,13 +11,19 @@
 //! from headers alone.
 
 mod config;
+#[cfg(feature = "video")]
+mod file;
 mod sampling;
 mod smart_resize;
 
 use std::path::{Path, PathBuf};
 
+#[cfg(feature = "video")]
+use config::Limits;
 use config::Settings;
 pub use config::{VideoConfig, VideoConfigError, VideoMarks};
+#[cfg(feature = "video")]
+use file::VideoFile;
 use smart_resize::smart_resize;
 
 use super::image::{
@@ -67,6 +73,24 @@ impl VideoProcessor {
     pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
         match video {
             VideoRef::Frames { frames, fps } => Ok(self.plan_list(frames, *fps)?.clip),
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                Ok(self.plan_file(&file, *fps)?.clip)
+            }
+            #[cfg(not(feature = "video"))]
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                let plan = self.plan_file(&file, *fps)?;
+                let mut pixels = Vec::with_capacity(plan.indices.len());
+                file.decode(&plan.indices, |frame, index| {
+                    pixels.push(plan.resized(frame, index + 1)?);
+                    Ok(())
+                })?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(not(feature = "video"))]
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
         }
     }
@@ -109,6 +133,14 @@ impl VideoProcessor {
         };
         let size = upright_size(first).map_err(|cause| VideoError::Frame { frame: 1, cause })?;
         self.plan(indices, fps.unwrap_or(sampling.fps), size)
+    }
+
+    #[cfg(feature = "video")]
+    fn plan_file(&self, file: &VideoFile, fps: Option<f64>) -> Result<Plan, VideoError> {
+        let sampling = self.settings.sampling;
+        let sampling = sampling::Sampling { fps: fps.unwrap_or(sampling.fps), ..sampling };
+        let indices = sampling.of_clip(file.total(), file.rate());
+        self.plan(indices, file.rate(), file.size())
     }
 
     /// `rate` frames make a second; `source` is `[height, width]`.
@@ -165,6 +197,66 @@ pub enum VideoError {
         /// As the row writes it.
         path: PathBuf,
     },
+    /// There is no such file.
+    #[error("video `{}` does not exist in `{}`", .path.display(), .root.display())]
+    Missing {
+        /// As the row writes it.
+        path: PathBuf,
+        /// Where it was looked for.
+        root: PathBuf,
+    },
+    /// The path leads out of its root, by itself or by a link.
+    #[error("video `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
+    EscapesRoot {
+        /// As the row writes it.
+        path: PathBuf,
+        /// The folder that it must stay in.
+        root: PathBuf,
+    },
+    /// The file cannot be read.
+    #[error("cannot read video `{}`: {problem}", .path.display())]
+    Read {
+        /// As the row writes it.
+        path: PathBuf,
+        /// What the system says.
+        problem: String,
+    },
+    /// The file is damaged, or no video.
+    #[error("video `{}` is broken: {problem}", .path.display())]
+    Broken {
+        /// As the row writes it.
+        path: PathBuf,
+        /// What was found.
+        problem: String,
+    },
+    /// The work on it has to end some time.
+    #[error("video `{}` takes longer than {seconds} s", .path.display())]
+    Timeout {
+        /// As the row writes it.
+        path: PathBuf,
+        /// `data.video.timeout_s`.
+        seconds: f64,
+    },
+    /// More frames than are worth decoding.
+    #[error("video `{}` has {frames} frames, expected at most {limit}", .path.display())]
+    TooLong {
+        /// As the row writes it.
+        path: PathBuf,
+        /// As its header says.
+        frames: usize,
+        /// `data.video.max_source_frames`.
+        limit: usize,
+    },
+    /// Frames of more pixels than are worth decoding, or of none.
+    #[error("video `{}` has frames of {width} x {height}", .path.display())]
+    TooLarge {
+        /// As the row writes it.
+        path: PathBuf,
+        /// In pixels.
+        width: u32,
+        /// In pixels.
+        height: u32,
+    },
     /// The model knows no videos.
     #[error("the model folder names no token for videos (`video_token_id` in config.json)")]
     NoToken,
@@ -209,12 +301,32 @@ pub enum VideoError {
 }
 
 impl VideoError {
+    #[cfg(feature = "video")]
+    fn of_path(path: &Path, cause: ImageError) -> Self {
+        let path = path.to_owned();
+        match cause {
+            ImageError::Missing { root, .. } => Self::Missing { path, root },
+            ImageError::EscapesRoot { root, .. } => Self::EscapesRoot { path, root },
+            ImageError::Read { source, .. } => Self::Read { path, problem: source.to_string() },
+            other => Self::Read { path, problem: other.to_string() },
+        }
+    }
+
     /// What to do about it.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NotBuilt { .. } => {
                 "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list its frames as pictures"
             }
+            Self::Missing { .. } => {
+                "paths are relative to `image_root` of the data set, by default the folder of its file"
+            }
+            Self::EscapesRoot { .. } => "move the video, or set `image_root` to a folder above it",
+            Self::Read { .. } => "the path must lead to a file that you may read",
+            Self::Broken { .. } => "copy or convert the video again",
+            Self::Timeout { .. } => "shorten or scale the video, or raise `data.video.timeout_s`",
+            Self::TooLong { .. } => "cut the video, or raise `data.video.max_source_frames`",
+            Self::TooLarge { .. } => "scale the video",
             Self::NoToken => "use a model folder that knows videos, or remove the row",
             Self::Frame { cause, .. } => cause.hint(),
             Self::FrameSize { .. } => "bring all frames of the list to one size",
@@ -227,6 +339,13 @@ impl VideoError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotBuilt { .. } => "video_not_built",
+            Self::Missing { .. } => "video_missing",
+            Self::EscapesRoot { .. } => "video_path_escapes_root",
+            Self::Read { .. } => "video_unreadable",
+            Self::Broken { .. } => "video_broken",
+            Self::Timeout { .. } => "video_timeout",
+            Self::TooLong { .. } => "video_too_long",
+            Self::TooLarge { .. } => "video_too_large",
             Self::NoToken => "video_token",
             Self::Frame { .. } => "video_frame",
             Self::FrameSize { .. } => "video_frame_size",

@@ -16,3 +16,5 @@ mod parity;
 mod resume;
 mod simd;
 mod video;
+#[cfg(feature = "video")]
+mod video_files;

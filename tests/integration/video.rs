@@ -287,7 +287,6 @@ fn each_unusable_video_has_its_reason() {
     let broken = json!([["video/pan_0.png", "data:image/png;base64,aGFsZg=="]]);
     for (videos, reason, message) in [
         (json!([["video/pan_0.png"]]), "video_too_short", "too few frames: 1"),
-        (json!(["a.mp4"]), "video_not_built", "video `a.mp4` is a file"),
         (json!([["no.png", "no.png"]]), "video_frame", "frame 1: image `no.png` does not exist"),
         (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 as the first"),
         (broken, "video_frame", "frame 2: image in a data URI"),
@@ -302,6 +301,12 @@ fn each_unusable_video_has_its_reason() {
         assert_eq!(error.reason(), reason, "{error}");
         assert!(error.to_string().contains(message), "{error}");
         assert!(error.hint().is_some(), "{error}");
+    }
+    #[cfg(not(feature = "video"))]
+    {
+        let error = encode(&with_videos(&json!(["a.mp4"]))).unwrap_err();
+        assert_eq!(error.reason(), "video_not_built");
+        assert!(error.hint().unwrap().contains("--features video"), "{error}");
     }
     let in_answer = json!({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<video>"}], "videos": [frames(2)]});
     let reason = encode(&in_answer).map_err(|error| error.reason());

@@ -322,13 +322,11 @@ impl<'a> RowMedia<'a> {
             Value::String(text) => text.trim().parse().ok(), // as some of Qwen's own examples
             value => value.as_f64(),
         };
-        match number.filter(|rate: &f64| rate.is_finite() && *rate > 0.0) {
-            Some(rate) => Ok(Some(rate)),
-            None => {
-                let at = if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
-                Err(wrong_type(self.id, &at, value, "a number of frames a second above 0"))
-            }
+        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
+            return Ok(number);
         }
+        let at = if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
+        Err(wrong_type(self.id, &at, value, "a number of frames a second above 0"))
     }
 
     fn path(&self, at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleError> {

@@ -11,7 +11,7 @@ use crate::data::image::{ImageProcessor, Normalise};
 
 /// `data.video` of the config; `null` is what the model folder's `video_preprocessor_config.json`
 /// says, else what the published one does.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct VideoConfig {
     /// Frames to take of a second.
@@ -26,6 +26,33 @@ pub struct VideoConfig {
     pub max_pixels: Option<u64>,
     /// What stands around the frames in the text.
     pub marks: VideoMarks,
+    /// Seconds that the work on one file may take; a file that needs more is rejected.
+    pub timeout_s: f64,
+    /// Frames that one file may have, taken or not; a longer file is rejected.
+    pub max_source_frames: u32,
+}
+
+impl Default for VideoConfig {
+    fn default() -> Self {
+        Self {
+            fps: None,
+            min_frames: None,
+            max_frames: None,
+            min_pixels: None,
+            max_pixels: None,
+            marks: VideoMarks::default(),
+            timeout_s: 60.0,
+            max_source_frames: 36_000,
+        }
+    }
+}
+
+/// What one file may cost.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "video"), expect(dead_code, reason = "lists of frames need no limits"))]
+pub(super) struct Limits {
+    pub(super) timeout_s: f64,
+    pub(super) max_source_frames: usize,
 }
 
 /// What stands around the frames of a video, each of which has its own pair of vision marks.
@@ -109,6 +136,8 @@ pub(super) struct Settings {
     pub(super) budget: Budget,
     pub(super) normalise: Normalise,
     pub(super) marks: VideoMarks,
+    #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "read with files"))]
+    pub(super) limits: Limits,
 }
 
 /// The keys of the folder's file that matter; others are left alone.
@@ -196,6 +225,8 @@ impl Settings {
             min_pixels: asked_min_pixels,
             max_pixels: asked_max_pixels,
             marks,
+            timeout_s,
+            max_source_frames,
         } = *config;
         let [published_min, published_max] = PUBLISHED_PIXELS;
         let min_pixels = asked_min_pixels.or(min_pixels).or(size.shortest_edge);
@@ -216,6 +247,9 @@ impl Settings {
             let expected = "at least the frames of one patch (`temporal_patch_size`)";
             return setting("max_frames", max_frames.to_string(), expected);
         }
+        if !(timeout_s > 0.0 && timeout_s <= 86_400.0) {
+            return setting("timeout_s", timeout_s.to_string(), "seconds above 0, up to a day");
+        }
         if min_frames > max_frames {
             return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
         }
@@ -226,7 +260,8 @@ impl Settings {
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
         let sampling = Sampling { fps, min_frames, max_frames };
         let normalise = Normalise::new(mean, std, (1.0 / rescale) as f32);
-        Ok(Self { sampling, budget, normalise, marks })
+        let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
+        Ok(Self { sampling, budget, normalise, marks, limits })
     }
 }
 
@@ -314,6 +349,7 @@ mod tests {
             (VideoConfig { max_frames: Some(1), ..none.clone() }, "`data.video.max_frames` is `1`"),
             (VideoConfig { min_frames: Some(769), ..none.clone() }, "`data.video.min_frames`"),
             (VideoConfig { max_pixels: Some(9), ..none.clone() }, "`data.video.min_pixels` is"),
+            (VideoConfig { timeout_s: 0.0, ..none.clone() }, "`data.video.timeout_s` is `0`"),
         ] {
             let error = settings(&[], &config).unwrap_err();
             assert!(error.contains(message), "{error}");
