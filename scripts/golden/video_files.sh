@@ -2,7 +2,7 @@
 # Writes tests/fixtures/videos from the frames of tests/golden/data/video. Needs the `ffmpeg` program (5.1 was used).
 #   pan.mkv            8 frames, 4 a second, lossless RGB; its header counts no frames, only seconds
 #   pan.mp4            the same in H.264, with frames that refer to later ones
-#   tall_rotated.mp4   5 frames, lossless RGB, to be turned clockwise by a quarter before showing
+#   tall.mp4   5 frames, lossless RGB, to be turned clockwise by a quarter before showing
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 frames=tests/golden/data/video
@@ -11,4 +11,4 @@ mkdir -p "$out"
 exact=(-fflags +bitexact -flags:v +bitexact)
 ffmpeg -v error -y -framerate 4 -i "$frames/pan_%d.png" -c:v ffv1 -pix_fmt bgr0 "${exact[@]}" "$out/pan.mkv"
 ffmpeg -v error -y -framerate 4 -i "$frames/pan_%d.png" -c:v libx264 -pix_fmt yuv420p -crf 18 "${exact[@]}" "$out/pan.mp4"
-ffmpeg -v error -y -framerate 4 -i "$frames/tall_%d.png" -c:v libx264rgb -qp 0 -metadata:s:v rotate=90 "${exact[@]}" "$out/tall_rotated.mp4"
+ffmpeg -v error -y -framerate 4 -i "$frames/tall_%d.png" -c:v libx264rgb -qp 0 "${exact[@]}" "$out/tall.mp4"

@@ -79,18 +79,6 @@ impl VideoProcessor {
                 Ok(self.plan_file(&file, *fps)?.clip)
             }
             #[cfg(not(feature = "video"))]
-            #[cfg(feature = "video")]
-            VideoRef::File { root, path, fps } => {
-                let file = VideoFile::open(root, path, self.settings.limits)?;
-                let plan = self.plan_file(&file, *fps)?;
-                let mut pixels = Vec::with_capacity(plan.indices.len());
-                file.decode(&plan.indices, |frame, index| {
-                    pixels.push(plan.resized(frame, index + 1)?);
-                    Ok(())
-                })?;
-                Ok(self.patches(plan, &pixels))
-            }
-            #[cfg(not(feature = "video"))]
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
         }
     }
@@ -109,6 +97,18 @@ impl VideoProcessor {
                 let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
                 Ok(self.patches(plan, &pixels))
             }
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                let plan = self.plan_file(&file, *fps)?;
+                let mut pixels = Vec::with_capacity(plan.indices.len());
+                file.decode(&plan.indices, |frame, index| {
+                    pixels.push(plan.resized(frame, index + 1)?);
+                    Ok(())
+                })?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(not(feature = "video"))]
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
         }
     }

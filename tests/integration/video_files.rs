@@ -67,15 +67,35 @@ fn frames_count_in_the_order_in_which_they_are_shown() {
     assert!(mean * 127.5 < 6.0, "{} levels off on average", mean * 127.5);
 }
 
+/// The file with a display matrix that turns it clockwise by a quarter.
+fn turned(mut mp4: Vec<u8>) -> Vec<u8> {
+    let header = mp4.windows(4).position(|name| name == b"tkhd").unwrap();
+    let matrix = header + 4 + 40;
+    for (at, value) in [0, 1 << 16, 0, -(1 << 16), 0, 0, 96 << 16, 0, 1 << 30].iter().enumerate() {
+        mp4[matrix + 4 * at..][..4].copy_from_slice(&i32::to_be_bytes(*value));
+    }
+    mp4
+}
+
 #[test]
 fn a_file_is_turned_upright() {
+    let folder = tempfile::tempdir().unwrap();
+    let mp4 = std::fs::read(fixtures().join("tall.mp4")).unwrap();
+    write(&folder.path().join("tall.mp4"), &mp4);
+    write(&folder.path().join("turned.mp4"), &turned(mp4));
     let config = VideoConfig { fps: Some(4.0), max_frames: Some(4), ..VideoConfig::default() };
-    let file = encode(&fixtures(), &json!("tall_rotated.mp4"), &config).unwrap();
-    assert_eq!(file.media[0].grid_thw, [2, 4, 6], "wider than high");
-    let shown = encoder(&config).video_processor().pixels(&file.media[0]);
-    for (shown, source) in shown.iter().zip([0, 1, 3, 4]) {
-        let upright = image::open(golden(&format!("data/video/tall_{source}.png"))).unwrap();
-        assert!(shown.rgb == upright.rotate90().into_rgb8().into_raw(), "frame {source}");
+    for (name, grid) in [("tall.mp4", [2, 6, 4]), ("turned.mp4", [2, 4, 6])] {
+        let file = encode(folder.path(), &json!(name), &config).unwrap();
+        assert_eq!(file.media[0].grid_thw, grid);
+        let shown = encoder(&config).video_processor().pixels(&file.media[0]);
+        assert_eq!(shown.len(), 4);
+        for (shown, source) in shown.iter().zip([0, 1, 3, 4]) {
+            let mut frame = image::open(golden(&format!("data/video/tall_{source}.png"))).unwrap();
+            if name == "turned.mp4" {
+                frame = frame.rotate90();
+            }
+            assert!(shown.rgb == frame.into_rgb8().into_raw(), "{name}, frame {source}");
+        }
     }
 }
 

@@ -59,7 +59,7 @@ impl VideoFile {
         let real = resolve(root, path).map_err(|cause| VideoError::of_path(path, cause))?;
         let deadline =
             Deadline { begin: Instant::now(), limit: Duration::from_secs_f64(limits.timeout_s) };
-        let broken = |error: Error| failure(path, deadline, &error);
+        let broken = |error: Error| failure(path, deadline, error);
         let mut options = Dictionary::new();
         options.set("protocol_whitelist", "file");
         options.set("format_whitelist", CONTAINERS);
@@ -90,7 +90,10 @@ impl VideoFile {
         let orientation = orientation(&stream);
         let index = stream.index();
         let context = codec::Context::from_parameters(stream.parameters()).map_err(broken)?;
-        let decoder = context.decoder().video().map_err(broken)?;
+        let mut context = context.decoder();
+        // Damage is an error, as in a picture, not a frame with holes.
+        context.check(decoder::Check::CRC | decoder::Check::BITSTREAM | decoder::Check::EXPLODE);
+        let decoder = context.video().map_err(broken)?;
         let (width, height) = (decoder.width(), decoder.height());
         let area = u64::from(width) * u64::from(height);
         if area == 0 || area > MAX_PIXELS {
@@ -156,13 +159,13 @@ impl VideoFile {
         let mut decoded = frame::Video::empty();
         loop {
             if self.deadline.is_over() {
-                return Err(failure(&self.path, self.deadline, &Error::Exit));
+                return Err(failure(&self.path, self.deadline, Error::Exit));
             }
             match self.decoder.receive_frame(&mut decoded) {
                 Ok(()) => return Ok(Some(decoded)),
                 Err(Error::Eof) => return Ok(None),
                 Err(Error::Other { errno }) if errno == ffmpeg_next::error::EAGAIN => {}
-                Err(error) => return Err(failure(&self.path, self.deadline, &error)),
+                Err(error) => return Err(failure(&self.path, self.deadline, error)),
             }
             let mut packet = Packet::empty();
             let fed = match packet.read(&mut self.input) {
@@ -171,7 +174,7 @@ impl VideoFile {
                 Err(Error::Eof) => self.decoder.send_eof(),
                 Err(error) => Err(error),
             };
-            fed.map_err(|error| failure(&self.path, self.deadline, &error))?;
+            fed.map_err(|error| failure(&self.path, self.deadline, error))?;
         }
     }
 
@@ -181,7 +184,7 @@ impl VideoFile {
         decoded: &frame::Video,
         converter: &mut Option<scaling::Context>,
     ) -> Result<Rgb, VideoError> {
-        let broken = |error: Error| failure(&self.path, self.deadline, &error);
+        let broken = |error: Error| failure(&self.path, self.deadline, error);
         let (pixel, width, height) = (decoded.format(), decoded.width(), decoded.height());
         let fits = |context: &scaling::Context| {
             let input = context.input();
@@ -226,7 +229,7 @@ fn orientation(stream: &format::stream::Stream) -> Orientation {
 }
 
 /// An error of FFmpeg, which does not say itself that it was interrupted.
-fn failure(path: &Path, deadline: Deadline, error: &Error) -> VideoError {
+fn failure(path: &Path, deadline: Deadline, error: Error) -> VideoError {
     let path = path.to_owned();
     if deadline.is_over() {
         return VideoError::Timeout { path, seconds: deadline.limit.as_secs_f64() };
