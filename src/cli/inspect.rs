@@ -91,7 +91,11 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     }
     if let (Some(path), Some(mut page)) = (&args.html, page) {
         if config.data.packing {
-            page.packs(&packs_of(&config, &rows)?, &rows);
+            // Too many unusable rows stop a run, but they are what the page is to show.
+            match packs_of(&config, &rows) {
+                Ok(packs) => page.packs(&packs, &rows),
+                Err(error) => tracing::warn!(%error, "the page has no packs"),
+            }
         }
         write_atomically(path, page.finish().as_bytes()).map_err(|error| {
             let message = format!("cannot write `{}`: {error}", path.display());

@@ -43,7 +43,7 @@ fn page(rows: &[Value], data: &str) -> (String, Vec<Value>) {
         ["models/small-tied", "data"].map(|name| golden(name).display().to_string());
     let config = format!(
         "output_dir: run\nmodel: {{path: '{model}'}}\ndata:\n  train: [{{path: rows.jsonl, image_root: '{root}'}}]\n  \
-         shuffle: false\n  max_rejected: 1.0\n{data}\n"
+         shuffle: false\n{data}\n"
     );
     place.write("config.yaml", &config);
     let arguments = ["inspect", "--config", "config.yaml", "--num", "20", "--format", "jsonl"];
@@ -161,7 +161,7 @@ fn nothing_of_the_data_is_markup_and_rejected_rows_are_told() {
         chat("Gr\u{fc}\u{df}e \u{1f600}", "\u{4f60}\u{597d} \u{1f468}\u{200d}\u{1f469}"),
         missing,
     ];
-    let (page, samples) = page(&rows, "  packing: false");
+    let (page, samples) = page(&rows, "  packing_length: 500");
     assert_marks(&page, &samples);
     for element in elements(&page) {
         let name = element.trim_start_matches('/').split(' ').next().unwrap();
