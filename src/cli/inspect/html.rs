@@ -18,7 +18,7 @@ const SHOWN_GROUPS: usize = 8;
 /// Packs drawn.
 const SHOWN_PACKS: usize = 16;
 /// Side to which a small picture is enlarged by the browser.
-const LEAST_SIDE: u32 = 96;
+const LEAST_SIDE: u32 = 128;
 
 /// A page that grows sample by sample.
 pub(super) struct Page<'a> {
@@ -325,36 +325,40 @@ impl Figure<'_> {
             MediumKind::Image => format!("image {number}"),
             MediumKind::Video => format!("video {number}, group {} of {times}", self.group + 1),
         };
-        let mut html = format!("<span class=\"chip\">{name}: {tokens} tokens</span>");
-        if self.group >= SHOWN_GROUPS {
-            return Ok(html);
-        }
-        let a_group = frames.len() / (times as usize).max(1);
-        for frame in &frames[self.group * a_group..(self.group + 1) * a_group] {
-            let picture = picture(frame, self.max_pixels)?;
-            let scale = (LEAST_SIDE / picture.width.max(picture.height).max(1)).max(1);
+        let mut html =
+            format!("<div class=\"medium\"><span class=\"chip\">{name}: {tokens} tokens</span>");
+        if self.group < SHOWN_GROUPS {
+            let a_group = frames.len() / (times as usize).max(1);
+            let shown = &frames[self.group * a_group..(self.group + 1) * a_group];
             // Cells are what becomes one token.
-            let cell = f64::from(rows * columns) / tokens.max(1) as f64;
-            let (c, r) = (f64::from(columns) / cell.sqrt(), f64::from(rows) / cell.sqrt());
-            push(
-                &mut html,
-                format_args!(
-                    "<figure><span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\"></span>\
-                     <figcaption>{} x {} px, grid (t, h, w) {times} x {rows} x {columns}{}</figcaption></figure>",
-                    picture.uri,
-                    picture.width,
-                    picture.height,
-                    picture.width * scale,
-                    frame.width,
-                    frame.height,
-                    if picture.reduced > 1 {
-                        format!(", shown 1 : {}", picture.reduced)
-                    } else {
-                        String::new()
-                    },
-                ),
-            );
+            let cell = (f64::from(rows * columns) / tokens.max(1) as f64).sqrt();
+            let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
+            html.push_str("<figure>");
+            let mut caption = String::new();
+            for frame in shown {
+                let picture = picture(frame, self.max_pixels)?;
+                let scale = (LEAST_SIDE / picture.width.max(picture.height).max(1)).max(1);
+                push(
+                    &mut html,
+                    format_args!(
+                        "<span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\"></span>",
+                        picture.uri,
+                        picture.width,
+                        picture.height,
+                        picture.width * scale,
+                    ),
+                );
+                caption = format!(
+                    "{} x {} px, grid (t, h, w) {times} x {rows} x {columns}",
+                    frame.width, frame.height
+                );
+                if picture.reduced > 1 {
+                    push(&mut caption, format_args!(", shown 1 : {}", picture.reduced));
+                }
+            }
+            push(&mut html, format_args!("<figcaption>{caption}</figcaption></figure>"));
         }
+        html.push_str("</div>");
         Ok(html)
     }
 }
