@@ -1,8 +1,8 @@
 // CUDA kernels on the host, to test them without a GPU: each thread of a block is a fiber, blocks run one after
-// another. What it finds: wrong indices and arithmetic, barriers that not all threads reach, a barrier or a wait
-// that is missing (threads run in random order; shared memory starts as NaNs, and turns to NaNs between the start
-// of a copy and the wait for it), shared memory that the launch did not ask for or that an sm_80 block cannot have, and
-// 16-byte accesses off their boundary. What it cannot find: the memory model, registers, speed.
+// another. What it finds: wrong indices and arithmetic; barriers that not all threads reach; a barrier or a wait that
+// is missing (warps run in random order, each as far ahead as barriers let it; shared memory starts as NaNs, and
+// turns to NaNs between the start of a copy and the wait for it); shared memory that the launch did not ask for or that
+// an sm_80 block cannot have; 16-byte accesses off their boundary. What it cannot: the memory model, registers, speed.
 #pragma once
 
 #include <cmath>
@@ -73,7 +73,7 @@ struct Barrier {
   unsigned generation = 0;
 };
 inline Barrier named_barriers[16];
-inline long named_arrivals;
+inline long named_arrivals, block_arrivals;
 inline void *scheduler_pointer;
 inline const char *kernel_name;
 inline void (*body)(void *);
@@ -96,6 +96,7 @@ inline void release_barrier() {
 
 inline void sync_threads() {
   unsigned generation = barrier_generation;
+  block_arrivals++;
   if (++at_barrier == alive) release_barrier();
   while (generation == barrier_generation) yield();
 }
