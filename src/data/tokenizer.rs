@@ -5,6 +5,7 @@
 
 mod added;
 mod classes;
+mod cuts;
 mod engine;
 mod file;
 mod merges;
@@ -25,7 +26,7 @@ pub(super) struct TextTokenizer {
 }
 
 enum Inner {
-    Ours(Engine),
+    Ours(Box<Engine>),
     Reference(Box<Tokenizer>),
 }
 
@@ -68,7 +69,9 @@ impl TextTokenizer {
     /// Parses a `tokenizer.json`; `path` is for messages.
     pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TokenizerError> {
         let difference = match file::read(bytes) {
-            Ok(vocabulary) => return Ok(Self { inner: Inner::Ours(Engine::new(vocabulary)) }),
+            Ok(vocabulary) => {
+                return Ok(Self { inner: Inner::Ours(Box::new(Engine::new(vocabulary))) });
+            }
             Err(difference) => difference,
         };
         let tokenizer = Self { inner: Inner::Reference(Box::new(reference(path, bytes)?)) };

@@ -10,6 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use super::Tokens;
 use super::added::{AddedTokens, Part};
 use super::classes::Classes;
+use super::cuts::Cuts;
 use super::file::{Vocabulary, byte_to_char};
 use super::merges::{Merges, Workspace};
 use super::normalise::{is_nfc, nfc};
@@ -25,12 +26,13 @@ const CACHED_TOKENS: usize = 3;
 /// The tokenizer; shared by all threads.
 pub(super) struct Engine {
     merges: Merges,
+    cuts: Cuts,
     added: AddedTokens,
     tokens: Vec<Option<Box<str>>>, // by id; model tokens in the byte alphabet
     lengths: Vec<u32>,             // by id, of model tokens: bytes
     special: Vec<bool>,            // by id
     added_ids: Vec<u32>,
-    idle: Mutex<Vec<Box<Memory>>>, // as many as threads ever ran at once
+    idle: Mutex<Vec<Memory>>, // as many as threads ever ran at once
 }
 
 /// What a thread works with.
@@ -51,18 +53,21 @@ impl Engine {
     pub(super) fn new(vocabulary: Vocabulary) -> Self {
         let Vocabulary { byte_ids, merges, tokens: listed, added } = vocabulary;
         let num_ids = listed.iter().map(|(id, _)| *id as usize + 1).max().unwrap_or(0);
-        let mut tokens = vec![None; num_ids];
+        let mut tokens: Vec<Option<Box<str>>> = vec![None; num_ids];
         let mut lengths = vec![0; num_ids];
         for (id, token) in listed {
             lengths[id as usize] = token.chars().count() as u32;
             tokens[id as usize] = Some(token);
         }
+        let bytes = |token: &str| token.chars().map(char_to_byte).collect::<Option<Vec<u8>>>();
+        let cuts = Cuts::new(tokens.iter().flatten().filter_map(|token| bytes(token)));
         let mut special = vec![false; num_ids];
         for (id, _, is_special) in &added {
             special[*id as usize] = *is_special;
         }
         Self {
             merges: Merges::new(byte_ids, &merges),
+            cuts,
             added: AddedTokens::new(added.iter().map(|(id, content, _)| (content.as_str(), *id))),
             tokens,
             lengths,
@@ -77,7 +82,7 @@ impl Engine {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut memory = idle.unwrap_or_else(|| {
             let words = vec![CachedWord::default(); CACHED_WORDS];
-            Box::new(Memory { words, work: Workspace::default() })
+            Memory { words, work: Workspace::default() }
         });
         let expected = text.len() / 3; // bytes a token, roughly
         let mut tokens =
@@ -127,20 +132,26 @@ impl Engine {
         tokens: &mut Tokens,
     ) {
         let bytes = text.as_bytes();
-        let mut at = 0;
+        let (mut begin, mut at, mut end) = (0, 0, 0); // of the word: `at` is inside or at its end
         while at < bytes.len() {
-            let end = word_end(classes, bytes, at);
-            for id in self.word(bytes, at, end, memory) {
+            if at == end {
+                begin = at;
+                end = word_end(classes, bytes, at);
+            }
+            let mut to = end;
+            if end - at > CACHED_BYTES {
+                to = begin + self.cuts.next(&bytes[begin..end], at - begin);
+            }
+            for id in self.word(bytes, at, to, memory) {
                 let from = at;
                 at += self.lengths[*id as usize] as usize;
                 tokens.ids.push(*id);
                 tokens.offsets.push(span(from, at));
             }
-            at = end;
         }
     }
 
-    /// Tokens of the word at `at..end`.
+    /// Tokens of the word, or a part that is cut out of one, at `at..end`.
     fn word<'a>(&self, text: &[u8], at: usize, end: usize, memory: &'a mut Memory) -> &'a [u32] {
         let Memory { words, work } = memory;
         let word = &text[at..end];

@@ -12,10 +12,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
 
+use super::merges::MAX_IDS;
 use super::split::PATTERN;
-
-/// Ids are indices of tables.
-const MAX_ID: u32 = 1 << 24;
 
 /// A vocabulary of the known kind.
 #[derive(Debug)]
@@ -88,6 +86,9 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
     for (byte, id) in (0..=u8::MAX).zip(byte_ids.iter_mut()) {
         *id = id_of(byte_to_char(byte).encode_utf8(&mut buffer))?;
     }
+    if model.merges.len() > MAX_IDS {
+        return Err(format!("`model.merges` has {} entries", model.merges.len()));
+    }
     let mut joined = String::new();
     let mut merges = Vec::with_capacity(model.merges.len());
     for Pair(left, right) in &model.merges {
@@ -152,6 +153,7 @@ struct File<'a> {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "they are keys of the file")]
 struct AddedToken {
     id: u32,
     content: String,
@@ -249,7 +251,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Tokens<'de>, A::Error> {
                 let mut tokens = Vec::new();
                 while let Some((token, id)) = map.next_entry()? {
-                    if id > MAX_ID {
+                    if id as usize >= MAX_IDS {
                         return Err(Error::custom(format!("an id of {id}")));
                     }
                     tokens.push((token, id));

@@ -11,19 +11,21 @@ const SCANNED: usize = 40;
 /// Rank of a pair that does not merge.
 const NEVER: u32 = u32::MAX;
 
-/// What two neighbours merge into.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Merge {
-    rank: u32,
-    id: u32,
-}
+/// Bits of an id and of a rank in a slot.
+const ID_BITS: u32 = 20;
+const RANK_BITS: u32 = 24;
+/// Ids and ranks are smaller.
+pub(super) const MAX_IDS: usize = 1 << ID_BITS;
+/// A slot that has no pair; its rank is out of range.
+const EMPTY: u64 = u64::MAX;
 
 /// Tokens of single bytes and the merges of pairs of tokens.
 #[derive(Debug)]
 pub(super) struct Merges {
     byte_ids: Box<[u32; 256]>,
-    byte_pairs: Vec<Merge>,   // [256 * 256] by two bytes
-    slots: Vec<(u64, Merge)>, // open addressing by two ids; a power of two of them
+    byte_ranks: Vec<u32>, // [256 * 256] by two bytes
+    slots: Vec<u64>,      // left id, right id, rank; open addressing, a power of two of them
+    merged: Vec<u32>,     // by rank: what the pair merges into
 }
 
 /// Room that [`Merges::apply`] works in.
@@ -31,34 +33,41 @@ pub(super) struct Merges {
 pub(super) struct Workspace {
     /// The result.
     pub ids: Vec<u32>,
-    pairs: Vec<Merge>,
+    ranks: Vec<u32>, // of each id and the next one
     links: Vec<(u32, u32)>,
-    heap: BinaryHeap<Reverse<(u32, u32, u32)>>,
+    heap: BinaryHeap<Reverse<(u32, u32)>>,
 }
 
 impl Merges {
     /// Takes the token of each byte, and pairs of tokens with what they merge into, by ascending
-    /// rank. Of equal pairs the last one holds.
+    /// rank: no more than [`MAX_IDS`] ids and pairs. Of equal pairs the last one holds.
     pub(super) fn new(byte_ids: Box<[u32; 256]>, pairs: &[((u32, u32), u32)]) -> Self {
-        let num_slots = (pairs.len() * 3).next_power_of_two().max(16);
-        let empty = Merge { rank: NEVER, id: 0 };
-        let mut merges =
-            Self { byte_ids, byte_pairs: vec![empty; 1 << 16], slots: vec![(0, empty); num_slots] };
-        for (rank, ((left, right), id)) in (0u32..).zip(pairs) {
+        let num_slots = (pairs.len() * 2).next_power_of_two().max(16);
+        let mut merges = Self {
+            byte_ids,
+            byte_ranks: vec![NEVER; 1 << 16],
+            slots: vec![EMPTY; num_slots],
+            merged: pairs.iter().map(|(_, id)| *id).collect(),
+        };
+        for (rank, ((left, right), _)) in (0u64..).zip(pairs) {
             let slot = merges.slot(*left, *right);
-            merges.slots[slot] = (key(*left, *right), Merge { rank, id: *id });
+            merges.slots[slot] = key(*left, *right) << RANK_BITS | rank;
         }
         for left in 0..256 {
             for right in 0..256 {
                 let pair = (merges.byte_ids[left], merges.byte_ids[right]);
-                merges.byte_pairs[left << 8 | right] = merges.find(pair.0, pair.1);
+                merges.byte_ranks[left << 8 | right] = merges.rank(pair.0, pair.1);
             }
         }
         merges
     }
 
-    fn find(&self, left: u32, right: u32) -> Merge {
-        self.slots[self.slot(left, right)].1
+    /// Rank of a pair; [`NEVER`] if it does not merge.
+    fn rank(&self, left: u32, right: u32) -> u32 {
+        match self.slots[self.slot(left, right)] {
+            EMPTY => NEVER,
+            slot => (slot & ((1 << RANK_BITS) - 1)) as u32,
+        }
     }
 
     /// The slot that has this pair or, empty, would.
@@ -66,7 +75,7 @@ impl Merges {
         let key = key(left, right);
         let hash = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut slot = (hash >> (64 - self.slots.len().ilog2())) as usize;
-        while self.slots[slot].1.rank != NEVER && self.slots[slot].0 != key {
+        while self.slots[slot] != EMPTY && self.slots[slot] >> RANK_BITS != key {
             slot = (slot + 1) & (self.slots.len() - 1);
         }
         slot
@@ -74,72 +83,71 @@ impl Merges {
 
     /// The tokens of `word`, left in `work.ids`.
     pub(super) fn apply(&self, word: &[u8], work: &mut Workspace) {
+        let two_bytes = |two: &[u8]| usize::from(two[0]) << 8 | usize::from(two[1]);
         work.ids.clear();
         work.ids.extend(word.iter().map(|byte| self.byte_ids[usize::from(*byte)]));
-        work.pairs.clear();
-        work.pairs.extend(
-            word.windows(2)
-                .map(|two| self.byte_pairs[usize::from(two[0]) << 8 | usize::from(two[1])]),
-        );
+        work.ranks.clear();
+        work.ranks.extend(word.windows(2).map(|two| self.byte_ranks[two_bytes(two)]));
         if word.len() <= SCANNED { self.scan(work) } else { self.drain(work) }
     }
 
-    fn scan(&self, Workspace { ids, pairs, .. }: &mut Workspace) {
+    fn scan(&self, Workspace { ids, ranks, .. }: &mut Workspace) {
         loop {
             let (mut at, mut rank) = (0, NEVER);
-            for (i, pair) in pairs.iter().enumerate() {
-                if pair.rank < rank {
-                    (at, rank) = (i, pair.rank);
+            for (i, other) in ranks.iter().enumerate() {
+                if *other < rank {
+                    (at, rank) = (i, *other);
                 }
             }
             if rank == NEVER {
                 return;
             }
-            ids[at] = pairs[at].id;
+            ids[at] = self.merged[rank as usize];
             ids.remove(at + 1);
-            pairs.remove(at);
+            ranks.remove(at);
             if at > 0 {
-                pairs[at - 1] = self.find(ids[at - 1], ids[at]);
+                ranks[at - 1] = self.rank(ids[at - 1], ids[at]);
             }
-            if at < pairs.len() {
-                pairs[at] = self.find(ids[at], ids[at + 1]);
+            if at < ranks.len() {
+                ranks[at] = self.rank(ids[at], ids[at + 1]);
             }
         }
     }
 
-    /// The same with a heap. An entry whose place has another pair by now has another token too: a
-    /// token names one text, and pairs at one place only ever grow.
-    fn drain(&self, Workspace { ids, pairs, links, heap }: &mut Workspace) {
+    /// The same with a heap. An entry is out of date unless the pair at its place has its rank.
+    fn drain(&self, Workspace { ids, ranks, links, heap }: &mut Workspace) {
         const GONE: u32 = u32::MAX;
         let num = ids.len() as u32;
         links.clear(); // (previous, next); `GONE` before the first, `num` after the last
         links.extend((0..num).map(|at| (at.wrapping_sub(1), at + 1)));
         heap.clear();
-        let entry = |at: u32, merge: Merge| Reverse((merge.rank, at, merge.id));
-        let able = (0u32..).zip(&*pairs).filter(|(_, merge)| merge.rank != NEVER);
-        heap.extend(able.map(|(at, merge)| entry(at, *merge)));
-        while let Some(Reverse((_, at, id))) = heap.pop() {
-            let (previous, next) = links[at as usize];
-            // `pairs` has what the token at `at` and its next one merge into now
-            let current = pairs.get(at as usize).is_some_and(|m| m.rank != NEVER && m.id == id);
-            if ids[at as usize] == GONE || next == num || !current {
+        let able = (0u32..).zip(&*ranks).filter(|(_, rank)| **rank != NEVER);
+        heap.extend(able.map(|(at, rank)| Reverse((*rank, at))));
+        while let Some(Reverse((rank, at))) = heap.pop() {
+            if ranks[at as usize] != rank {
                 continue;
             }
+            let (previous, next) = links[at as usize];
             let after = links[next as usize].1;
+            let id = self.merged[rank as usize];
             ids[at as usize] = id;
             ids[next as usize] = GONE;
             links[at as usize].1 = after;
+            if next + 1 < num {
+                ranks[next as usize] = NEVER;
+            }
+            ranks[at as usize] = NEVER;
             if after < num {
                 links[after as usize].0 = at;
-                pairs[at as usize] = self.find(id, ids[after as usize]);
+                ranks[at as usize] = self.rank(id, ids[after as usize]);
                 heap.extend(
-                    Some(pairs[at as usize]).filter(|m| m.rank != NEVER).map(|m| entry(at, m)),
+                    Some(Reverse((ranks[at as usize], at))).filter(|entry| entry.0.0 != NEVER),
                 );
             }
             if previous != GONE {
-                let merge = self.find(ids[previous as usize], id);
-                pairs[previous as usize] = merge;
-                heap.extend(Some(merge).filter(|m| m.rank != NEVER).map(|m| entry(previous, m)));
+                let rank = self.rank(ids[previous as usize], id);
+                ranks[previous as usize] = rank;
+                heap.extend(Some(Reverse((rank, previous))).filter(|entry| entry.0.0 != NEVER));
             }
         }
         ids.retain(|id| *id != GONE);
@@ -147,7 +155,7 @@ impl Merges {
 }
 
 fn key(left: u32, right: u32) -> u64 {
-    u64::from(left) << 32 | u64::from(right)
+    u64::from(left) << ID_BITS | u64::from(right)
 }
 
 #[cfg(test)]
@@ -190,7 +198,7 @@ mod tests {
             let mut drained = Workspace::default();
             for work in [&mut scanned, &mut drained] {
                 work.ids = word.bytes().map(|b| merges.byte_ids[usize::from(b)]).collect();
-                work.pairs = work.ids.windows(2).map(|two| merges.find(two[0], two[1])).collect();
+                work.ranks = work.ids.windows(2).map(|two| merges.rank(two[0], two[1])).collect();
             }
             merges.scan(&mut scanned);
             merges.drain(&mut drained);
