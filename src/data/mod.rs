@@ -21,14 +21,14 @@ mod workers;
 
 pub use collate::{CollateError, collate};
 pub use config::{
-    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
 };
 pub use encode::{Encoder, EncoderError};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
-pub use packing::{Overlong, Packing};
+pub use packing::{Overlong, PackRules, Packing};
 pub use plan::{Plan, first_epoch_packs, plan};
 pub use row::{Length, Rejection, Row, RowReader};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
