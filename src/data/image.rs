@@ -15,6 +15,7 @@ mod decode;
 mod header;
 mod patchify;
 mod resize;
+mod simd;
 mod smart_resize;
 mod source;
 

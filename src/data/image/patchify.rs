@@ -5,19 +5,17 @@
 //! columns: `(3, tp, p, p)`. A picture is one frame, repeated `tp` times.
 
 use super::decode::Rgb;
+use super::simd::for_each_level;
 
-/// The value of each byte of each channel: rescaling and normalising fused as
-/// `(x - 255 mean) / (255 std)` in f32, exactly as the reference computes it.
+/// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
+/// computes it: the 255 times mean and std of each channel.
 #[derive(Debug, Clone)]
-pub(super) struct Normalise([[f32; 256]; 3]);
+pub(super) struct Normalise([[f32; 2]; 3]);
 
 impl Normalise {
     /// `scale` is the largest pixel value: 1 / `rescale_factor`.
     pub(super) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
-        Self(std::array::from_fn(|c| {
-            let (mean, std) = (mean[c] * scale, std[c] * scale);
-            std::array::from_fn(|x| (x as f32 - mean) / std)
-        }))
+        Self(std::array::from_fn(|c| [mean[c] * scale, std[c] * scale]))
     }
 }
 
@@ -41,11 +39,17 @@ pub(super) fn patchify(image: &Rgb, shape: PatchShape, normalise: &Normalise) ->
         "smart_resize makes both sides multiples of the merge block"
     );
     let mut values = Vec::with_capacity(image.width * image.height * 3 * temporal);
+    let mut frame = vec![0.0; 3 * patch * patch]; // [3, p, p]
     for top in (0..image.height).step_by(block) {
         for left in (0..image.width).step_by(block) {
             for y in (top..top + block).step_by(patch) {
                 for x in (left..left + block).step_by(patch) {
-                    push_patch(&mut values, image, [y, x], shape, normalise);
+                    cut_patch(image, y, x, patch, normalise, &mut frame);
+                    for channel in frame.chunks_exact(patch * patch) {
+                        for _ in 0..temporal {
+                            values.extend_from_slice(channel);
+                        }
+                    }
                 }
             }
         }
@@ -53,25 +57,30 @@ pub(super) fn patchify(image: &Rgb, shape: PatchShape, normalise: &Normalise) ->
     values
 }
 
-/// Appends the `(3, tp, p, p)` values of the patch whose first pixel is at `[y, x]`.
-fn push_patch(
-    values: &mut Vec<f32>,
+for_each_level! {
+/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x`.
+fn cut_patch(
     image: &Rgb,
-    [y, x]: [usize; 2],
-    PatchShape { patch, temporal, .. }: PatchShape,
+    y: usize,
+    x: usize,
+    patch: usize,
     normalise: &Normalise,
+    values: &mut [f32],
 ) {
-    let pixels = image.data.as_chunks::<3>().0;
-    for (c, table) in normalise.0.iter().enumerate() {
-        let frame = values.len();
-        for y in y..y + patch {
-            let row = &pixels[y * image.width + x..][..patch];
-            values.extend(row.iter().map(|pixel| table[usize::from(pixel[c])]));
-        }
-        for _ in 1..temporal {
-            values.extend_from_within(frame..frame + patch * patch);
+    let [[mean0, std0], [mean1, std1], [mean2, std2]] = normalise.0;
+    let (red, rest) = values.split_at_mut(patch * patch);
+    let (green, blue) = rest.split_at_mut(patch * patch);
+    let channels = red.chunks_exact_mut(patch).zip(green.chunks_exact_mut(patch));
+    for (row, ((red, green), blue)) in channels.zip(blue.chunks_exact_mut(patch)).enumerate() {
+        let from = ((y + row) * image.width + x) * 3;
+        let pixels = image.data[from..from + patch * 3].as_chunks::<3>().0;
+        for (((pixel, red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
+            *red = (f32::from(pixel[0]) - mean0) / std0;
+            *green = (f32::from(pixel[1]) - mean1) / std1;
+            *blue = (f32::from(pixel[2]) - mean2) / std2;
         }
     }
+}
 }
 
 #[cfg(test)]
@@ -101,10 +110,14 @@ mod tests {
 
     #[test]
     fn half_mean_and_std_map_bytes_to_minus_one_to_one() {
-        let Normalise(table) = Normalise::new([0.5; 3], [0.5; 3], 255.0);
-        for (x, value) in table[1].iter().enumerate() {
+        let half = Normalise::new([0.5; 3], [0.5; 3], 255.0);
+        let data = (0..=255).flat_map(|x| [x; 3]).collect();
+        let image = Rgb { width: 16, height: 16, data };
+        let shape = PatchShape { patch: 16, temporal: 1, merge: 1 };
+        let values = patchify(&image, shape, &half);
+        for (x, value) in values[256..512].iter().enumerate() {
             assert_eq!(*value, (x as f32 - 127.5) / 127.5);
         }
-        assert_eq!((table[2][0], table[2][255]), (-1.0, 1.0));
+        assert_eq!((values[0], values[767]), (-1.0, 1.0));
     }
 }
