@@ -116,8 +116,8 @@ impl<T> Packer<T> {
             Packing::Off => vec![vec![item]],
             Packing::On { length, strategy: PackingStrategy::Sequential, .. } => {
                 let room = self.room(length);
-                let held = self.held.iter().map(|held| self.room_of(held));
-                let free = held.fold(Some(room), |free, taken| free?.less(taken));
+                let mut held = self.held.iter().map(|held| self.room_of(held));
+                let free = held.try_fold(room, Room::less);
                 let fits = free.is_some_and(|free| free.less(self.room_of(&item)).is_some());
                 let closed = if fits { Vec::new() } else { self.finish() };
                 self.held.push(item);

@@ -11,7 +11,6 @@ macro_rules! for_each_level {
         #[expect(unsafe_code, reason = "a function with target features is called after detection")]
         fn $name($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            #[expect(clippy::inline_always, reason = "a call would leave the level that it is compiled for")]
             fn body($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]

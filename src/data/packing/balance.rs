@@ -44,7 +44,7 @@ pub(super) fn in_steps_of_like_cost(
     }
     // the one that is not full is the last step of an epoch
     let partial = steps.pop_if(|last| last.len() < step.get());
-    for packs in steps.iter_mut() {
+    for packs in &mut steps {
         packs.sort_unstable_by_key(|(place, _)| *place);
     }
     steps.sort_unstable_by_key(|packs| packs[0].0);
