@@ -5,6 +5,7 @@
 //! inference. Offsets then say which tokens lie inside a target.
 
 mod folder;
+mod plain;
 
 use std::num::NonZeroU32;
 use std::ops::Range;

@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::data::chat::{ChatTemplate, TemplateError};
 use crate::data::image::ImageConfigError;
@@ -123,6 +124,8 @@ pub(super) struct TextFolder {
     pub(super) stop_ids: Vec<u32>,
     pub(super) pad_id: u32,
     pub(super) vocab_size: usize,
+    /// SHA-256 of `tokenizer.json`.
+    pub(super) tokenizer_fingerprint: [u8; 32],
 }
 
 impl TextFolder {
@@ -130,7 +133,9 @@ impl TextFolder {
         let config = JsonFile::read(folder, "config.json")?;
         let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
         let path = folder.join("tokenizer.json");
-        let tokenizer = TextTokenizer::from_bytes(&path, &read(&path)?)?;
+        let bytes = read(&path)?;
+        let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+        let tokenizer_fingerprint = Sha256::digest(&bytes).into();
         let image_token_id = config.id("image_token_id")?;
         let mut media_tokens = vec![config.token("image_token_id", image_token_id, &tokenizer)?];
         // Only models that know videos have the other one.
@@ -169,7 +174,16 @@ impl TextFolder {
         let (path, source) = chat_template(folder, &tokenizer_config)?;
         let template = ChatTemplate::new(source, special_tokens)
             .map_err(|cause| EncoderError::Template { path, cause })?;
-        Ok(Self { tokenizer, template, image_token_id, media_tokens, stop_ids, pad_id, vocab_size })
+        Ok(Self {
+            tokenizer,
+            template,
+            image_token_id,
+            media_tokens,
+            stop_ids,
+            pad_id,
+            vocab_size,
+            tokenizer_fingerprint,
+        })
     }
 }
 
