@@ -391,10 +391,9 @@ mod tests {
             serde_json::to_string(&config).unwrap(),
             r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
                 .to_owned()
+                + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
                 + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
                 + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
-                + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
-                + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
                 + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
