@@ -10,6 +10,7 @@ use super::image::ImageConfig;
 use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
 use super::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
+use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -59,6 +60,9 @@ pub struct DataConfig {
     /// Sizes to which images are brought.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Which frames of videos are taken, and to which size they are brought.
+    #[serde(default)]
+    pub video: VideoConfig,
     /// Threads that read and encode rows; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
@@ -395,7 +399,9 @@ mod tests {
                 + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
                 + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null},"#
+                + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
+                + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }

@@ -21,6 +21,7 @@ mod steps;
 #[cfg(test)]
 mod test_reader;
 mod tokenizer;
+pub mod video;
 mod workers;
 
 pub use collate::{CollateError, collate};
@@ -32,7 +33,7 @@ pub use corpus::{
     Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use encode::{Encoder, EncoderError};
-pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
+pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use mixture::{Mixture, StoppingStrategy};
@@ -43,3 +44,4 @@ pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
+pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

@@ -10,8 +10,12 @@ mod docs;
 mod encoding;
 mod harness;
 mod images;
+mod inspect_html;
 mod laws;
 mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod video;
+#[cfg(feature = "video")]
+mod video_files;
