@@ -295,8 +295,10 @@ pub(super) fn order(config: &RunConfig, rows: &JsonlRows) -> anyhow::Result<Orde
 /// How rows become steps.
 pub(super) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOptions {
     let (data, train) = (&config.data, &config.train);
+    let step = train.batch_size.saturating_mul(train.gradient_accumulation_steps);
     LoaderOptions {
         packing: data.packing(),
+        pack_rules: data.pack_rules(step, encoder.image_processor().patch_bytes()),
         max_length: data.max_length,
         truncation: data.truncation,
         batch_size: train.batch_size,

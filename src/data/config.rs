@@ -1,6 +1,6 @@
 //! The `data` section of the config.
 
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use super::corpus::{CorpusConfig, Sampling};
 use super::image::ImageConfig;
 use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
-use super::packing::{Overlong, Packing};
+use super::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
 use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
@@ -36,6 +36,15 @@ pub struct DataConfig {
     /// Which samples share a pack.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
+    /// Samples that `packing_strategy: best_fit` looks at together, or fewer where pictures are large.
+    #[serde(default = "default_packing_window")]
+    pub packing_window: NonZeroUsize,
+    /// Upper bound on the visual patches of one pack, before merging; null: none.
+    #[serde(default)]
+    pub max_patches_per_pack: Option<NonZeroU32>,
+    /// Whether packs are ordered so that those of a step cost alike.
+    #[serde(default)]
+    pub balance: Balance,
     /// When packing, reject samples longer than `packing_length`; false: each goes alone.
     #[serde(default = "default_true")]
     pub filter_overlong: bool,
@@ -119,9 +128,20 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
 pub enum PackingStrategy {
     /// Neighbours: a pack is closed when the next sample does not fit.
     Sequential,
-    /// Those that leave the least room unused, out of a few hundred neighbours.
+    /// Those that leave the least room unused, out of `packing_window` neighbours.
     #[default]
     BestFit,
+}
+
+/// Whether packs are ordered so that those of a step cost alike.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Balance {
+    /// No: by the arrival of their longest samples.
+    #[default]
+    None,
+    /// Yes: tokens, attention and pictures are weighed.
+    Cost,
 }
 
 /// What becomes of a sample longer than `max_length`.
@@ -164,6 +184,9 @@ pub enum DataConfigError {
         /// What the config says.
         weight: f64,
     },
+    /// Steps can only be balanced where packs are chosen in windows.
+    #[error("`data.balance` is `cost`, but packs are not chosen by `packing_strategy: best_fit`")]
+    Balance,
     /// Another value of a data set that contradicts the rest.
     #[error("`{key}` is `{found}`, expected {expected}")]
     Entry {
@@ -188,6 +211,7 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "data.train".to_owned(),
             Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
+            Self::Balance => "data.balance".to_owned(),
             Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
         }
@@ -198,6 +222,7 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
+            Self::Balance => "leave `balance` out, or pack with `packing_strategy: best_fit`",
             Self::Entry { .. } => "docs/corpora.md says what goes together",
             Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
         }
@@ -217,6 +242,10 @@ impl DataConfig {
                 }
             }
             self.validate_sets(list, datasets)?;
+        }
+        let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
+        if self.balance == Balance::Cost && !best_fit {
+            return Err(DataConfigError::Balance);
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
@@ -310,6 +339,16 @@ impl DataConfig {
         }
     }
 
+    /// The other keys about packs, for steps of `step` packs and patches of `patch_bytes` bytes.
+    pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
+        PackRules {
+            window: self.packing_window,
+            max_patches: self.max_patches_per_pack,
+            patch_bytes,
+            balanced_step: Some(step).filter(|_| self.balance == Balance::Cost),
+        }
+    }
+
     /// `shuffle` as a value.
     pub fn row_order(&self) -> RowOrder {
         if self.shuffle { RowOrder::Shuffled } else { RowOrder::File }
@@ -322,6 +361,10 @@ fn default_true() -> bool {
 
 fn default_packing_length() -> NonZeroU32 {
     const { NonZeroU32::new(8192).expect("not zero") }
+}
+
+fn default_packing_window() -> NonZeroUsize {
+    const { NonZeroUsize::new(WINDOW_SAMPLES).expect("not zero") }
 }
 
 fn default_workers() -> NonZeroUsize {
@@ -353,7 +396,8 @@ mod tests {
             r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
                 .to_owned()
                 + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
-                + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
+                + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
+                + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
                 + r#""image":{"min_pixels":null,"max_pixels":null},"#
                 + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
@@ -389,6 +433,11 @@ mod tests {
             assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
         }
         config.eval.clear();
+        config.balance = Balance::Cost;
+        assert_eq!(config.validate(), Ok(()));
+        config.packing_strategy = PackingStrategy::Sequential;
+        assert_eq!(config.validate(), Err(DataConfigError::Balance));
+        config.balance = Balance::None;
         for max_rejected in [-0.1, 1.1, f64::NAN] {
             config.max_rejected = max_rejected;
             assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
@@ -404,5 +453,9 @@ mod tests {
         assert_eq!(config.packing(), expected);
         config.packing = false;
         assert_eq!(config.packing(), Packing::Off);
+        let step = NonZeroUsize::new(6).unwrap();
+        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
+        config.balance = Balance::Cost;
+        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));
     }
 }

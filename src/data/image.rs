@@ -15,12 +15,14 @@ mod decode;
 mod header;
 mod patchify;
 mod resize;
+mod simd;
 mod smart_resize;
 mod source;
 
 use std::error::Error;
 use std::fmt;
 use std::io::{Cursor, Read};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use config::Settings;
@@ -110,6 +112,12 @@ impl ImageProcessor {
     /// Values of one flattened patch: `channels * temporal_patch_size * patch_size^2`.
     pub fn patch_values(&self) -> usize {
         3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
+    }
+
+    /// Bytes of one flattened patch.
+    pub fn patch_bytes(&self) -> NonZeroU64 {
+        let bytes = self.patch_values() * size_of::<f32>();
+        NonZeroU64::new(bytes as u64).unwrap_or(NonZeroU64::MIN)
     }
 
     /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.

@@ -26,7 +26,8 @@ mod workers;
 
 pub use collate::{CollateError, collate};
 pub use config::{
-    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation, dataset_names,
+    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+    dataset_names,
 };
 pub use corpus::{
     Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
@@ -37,7 +38,7 @@ pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use mixture::{Mixture, StoppingStrategy};
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
-pub use packing::{Overlong, Packing};
+pub use packing::{Overlong, PackRules, Packing};
 pub use plan::{Plan, first_epoch_packs, plan};
 pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};

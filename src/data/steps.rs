@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::{OnError, Truncation};
 use super::loader_error::LoaderError;
-use super::packing::{Item, Overlong, Packer, Packing};
+use super::packing::{Item, Overlong, PackRules, Packer, Packing};
 use super::row::{Length, Rejection};
 use crate::batch::{PaddingSide, SampleId};
 
@@ -25,6 +25,8 @@ const NUM_EXAMPLES: usize = 5;
 pub struct LoaderOptions {
     /// Which samples share a pack.
     pub packing: Packing,
+    /// What else decides about packs.
+    pub pack_rules: PackRules,
     /// Upper bound on one sample, in tokens.
     pub max_length: Option<NonZeroU32>,
     /// What becomes of a sample longer than that.
@@ -167,7 +169,7 @@ impl<T> Assembly<T> {
         let carry = std::mem::take(&mut from.carry);
         let carry = carry.into_iter().map(read).collect::<Result<_, _>>()?;
         Ok(Self {
-            packer: Packer::new(options.packing, carry),
+            packer: Packer::new(options.packing, options.pack_rules, carry),
             options,
             epoch_rows: rows_of(from.epoch),
             rows_of,

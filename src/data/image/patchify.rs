@@ -6,20 +6,18 @@
 //! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
+use super::simd::for_each_level;
 use crate::batch::Patches;
 
-/// The value of each byte of each channel: rescaling and normalising fused as
-/// `(x - 255 mean) / (255 std)` in f32, exactly as the reference computes it.
+/// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
+/// computes it: the 255 times mean and std of each channel.
 #[derive(Debug, Clone)]
-pub(in crate::data) struct Normalise([[f32; 256]; 3]);
+pub(in crate::data) struct Normalise([[f32; 2]; 3]);
 
 impl Normalise {
     /// `scale` is the largest pixel value: 1 / `rescale_factor`.
     pub(in crate::data) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
-        Self(std::array::from_fn(|c| {
-            let (mean, std) = (mean[c] * scale, std[c] * scale);
-            std::array::from_fn(|x| (x as f32 - mean) / std)
-        }))
+        Self(std::array::from_fn(|c| [mean[c] * scale, std[c] * scale]))
     }
 }
 
@@ -50,12 +48,24 @@ pub(in crate::data) fn patchify(
     );
     let times = frames.len().div_ceil(temporal);
     let mut values = Vec::with_capacity(width * height * 3 * temporal * times);
+    let mut cut = vec![0.0; temporal.min(frames.len()) * 3 * patch * patch]; // [frames, 3, p, p]
     for frames in frames.chunks(temporal) {
         for top in (0..height).step_by(block) {
             for left in (0..width).step_by(block) {
                 for y in (top..top + block).step_by(patch) {
                     for x in (left..left + block).step_by(patch) {
-                        push_patch(&mut values, frames, [y, x], shape, normalise);
+                        for (frame, cut) in
+                            frames.iter().zip(cut.chunks_exact_mut(3 * patch * patch))
+                        {
+                            cut_patch(frame, y, x, patch, normalise, cut);
+                        }
+                        for channel in 0..3 {
+                            for time in 0..temporal {
+                                let frame = time.min(frames.len() - 1);
+                                let from = (frame * 3 + channel) * patch * patch;
+                                values.extend_from_slice(&cut[from..from + patch * patch]);
+                            }
+                        }
                     }
                 }
             }
@@ -64,29 +74,30 @@ pub(in crate::data) fn patchify(
     values
 }
 
-/// Appends the `(3, tp, p, p)` values of the patch whose first pixel is at `[y, x]`; `frames` are
-/// `tp` or fewer.
-fn push_patch(
-    values: &mut Vec<f32>,
-    frames: &[Rgb],
-    [y, x]: [usize; 2],
-    PatchShape { patch, temporal, .. }: PatchShape,
+for_each_level! {
+/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x`.
+fn cut_patch(
+    image: &Rgb,
+    y: usize,
+    x: usize,
+    patch: usize,
     normalise: &Normalise,
+    values: &mut [f32],
 ) {
-    for (c, table) in normalise.0.iter().enumerate() {
-        let mut last = values.len();
-        for frame in frames {
-            last = values.len();
-            let pixels = frame.data.as_chunks::<3>().0;
-            for y in y..y + patch {
-                let row = &pixels[y * frame.width + x..][..patch];
-                values.extend(row.iter().map(|pixel| table[usize::from(pixel[c])]));
-            }
-        }
-        for _ in frames.len()..temporal {
-            values.extend_from_within(last..last + patch * patch);
+    let [[mean0, std0], [mean1, std1], [mean2, std2]] = normalise.0;
+    let (red, rest) = values.split_at_mut(patch * patch);
+    let (green, blue) = rest.split_at_mut(patch * patch);
+    let channels = red.chunks_exact_mut(patch).zip(green.chunks_exact_mut(patch));
+    for (row, ((red, green), blue)) in channels.zip(blue.chunks_exact_mut(patch)).enumerate() {
+        let from = ((y + row) * image.width + x) * 3;
+        let pixels = image.data[from..from + patch * 3].as_chunks::<3>().0;
+        for (((pixel, red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
+            *red = (f32::from(pixel[0]) - mean0) / std0;
+            *green = (f32::from(pixel[1]) - mean1) / std1;
+            *blue = (f32::from(pixel[2]) - mean2) / std2;
         }
     }
+}
 }
 
 /// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
@@ -109,22 +120,18 @@ pub(in crate::data) fn unpatchify(
             cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
         };
         for [y, x] in blocks.flat_map(inside) {
-            for (c, table) in normalise.0.iter().enumerate() {
+            for (c, [mean, std]) in normalise.0.iter().enumerate() {
                 for frame in frames.iter_mut() {
                     for (at, value) in values.by_ref().take(patch * patch).enumerate() {
                         let (row, column) = (y * patch + at / patch, x * patch + at % patch);
-                        frame.data[(row * width + column) * 3 + c] = level(table, *value);
+                        frame.data[(row * width + column) * 3 + c] =
+                            (*value * std + mean).round() as u8;
                     }
                 }
             }
         }
     }
     frames
-}
-
-/// The byte whose normalised value is nearest.
-fn level(table: &[f32; 256], value: f32) -> u8 {
-    (255.0 * (value - table[0]) / (table[255] - table[0])).round() as u8
 }
 
 #[cfg(test)]
@@ -185,10 +192,14 @@ mod tests {
 
     #[test]
     fn half_mean_and_std_map_bytes_to_minus_one_to_one() {
-        let Normalise(table) = Normalise::new([0.5; 3], [0.5; 3], 255.0);
-        for (x, value) in table[1].iter().enumerate() {
+        let half = Normalise::new([0.5; 3], [0.5; 3], 255.0);
+        let data = (0..=255).flat_map(|x| [x; 3]).collect();
+        let image = Rgb { width: 16, height: 16, data };
+        let shape = PatchShape { patch: 16, temporal: 1, merge: 1 };
+        let values = patchify(&[image], shape, &half);
+        for (x, value) in values[256..512].iter().enumerate() {
             assert_eq!(*value, (x as f32 - 127.5) / 127.5);
         }
-        assert_eq!((table[2][0], table[2][255]), (-1.0, 1.0));
+        assert_eq!((values[0], values[767]), (-1.0, 1.0));
     }
 }
