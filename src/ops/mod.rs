@@ -59,6 +59,8 @@ pub use adamw::{
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
+#[cfg(feature = "flash-attn")]
+pub use attention::FlashAttn;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,

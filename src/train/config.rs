@@ -59,6 +59,9 @@ pub enum AttentionChoice {
     Auto,
     /// Tiled, variable length, no score matrix in memory.
     Flash,
+    /// candle-flash-attn's forward pass with our backward; bf16 on a GPU.
+    #[cfg(feature = "flash-attn")]
+    FlashAttn,
     /// The reference: dense scores under a block-diagonal causal mask.
     Masked,
 }
@@ -68,6 +71,8 @@ impl AttentionChoice {
     pub fn backend(self) -> Arc<dyn AttentionBackend> {
         match self {
             Self::Auto | Self::Flash => Arc::new(Flash),
+            #[cfg(feature = "flash-attn")]
+            Self::FlashAttn => Arc::new(crate::ops::FlashAttn),
             Self::Masked => Arc::new(Masked),
         }
     }

@@ -5,12 +5,16 @@
 //! Scores are scaled by `1 / sqrt(Dh)`. A token attends inside its own segment only.
 
 mod decode;
+#[cfg(feature = "flash-attn")]
+mod flash_attn;
 mod flash_cpu;
 mod masked;
 #[cfg(test)]
 mod tests;
 
 pub use decode::decode_attention;
+#[cfg(feature = "flash-attn")]
+pub use flash_attn::FlashAttn;
 pub use flash_cpu::Flash;
 pub use masked::Masked;
 

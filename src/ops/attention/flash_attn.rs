@@ -1,0 +1,69 @@
+//! candle-flash-attn's forward pass, with our backward.
+//!
+//! Its kernels are forward only and keep no `lse`. So forward gives an empty one, and backward runs our own forward
+//! pass for it first: one more pass over the scores, for those who compare kernels or trust that one more.
+
+use super::{AttentionBackend, Flash, Masking, Qkv, QkvGrad, Segments, Sizes};
+use crate::ops::upload;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Attention on NVIDIA GPUs in `bf16`, by candle-flash-attn.
+#[derive(Debug, Clone, Copy)]
+pub struct FlashAttn;
+
+impl AttentionBackend for FlashAttn {
+    fn name(&self) -> &'static str {
+        "flash_attn"
+    }
+
+    fn kernel(&self, _: &Device, _: DType, _: usize) -> &'static str {
+        "flash_attn, candle-flash-attn forward in bf16, own backward"
+    }
+
+    fn forward(
+        &self,
+        qkv: Qkv<'_>,
+        segments: Segments<'_>,
+        masking: Masking,
+    ) -> Result<(Tensor, Tensor)> {
+        let op = "flash_attn";
+        let sizes = Sizes::check(op, qkv, segments)?;
+        let device = qkv.q.device();
+        if !matches!(device, Device::Cuda(_)) || sizes.dtype != DType::BF16 {
+            bail!("{op}: `q` is {:?} on {device:?}, expected BF16 on a GPU", sizes.dtype);
+        }
+        let lse = Tensor::zeros((sizes.h, 0), DType::F32, device)?;
+        if sizes.t == 0 {
+            return Ok((qkv.q.copy()?, lse));
+        }
+        let ends = upload(segments.cu_seqlens.to_vec(), segments.cu_seqlens.len(), device)?;
+        let longest = segments.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max();
+        let longest = longest.unwrap_or(0) as usize;
+        let causal = masking == Masking::Causal;
+        let o = candle_flash_attn::flash_attn_varlen(
+            qkv.q,
+            qkv.k,
+            qkv.v,
+            &ends,
+            &ends,
+            longest,
+            longest,
+            sizes.scale(),
+            causal,
+        )?;
+        Ok((o, lse))
+    }
+
+    fn backward(
+        &self,
+        qkv: Qkv<'_>,
+        o: &Tensor,
+        _lse: &Tensor,
+        d_o: &Tensor,
+        segments: Segments<'_>,
+        masking: Masking,
+    ) -> Result<QkvGrad> {
+        let (_, lse) = Flash.forward(qkv, segments, masking)?;
+        Flash.backward(qkv, o, &lse, d_o, segments, masking)
+    }
+}
