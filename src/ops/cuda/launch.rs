@@ -220,10 +220,10 @@ fn start(
     let Device::Cuda(device) = on.device() else {
         bail!("{kernel}: no operand is on a GPU");
     };
-    let function = super::module::function(device, kernel, shared)?;
     let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
+    let function = super::module::function(device, kernel, shared)?;
     // SAFETY: the arguments are those of the kernel's signature, and the tensors outlive the work on their stream:
     // memory is freed on the same one.
     let launched = unsafe {
