@@ -10,6 +10,7 @@ mod encoding;
 mod harness;
 mod images;
 mod laws;
+mod memory;
 mod output_dir;
 mod parity;
 mod resume;
