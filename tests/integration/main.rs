@@ -5,13 +5,18 @@
 mod architecture;
 mod bad_input;
 mod cli;
+mod corpora;
 mod docs;
 mod encoding;
 mod harness;
 mod images;
+mod inspect_html;
 mod laws;
 mod memory;
 mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod video;
+#[cfg(feature = "video")]
+mod video_files;
