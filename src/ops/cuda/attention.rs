@@ -141,7 +141,8 @@ impl Kernels {
         };
         // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
         // a tile where two warps share their rows.
-        let given = if (self.padded, own) == (Some(128), Own::Keys) { 4 * ROWS * others } else { 0 };
+        let given =
+            if (self.padded, own) == (Some(128), Own::Keys) { 4 * ROWS * others } else { 0 };
         (threads, (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4 + given)
     }
 }
