@@ -91,7 +91,6 @@ fn compile_for_the_host(out: &Path) {
             "-std=c++20",
             "-O2",
             "-DEMULATION",
-            "-fno-strict-aliasing",
             "-Wall",
             "-Wno-unknown-pragmas",
             "-fno-strict-aliasing", // vectors of elements are read as words

@@ -102,6 +102,7 @@ mod tests {
             tokens_per_s: 12345.6,
             peak_memory_bytes: 0,
             peak_device_memory_bytes: None,
+            peak_device_reserved_bytes: None,
             rejected: 0,
             rejected_by_reason: std::collections::BTreeMap::new(),
             datasets: std::collections::BTreeMap::new(),

@@ -36,6 +36,9 @@ pub struct StepMetrics {
     /// Most memory that tensors took on the GPU so far; absent on the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_device_memory_bytes: Option<u64>,
+    /// Most that was held for them, with what lies idle between them: what the GPU must have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_device_reserved_bytes: Option<u64>,
     /// Rows rejected so far.
     pub rejected: u64,
     /// The same by reason; absent while there are none.
@@ -156,6 +159,7 @@ mod tests {
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
+            peak_device_reserved_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             datasets: BTreeMap::new(),

@@ -151,6 +151,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `x` is {:?} and `dy` is {:?}: {n} against {dy_n} rows", x.dims(), dy.dims());
     }
     compute_dtype(op, &[("x", x), ("dy", dy)])?;
+    expect_f32(op, "dw", dw, dw.dims())?;
     if matrix_of(op, dw)? != (m, k) {
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
@@ -262,5 +263,8 @@ mod tests {
         let square = random(1, &[12, 12]);
         let said = message(linear_backward_weight(&square, &square, &square));
         assert!(said.contains("shares memory"), "{said}");
+        let dw = square.to_dtype(DType::BF16).unwrap();
+        let said = message(linear_backward_weight(&square, &square, &dw));
+        assert!(said.contains("`dw` is BF16, expected F32"), "{said}");
     }
 }

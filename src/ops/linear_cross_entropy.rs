@@ -54,6 +54,9 @@ fn check(
     expect_shape(op, "w", w, &[v, d])?;
     expect_shape(op, "targets", targets, &[s])?;
     let dtype = compute_dtype(op, &[("h", h), ("w", w)])?;
+    if targets.dtype() != DType::U32 {
+        bail!("{op}: `targets` is {:?}, expected U32", targets.dtype());
+    }
     if !targets.device().is_cpu() {
         // Reading them would wait for the GPU; the kernel turns the loss of such a target into a NaN.
         return Ok((s, d, v, dtype));
@@ -170,8 +173,8 @@ fn backward_in_chunks(
 #[cfg(test)]
 mod tests {
     use super::super::testing::{
-        Tolerance, added, assert_close, check, device, gradient_buffer, ids, message, random,
-        values,
+        Tolerance, added, assert_close, check, device, gradient_buffer, ids, ids_are_checked,
+        message, random, values,
     };
     use super::*;
     use candle_core::D;
@@ -297,8 +300,21 @@ mod tests {
     #[test]
     fn a_target_outside_of_the_vocabulary_is_named_with_its_row() {
         let (h, w) = (random(1, &[3, 4]), random(2, &[5, 4]));
+        if !ids_are_checked() {
+            let (nll, _) = linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])).unwrap();
+            let finite: Vec<bool> = values(&nll).iter().map(|nll| nll.is_finite()).collect();
+            assert_eq!(finite, [true, false, true]);
+            return;
+        }
         let said = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
         assert!(said.contains("target `5` of row 1"), "{said}");
+    }
+
+    #[test]
+    fn targets_of_another_type_are_refused() {
+        let (h, w) = (random(1, &[1, 4]), random(2, &[5, 4]));
+        let said = message(linear_cross_entropy(&h, &w, &ids(&[4]).to_dtype(DType::I64).unwrap()));
+        assert!(said.contains("`targets` is I64, expected U32"), "{said}");
     }
 
     #[test]

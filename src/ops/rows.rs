@@ -174,7 +174,9 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{device, ids, message, random, values, with_threads};
+    use super::super::testing::{
+        device, ids, ids_are_checked, message, random, values, with_threads,
+    };
     use super::*;
 
     /// Row numbers in the first column, so that a row can be told from another.
@@ -241,11 +243,14 @@ mod tests {
     fn rows_out_of_range_or_named_twice_are_refused() {
         let x = numbered(3, 2, DType::F32);
         let src = numbered(2, 2, DType::F32);
+        let said = message(add_in_place(&x, &x));
+        assert!(said.contains("shares memory with `y`"), "{said}");
+        if !ids_are_checked() {
+            return;
+        }
         let said = message(gather_rows(&x, &ids(&[0, 3])));
         assert!(said.contains("row `3` at 1"), "{said}");
         let said = message(set_rows(&x, &ids(&[1, 1]), &src));
         assert!(said.contains("row `1` is named twice"), "{said}");
-        let said = message(add_in_place(&x, &x));
-        assert!(said.contains("shares memory with `y`"), "{said}");
     }
 }

@@ -276,6 +276,7 @@ impl Trainer {
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let step_time_s = asked.elapsed().as_secs_f64();
+        let device_memory = gpu_memory(&parts.runner.device);
         let metrics = StepMetrics {
             step,
             epoch: data.epoch,
@@ -290,7 +291,8 @@ impl Trainer {
             data_wait_s,
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
-            peak_device_memory_bytes: gpu_memory(&parts.runner.device).map(|memory| memory.peak),
+            peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
+            peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
             datasets: metric_keys(names, &sets),

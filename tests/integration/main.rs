@@ -12,6 +12,7 @@ mod harness;
 mod images;
 mod inspect_html;
 mod laws;
+mod memory;
 mod output_dir;
 mod parity;
 mod resume;

@@ -127,18 +127,20 @@ template <class T, int W>
 __device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, bool gradient) {
   float *row = logits + size_t(blockIdx.x) * v;
   uint32_t target = targets[blockIdx.x];
-  // A target outside of the vocabulary makes the loss not a number: that stops the run.
+  // A target outside of the vocabulary makes the loss and the gradient not a number: that stops the run.
   float at_target = target < uint32_t(v) ? row[target] : INFINITE - INFINITE;
   Softmax softmax = read_row<W>(row, v);
   float max = block_max(softmax.max);
   float sum = block_sum(softmax.sum * __expf(softmax.max - max));
   float lse = max + __logf(sum);
-  if (threadIdx.x == 0) nll[blockIdx.x] = lse - at_target;
+  float loss = lse - at_target;
+  if (threadIdx.x == 0) nll[blockIdx.x] = loss;
   if (argmax) {
     int best = block_min(softmax.max == max ? softmax.best : NOWHERE);
     if (threadIdx.x == 0) argmax[blockIdx.x] = best < v ? best : 0;
   }
-  if (gradient) write_gradient<T, W>(row, v, int(target), lse, scale);
+  // A step whose loss is not finite must not become an update, and only gradients are looked at before it is one.
+  if (gradient) write_gradient<T, W>(row, v, int(target), lse, fabsf(loss) < INFINITE ? scale : NAN);
 }
 
 } // namespace

@@ -2,7 +2,8 @@
 //!
 //! The functions here have the contract of their twins in `ops`, which check the operands and come here when those are
 //! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
-//! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU: with `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
+//! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU. With
+//! `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
 
 mod adamw;
 mod attention;

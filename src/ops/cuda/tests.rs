@@ -6,7 +6,7 @@ use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
 use crate::ops::{self, Again, Gelu};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
     [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)];
@@ -211,6 +211,33 @@ fn gradients_of_tables_are_those_of_the_cpu() -> Result<()> {
             let got = super::interpolate_rows("test", &table, &index, &weight, Some(&dy))?;
             let want = ops::interpolate_rows_add(&table, &index, &weight, &dy)?;
             assert_close(&format!("interpolation {dtype:?} {n} {d}"), &got, &want, tolerance);
+        }
+    }
+    Ok(())
+}
+
+/// On a GPU the update that follows looks at gradients alone.
+#[test]
+fn a_loss_that_is_not_finite_has_a_gradient_that_is_not_either() -> Result<()> {
+    let op = "linear_cross_entropy_backward";
+    for (dtype, _) in DTYPES {
+        // Beyond the vocabulary, at a logit of minus infinity, and an ordinary one.
+        let (v, targets) = (12, ids(&[12, 5, 3]));
+        let h =
+            Tensor::new(&[[1f32, 0.0], [1e30, 0.0], [1.0, 0.0]], &Device::Cpu)?.to_dtype(dtype)?;
+        let column = |row| if row == 5 { -1e30 } else { 1.0 };
+        let w: Vec<f32> = (0..v).flat_map(|row| [column(row), 0.0]).collect();
+        let w = Tensor::from_vec(w, (v, 2), &Device::Cpu)?.to_dtype(dtype)?;
+        let (nll, dh) =
+            super::linear_cross_entropy_backward(op, &h, &w, &targets, 0.5, None, true, 3)?;
+        let dh = dh.expect("it was asked for").to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        for (row, nll) in nll.to_vec1::<f32>()?.into_iter().enumerate() {
+            let finite = dh[row].iter().filter(|x| x.is_finite()).count();
+            assert_eq!(
+                (nll.is_finite(), finite),
+                (row == 2, if row == 2 { 2 } else { 0 }),
+                "{dh:?}"
+            );
         }
     }
     Ok(())
