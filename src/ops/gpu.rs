@@ -12,6 +12,8 @@ pub const CUDA_BUILD: bool = cfg!(feature = "cuda");
 pub struct GpuMemory {
     /// Most that tensors took at one time so far.
     pub peak: u64,
+    /// What they take now.
+    pub used: u64,
     /// Free now, for everyone.
     pub free: u64,
     /// What the GPU has.
@@ -79,14 +81,16 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     let (free, total) = context.mem_get_info().ok()?;
-    let mut peak = 0u64;
-    // SAFETY: as above; the attribute is read into a 64-bit number.
+    let (mut peak, mut used) = (0u64, 0u64);
+    // SAFETY: as above; the attributes are read into 64-bit numbers.
     unsafe {
         let pool = result::device::get_mem_pool(context.cu_device()).ok()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
         result::mem_pool::get_attribute(pool, attribute, (&raw mut peak).cast()).ok()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+        result::mem_pool::get_attribute(pool, attribute, (&raw mut used).cast()).ok()?;
     }
-    Some(GpuMemory { peak, free: free as u64, total: total as u64 })
+    Some(GpuMemory { peak, used, free: free as u64, total: total as u64 })
 }
 
 /// There is none in this build.

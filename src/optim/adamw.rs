@@ -4,6 +4,7 @@ use super::{Groups, OptimConfig};
 use crate::ops;
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Result, Tensor};
+use rayon::prelude::*;
 
 /// What AdamW keeps of one trained parameter, in `f32`.
 #[derive(Debug)]
@@ -62,22 +63,20 @@ pub enum OptimError {
 
 impl AdamW {
     /// Zero moments for the trained ones of `params`. `master` gives the `f32` weight of a
-    /// parameter that is kept in a lower precision.
+    /// parameter that is kept in a lower precision; it is asked by all threads, as reading takes long.
     pub fn new(
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
         groups: &Groups,
-        mut master: impl FnMut(&Param) -> Result<Tensor>,
+        master: impl Fn(&Param) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
-        let mut slots = Vec::new();
-        for (param, setting) in params.iter().zip(groups.iter()) {
-            if setting.frozen {
-                continue;
-            }
+        let trained: Vec<_> =
+            params.iter().zip(groups.iter()).filter(|(_, setting)| !setting.frozen).collect();
+        let slots = trained.into_par_iter().map(|(param, setting)| {
             let shape = param.tensor().shape();
-            slots.push(Slot {
+            Ok(Slot {
                 param: param.clone(),
                 master: match param.tensor().dtype() {
                     DType::F32 => None,
@@ -87,8 +86,9 @@ impl AdamW {
                 exp_avg_sq: Tensor::zeros(shape, DType::F32, device)?,
                 lr_multiplier: setting.lr_multiplier,
                 weight_decay: if setting.decay { config.weight_decay } else { 0.0 },
-            });
-        }
+            })
+        });
+        let slots = slots.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         Ok(Self { hyper: ops::AdamW { beta1, beta2, eps: config.eps }, max_grad_norm, slots })
     }
