@@ -3,7 +3,8 @@
 #   scripts/cuda/gpu_bench.sh ops      each op against the card's measured peaks, f32 and bf16, then the same from PyTorch, if it is there
 #   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes, random weights, made-up rows (numpy and
 #                                      Pillow draw the pictures; without them only the text mix runs)
-#   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape
+#   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
+#                                      mix (MIXES=text) has time for all ways
 #   scripts/cuda/gpu_bench.sh table    the table again
 # Each part ends by itself within LIMIT_S (570) seconds: what is left then is listed as skipped. JSON lines and a table go to $OUT
 # (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b, STEPS=8, PEAK_TFLOPS (the
@@ -57,17 +58,16 @@ make_rows() { # the mixes that can be made
   done
 }
 
-# Sets `settings`, `torch_settings` and `what`: what of a shape fits into the card's memory (18 bytes a trained parameter).
+# Sets `settings`, `torch_settings` and `what`: what of a shape fits into 139 GiB (18 bytes a trained parameter, and its tape).
 settings_of() { # shape mix
   settings=() torch_settings=() what="$1 $2"
   case $1-$2 in
-    2b-*) ;;
-    4b-text) ;;
-    4b-*) # the tower's tape of a whole pack
-      settings=(--set model.recompute=vision) torch_settings=(--checkpointing) what+=", tower recomputed" ;;
-    8b-*) # 18 bytes a parameter would be 158 GB
-      settings=(--set 'model.freeze=[model.language_model.embed_tokens.weight, lm_head.weight]' --set model.recompute=full)
-      torch_settings=(--freeze embed_tokens,lm_head --checkpointing) what+=", tables frozen, recomputed" ;;
+    4b-vl | 4b-hires) settings=(--set model.recompute=vision) what+=", tower recomputed" ;;
+    8b-*)
+      settings=(--set 'model.freeze=[vision, model.language_model.embed_tokens.weight, lm_head.weight]' --set model.recompute=full)
+      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head)
+      what+=", tower and tables frozen, recomputed"
+      ;;
   esac
 }
 
@@ -110,15 +110,19 @@ YAML
 }
 
 torch() {
-  local file=$out/torch.jsonl shape mix settings torch_settings what way
+  local file shape mix settings torch_settings what way
+  export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
   # shellcheck disable=SC2086
   make_rows ${TORCH_SHAPES:-4b}
-  : >"$file"
   for shape in ${TORCH_SHAPES:-4b}; do
     for mix in $mixes; do
       settings_of "$shape" "$mix"
-      # The most interesting first. The last is less than `trainer` keeps, so it is no like for like.
-      for way in "packed" "packed --compile" "padded" "padded-mask" "padded-flash" "packed --state bf16"; do
+      file=$out/torch-$shape-$mix.jsonl
+      : >"$file"
+      # Those that may be the fastest first; what does not fit into memory says so at once. `bf16` keeps less than `trainer`
+      # does, so it is no like for like.
+      for way in "packed --compile" "packed --compile --checkpointing" "packed" "packed --checkpointing" "padded --checkpointing" \
+        "padded-mask --checkpointing" "padded-flash --checkpointing" "packed --compile --state bf16" "packed --state bf16"; do
         # shellcheck disable=SC2086
         bench "$what PyTorch $way" "$file" "$python" tests/bench/torch_gpu.py step "$work/$shape" "$work/$mix.json" --name "$what" --way $way \
           --steps "$steps" --packing-length "$packing" --device "$device" "${torch_settings[@]}" "${torch_tiny[@]}"

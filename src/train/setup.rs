@@ -184,6 +184,9 @@ impl LoadedModel {
             settings.any(|(spec, setting)| spec.part == part && !setting.frozen)
         };
         let [vision, merger, text] = [Part::Vision, Part::Merger, Part::Llm].map(trained);
+        let head_name = self.model.lm_head().name();
+        let mut settings = self.specs.iter().zip(groups.iter());
+        let head = settings.any(|(spec, setting)| spec.name == head_name && !setting.frozen);
         let passes = |trained: bool, below: bool| match (trained, below) {
             (true, _) => 6.0,
             (false, true) => 4.0,
@@ -191,6 +194,7 @@ impl LoadedModel {
         };
         Passes {
             text: passes(text, vision || merger),
+            head: passes(head, text || vision || merger),
             vision: passes(vision, false),
             merger: passes(merger, vision),
         }

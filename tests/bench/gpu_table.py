@@ -65,7 +65,8 @@ def step_tables(ours, theirs):
 
 def main():
     out = Path(sys.argv[1])
-    ops, torch_ops, steps, torch = (read(out / f"{name}.jsonl") for name in ("ops", "torch_ops", "step", "torch"))
+    ops, torch_ops, steps = (read(out / f"{name}.jsonl") for name in ("ops", "torch_ops", "step"))
+    torch = [row for path in sorted(out.glob("torch-*.jsonl")) for row in read(path)]
     if ops:
         op_tables(ops, torch_ops)
     if steps or torch:

@@ -15,7 +15,7 @@ ways       padded-mask   right-padded batches of 8, sdpa with transformers' mask
 --compile  torch.compile of each decoder layer and block of the tower, and of the loss
 --state    master: bf16 weights, f32 master weights and moments, as `trainer` (whose gradients are f32 too; here they are bf16)
            bf16: everything in bf16, moments too: less memory, and not the same training
-AdamW is fused, clipping at 1.0. The first two steps are not timed (the first four with --compile). Prints one JSON line, `error`
+AdamW is fused, clipping at 1.0. The first two steps are not timed (the first six with --compile). Prints one JSON line, `error`
 in it if the way does not work here.
 """
 import argparse
@@ -245,7 +245,7 @@ def join(samples, padded, config, device, dtype, generator):
 
 
 def flops_of(model, sizes, num_targets):
-    """Operations of a step by `trainer`'s honest convention (src/metrics/mfu.rs), all of it trained but for a frozen head."""
+    """Operations of a step by `trainer`'s honest convention (src/metrics/mfu.rs); tower and head may be frozen."""
     c = model.config
     text, vision = c.text_config, c.vision_config
     merge = vision.spatial_merge_size**2
@@ -256,9 +256,10 @@ def flops_of(model, sizes, num_targets):
     tokens, squares = sum(s[0] for s in sizes), sum(s[0] ** 2 for s in sizes)
     patches, patch_squares = sum(s[1] * s[2] for s in sizes), sum((s[1] * s[2]) ** 2 for s in sizes)
     head = 6 if model.lm_head.weight.requires_grad else 4
+    tower = 6 if model.model.visual.blocks[0].attn.qkv.weight.requires_grad else 2
     return (6 * (matrices["text"] * tokens + text.num_hidden_layers * text.num_attention_heads * text.head_dim * squares)
             + head * text.vocab_size * text.hidden_size * num_targets
-            + 6 * (matrices["vision"] * patches + 2 * vision.depth * vision.hidden_size * patch_squares)
+            + tower * (matrices["vision"] * patches + 2 * vision.depth * vision.hidden_size * patch_squares)
             + 6 * matrices["merger"] * patches / merge)
 
 
@@ -319,10 +320,10 @@ def step(a, device, dtype):
     config, generator = model.config, torch.Generator().manual_seed(0)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = Optimizer(params, a.state, a.lr)
-    untimed = 4 if a.compile else 2
+    untimed = 6 if a.compile else 2
     packs = packs_of(json.loads(Path(a.sizes).read_text()), a.packing_length, a.steps + untimed)
     total = dict(tokens=0, computed_tokens=0, vision_tokens=0, targets=0)
-    elapsed = flops = 0.0
+    elapsed, flops, each = 0.0, 0.0, []
     padded = a.way != "packed"
     for number, sizes in enumerate(packs):
         samples = [Sample(size, config, generator) for size in sizes]
@@ -352,6 +353,7 @@ def step(a, device, dtype):
         print(f"step {number}: {took:.3f} s, loss {loss:.4f}, norm {float(norm):.4f}", file=sys.stderr, flush=True)
         if number >= untimed:
             elapsed += took
+            each.append(took)
             flops += flops_of(model, sizes, num_targets)
             total["tokens"] += sum(size[0] for size in sizes)
             total["computed_tokens"] += computed
@@ -361,7 +363,7 @@ def step(a, device, dtype):
     reserved = torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else None
     del optimizer
     peak = matmul_peak(device, a.side)
-    return {**total, "tokens/s": total["tokens"] / elapsed, "step_s": elapsed / a.steps, "GFLOP/s": flops / elapsed / 1e9, "mfu": flops / elapsed / peak,
+    return {**total, "tokens/s": total["tokens"] / elapsed, "step_s": elapsed / a.steps, "steps_s": each, "GFLOP/s": flops / elapsed / 1e9, "mfu": flops / elapsed / peak,
             "peak_GFLOP/s": peak / 1e9, "peak_device_memory_gib": peak_memory, "reserved_device_memory_gib": reserved,
             "attention": attention, "parameters": sum(p.numel() for p in model.parameters()), "loss": loss}
 
