@@ -18,22 +18,21 @@ data:
 train: {batch_size: 4, gradient_accumulation_steps: 2}
 YAML
 
-: >"$work/data_torch.jsonl"
-: >"$work/data_trainer.jsonl"
+rm -f "$work"/data_torch.*.jsonl "$work"/data_trainer.*.jsonl
 for _ in $(seq "$rounds"); do
-  for rows in text rows; do
-    "$python" tests/bench/torch_data.py "$work/model" "$work/$rows.jsonl" 2>/dev/null >>"$work/data_torch.jsonl"
+  for rows in text rows jpeg; do
+    "$python" tests/bench/torch_data.py "$work/model" "$work/$rows.jsonl" 2>/dev/null >>"$work/data_torch.$rows.jsonl"
+    ./target/release/trainer bench --data --json --config "$work/data.yaml" --set "data.train=[{path: $work/$rows.jsonl}]" \
+      >>"$work/data_trainer.$rows.jsonl"
   done
-  ./target/release/trainer bench --data --json --config "$work/data.yaml" >>"$work/data_trainer.jsonl"
 done
-"$python" - "$work/data_torch.jsonl" "$work/data_trainer.jsonl" <<'PY'
+"$python" - "$work" <<'PY'
 import json, sys
-theirs, ours = ([json.loads(line) for line in open(path)] for path in sys.argv[1:])
 print(f"{'one core':24}{'rows/s':>10}{'tokens/s':>12}{'tokens/cpu_s':>14}{'MPix/s':>8}{'MPix/cpu_s':>12}")
-for kind in ("text", "pictures"):
-    t = [row for row in theirs if (row["way"] == "text") == (kind == "text")]
-    o = [row for row in ours if row["name"] == f"{kind}: encode, one core"]
-    everywhere = [row for row in ours if row["name"] == f"{kind}: encode, all cores"]
+for rows, kind in (("text", "text"), ("rows", "pictures"), ("jpeg", "jpeg")):
+    t, ours = ([json.loads(line) for line in open(f"{sys.argv[1]}/data_{side}.{rows}.jsonl")] for side in ("torch", "trainer"))
+    o = [row for row in ours if row["name"].endswith(": encode, one core")]
+    everywhere = [row for row in ours if row["name"].endswith(": encode, all cores")]
     assert len({row["tokens"] for row in t + o + everywhere}) == 1, "the sides disagree about tokens"
     best = lambda rows: [max(row.get(key, 0) for row in rows) for key in ("rows/s", "tokens/s", "tokens/cpu_s", "MPix/s", "MPix/cpu_s")]
     a, b = best(t), best(o)

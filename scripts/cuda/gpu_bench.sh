@@ -6,7 +6,7 @@
 #   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
 #                                      mix (MIXES=text) has time for all ways
 #   scripts/cuda/gpu_bench.sh table    the table again
-# Each part ends by itself within LIMIT_S (570) seconds: what is left then is listed as skipped. JSON lines and a table go to $OUT
+# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped. JSON lines and a table go to $OUT
 # (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b, STEPS=8, PEAK_TFLOPS (the
 # vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with DEVICE=cpu and
 # TRAINER=target/release/trainer shows on any machine that the script runs.
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.."
 part=${1:?ops, step, torch or table}
 out=${OUT:-target/cuda/bench} device=${DEVICE:-cuda:0} python=${PYTHON:-python3}
 trainer=${TRAINER:-target/cuda/bundle/trainer} work=${WORK:-target/cuda/bench_rows}
-shapes=${SHAPES:-2b 4b 8b} mixes=${MIXES:-text vl hires} steps=${STEPS:-8} limit=${LIMIT_S:-570}
+shapes=${SHAPES:-2b 4b 8b} mixes=${MIXES:-text vl hires} steps=${STEPS:-8} limit=${LIMIT_S:-570} most=${RUN_S:-180}
 packing=16384 rows=1500 words=151643 tiny=() torch_tiny=() torch_ops_tiny=()
 if [ -n "${TINY:-}" ]; then
   packing=2048 rows=64 words=2000 tiny=(--sizes tiny) torch_tiny=(--side 128) torch_ops_tiny=(--side 128 --divide 256)
@@ -31,6 +31,7 @@ row() { "$python" -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2]
 bench() {
   local name=$1 file=$2 left=$((limit - SECONDS)) code log
   shift 2
+  if [ "$left" -gt "$most" ]; then left=$most; fi
   log=$out/$(tr -c 'a-zA-Z0-9._\n' _ <<<"$name").log
   if [ "$left" -lt 20 ]; then
     row name "$name" error "skipped: no time left" >>"$file"
@@ -58,15 +59,19 @@ make_rows() { # the mixes that can be made
   done
 }
 
-# Sets `settings`, `torch_settings` and `what`: what of a shape fits into 139 GiB (18 bytes a trained parameter, and its tape).
+# Sets `settings`, `torch_settings` and the names of both: what of a shape fits into 139 GiB (18 bytes a trained parameter, and
+# its tape). Only equal names are compared.
 settings_of() { # shape mix
-  settings=() torch_settings=() what="$1 $2"
+  settings=() torch_settings=() what="$1 $2" torch_what="$1 $2"
   case $1-$2 in
-    4b-vl | 4b-hires) settings=(--set model.recompute=vision) what+=", tower recomputed" ;;
+    4b-vl | 4b-hires)
+      settings=(--set model.recompute=vision)
+      what+=", tower recomputed" torch_what=$what
+      ;;
     8b-*)
-      settings=(--set 'model.freeze=[vision, model.language_model.embed_tokens.weight, lm_head.weight]' --set model.recompute=full)
-      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head)
-      what+=", tower and tables frozen, recomputed"
+      settings=(--set optim.moments=bf16 --set model.recompute=full) what+=", moments in bf16, all recomputed"
+      # PyTorch's fused AdamW has no such moments.
+      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head) torch_what+=", tower and tables frozen"
       ;;
   esac
 }
@@ -84,7 +89,7 @@ ops() {
 }
 
 step() {
-  local file=$out/step.jsonl shape mix settings torch_settings what
+  local file=$out/step.jsonl shape mix settings torch_settings what torch_what
   # shellcheck disable=SC2086
   make_rows $shapes
   : >"$file"
@@ -110,7 +115,7 @@ YAML
 }
 
 torch() {
-  local file shape mix settings torch_settings what way
+  local file shape mix settings torch_settings what torch_what way
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
   # shellcheck disable=SC2086
   make_rows ${TORCH_SHAPES:-4b}
@@ -124,7 +129,7 @@ torch() {
       for way in "packed --compile" "packed --compile --checkpointing" "packed" "packed --checkpointing" "padded --checkpointing" \
         "padded-mask --checkpointing" "padded-flash --checkpointing" "packed --compile --state bf16" "packed --state bf16"; do
         # shellcheck disable=SC2086
-        bench "$what PyTorch $way" "$file" "$python" tests/bench/torch_gpu.py step "$work/$shape" "$work/$mix.json" --name "$what" --way $way \
+        bench "$torch_what PyTorch $way" "$file" "$python" tests/bench/torch_gpu.py step "$work/$shape" "$work/$mix.json" --name "$torch_what" --way $way \
           --steps "$steps" --packing-length "$packing" --device "$device" "${torch_settings[@]}" "${torch_tiny[@]}"
       done
     done

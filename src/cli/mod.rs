@@ -21,7 +21,8 @@ use self::report::{Exit, Failure};
 use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
-    DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
+    CorpusError, CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose,
+    SourceError, VideoConfigError,
 };
 use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
@@ -100,32 +101,54 @@ impl ConfigArgs {
     fn open_rows(
         &self,
         list: &str,
-        datasets: &[DatasetConfig],
+        config: &RunConfig,
         encoder: &Arc<Encoder>,
     ) -> anyhow::Result<JsonlRows> {
-        JsonlRows::open(datasets, encoder.clone()).map_err(|error| match &error {
-            SourceError::Read { path, .. } => {
-                let index = datasets.iter().position(|set| set.path == *path).unwrap_or(0);
-                let key = format!("data.{list}.{index}.path");
-                let hint = error.hint().unwrap_or_default();
-                let problem = format!("`{key}`: {error}");
-                self.refuse(&key.split('.').collect::<Vec<_>>(), problem, hint).into()
+        let data = &config.data;
+        let (datasets, purpose) = match list {
+            "eval" => (&data.eval, Purpose::Eval),
+            _ => (&data.train, Purpose::Train(config.train.batch_size)),
+        };
+        let output_dir = config.output_dir.as_path();
+        let options = CorpusOptions {
+            purpose,
+            split_at: data.split_at(),
+            // Beside a run; a command that only looks makes no folder.
+            cache: output_dir.is_dir().then(|| output_dir.join("cache")),
+            on_error: data.on_error,
+            max_rejected: data.max_rejected,
+        };
+        let refuse = |path: &Path, key: &str, error: &SourceError| {
+            let index = datasets.iter().position(|set| set.path == path).unwrap_or(0);
+            let key = format!("data.{list}.{index}.{key}");
+            let problem = format!("`{key}`: {error}");
+            let keys: Vec<&str> = key.split('.').collect();
+            self.refuse(&keys, problem, error.hint().unwrap_or_default()).into()
+        };
+        JsonlRows::open_with(datasets, encoder.clone(), &options).map_err(|error| match &error {
+            SourceError::Read { path, .. } => refuse(path, "path", &error),
+            SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
+                refuse(path, &format!("corpus.{key}"), &error)
             }
             // The file is what it should be, what is in it is not.
-            SourceError::NoRows { .. } | SourceError::UnknownForm { .. } => error.into(),
+            _ => error.into(),
         })
     }
 
     /// Reads tokenizer, template and image settings of the model folder.
     fn encoder(&self, config: &RunConfig) -> anyhow::Result<Arc<Encoder>> {
         let ImageConfig { min_pixels, max_pixels } = config.data.image;
-        let encoder = Encoder::from_folder(&config.model.path, &config.data.image);
+        let data = &config.data;
+        let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
         encoder.map(Arc::new).map_err(|error| match &error {
             EncoderError::Image(image @ ImageConfigError::Budget { .. })
                 if min_pixels.or(max_pixels).is_some() =>
             {
                 let key = if min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
                 self.refuse(&["data", "image", key], image, image.hint()).into()
+            }
+            EncoderError::Video(video @ VideoConfigError::Setting { key, .. }) => {
+                self.refuse(&["data", "video", key], video, video.hint()).into()
             }
             _ => error.into(),
         })

@@ -1,13 +1,16 @@
 //! The `data` section of the config.
 
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::corpus::{CorpusConfig, Sampling};
 use super::image::ImageConfig;
+use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
-use super::packing::{Overlong, Packing};
+use super::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
+use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -18,6 +21,12 @@ pub struct DataConfig {
     /// Data sets to evaluate on.
     #[serde(default)]
     pub eval: Vec<DatasetConfig>,
+    /// What the weights of `train` mean.
+    #[serde(default)]
+    pub mixture: Mixture,
+    /// When an epoch ends, with `mixture: share`.
+    #[serde(default)]
+    pub stopping_strategy: StoppingStrategy,
     /// Join samples into packs of at most `packing_length` tokens; false: one sample a row.
     #[serde(default = "default_true")]
     pub packing: bool,
@@ -27,6 +36,15 @@ pub struct DataConfig {
     /// Which samples share a pack.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
+    /// Samples that `packing_strategy: best_fit` looks at together, or fewer where pictures are large.
+    #[serde(default = "default_packing_window")]
+    pub packing_window: NonZeroUsize,
+    /// Upper bound on the visual patches of one pack, before merging; null: none.
+    #[serde(default)]
+    pub max_patches_per_pack: Option<NonZeroU32>,
+    /// Whether packs are ordered so that those of a step cost alike.
+    #[serde(default)]
+    pub balance: Balance,
     /// When packing, reject samples longer than `packing_length`; false: each goes alone.
     #[serde(default = "default_true")]
     pub filter_overlong: bool,
@@ -42,6 +60,9 @@ pub struct DataConfig {
     /// Sizes to which images are brought.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Which frames of videos are taken, and to which size they are brought.
+    #[serde(default)]
+    pub video: VideoConfig,
     /// Threads that read and encode rows; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
@@ -57,14 +78,48 @@ pub struct DataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// A JSONL file.
+    /// A JSONL file, or with `corpus` also a `.txt` file.
     pub path: PathBuf,
+    /// What metrics call it; null: the name of the file without its ending.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Folder that image paths are relative to and must stay inside of; null: that of the file.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again.
+    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again. With
+    /// `mixture: share` its share of the rows, in parts of the sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
+    /// Plain text instead of chats; null: chats.
+    #[serde(default)]
+    pub corpus: Option<CorpusConfig>,
+}
+
+impl DatasetConfig {
+    /// A data set of chats with the defaults.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        let (image_root, name, corpus) = (None, None, None);
+        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+    }
+}
+
+/// A name for each data set: its own, or that of its file. Where files share one, the later ones get
+/// a number.
+pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(datasets.len());
+    for set in datasets {
+        let stem = || set.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let given = datasets.iter().filter_map(|set| set.name.as_ref());
+        let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
+        let name = set.name.clone().unwrap_or_else(|| {
+            let stem = stem();
+            let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
+            let first = Some(stem.clone()).filter(|stem| !taken(stem));
+            first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
+        });
+        names.push(name);
+    }
+    names
 }
 
 /// Which samples share a pack.
@@ -73,9 +128,20 @@ pub struct DatasetConfig {
 pub enum PackingStrategy {
     /// Neighbours: a pack is closed when the next sample does not fit.
     Sequential,
-    /// Those that leave the least room unused, out of a few hundred neighbours.
+    /// Those that leave the least room unused, out of `packing_window` neighbours.
     #[default]
     BestFit,
+}
+
+/// Whether packs are ordered so that those of a step cost alike.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Balance {
+    /// No: by the arrival of their longest samples.
+    #[default]
+    None,
+    /// Yes: tokens, attention and pictures are weighed.
+    Cost,
 }
 
 /// What becomes of a sample longer than `max_length`.
@@ -87,6 +153,8 @@ pub enum Truncation {
     Delete,
     /// The run stops and names its file and line.
     Error,
+    /// A document of a corpus becomes several samples.
+    Split,
 }
 
 /// What becomes of the run when a row cannot be used.
@@ -116,6 +184,19 @@ pub enum DataConfigError {
         /// What the config says.
         weight: f64,
     },
+    /// Steps can only be balanced where packs are chosen in windows.
+    #[error("`data.balance` is `cost`, but packs are not chosen by `packing_strategy: best_fit`")]
+    Balance,
+    /// Another value of a data set that contradicts the rest.
+    #[error("`{key}` is `{found}`, expected {expected}")]
+    Entry {
+        /// The dotted key.
+        key: String,
+        /// What the config says.
+        found: String,
+        /// What would do.
+        expected: &'static str,
+    },
     /// A share outside of 0 to 1.
     #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
     MaxRejected {
@@ -130,6 +211,8 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "data.train".to_owned(),
             Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
+            Self::Balance => "data.balance".to_owned(),
+            Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
         }
     }
@@ -139,6 +222,8 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
+            Self::Balance => "leave `balance` out, or pack with `packing_strategy: best_fit`",
+            Self::Entry { .. } => "docs/corpora.md says what goes together",
             Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
         }
     }
@@ -156,11 +241,90 @@ impl DataConfig {
                     return Err(DataConfigError::Weight { list, index, weight: *weight });
                 }
             }
+            self.validate_sets(list, datasets)?;
+        }
+        let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
+        if self.balance == Balance::Cost && !best_fit {
+            return Err(DataConfigError::Balance);
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
         }
         Ok(())
+    }
+
+    /// Names that are there twice, and what a corpus contradicts.
+    fn validate_sets(
+        &self,
+        list: &'static str,
+        datasets: &[DatasetConfig],
+    ) -> Result<(), DataConfigError> {
+        let fault = |key: String, found: &dyn ToString, expected| {
+            Err(DataConfigError::Entry { key, found: found.to_string(), expected })
+        };
+        for (index, set) in datasets.iter().enumerate() {
+            let key = |key: &str| format!("data.{list}.{index}.{key}");
+            if let Some(name) = &set.name {
+                let twice = datasets[..index].iter().any(|other| other.name == set.name);
+                if twice || name.is_empty() {
+                    return fault(key("name"), name, "a name that no other data set has");
+                }
+            }
+            let Some(corpus) = &set.corpus else {
+                if self.truncation == Truncation::Split && list == "train" {
+                    return fault(
+                        "data.truncation".to_owned(),
+                        &"split",
+                        "another value: a chat cannot be split, its later parts would lack what they answer",
+                    );
+                }
+                continue;
+            };
+            if let Some((name, found, expected)) = corpus.fault() {
+                return fault(key(&format!("corpus.{name}")), &found, expected);
+            }
+            if let Some(tokens) = corpus.window_tokens().filter(|_| list == "train") {
+                let length = corpus.length.map_or(0, NonZeroU32::get);
+                let packed = self.packing && self.filter_overlong;
+                if packed && tokens > u64::from(self.packing_length.get()) {
+                    let expected = "less than `data.packing_length`: a window has one token more, its last target";
+                    return fault(key("corpus.length"), &length, expected);
+                }
+                if self.max_length.is_some_and(|most| tokens > u64::from(most.get())) {
+                    let expected =
+                        "less than `data.max_length`: a window has one token more, its last target";
+                    return fault(key("corpus.length"), &length, expected);
+                }
+            }
+            let ordered = corpus.sampling == Sampling::Sequential && list == "train";
+            if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
+                let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
+                                each row of a batch goes on where that of the batch before ended";
+                return fault(key("corpus.sampling"), &"sequential", expected);
+            }
+        }
+        if self.truncation == Truncation::Split {
+            let expected = "the most tokens of a sample, 2 or more, for `truncation: split`";
+            match self.max_length {
+                None => return fault("data.max_length".to_owned(), &"null", expected),
+                Some(NonZeroU32::MIN) => {
+                    return fault("data.max_length".to_owned(), &1, expected);
+                }
+                Some(most)
+                    if self.packing && self.filter_overlong && most > self.packing_length =>
+                {
+                    let expected = "at most `data.packing_length`, for `truncation: split`";
+                    return fault("data.max_length".to_owned(), &most, expected);
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens at which documents of a corpus are split.
+    pub fn split_at(&self) -> Option<NonZeroU32> {
+        self.max_length.filter(|_| self.truncation == Truncation::Split)
     }
 
     /// The packing keys as one value.
@@ -172,6 +336,16 @@ impl DataConfig {
             length: self.packing_length,
             strategy: self.packing_strategy,
             overlong: if self.filter_overlong { Overlong::Reject } else { Overlong::Alone },
+        }
+    }
+
+    /// The other keys about packs, for steps of `step` packs and patches of `patch_bytes` bytes.
+    pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
+        PackRules {
+            window: self.packing_window,
+            max_patches: self.max_patches_per_pack,
+            patch_bytes,
+            balanced_step: Some(step).filter(|_| self.balance == Balance::Cost),
         }
     }
 
@@ -187,6 +361,10 @@ fn default_true() -> bool {
 
 fn default_packing_length() -> NonZeroU32 {
     const { NonZeroU32::new(8192).expect("not zero") }
+}
+
+fn default_packing_window() -> NonZeroUsize {
+    const { NonZeroUsize::new(WINDOW_SAMPLES).expect("not zero") }
 }
 
 fn default_workers() -> NonZeroUsize {
@@ -215,11 +393,15 @@ mod tests {
         config.validate().unwrap();
         assert_eq!(
             serde_json::to_string(&config).unwrap(),
-            r#"{"train":[{"path":"a.jsonl","image_root":null,"weight":1.0}],"eval":[],"packing":true,"#
+            r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
                 .to_owned()
-                + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
+                + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
+                + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
+                + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null},"#
+                + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
+                + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }
@@ -251,6 +433,11 @@ mod tests {
             assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
         }
         config.eval.clear();
+        config.balance = Balance::Cost;
+        assert_eq!(config.validate(), Ok(()));
+        config.packing_strategy = PackingStrategy::Sequential;
+        assert_eq!(config.validate(), Err(DataConfigError::Balance));
+        config.balance = Balance::None;
         for max_rejected in [-0.1, 1.1, f64::NAN] {
             config.max_rejected = max_rejected;
             assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
@@ -266,5 +453,9 @@ mod tests {
         assert_eq!(config.packing(), expected);
         config.packing = false;
         assert_eq!(config.packing(), Packing::Off);
+        let step = NonZeroUsize::new(6).unwrap();
+        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
+        config.balance = Balance::Cost;
+        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));
     }
 }

@@ -1,10 +1,12 @@
 //! `Sample` -> `EncodedSample`, a pure function of one sample.
 //!
 //! The whole conversation is rendered once, each media placeholder becomes as many tokens as the
-//! image has merged patches, and the text is tokenised in one call: so tokens are those of
+//! image has merged patches (of a video: times and marks too), and the text is tokenised in one call: so tokens are those of
 //! inference. Offsets then say which tokens lie inside a target.
 
 mod folder;
+mod media;
+mod plain;
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -12,50 +14,65 @@ use std::path::Path;
 
 pub use folder::EncoderError;
 use folder::TextFolder;
+use media::{MediaReader, Shown, kinds};
 
 use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
-use super::image::{ImageConfig, ImageError, ImageProcessor};
+use super::image::{ImageConfig, ImageProcessor};
 use super::rope_index::position_ids;
 use super::row::Length;
 use super::source::SampleError;
 use super::tokenizer::{TokenizerError, Tokens};
+use super::video::{VideoConfig, VideoProcessor};
 use crate::batch::{
-    Content, EncodedSample, IGNORE_INDEX, MediaRef, Message, Part, Patches, Sample, SampleId,
+    Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
+    SampleId,
 };
 
-/// Tokenizer, chat template and image processor of one model folder.
+/// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
     text: TextFolder,
-    images: ImageProcessor,
+    media: MediaReader,
 }
 
 impl Encoder {
     /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
     /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
-    /// `chat_template.json`, else `tokenizer_config.json`.
+    /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+        Self::with_video(folder, image, &VideoConfig::default())
+    }
+
+    /// The same, with settings for videos that win over the folder's
+    /// `video_preprocessor_config.json`.
+    pub fn with_video(
+        folder: &Path,
+        image: &ImageConfig,
+        video: &VideoConfig,
+    ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
-        Ok(Self { text, images: ImageProcessor::from_folder(folder, image)? })
+        let images = ImageProcessor::from_folder(folder, image)?;
+        let videos = VideoProcessor::from_folder(folder, video, &images)?;
+        Ok(Self { text, media: MediaReader { images, videos } })
     }
 
     /// Everything the model will see of `sample`.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
         let (text, targets) = self.render_targets(sample)?;
-        let media = self.load(&sample.id, &sample.media)?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &grids(&media))?;
+        let (shown, media) = self.media.load(&sample.id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(&sample.id, &text, targets, &shown)?;
         tokens.check_supervised(&sample.id)?;
         Ok(tokens.into_sample(sample.id.clone(), media))
     }
 
-    /// The size that [`Encoder::encode`] would give, with its checks, from headers of images only.
+    /// The size that [`Encoder::encode`] would give, with its checks, from headers of media only.
     pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
         let (text, targets) = self.render_targets(sample)?;
-        let grids = per_image(&sample.id, &sample.media, |media| self.images.grid(media))?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &grids)?;
+        let shown = self.media.look(&sample.id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(&sample.id, &text, targets, &shown)?;
         tokens.check_supervised(&sample.id)?;
         let patches: u64 =
-            grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
-        let patch_bytes = self.images.patch_values() * size_of::<f32>();
+            shown.iter().map(|medium| medium.grid().map(u64::from).iter().product::<u64>()).sum();
+        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
         let pixel_bytes = patches * patch_bytes as u64;
         Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })
     }
@@ -73,14 +90,14 @@ impl Encoder {
             .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
             .map_err(|cause| template_error(id, cause))?
             .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
-        let media = &sample.media[..num_images(&sample.messages[..turn])];
-        self.check_placeholders(id, &text, media.len())?;
-        let media = self.load(id, media)?;
-        let tokens = self.tokenise(id, &text, Vec::new(), &grids(&media))?;
+        let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
+        self.check_placeholders(id, &text, media)?;
+        let (shown, media) = self.media.load(id, media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &shown)?;
         Ok((tokens.into_sample(id.clone(), media), answer))
     }
 
-    /// The rendered chat, each image still one placeholder.
+    /// The rendered chat, each medium still one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
         self.text
             .template
@@ -115,12 +132,22 @@ impl Encoder {
 
     /// Edge, in patches, of the square that becomes one vision token.
     pub fn merge_size(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.images.merge_size()).unwrap_or(NonZeroU32::MIN)
+        NonZeroU32::new(self.media.images.merge_size()).unwrap_or(NonZeroU32::MIN)
     }
 
     /// The image side.
     pub fn image_processor(&self) -> &ImageProcessor {
-        &self.images
+        &self.media.images
+    }
+
+    /// The video side.
+    pub fn video_processor(&self) -> &VideoProcessor {
+        &self.media.videos
+    }
+
+    /// Whether a token stands for features of a video.
+    pub fn is_video_token(&self, id: u32) -> bool {
+        self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 
     /// Rendered chat and its targets, after every check that needs no picture.
@@ -131,7 +158,7 @@ impl Encoder {
             .template
             .render_with_targets(&sample.messages, sample.tools.as_ref())
             .map_err(|cause| template_error(&sample.id, cause))?;
-        self.check_placeholders(&sample.id, &chat.text, sample.media.len())?;
+        self.check_placeholders(&sample.id, &chat.text, &sample.media)?;
         Ok((chat.text, chat.targets))
     }
 
@@ -139,15 +166,23 @@ impl Encoder {
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
         for (turn, message) in sample.messages.iter().enumerate() {
-            let mut tokens = self.text.media_tokens.iter();
+            let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
-                let token = token.clone();
+                let token = token.to_owned();
                 return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
             }
         }
-        let placeholders = num_images(&sample.messages);
-        let images = sample.media.len();
-        if placeholders != images {
+        let (placeholders, media) = (kinds(&sample.messages), kinds_of(&sample.media));
+        let of = |kind, kinds: &[MediumKind]| kinds.iter().filter(|other| **other == kind).count();
+        let [images, videos] = [MediumKind::Image, MediumKind::Video]
+            .map(|kind| [of(kind, &placeholders), of(kind, &media)]);
+        if let [placeholders, videos] = videos
+            && placeholders != videos
+        {
+            return Err(SampleError::VideoCount { id: id.clone(), placeholders, videos });
+        }
+        if placeholders != media {
+            let [placeholders, images] = images;
             return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
         }
         Ok(())
@@ -157,52 +192,48 @@ impl Encoder {
         &self,
         id: &SampleId,
         text: &str,
-        images: usize,
+        media: &[Medium],
     ) -> Result<(), SampleError> {
-        let rendered = text.matches(self.image_token()).count();
-        if rendered != images {
-            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, images });
+        let rendered = self.media.placeholders(text, &self.text.media);
+        if rendered.iter().map(|(kind, _)| *kind).ne(kinds_of(media)) {
+            let (rendered, media) = (rendered.len(), media.len());
+            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, media });
         }
         Ok(())
     }
 
-    /// `targets` are bytes of `text`, which has one placeholder for each of `grids`.
+    /// `targets` are bytes of `text`, which has one placeholder for each of `shown`.
     fn tokenise(
         &self,
         id: &SampleId,
         text: &str,
         mut targets: Vec<Range<usize>>,
-        grids: &[[u32; 3]],
+        shown: &[Shown],
     ) -> Result<EncodedText, SampleError> {
-        let counts: Vec<_> = grids.iter().map(|grid| self.images.num_tokens(*grid)).collect();
-        let text = expand(text, self.image_token(), &counts, &mut targets);
+        let places = self.media.placeholders(text, &self.text.media).into_iter();
+        let texts = shown.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
+        let text = expand(text, &places, &mut targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
             SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
         })?;
-        let image_token_id = self.text.image_token_id;
-        let vision_rows: Vec<u32> = (0..ids.len() as u32) // [M]
-            .filter(|row| ids[*row as usize] == image_token_id)
-            .collect();
-        let expected = counts.iter().sum();
+        let vision_rows: Vec<u32> =
+            (0..ids.len() as u32) // [M]
+                .filter(|row| self.text.media.is_pad(ids[*row as usize]))
+                .collect();
+        let expected = shown.iter().map(|medium| self.media.num_tokens(medium)).sum();
         if vision_rows.len() != expected {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
         }
-        let merge_size = self.images.merge_size();
+        let merge_size = self.media.images.merge_size();
+        let grids: Vec<[u32; 3]> = shown.iter().map(Shown::grid).collect();
         Ok(EncodedText {
             labels: labels(&ids, &offsets, &targets),
-            position_ids: position_ids(ids.len(), &vision_rows, grids, merge_size),
+            position_ids: position_ids(ids.len(), &vision_rows, &grids, merge_size),
             input_ids: ids,
             vision_rows,
         })
-    }
-
-    fn load(&self, id: &SampleId, media: &[MediaRef]) -> Result<Vec<Patches>, SampleError> {
-        per_image(id, media, |media| self.images.load(media))
-    }
-
-    fn image_token(&self) -> &str {
-        &self.text.media_tokens[0]
     }
 }
 
@@ -229,22 +260,22 @@ impl EncodedText {
     }
 }
 
-/// Repeats the `k`-th `placeholder` of `text` `counts[k]` times and moves `targets` along.
-fn expand(text: &str, placeholder: &str, counts: &[usize], targets: &mut [Range<usize>]) -> String {
-    let mut out =
-        String::with_capacity(text.len() + counts.iter().sum::<usize>() * placeholder.len());
+/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along.
+fn expand(text: &str, places: &[(Range<usize>, String)], targets: &mut [Range<usize>]) -> String {
+    let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
+    let mut out = String::with_capacity(text.len() + more);
     let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
     let mut last = 0;
-    for ((at, _), count) in text.match_indices(placeholder).zip(counts) {
-        out.push_str(&text[last..at]);
-        out.extend(std::iter::repeat_n(placeholder, *count));
-        last = at + placeholder.len();
-        grown.push((last, out.len() - last));
+    for (place, with) in places {
+        out.push_str(&text[last..place.start]);
+        out.push_str(with);
+        last = place.end;
+        grown.push((last, out.len() as isize - last as isize));
     }
     out.push_str(&text[last..]);
     let moved = |byte: usize| {
         let after = grown.partition_point(|(from, _)| *from <= byte);
-        byte + grown[after - 1].1
+        byte.wrapping_add_signed(grown[after - 1].1)
     };
     for target in targets {
         *target = moved(target.start)..moved(target.end);
@@ -270,29 +301,8 @@ fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> 
         .collect()
 }
 
-fn per_image<T>(
-    id: &SampleId,
-    media: &[MediaRef],
-    read: impl Fn(&MediaRef) -> Result<T, ImageError>,
-) -> Result<Vec<T>, SampleError> {
-    let numbered = media.iter().zip(1..);
-    numbered
-        .map(|(media, index)| {
-            read(media).map_err(|cause| SampleError::Image { id: id.clone(), index, cause })
-        })
-        .collect()
-}
-
-fn grids(media: &[Patches]) -> Vec<[u32; 3]> {
-    media.iter().map(|patches| patches.grid_thw).collect()
-}
-
-fn num_images(messages: &[Message]) -> usize {
-    let parts = messages.iter().map(|message| match &message.content {
-        Content::Text(_) => 0,
-        Content::Parts(parts) => parts.iter().filter(|part| **part == Part::Image).count(),
-    });
-    parts.sum()
+fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {
+    media.iter().map(Medium::kind).collect()
 }
 
 fn has_text(message: &Message, token: &str) -> bool {

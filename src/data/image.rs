@@ -15,20 +15,31 @@ mod decode;
 mod header;
 mod patchify;
 mod resize;
+mod simd;
 mod smart_resize;
 mod source;
 
 use std::error::Error;
 use std::fmt;
 use std::io::{Cursor, Read};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use config::Settings;
 pub use config::{ImageConfig, ImageConfigError};
-use decode::{DecodeError, Rgb, decode};
+pub(super) use decode::Rgb;
+use decode::{DecodeError, decode};
+#[cfg(feature = "video")]
+pub(super) use decode::{MAX_PIXELS, upright};
 use header::Header;
-use patchify::{Normalise, PatchShape, patchify};
+#[cfg(feature = "video")]
+pub(super) use header::swaps_sides;
+pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
+pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
+use source::open;
+#[cfg(feature = "video")]
+pub(super) use source::resolve;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
 
@@ -64,39 +75,23 @@ impl ImageProcessor {
     /// The grid `[t, gh, gw]` that [`Self::load`] will give, from the header alone: no pixel is
     /// decoded, so damage behind the header goes unnoticed.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        let header = match &media.source {
-            MediaSource::File { root, path } => Header::read(&mut source::open(root, path)?),
-            MediaSource::DataUri(uri) => {
-                Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
-            }
-        };
-        let header = header.map_err(|error| ImageError::of(media, error))?;
-        Ok(self.grid_of(self.target(media, header.upright_size())?))
+        Ok(self.grid_of(self.target(media, upright_size(media)?)?))
     }
 
     /// Decodes a picture into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
-        let bytes = match &media.source {
-            MediaSource::File { root, path } => {
-                let mut bytes = Vec::new();
-                source::open(root, path)?
-                    .read_to_end(&mut bytes)
-                    .map_err(|source| ImageError::Read { path: path.clone(), source })?;
-                bytes
-            }
-            MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
-        };
-        let image = decode(&bytes).map_err(|error| ImageError::of(media, error))?;
-        drop(bytes);
+        let image = upright_pixels(media)?;
         let [height, width] = self.target(media, [image.height as u32, image.width as u32])?;
-        let image: Rgb = resize::resize(image, height, width);
-        let shape = PatchShape {
-            patch: self.patch_size as usize,
-            temporal: self.temporal_patch_size as usize,
-            merge: self.merge_size as usize,
-        };
-        let pixel_values = patchify(&image, shape, &self.normalise); // [gh * gw, 3 * tp * p * p]
+        let image: Rgb = resize(image, height, width);
+        let pixel_values = patchify(&[image], self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
         Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
+    }
+
+    /// The pixels that a picture's patches were made of: what the model sees, as a person can.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        frames.truncate(1); // the others are repeated
+        frames.into_iter().map(Pixels::from).collect()
     }
 
     /// Patches a side of the square that merges into one token.
@@ -119,10 +114,24 @@ impl ImageProcessor {
         3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
     }
 
+    /// Bytes of one flattened patch.
+    pub fn patch_bytes(&self) -> NonZeroU64 {
+        let bytes = self.patch_values() * size_of::<f32>();
+        NonZeroU64::new(bytes as u64).unwrap_or(NonZeroU64::MIN)
+    }
+
     /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.
     pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
         let patches: usize = grid_thw.iter().map(|n| *n as usize).product();
         patches / (self.merge_size as usize).pow(2)
+    }
+
+    pub(super) fn patch_shape(&self) -> PatchShape {
+        PatchShape {
+            patch: self.patch_size as usize,
+            temporal: self.temporal_patch_size as usize,
+            merge: self.merge_size as usize,
+        }
     }
 
     fn target(&self, media: &MediaRef, [height, width]: [u32; 2]) -> Result<[u32; 2], ImageError> {
@@ -133,6 +142,47 @@ impl ImageProcessor {
 
     fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
         [1, height / self.patch_size, width / self.patch_size]
+    }
+}
+
+/// `[height, width]` of a picture after orientation, from its header.
+pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
+    let header = match &media.source {
+        MediaSource::File { root, path } => Header::read(&mut open(root, path)?),
+        MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
+    };
+    Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
+}
+
+/// A picture, decoded and turned upright.
+pub(super) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
+    let bytes = match &media.source {
+        MediaSource::File { root, path } => {
+            let mut bytes = Vec::new();
+            open(root, path)?
+                .read_to_end(&mut bytes)
+                .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+            bytes
+        }
+        MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
+    };
+    decode(&bytes).map_err(|error| ImageError::of(media, error))
+}
+
+/// A picture in 8-bit RGB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pixels {
+    /// In pixels.
+    pub width: u32,
+    /// In pixels.
+    pub height: u32,
+    /// `[height, width, 3]`.
+    pub rgb: Vec<u8>,
+}
+
+impl From<Rgb> for Pixels {
+    fn from(Rgb { width, height, data }: Rgb) -> Self {
+        Self { width: width as u32, height: height as u32, rgb: data }
     }
 }
 

@@ -3,10 +3,14 @@
 mod chat;
 mod collate;
 mod config;
+mod corpus;
 mod encode;
 pub mod image;
 mod loader;
 mod loader_error;
+mod mixture;
+#[cfg(test)]
+mod mixture_tests;
 mod order;
 mod packing;
 mod plan;
@@ -17,20 +21,27 @@ mod steps;
 #[cfg(test)]
 mod test_reader;
 mod tokenizer;
+pub mod video;
 mod workers;
 
 pub use collate::{CollateError, collate};
 pub use config::{
-    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+    dataset_names,
+};
+pub use corpus::{
+    Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use encode::{Encoder, EncoderError};
-pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
+pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
+pub use mixture::{Mixture, StoppingStrategy};
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
-pub use packing::{Overlong, Packing};
+pub use packing::{Overlong, PackRules, Packing};
 pub use plan::{Plan, first_epoch_packs, plan};
-pub use row::{Length, Rejection, Row, RowReader};
+pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
+pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

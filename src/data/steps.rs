@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::{OnError, Truncation};
 use super::loader_error::LoaderError;
-use super::packing::{Item, Overlong, Packer, Packing};
+use super::packing::{Item, Overlong, PackRules, Packer, Packing};
 use super::row::{Length, Rejection};
 use crate::batch::{PaddingSide, SampleId};
 
@@ -25,6 +25,8 @@ const NUM_EXAMPLES: usize = 5;
 pub struct LoaderOptions {
     /// Which samples share a pack.
     pub packing: Packing,
+    /// What else decides about packs.
+    pub pack_rules: PackRules,
     /// Upper bound on one sample, in tokens.
     pub max_length: Option<NonZeroU32>,
     /// What becomes of a sample longer than that.
@@ -133,13 +135,17 @@ pub(super) struct Step<T> {
     pub(super) state: DataState,
 }
 
+/// Rows of each epoch, by its number.
+pub(super) type EpochRows = Box<dyn Fn(u64) -> u64 + Send>;
+
 /// Takes the rows of one epoch after the other and gives steps, none of which crosses an epoch.
 ///
 /// A full step waits until another sample of its epoch is packed or the epoch has ended, so that the
 /// last step of an epoch knows that it is, and reports the rows rejected after its own.
 pub(super) struct Assembly<T> {
     options: LoaderOptions,
-    epoch_rows: u64,
+    rows_of: EpochRows,
+    epoch_rows: u64, // of the epoch of `state`
     packer: Packer<T>,
     ready: VecDeque<Vec<Item<T>>>,
     state: DataState, // its `carry` and `ready` are empty: `packer` and `ready` above have them
@@ -151,7 +157,7 @@ impl<T> Assembly<T> {
     /// Goes on from a checked state; `read` gives again the samples of [`DataState::held`], in order.
     pub(super) fn resume(
         options: LoaderOptions,
-        epoch_rows: u64,
+        rows_of: EpochRows,
         mut from: DataState,
         mut read: impl FnMut(u64) -> Result<Item<T>, LoaderError>,
     ) -> Result<Self, LoaderError> {
@@ -163,9 +169,10 @@ impl<T> Assembly<T> {
         let carry = std::mem::take(&mut from.carry);
         let carry = carry.into_iter().map(read).collect::<Result<_, _>>()?;
         Ok(Self {
-            packer: Packer::new(options.packing, carry),
+            packer: Packer::new(options.packing, options.pack_rules, carry),
             options,
-            epoch_rows,
+            epoch_rows: rows_of(from.epoch),
+            rows_of,
             ready,
             state: from,
             new_rejections: Vec::new(),
@@ -218,6 +225,7 @@ impl<T> Assembly<T> {
         if self.epoch_has_ended() && self.ready.is_empty() {
             self.state.epoch += 1;
             self.state.next = 0;
+            self.epoch_rows = (self.rows_of)(self.state.epoch);
         }
         let state = self.state();
         let consumed = state.next - state.held().count() as u64;

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::config::{OnError, PackingStrategy, Truncation};
 use super::loader::{LoaderOptions, Rmpad};
 use super::order::{DatasetShare, Order, RowOrder};
-use super::packing::{Overlong, Packing};
+use super::packing::{Overlong, PackRules, Packing};
 use super::row::{Length, Rejection, Row, RowReader};
 use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
 
@@ -99,6 +99,12 @@ pub(super) fn options(strategy: PackingStrategy) -> LoaderOptions {
     let two = const { NonZeroUsize::new(2).unwrap() };
     LoaderOptions {
         packing: Packing::On { length, strategy, overlong: Overlong::Reject },
+        pack_rules: PackRules {
+            window: const { NonZeroUsize::new(200).unwrap() },
+            max_patches: None,
+            patch_bytes: const { NonZeroU64::new(3 * 4).unwrap() },
+            balanced_step: None,
+        },
         max_length: None,
         truncation: Truncation::Delete,
         batch_size: two,
@@ -141,16 +147,25 @@ pub(super) fn any_options() -> impl Strategy<Value = LoaderOptions> {
             overlong: Overlong::Alone,
         }),
     ];
-    (packing, 1usize..5, 1usize..4, 1usize..5, any::<bool>(), any::<bool>()).prop_map(
-        |(packing, batch_size, accumulation, workers, keep_padding, limited)| LoaderOptions {
-            packing,
-            batch_size: NonZeroUsize::new(batch_size).unwrap(),
-            gradient_accumulation_steps: NonZeroUsize::new(accumulation).unwrap(),
-            workers: NonZeroUsize::new(workers).unwrap(),
-            rmpad: if keep_padding { Rmpad::KeepPadding } else { Rmpad::Unpad },
-            max_length: if limited { NonZeroU32::new(50) } else { None },
-            epochs: NonZeroU64::new(2),
-            ..options(PackingStrategy::BestFit)
+    let rules = (1usize..300, prop::option::of(8u32..40), any::<bool>());
+    (packing, rules, 1usize..5, 1usize..4, 1usize..5, any::<bool>(), any::<bool>()).prop_map(
+        |(packing, rules, batch_size, accumulation, workers, keep_padding, limited)| {
+            LoaderOptions {
+                packing,
+                pack_rules: PackRules {
+                    window: NonZeroUsize::new(rules.0).unwrap(),
+                    max_patches: rules.1.and_then(NonZeroU32::new),
+                    balanced_step: NonZeroUsize::new(batch_size * accumulation).filter(|_| rules.2),
+                    ..options(PackingStrategy::BestFit).pack_rules
+                },
+                batch_size: NonZeroUsize::new(batch_size).unwrap(),
+                gradient_accumulation_steps: NonZeroUsize::new(accumulation).unwrap(),
+                workers: NonZeroUsize::new(workers).unwrap(),
+                rmpad: if keep_padding { Rmpad::KeepPadding } else { Rmpad::Unpad },
+                max_length: if limited { NonZeroU32::new(50) } else { None },
+                epochs: NonZeroU64::new(2),
+                ..options(PackingStrategy::BestFit)
+            }
         },
     )
 }

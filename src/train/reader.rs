@@ -1,27 +1,113 @@
-//! Rows of JSONL files as the loader wants them.
+//! Rows of data sets as the loader wants them.
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError, SourceError,
+    Corpus, CorpusOptions, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
+    RowReader, SampleError, SourceError, dataset_names,
 };
+use std::path::Path;
 use std::sync::Arc;
+
+/// A data set, open for reading.
+pub enum DataSet {
+    /// Conversations, a row each.
+    Chats(JsonlFile),
+    /// Plain text.
+    Corpus(Corpus),
+}
+
+impl DataSet {
+    fn open(
+        set: &DatasetConfig,
+        encoder: &Encoder,
+        options: &CorpusOptions,
+    ) -> Result<Self, SourceError> {
+        if let Some(corpus) = &set.corpus {
+            return Corpus::open(&set.path, corpus, encoder, options).map(Self::Corpus);
+        }
+        let plain = || SourceError::PlainText { path: set.path.clone() };
+        if Corpus::is_text_file(&set.path) {
+            return Err(plain());
+        }
+        let file = JsonlFile::open(&set.path, set.image_root.as_deref())?;
+        if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
+    }
+
+    /// Rows, or samples of a pass over a corpus.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Chats(file) => file.len(),
+            Self::Corpus(corpus) => corpus.len(),
+        }
+    }
+
+    /// Never true: a data set without rows is refused.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The path as given.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Chats(file) => file.path(),
+            Self::Corpus(corpus) => corpus.path(),
+        }
+    }
+
+    /// Hash over its content.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        match self {
+            Self::Chats(file) => file.fingerprint(),
+            Self::Corpus(corpus) => corpus.fingerprint(),
+        }
+    }
+
+    /// The corpus, if it is one.
+    pub fn corpus(&self) -> Option<&Corpus> {
+        match self {
+            Self::Chats(_) => None,
+            Self::Corpus(corpus) => Some(corpus),
+        }
+    }
+}
 
 /// The data sets of a config section, and the encoder that turns their rows into numbers.
 pub struct JsonlRows {
-    files: Vec<JsonlFile>,
+    sets: Vec<DataSet>,
+    names: Vec<String>,
     encoder: Arc<Encoder>,
 }
 
 impl JsonlRows {
-    /// Opens and indexes every file.
+    /// Opens and indexes every data set, corpora with the defaults of their options.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
-        let open = |set: &DatasetConfig| JsonlFile::open(&set.path, set.image_root.as_deref());
-        Ok(Self { files: datasets.iter().map(open).collect::<Result<_, _>>()?, encoder })
+        Self::open_with(datasets, encoder, &CorpusOptions::default())
     }
 
-    /// The files, in config order.
-    pub fn files(&self) -> &[JsonlFile] {
-        &self.files
+    /// Opens and indexes every data set; a corpus is tokenised.
+    pub fn open_with(
+        datasets: &[DatasetConfig],
+        encoder: Arc<Encoder>,
+        options: &CorpusOptions,
+    ) -> Result<Self, SourceError> {
+        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options);
+        let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { sets, names: dataset_names(datasets), encoder })
+    }
+
+    /// The data sets, in config order.
+    pub fn sets(&self) -> &[DataSet] {
+        &self.sets
+    }
+
+    /// What metrics call them.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Rows of all data sets.
+    pub fn num_rows(&self) -> usize {
+        self.sets.iter().map(DataSet::len).sum()
     }
 
     /// What turns rows into numbers.
@@ -29,47 +115,78 @@ impl JsonlRows {
         &self.encoder
     }
 
-    /// All rows of all files, in order.
+    /// All rows of all data sets, in order; of a corpus those of a pass at the first offset.
     pub fn rows(&self) -> impl Iterator<Item = Row> + '_ {
-        self.files.iter().enumerate().flat_map(|(dataset, file)| {
-            (0..file.len()).map(move |row| Row { dataset: dataset as u32, row: row as u32 })
+        (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
+            let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
+                DataSet::Chats(file) => Box::new(0..file.len() as u32),
+                DataSet::Corpus(corpus) => corpus.rows(),
+            };
+            rows.map(move |row| Row { dataset, row })
         })
     }
 
-    /// The parsed row.
-    pub fn sample(&self, row: Row) -> Result<Sample, SampleError> {
-        self.files[row.dataset as usize].read(row.row as usize)
+    /// The parsed row; `None` for rows of a corpus, which are no chats.
+    pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
+        match self.set(row) {
+            DataSet::Chats(file) => Some(file.read(row.row as usize)),
+            DataSet::Corpus(_) => None,
+        }
     }
 
-    /// Hash over the contents of all files.
+    /// What tells a row from all others: file and line, and of a corpus its first token.
+    pub fn label(&self, row: Row) -> String {
+        let id = self.id(row);
+        match self.set(row) {
+            DataSet::Chats(_) => id.to_string(),
+            DataSet::Corpus(corpus) => format!("{id}@{}", corpus.span(row.row).0),
+        }
+    }
+
+    /// Hash over the contents of all data sets.
     pub fn fingerprint(&self) -> [u8; 32] {
         use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();
-        for file in &self.files {
-            hash.update(file.fingerprint());
+        for set in &self.sets {
+            hash.update(set.fingerprint());
         }
         hash.finalize().into()
     }
-}
 
-/// As the log and `rejects.jsonl` say it.
-fn rejection(error: &SampleError) -> Rejection {
-    let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-    Rejection::new(error.id(), error.reason(), format!("{error}{hint}"))
+    fn set(&self, row: Row) -> &DataSet {
+        &self.sets[row.dataset as usize]
+    }
 }
 
 impl RowReader for JsonlRows {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        let encoded = self.sample(row).and_then(|sample| self.encoder.encode(&sample));
-        encoded.map_err(|error| rejection(&error))
+        let encoded = match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.read(row.row),
+            DataSet::Chats(file) => {
+                file.read(row.row as usize).and_then(|sample| self.encoder.encode(&sample))
+            }
+        };
+        encoded.map_err(|error| Rejection::of(&error))
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
-        let length = self.sample(row).and_then(|sample| self.encoder.length(&sample));
-        length.map_err(|error| rejection(&error))
+        let length = match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.length(row.row),
+            DataSet::Chats(file) => {
+                file.read(row.row as usize).and_then(|sample| self.encoder.length(&sample))
+            }
+        };
+        length.map_err(|error| Rejection::of(&error))
+    }
+
+    fn uniform_length(&self, dataset: u32) -> Option<Length> {
+        self.sets[dataset as usize].corpus()?.uniform_length()
     }
 
     fn id(&self, row: Row) -> SampleId {
-        self.files[row.dataset as usize].id(row.row as usize)
+        match self.set(row) {
+            DataSet::Chats(file) => file.id(row.row as usize),
+            DataSet::Corpus(corpus) => corpus.id(row.row),
+        }
     }
 }

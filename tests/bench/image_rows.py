@@ -6,6 +6,7 @@ FOLDER/model        a Qwen3-VL of about 20 M random weights with the tests' toke
 FOLDER/images       JPEG files, every fourth one a PNG: blurs at several scales, discs and grain, sides of 256..1024 pixels
 FOLDER/rows.jsonl   one picture a row and about as many text tokens as it has vision tokens, half of them supervised
 FOLDER/exact.jsonl  the first two of them whose picture is a PNG: decoders of JPEG differ, so only these prove equal work
+FOLDER/jpeg.jsonl   24 rows with a JPEG of 1,000 pixels and few words: picture work and nothing else
 FOLDER/text.jsonl   rows of text alone, 64..1024 tokens
 Nothing is made again for a folder that has them.
 """
@@ -96,6 +97,13 @@ def write_rows(folder, num_rows, num_text_rows):
             file.write(json.dumps({"id": f"image-{i}", "messages": [{"role": "user", "content": parts}, answer]}) + "\n")
     rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
     (folder / "exact.jsonl").write_text("".join(row for row in rows if ".png" in row and rows.index(row) < 8))
+    with open(folder / "jpeg.jsonl", "w") as file:
+        for i in range(24):
+            name = f"images/large_{i}.jpg"
+            photo(pixels, 1000, rng.randint(600, 1000)).save(folder / name, quality=90)
+            parts = [{"type": "image", "image": name}, {"type": "text", "text": text(8)}]
+            answer = {"role": "assistant", "content": text(4)}
+            file.write(json.dumps({"id": f"jpeg-{i}", "messages": [{"role": "user", "content": parts}, answer]}) + "\n")
     with open(folder / "text.jsonl", "w") as file:
         for i in range(num_text_rows):
             n = min(1024, max(64, math.exp(rng.gauss(math.log(256), 0.7))))
@@ -113,7 +121,7 @@ def main():
         shutil.rmtree(a.folder / "model", ignore_errors=True)
         make_model(a.folder / "model")
     made = a.folder / "made.json"
-    want = json.dumps([a.rows, a.text_rows])
+    want = json.dumps([a.rows, a.text_rows, 24])
     if not made.exists() or made.read_text() != want:
         write_rows(a.folder, a.rows, a.text_rows)
         made.write_text(want)

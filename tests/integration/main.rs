@@ -6,12 +6,17 @@ mod architecture;
 mod bad_input;
 mod bench;
 mod cli;
+mod corpora;
 mod docs;
 mod encoding;
 mod harness;
 mod images;
+mod inspect_html;
 mod laws;
 mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod video;
+#[cfg(feature = "video")]
+mod video_files;

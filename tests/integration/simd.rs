@@ -9,7 +9,8 @@ const LEVELS: [&str; 3] = ["avx512", "avx2", "baseline"];
 fn config(precision: &str) -> String {
     let images = golden("data").display().to_string();
     format!(
-        "model: {{path: model, precision: {precision}}}\n\
+        "device: cpu\n\
+         model: {{path: model, precision: {precision}}}\n\
          data:\n\
          \x20 train: [{{path: rows.jsonl, image_root: '{images}'}}]\n\
          \x20 packing_length: 192\n\
@@ -41,7 +42,7 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
                 println!("this CPU has no `{level}`: not compared");
                 continue;
             }
-            run.ends_with(0).says(&format!("simd={level}"));
+            run.ends_with(0).says(&format!("simd={level}")).says("attention=\"flash, cpu\"");
             assert!(weights(level) == want, "{precision}: {level} trained other weights");
         }
     }

@@ -59,7 +59,10 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
 /// Rows of text and rows with pictures apart: lengths, and encoding on one core and on all. Before them the
 /// index, after them the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
+    let encoder = {
+        let data = &config.data;
+        Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?)
+    };
     let begin = Instant::now();
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let seconds = begin.elapsed().as_secs_f64();
@@ -77,8 +80,7 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
         let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
         Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
-    let has_pictures =
-        |row: &Row| rows.sample(*row).ok().map(|sample| (!sample.media.is_empty(), *row));
+    let has_pictures = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
     let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_pictures).collect();
     for (name, pictures) in [("text", false), ("pictures", true)] {
         let some: Vec<_> =

@@ -64,6 +64,11 @@ fn memory_model(runner: &StepRunner) -> MemoryModel {
         parameters: parameters as f64,
         trained: trained as f64,
         element: runner.dtype.size_in_bytes() as f64,
+        moment: runner
+            .optimizer
+            .slots()
+            .first()
+            .map_or(4, |slot| slot.exp_avg.dtype().size_in_bytes()) as f64,
         layers: text.num_hidden_layers as f64,
         hidden: text.hidden_size as f64,
         heads: text.num_attention_heads as f64,
@@ -115,7 +120,10 @@ impl Ready {
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let started = Instant::now();
     let device = crate::cli::open_device(config.device)?;
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
+    let encoder = {
+        let data = &config.data;
+        Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?)
+    };
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let order = sft::order(config, &rows)?;
     let mut options = sft::loader_options(config, &encoder);

@@ -4,6 +4,7 @@
 //! weights, rounds and clamps to `u8`, and is left out when its size does not change.
 
 use super::decode::Rgb;
+use super::simd::for_each_level;
 
 /// Fraction bits of a weight.
 const PRECISION_BITS: u32 = 22;
@@ -19,7 +20,7 @@ const LANES: usize = 16;
 ///
 /// # Panics
 /// If a target side is 0.
-pub(super) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
+pub(in crate::data) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
     assert!(height > 0 && width > 0, "cannot resize to nothing");
     let (height, width) = (height as usize, width as usize);
     let image = if image.width == width { image } else { resize_width(&image, width) };
@@ -140,6 +141,20 @@ fn transpose(mut square: [Lanes; LANES]) -> [Lanes; LANES] {
     square
 }
 
+/// The lanes of a row at `at`.
+#[inline]
+fn lanes(row: &[u8], at: usize) -> &Lanes {
+    row[at..].first_chunk().expect("the target row has lanes here and the source row its length")
+}
+
+/// What is left of a row at `at`, filled up with 0.
+fn tail(row: &[u8], at: usize) -> Lanes {
+    let mut lanes = [0; LANES];
+    lanes[..row.len() - at].copy_from_slice(&row[at..]);
+    lanes
+}
+
+for_each_level! {
 /// Sums the windows of sixteen rows at once: the rows are transposed, so that the sums of one
 /// output byte in all of them lie side by side.
 fn resize_width(image: &Rgb, width: usize) -> Rgb {
@@ -189,19 +204,6 @@ fn resize_width(image: &Rgb, width: usize) -> Rgb {
     Rgb { width, height: image.height, data }
 }
 
-/// The lanes of a row at `at`.
-#[inline]
-fn lanes(row: &[u8], at: usize) -> &Lanes {
-    row[at..].first_chunk().expect("the target row has lanes here and the source row its length")
-}
-
-/// What is left of a row at `at`, filled up with 0.
-fn tail(row: &[u8], at: usize) -> Lanes {
-    let mut lanes = [0; LANES];
-    lanes[..row.len() - at].copy_from_slice(&row[at..]);
-    lanes
-}
-
 fn resize_height(image: &Rgb, height: usize) -> Rgb {
     let weights = Weights::new(image.height, height);
     let row = image.width * 3;
@@ -230,6 +232,7 @@ fn resize_height(image: &Rgb, height: usize) -> Rgb {
         }
     }
     Rgb { width: image.width, height, data }
+}
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use crate::batch::SampleId;
 use crate::data::chat::TemplateError;
 use crate::data::image::ImageError;
+use crate::data::video::VideoError;
 
 /// Why a row of a data file is rejected. The message begins with `file:line`.
 #[derive(Debug, thiserror::Error)]
@@ -115,6 +116,28 @@ pub enum SampleError {
         /// Images listed in the row.
         images: usize,
     },
+    /// Placeholders and videos differ in number.
+    #[error(
+        "{id}: the turns have {placeholders} video placeholders but the row lists {videos} videos"
+    )]
+    VideoCount {
+        /// The row.
+        id: SampleId,
+        /// `<video>` in texts and video parts without a source.
+        placeholders: usize,
+        /// Videos listed in the row.
+        videos: usize,
+    },
+    /// A video that cannot be used.
+    #[error("{id}: {cause} (video {index} of the row)")]
+    Video {
+        /// The row.
+        id: SampleId,
+        /// Which video of the row, starting at 1.
+        index: usize,
+        /// Why.
+        cause: VideoError,
+    },
     /// A picture that cannot be used.
     #[error("{id}: {cause} (image {index} of the row)")]
     Image {
@@ -135,15 +158,23 @@ pub enum SampleError {
         /// The token.
         token: String,
     },
+    /// A document that contains the token which stands for visual features.
+    #[error("{id}: the text contains `{token}`, which is reserved for media")]
+    ReservedInText {
+        /// The row, or the line at which a piece of a text begins.
+        id: SampleId,
+        /// The token.
+        token: String,
+    },
     /// The template dropped or invented placeholders.
-    #[error("{id}: the rendered chat has {rendered} image placeholders, expected {images}")]
+    #[error("{id}: the rendered chat has {rendered} media placeholders, expected {media}")]
     RenderedPlaceholders {
         /// The row.
         id: SampleId,
         /// Placeholders in the rendered chat.
         rendered: usize,
-        /// Images of the sample.
-        images: usize,
+        /// Media of the sample.
+        media: usize,
     },
     /// The chat template refused the turns.
     #[error("{id}: {cause}")]
@@ -162,13 +193,13 @@ pub enum SampleError {
         problem: String,
     },
     /// Visual tokens and visual features differ in number.
-    #[error("{id}: {tokens} image tokens after tokenising, expected {expected}")]
+    #[error("{id}: {tokens} media tokens after tokenising, expected {expected}")]
     ImageTokens {
         /// The row.
         id: SampleId,
         /// Found.
         tokens: usize,
-        /// Sum over the images.
+        /// Sum over the media.
         expected: usize,
     },
     /// No assistant turn to answer.
@@ -200,8 +231,10 @@ impl SampleError {
             Self::UnknownRole { .. } | Self::SystemNotFirst { .. } => "role",
             Self::NotSupported { .. } => "not_supported",
             Self::ImageCount { .. } | Self::RenderedPlaceholders { .. } => "image_count",
+            Self::VideoCount { .. } => "video_count",
             Self::Image { cause, .. } => cause.reason(),
-            Self::ReservedToken { .. } => "reserved_token",
+            Self::Video { cause, .. } => cause.reason(),
+            Self::ReservedToken { .. } | Self::ReservedInText { .. } => "reserved_token",
             Self::Template { cause, .. } => cause.reason(),
             Self::Tokenizer { .. } => "tokenizer",
             Self::ImageTokens { .. } => "image_tokens",
@@ -219,12 +252,16 @@ impl SampleError {
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
             }
+            Self::VideoCount { .. } => {
+                "write one `<video>`, or one part of type `video`, for each video of the row"
+            }
             Self::RenderedPlaceholders { .. } => {
-                "chat templates render images of user turns only: move them there"
+                "chat templates render media of user turns only: move them there"
             }
             Self::ReservedToken { .. } => {
-                "write `<image>` and list the picture in `images`, or take the token out of the text"
+                "write `<image>` or `<video>` and list the medium in `images` or `videos`, or take the token out of the text"
             }
+            Self::ReservedInText { .. } => "take the token out of the text",
             Self::SystemNotFirst { .. } => "make it the first turn, or a user turn",
             Self::NotSupported { .. } | Self::UnknownRole { .. } => {
                 "convert or remove the row; docs/data-format.md lists what is read"
@@ -241,6 +278,7 @@ impl SampleError {
                 "a row needs at least one assistant turn to learn from"
             }
             Self::Image { cause, .. } => cause.hint(),
+            Self::Video { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
         Some(hint.to_owned())
@@ -260,8 +298,11 @@ impl SampleError {
             | Self::SystemNotFirst { id, .. }
             | Self::NotSupported { id, .. }
             | Self::ImageCount { id, .. }
+            | Self::VideoCount { id, .. }
             | Self::Image { id, .. }
+            | Self::Video { id, .. }
             | Self::ReservedToken { id, .. }
+            | Self::ReservedInText { id, .. }
             | Self::RenderedPlaceholders { id, .. }
             | Self::Template { id, .. }
             | Self::Tokenizer { id, .. }

@@ -21,23 +21,26 @@ const UNREAD_TURN_KEYS: [(&str, &str); 4] = [
 /// Layout of a row; the contract's table of input rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowForm {
-    /// `messages` with `role` and `content`; images, if any, are parts of the content.
+    /// `messages` with `role` and `content`; media, if any, are parts of the content.
     Messages,
-    /// `messages`, and `images` for the `<image>` in their texts.
+    /// `messages`, and `images` or `videos` for the `<image>` and `<video>` in their texts.
     MessagesWithImages,
     /// `conversations` with `from` and `value`.
     Conversations,
     /// `instruction`, `input`, `output`.
     Alpaca,
+    /// `text`: a document of a corpus.
+    Text,
 }
 
 impl fmt::Display for RowForm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Messages => "messages",
-            Self::MessagesWithImages => "messages with a list of images",
+            Self::MessagesWithImages => "messages with a list of media",
             Self::Conversations => "conversations",
             Self::Alpaca => "alpaca",
+            Self::Text => "plain text",
         })
     }
 }
@@ -51,15 +54,14 @@ impl RowForm {
     fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
         let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
         if has("messages") {
-            let listed = has("images") || has("image");
+            let listed = ["images", "image", "videos", "video"].into_iter().any(has);
             Ok(if listed { Self::MessagesWithImages } else { Self::Messages })
         } else if has("conversations") {
             Ok(Self::Conversations)
         } else if has("instruction") && has("output") {
             Ok(Self::Alpaca)
         } else if has("text") {
-            let what = "plain text rows are";
-            Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what })
+            Ok(Self::Text)
         } else {
             let keys: Vec<_> = row.keys().take(8).map(|key| format!("`{key}`")).collect();
             let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
@@ -90,9 +92,18 @@ pub(super) fn parse_row(
             turns.list("conversations", take(&mut row, "conversations"), Turns::conversation)?;
         }
         RowForm::Alpaca => turns.alpaca(&mut row)?,
+        RowForm::Text => {
+            let what = "plain text among chats is";
+            return Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what });
+        }
     }
     let Turns { media, messages, .. } = turns;
     Ok(Sample { id: id.clone(), messages, media: media.finish()?, tools })
+}
+
+/// The document of a row of a corpus; other keys are left alone.
+pub(super) fn parse_text(id: &SampleId, bytes: &[u8]) -> Result<String, SampleError> {
+    text(id, "text", take(&mut object(id, bytes)?, "text"))
 }
 
 /// Reads the turn at a JSON path.

@@ -11,7 +11,7 @@ use super::super::cpu::{self, Shared, read};
 use super::super::matmul::{Into, Raw, product};
 use super::super::simd::{dot, exp, exp_in_place, kernels, max};
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes, ranges};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use gemm::Parallelism;
 use std::ops::Range;
 
@@ -21,6 +21,8 @@ pub struct Flash;
 
 /// Rows in a tile: queries times the heads of a group. A multiple amortises what a product spends on its keys.
 const ROWS: usize = 256;
+/// What the log calls it.
+const ON_CPU: &str = "flash, cpu";
 /// Queries of a head in a tile at least, however large the group.
 const MIN_QUERIES: usize = 32;
 /// Keys in a tile.
@@ -391,6 +393,17 @@ fn spans(segments: Segments<'_>) -> Vec<Span> {
 impl AttentionBackend for Flash {
     fn name(&self) -> &'static str {
         "flash"
+    }
+
+    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+    fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
+        let gpu = super::super::cuda::takes(device);
+        if gpu { super::super::cuda::attention_kernel(dtype, head_dim) } else { ON_CPU }
+    }
+
+    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+    fn kernel(&self, _: &Device, _: DType, _: usize) -> &'static str {
+        ON_CPU
     }
 
     fn forward(

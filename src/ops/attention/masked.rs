@@ -5,7 +5,7 @@
 use super::super::cpu::{self, read};
 use super::super::matmul::{Into, nn, nt, tn};
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes, ranges};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 
 /// Attention by dense masks: `[L, L]` scores for each row of length `L` and each head.
@@ -69,6 +69,10 @@ fn scores(
 impl AttentionBackend for Masked {
     fn name(&self) -> &'static str {
         "masked"
+    }
+
+    fn kernel(&self, _: &Device, _: DType, _: usize) -> &'static str {
+        "masked, cpu"
     }
 
     fn forward(

@@ -15,7 +15,7 @@ pub use flash_cpu::Flash;
 pub use masked::Masked;
 
 use super::cpu::{compute_dtype, expect_f32, expect_shape};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
 /// Which tokens of its segment a token sees.
@@ -60,8 +60,11 @@ pub struct QkvGrad {
 
 /// One way to compute attention; all ways agree.
 pub trait AttentionBackend: Send + Sync {
-    /// Name in the config and in logs.
+    /// Name in the config.
     fn name(&self) -> &'static str;
+
+    /// What computes heads of `head_dim` in `dtype` on `device`, for the log.
+    fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str;
 
     /// `o: [T, H, Dh]`, and `lse: [H, T]`, which backward needs.
     fn forward(

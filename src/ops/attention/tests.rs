@@ -74,6 +74,22 @@ fn check_backend(
 }
 
 #[test]
+fn the_log_can_name_what_computes() {
+    let named = |backend: &dyn AttentionBackend| {
+        [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 20)]
+            .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
+    };
+    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+    if crate::ops::cuda::takes(&device()) {
+        let (plain, tiles) = ("flash, plain kernel in f32", "flash, tensor cores in bf16");
+        assert_eq!(named(&Flash), [plain, tiles, plain]);
+        return;
+    }
+    assert_eq!(named(&Flash), ["flash, cpu"; 3]);
+    assert_eq!(named(&Masked), ["masked, cpu"; 3]);
+}
+
+#[test]
 fn both_backends_match_the_reference_for_every_head_shape() {
     for backend in BACKENDS {
         for masking in MASKINGS {

@@ -105,6 +105,31 @@ __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const un
   }
 }
 
+// Columns 16 k .. 16 k + 16 of what a product left in registers, as the left operand [16 MT, 16] of the next one.
+template <int MT, int N8>
+__device__ __forceinline__ void left_operand(uint32_t (&a)[MT][4], const float (&weights)[MT][N8][4], int k) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[m][i] = pack(weights[m][2 * k + i / 2][i % 2 * 2], weights[m][2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+// sums += a others, for a [16 MT, 16] and others [16, 8 C8], whose first columns are at `place` of the rows.
+template <int D, int MT, int C8>
+__device__ __forceinline__ void add_step(float (&sums)[MT][C8][4], const uint32_t (&a)[MT][4], const unsigned char *others, int place) {
+#pragma unroll
+  for (int n = 0; n < C8 / 2; n++) {
+    uint32_t b[4];
+    load_matrices_transposed(b, others + Rows<D>::step(place, n));
+    uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      mma(sums[m][2 * n], a[m], low);
+      mma(sums[m][2 * n + 1], a[m], high);
+    }
+  }
+}
+
 // sums += weights others, for others [N, D] and weights [16 MT, N] as a product left them in registers, rounded here.
 template <int D, int MT, int N>
 __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4],
@@ -114,29 +139,16 @@ __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const 
 #pragma unroll
   for (int k = 0; k < N / 16; k++) {
     uint32_t a[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[m][i] = pack(weights[m][2 * k + i / 2][i % 2 * 2], weights[m][2 * k + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-    for (int n = 0; n < D / 16; n++) {
-      uint32_t b[4];
-      load_matrices_transposed(b, others + Rows<D>::step(place, n) + k * 16 * Rows<D>::BYTES);
-      uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
-#pragma unroll
-      for (int m = 0; m < MT; m++) {
-        mma(sums[m][2 * n], a[m], low);
-        mma(sums[m][2 * n + 1], a[m], high);
-      }
-    }
+    left_operand(a, weights, k);
+    add_step<D>(sums, a, others + k * 16 * Rows<D>::BYTES, place);
   }
 }
 
-// Writes this warp's rows [16 MT, D], times a factor a row, to global memory in pieces of sixteen bytes. They go through
-// `own`, this warp's part of a tile that no other warp reads.
-template <int D, int MT>
-__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][D / 8][4],
-                                           const float (&factors)[MT][2], unsigned char *own) {
+// Writes this warp's rows [16 MT, 8 C8], whose columns begin at chunk `column`, times a factor a row, to global memory
+// in pieces of sixteen bytes. They go through `own`, those rows of a tile, whose columns no other warp reads any more.
+template <int D, int MT, int C8>
+__device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][C8][4],
+                                           const float (&factors)[MT][2], unsigned char *own, int column) {
   int here = lane_here(), g = here / 4, t = here % 4;
   __syncwarp(); // all lanes have read the tile
 #pragma unroll
@@ -144,13 +156,13 @@ __device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int firs
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      for (int n = 0; n < C8; n++) {
         uint32_t both = pack(rows[m][n][2 * r] * factors[m][r], rows[m][n][2 * r + 1] * factors[m][r]);
-        *reinterpret_cast<uint32_t *>(own + Rows<D>::at(m * 16 + r * 8 + g, n) + 4 * t) = both;
+        *reinterpret_cast<uint32_t *>(own + Rows<D>::at(m * 16 + r * 8 + g, column + n) + 4 * t) = both;
       }
   __syncwarp();
-  for (int i = here; i < 16 * MT * Rows<D>::CHUNKS; i += WARP) {
-    int row = i / Rows<D>::CHUNKS, chunk = i % Rows<D>::CHUNKS;
+  for (int i = here; i < 16 * MT * C8; i += WARP) {
+    int row = i / C8, chunk = column + i % C8;
     if (first + row >= end || chunk * 8 >= dh) continue;
     bf16 *to = head + size_t(first + row) * stride + chunk * 8;
     *reinterpret_cast<Bytes16 *>(to) = *reinterpret_cast<const Bytes16 *>(own + Rows<D>::at(row, chunk));

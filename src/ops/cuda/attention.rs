@@ -5,7 +5,8 @@
 
 use super::launch::{Address, Launch, address, empty, vectors};
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
-use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
+use crate::ops::upload;
+use candle_core::{DType, Result, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
 /// Own rows of a block on tensor cores, queries or keys.
@@ -37,7 +38,6 @@ struct Plan {
     num_past: usize,
     own: Own,
     rows: usize,
-    location: DeviceLocation,
 }
 
 impl Plan {
@@ -65,12 +65,16 @@ impl Plan {
     fn upload(self, on: &Tensor) -> Result<Tensor> {
         static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
         let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = if let Some(at) = uploaded.iter().position(|(plan, _)| *plan == self) {
+        // The same device, not just the same GPU: one that was opened twice has two streams, and neither waits.
+        let device = on.device();
+        let known =
+            |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
+        let found = if let Some(at) = uploaded.iter().position(known) {
             uploaded.remove(at)
         } else {
             let tasks = self.tasks();
             let shape = (tasks.len() / 4, 4);
-            (self, Tensor::from_vec(tasks, shape, on.device())?)
+            (self, upload(tasks, shape, device)?)
         };
         let tasks = found.1.clone();
         uploaded.insert(0, found); // the list used last comes first
@@ -135,8 +139,20 @@ impl Kernels {
             (Some(64), Own::Queries) => (128, 64),
             (Some(_), Own::Queries) => (128, 32),
         };
-        // Two tiles of own rows, two stages of two tiles of others, and two stages of what queries bring.
-        (threads, (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4)
+        // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
+        // a tile where two warps share their rows.
+        let given =
+            if (self.padded, own) == (Some(128), Own::Keys) { 4 * ROWS * others } else { 0 };
+        (threads, (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4 + given)
+    }
+}
+
+/// The kernels of heads of `dh`, as the log calls them.
+pub(in crate::ops) fn attention_kernel(dtype: DType, dh: usize) -> &'static str {
+    match Kernels::choose("attention", dtype, dh) {
+        Ok(Kernels { padded: Some(_), .. }) => "flash, tensor cores in bf16",
+        Ok(Kernels { padded: None, .. }) => "flash, plain kernel in f32",
+        Err(_) => "none on a GPU",
     }
 }
 
@@ -161,8 +177,7 @@ fn attend(
     if n == 0 {
         return Ok((o, lse));
     }
-    let location = qkv.q.device().location();
-    let plan = Plan { ends, num_past, own: Own::Queries, rows: kernels.rows(), location };
+    let plan = Plan { ends, num_past, own: Own::Queries, rows: kernels.rows() };
     let tasks = plan.upload(qkv.q)?;
     // Held until the kernel has its place in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
@@ -233,8 +248,7 @@ pub(in crate::ops) fn flash_attention_backward(
         (Own::Keys, "attention_backward_keys", [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, "attention_backward_queries", [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let (rows, location) = (kernels.rows(), q.device().location());
-        let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows, location };
+        let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows: kernels.rows() };
         let tasks = plan.upload(&q)?;
         let (threads, shared) = kernels.backward(own);
         let mut launch = kernels.launch(name, dtype);

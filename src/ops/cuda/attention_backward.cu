@@ -6,15 +6,20 @@
 // rounded to bf16 for the next products as they lie in registers; the scale of ds is applied to the sums at the end.
 // Tiles of the other side come in two stages; one barrier a tile. Only tiles on the diagonal and, where the others are
 // keys, at their end are masked; queries past the end have lse = infinity, so p = 0.
+// Where the registers of two gradients leave a warp no more than 16 keys, which is few for what it reads of the other
+// side, SPLIT = 2 warps share 32 keys instead: each has half of a tile's columns of p and ds, gives them to the other one
+// through shared memory, as the operands that they are, and adds to half of the columns of dk and dv.
 // Bound by shared memory and tensor cores alike: 7 products where the mathematics has 5, the price of no atomics.
 #include "attention.cuh"
 
 namespace {
 
-template <int D_, int MT_, int WARPS_, int N_, bool KEYS_> struct Shape {
-  static constexpr int D = D_, MT = MT_, WARPS = WARPS_, N = N_;
+template <int D_, int MT_, int WARPS_, int N_, bool KEYS_, int SPLIT_ = 1> struct Shape {
+  static constexpr int D = D_, MT = MT_, WARPS = WARPS_, N = N_, SPLIT = SPLIT_;
   static constexpr bool KEYS = KEYS_; // the own rows are keys
-  static constexpr int THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT;
+  static constexpr int THREADS = WARPS * WARP, ROWS = WARPS / SPLIT * 16 * MT;
+  static constexpr int COLUMNS = N / SPLIT; // of p and ds, of a warp
+  static constexpr int C8 = D / SPLIT / 8;  // tiles of columns of the gradients, of a warp
   static constexpr int TILE = N * Rows<D>::BYTES; // of one of the two others
 };
 
@@ -33,6 +38,21 @@ template <int N> struct Statistics {
   }
 };
 
+// Operands of MT row tiles and 16 columns, from the registers of one warp to those of another.
+template <int MT> __device__ __forceinline__ void give_operand(unsigned char *to, const uint32_t (&a)[MT][4]) {
+#pragma unroll
+  for (int m = 0; m < MT; m++) *reinterpret_cast<Bytes16 *>(to + (m * WARP + lane()) * 16) = Bytes16{a[m][0], a[m][1], a[m][2], a[m][3]};
+}
+
+template <int MT> __device__ __forceinline__ void take_operand(uint32_t (&a)[MT][4], const unsigned char *from) {
+#pragma unroll
+  for (int m = 0; m < MT; m++) {
+    Bytes16 operand = *reinterpret_cast<const Bytes16 *>(from + (m * WARP + lane()) * 16);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[m][i] = operand.words[i];
+  }
+}
+
 struct Sizes {
   int num_rows, h, hkv, dh;
   float scale;
@@ -44,11 +64,12 @@ struct Sizes {
 template <class S>
 __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse,
                          const float *delta, bf16 *d0, bf16 *d1, const int *tasks, Sizes sizes) {
-  constexpr int D = S::D, MT = S::MT, N = S::N;
+  constexpr int D = S::D, MT = S::MT, N = S::N, COLUMNS = S::COLUMNS;
   DYNAMIC_SHARED(shared);
   unsigned char *own0_tile = shared, *own1_tile = own0_tile + S::ROWS * Rows<D>::BYTES;
   unsigned char *stages = own1_tile + S::ROWS * Rows<D>::BYTES;            // [2][2] tiles
   float *statistics = reinterpret_cast<float *>(stages + 4 * S::TILE); // [2][2][N]
+  unsigned char *given = reinterpret_cast<unsigned char *>(statistics + 4 * N); // operands, of SPLIT > 1
   int h = sizes.h, hkv = sizes.hkv, dh = sizes.dh, group = h / hkv, own_heads = S::KEYS ? hkv : h;
   Task task = task_of(tasks, int(blockIdx.x) / own_heads);
   int own_head = int(blockIdx.x) % own_heads, other_head = S::KEYS ? own_head * group : own_head / group;
@@ -72,8 +93,8 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   fetch(other_head, from, 0);
   if (S::KEYS) coming.keep(statistics);
 
-  int first_row = task.first + warp() * 16 * MT, g = lane() / 4, t = lane() % 4;
-  const int own_place = warp() * 16 * MT * Rows<D>::BYTES;
+  int part = warp() % S::SPLIT, first_row = task.first + warp() / S::SPLIT * 16 * MT, g = lane() / 4, t = lane() % 4;
+  const int own_place = warp() / S::SPLIT * 16 * MT * Rows<D>::BYTES, part_place = part * COLUMNS * Rows<D>::BYTES;
   float own_lse[MT][2], own_delta[MT][2]; // of queries
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -84,7 +105,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       own_lse[m][r] = valid ? lse[size_t(own_head) * sizes.num_rows + row] * LOG2_E : INFINITE;
       own_delta[m][r] = valid ? delta[size_t(own_head) * sizes.num_rows + row] : 0.0f;
     }
-  float sums0[MT][D / 8][4], sums1[S::KEYS ? MT : 1][S::KEYS ? D / 8 : 1][4];
+  float sums0[MT][S::C8][4], sums1[S::KEYS ? MT : 1][S::KEYS ? S::C8 : 1][4];
   clear(sums0);
   clear(sums1);
   float log2_scale = sizes.scale * LOG2_E;
@@ -95,13 +116,13 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
     int next_head = at + N < to ? head : head + 1, next_at = at + N < to ? at + N : from;
     if (next_head <= last_head) fetch(next_head, next_at, stage ^ 1);
     const unsigned char *tile0 = stages + stage * 2 * S::TILE, *tile1 = tile0 + S::TILE;
-    const float *column_lse = statistics + stage * 2 * N + 2 * t, *column_delta = column_lse + N;
+    const float *column_lse = statistics + stage * 2 * N + part * COLUMNS + 2 * t, *column_delta = column_lse + N;
 
-    float p[MT][N / 8][4], ds[MT][N / 8][4];
+    float p[MT][COLUMNS / 8][4], ds[MT][COLUMNS / 8][4];
     clear(p);
-    add_scores<D, MT, N, 4>(p, own0_tile + own_place, tile0);
+    add_scores<D, MT, COLUMNS, 4>(p, own0_tile + own_place, tile0 + part_place);
 #pragma unroll
-    for (int n = 0; n < N / 8; n++)
+    for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float of_column = S::KEYS ? column_lse[8 * n + i] : 0.0f;
@@ -123,19 +144,19 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
           int row = first_row + m * 16 + r * 8 + g;
           // Where the own rows are keys, the columns from this one on see the row; otherwise the row sees those before.
           int bound = S::KEYS ? row - shift : sizes.causal ? min(task.other_end, row + shift + 1) : task.other_end;
-          bound -= at + 2 * t;
+          bound -= at + part * COLUMNS + 2 * t;
 #pragma unroll
-          for (int n = 0; n < N / 8; n++)
+          for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
               if ((8 * n + i < bound) == S::KEYS) p[m][n][2 * r + i] = 0;
         }
     }
     clear(ds);
-    add_scores<D, MT, N, 4>(ds, own1_tile + own_place, tile1); // dp
-    if constexpr (S::KEYS) add_weighted<D, MT, N>(sums1, p, tile1);
+    add_scores<D, MT, COLUMNS, 4>(ds, own1_tile + own_place, tile1 + part_place); // dp
+    if constexpr (S::KEYS && S::SPLIT == 1) add_weighted<D, MT, N>(sums1, p, tile1);
 #pragma unroll
-    for (int n = 0; n < N / 8; n++)
+    for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float of_column = S::KEYS ? column_delta[8 * n + i] : 0.0f;
@@ -145,7 +166,40 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
           for (int r = 0; r < 2; r++)
             ds[m][n][2 * r + i] = p[m][n][2 * r + i] * (ds[m][n][2 * r + i] - (S::KEYS ? of_column : own_delta[m][r]));
       }
-    add_weighted<D, MT, N>(sums0, ds, tile0);
+    if constexpr (S::SPLIT == 1) {
+      add_weighted<D, MT, N>(sums0, ds, tile0);
+    } else {
+      static_assert(S::KEYS && S::SPLIT == 2 && Rows<D>::PERMUTED && S::C8 % 8 == 0, "a half is 128 bytes of a permuted row");
+      constexpr int STEPS = COLUMNS / 16, OPERAND = MT * WARP * 16;
+      uint32_t p_own[STEPS][MT][4], ds_own[STEPS][MT][4];
+      unsigned char *to = given + warp() * 2 * STEPS * OPERAND, *from = given + (warp() ^ 1) * 2 * STEPS * OPERAND;
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) {
+        left_operand(p_own[k], p, k);
+        left_operand(ds_own[k], ds, k);
+        give_operand(to + 2 * k * OPERAND, p_own[k]);
+        give_operand(to + (2 * k + 1) * OPERAND, ds_own[k]);
+      }
+      int place = left_place<D>() ^ part * S::C8 * 16;
+      compute_here(place);
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) {
+        int here = part_place + k * 16 * Rows<D>::BYTES;
+        add_step<D>(sums1, p_own[k], tile1 + here, place);
+        add_step<D>(sums0, ds_own[k], tile0 + here, place);
+      }
+      // The other one has given. What this one takes stays until the __syncthreads of the next tile.
+      sync_warps<2>(1 + warp() / 2);
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) {
+        uint32_t a[MT][4];
+        int there = (COLUMNS * Rows<D>::BYTES ^ part_place) + k * 16 * Rows<D>::BYTES;
+        take_operand(a, from + 2 * k * OPERAND);
+        add_step<D>(sums1, a, tile1 + there, place);
+        take_operand(a, from + (2 * k + 1) * OPERAND);
+        add_step<D>(sums0, a, tile0 + there, place);
+      }
+    }
     if (S::KEYS && next_head <= last_head) coming.keep(statistics + (stage ^ 1) * 2 * N);
     head = next_head;
     at = next_at;
@@ -159,9 +213,11 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       scales[m][r] = sizes.scale;
       ones[m][r] = 1.0f;
     }
-  store_rows<D, MT>(d0 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums0, scales, own0_tile + own_place);
+  if (S::SPLIT > 1) __syncthreads(); // both warps have read their rows
+  int column = part * S::C8;
+  store_rows<D>(d0 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums0, scales, own0_tile + own_place, column);
   if constexpr (S::KEYS)
-    store_rows<D, MT>(d1 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums1, ones, own1_tile + own_place);
+    store_rows<D>(d1 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums1, ones, own1_tile + own_place, column);
 }
 
 } // namespace
@@ -174,10 +230,10 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   }                                                                                                                                        \
   EXPORT(attention_backward_##side##_d##D##_bf16)
 
-// Head dim, row tiles of a warp, warps, other rows of a tile: as the registers allow. attention.rs has the same sizes.
+// Head dim, row tiles of a warp, warps, other rows of a tile, side, warps that share rows: as the registers allow. attention.rs has the same sizes.
 using Keys64 = Shape<64, 2, 4, 32, true>;
 using Keys80 = Shape<80, 1, 8, 64, true>;
-using Keys128 = Shape<128, 1, 8, 64, true>;
+using Keys128 = Shape<128, 2, 8, 64, true, 2>;
 using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;

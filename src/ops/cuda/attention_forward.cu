@@ -131,7 +131,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
       int row = first_row + m * 16 + r * 8 + g;
       if (t == 0 && row < task.end) lse[size_t(head) * num_rows + row] = fmaf(running.max[m][r], scale, logf(sum));
     }
-  store_rows<D, MT>(o + size_t(head) * dh, unsigned(h) * dh, first_row, task.end, dh, sums, factors, own);
+  store_rows<D>(o + size_t(head) * dh, unsigned(h) * dh, first_row, task.end, dh, sums, factors, own, 0);
 }
 
 } // namespace

@@ -176,6 +176,7 @@ using emulation::load_matrices_transposed;
 using emulation::copy_async;
 using emulation::commit_copies;
 using emulation::wait_copies;
+using emulation::sync_warps;
 #else
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
@@ -200,6 +201,11 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], cons
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool valid) {
   uint32_t address = uint32_t(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// A barrier of WARPS whole warps, those that name `barrier` (1 .. 15; __syncthreads is 0).
+template <int WARPS> __device__ __forceinline__ void sync_warps(int barrier) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(WARPS * WARP) : "memory");
 }
 
 // Ends a group of copies of this thread.

@@ -27,7 +27,7 @@ trainer_emulation_switch:
 namespace emulation {
 
 static constexpr size_t STACK = 256 << 10;
-static constexpr size_t SHARED = 228 << 10; // of an sm_90 block, the most there is
+static constexpr size_t SHARED = 163 << 10; // the most that an sm_80 block can have; sm_90 has more
 
 struct Call {
   Entry entry;
@@ -63,7 +63,35 @@ static unsigned next_random() {
   return unsigned(random_state >> 33);
 }
 
-static void run_block(unsigned threads) {
+static void mix(std::vector<unsigned> &items) {
+  for (size_t i = items.size() - 1; i > 0; i--) std::swap(items[i], items[next_random() % (i + 1)]);
+}
+
+// Lets every lane of a warp run to its next wait; false if that got none of them any further.
+static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
+  auto progress = [warp] { // arrivals and ends
+    long sum = named_arrivals + block_arrivals - alive;
+    for (unsigned lane = 0; lane < 32; lane++) sum += fibers[32 * warp + lane].operations;
+    return sum;
+  };
+  long before = progress();
+  for (unsigned lane : lanes) {
+    unsigned index = 32 * warp + lane;
+    if (fibers[index].finished) continue;
+    current = int(index);
+    threadIdx = {index, 0, 0};
+    trainer_emulation_switch(&scheduler_pointer, fibers[index].stack_pointer);
+  }
+  return progress() != before;
+}
+
+// Nobody may have written behind the shared memory that the launch asked for.
+static void check_shared(unsigned bytes) {
+  for (size_t i = bytes; i < SHARED; i++)
+    if (shared_memory[i] != 0xFF) fail("writes to more shared memory than its launch asked for");
+}
+
+static void run_block(unsigned threads, unsigned shared_bytes) {
   std::memset(shared_memory, 0xFF, SHARED);
   fibers.resize(threads);
   warps.assign((threads + 31) / 32, Warp());
@@ -71,27 +99,20 @@ static void run_block(unsigned threads) {
   alive = int(threads);
   at_barrier = 0;
   barrier_generation = 0;
-  std::vector<int> order(threads);
-  for (unsigned i = 0; i < threads; i++) order[i] = int(i);
-  for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[next_random() % (i + 1)]);
-  unsigned idle_sweeps = 0;
-  while (alive > 0) {
-    // Progress is an arrival or an end; a sweep without any is a deadlock.
-    int alive_before = alive, barrier_before = at_barrier;
-    unsigned generation_before = barrier_generation;
-    long operations_before = 0, operations_after = 0;
-    for (const Fiber &fiber : fibers) operations_before += fiber.operations;
-    for (int index : order) {
-      if (fibers[index].finished) continue;
-      current = index;
-      threadIdx = {unsigned(index), 0, 0};
-      trainer_emulation_switch(&scheduler_pointer, fibers[index].stack_pointer);
-    }
-    for (const Fiber &fiber : fibers) operations_after += fiber.operations;
-    bool moved = alive != alive_before || at_barrier != barrier_before || barrier_generation != generation_before || operations_after != operations_before;
+  for (Barrier &barrier : named_barriers) barrier = Barrier();
+  std::vector<unsigned> lanes(32), order(threads / 32);
+  for (unsigned i = 0; i < 32; i++) lanes[i] = i;
+  for (unsigned i = 0; i < order.size(); i++) order[i] = i;
+  mix(lanes);
+  for (unsigned idle_sweeps = 0; alive > 0;) {
+    mix(order);
+    bool moved = false;
+    for (unsigned warp : order) // one warp goes as far as it gets: what it should have waited for has not happened yet
+      while (run_warp(warp, lanes)) moved = true;
     idle_sweeps = moved ? 0 : idle_sweeps + 1;
     if (idle_sweeps > 2) fail("waits for threads that never come: a barrier or a warp operation that not all of them reach");
   }
+  check_shared(shared_bytes);
 }
 
 } // namespace emulation
@@ -117,7 +138,7 @@ extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, 
     for (unsigned y = 0; y < grid[1]; y++)
       for (unsigned x = 0; x < grid[0]; x++) {
         blockIdx = {x, y, z};
-        run_block(threads);
+        run_block(threads, shared_bytes);
       }
   return 0;
 }

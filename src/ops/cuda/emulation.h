@@ -1,7 +1,8 @@
 // CUDA kernels on the host, to test them without a GPU: each thread of a block is a fiber, blocks run one after
-// another. What it finds: wrong indices and arithmetic, barriers that not all threads reach, a barrier or a wait
-// that is missing (threads run in random order, copies happen when they are waited for, shared memory starts as
-// NaNs), and 16-byte accesses off their boundary. What it cannot find: the memory model, registers, speed.
+// another. What it finds: wrong indices and arithmetic; barriers that not all threads reach; a barrier or a wait that
+// is missing (warps run in random order, each as far ahead as barriers let it; shared memory starts as NaNs, and
+// turns to NaNs between the start of a copy and the wait for it); shared memory that the launch did not ask for or that
+// an sm_80 block cannot have; 16-byte accesses off their boundary. What it cannot: the memory model, registers, speed.
 #pragma once
 
 #include <cmath>
@@ -67,6 +68,12 @@ inline int current;      // index of the fiber that runs
 inline int alive;        // fibers that have not finished
 inline int at_barrier;
 inline unsigned barrier_generation;
+struct Barrier {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+inline Barrier named_barriers[16];
+inline long named_arrivals, block_arrivals;
 inline void *scheduler_pointer;
 inline const char *kernel_name;
 inline void (*body)(void *);
@@ -89,8 +96,21 @@ inline void release_barrier() {
 
 inline void sync_threads() {
   unsigned generation = barrier_generation;
+  block_arrivals++;
   if (++at_barrier == alive) release_barrier();
   while (generation == barrier_generation) yield();
+}
+
+template <int WARPS> inline void sync_warps(int number) {
+  if (number < 1 || number > 15) fail("there are barriers 1 to 15 besides that of the block");
+  Barrier &barrier = named_barriers[number];
+  unsigned generation = barrier.generation;
+  named_arrivals++;
+  if (++barrier.arrived == 32 * WARPS) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  }
+  while (generation == barrier.generation) yield();
 }
 
 // Each lane gives a value; the last one to arrive calls `combine(values of all lanes, result)`, and then each gets
@@ -189,6 +209,7 @@ inline void load_matrices_transposed(uint32_t (&to)[4], const void *row) { load_
 inline void copy_async(void *shared, const void *global, bool valid) {
   check_aligned(shared);
   if (valid) check_aligned(global);
+  std::memset(shared, 0xFF, 16); // it may land at once: nobody may still read what was there
   fibers[current].open.push_back({shared, valid ? global : nullptr});
 }
 

@@ -2,9 +2,7 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
-#[cfg(feature = "cuda")]
-use candle_core::Device;
-use candle_core::{DType, Result, Shape, Storage, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use std::ffi::c_void;
 
@@ -12,15 +10,20 @@ use std::ffi::c_void;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Address(pub(super) u64);
 
-/// Whether the kernels take `t`: it is in the memory of a GPU.
-#[cfg(feature = "cuda")]
+/// Whether the kernels take `t`.
 pub(in crate::ops) fn on_gpu(t: &Tensor) -> bool {
-    matches!(t.device(), Device::Cuda(_))
+    takes(t.device())
 }
 
-/// Whether the kernels take `t`: all tensors, if the environment has `TRAINER_EMULATE_CUDA`.
+/// Whether the kernels take tensors on `device`: it is a GPU.
+#[cfg(feature = "cuda")]
+pub(in crate::ops) fn takes(device: &Device) -> bool {
+    device.is_cuda()
+}
+
+/// Whether the kernels take tensors on `device`: any, if the environment has `TRAINER_EMULATE_CUDA`.
 #[cfg(not(feature = "cuda"))]
-pub(in crate::ops) fn on_gpu(_: &Tensor) -> bool {
+pub(in crate::ops) fn takes(_: &Device) -> bool {
     static EMULATE: std::sync::LazyLock<bool> =
         std::sync::LazyLock::new(|| std::env::var_os("TRAINER_EMULATE_CUDA").is_some());
     *EMULATE
@@ -127,8 +130,9 @@ impl Launch {
 
     /// Blocks, in `x`, `y` and `z`; the last two take at most 65,535.
     pub(super) fn grid3(mut self, blocks: [usize; 3]) -> Self {
-        self.grid =
-            blocks.map(|blocks| u32::try_from(blocks).expect("a grid has less than 2^31 blocks"));
+        assert!(blocks[1..].iter().all(|blocks| *blocks < 1 << 16), "a grid is {blocks:?} blocks");
+        self.grid = blocks
+            .map(|blocks| i32::try_from(blocks).expect("a grid has less than 2^31 blocks") as u32);
         self
     }
 
@@ -165,6 +169,11 @@ impl Launch {
     /// An `int`.
     pub(super) fn int(self, value: usize) -> Self {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
+    }
+
+    /// An `unsigned`.
+    pub(super) fn bits(self, value: u32) -> Self {
+        self.with(Argument::Int(value as i32))
     }
 
     /// A `long long`.
@@ -220,10 +229,10 @@ fn start(
     let Device::Cuda(device) = on.device() else {
         bail!("{kernel}: no operand is on a GPU");
     };
-    let function = super::module::function(device, kernel, shared)?;
     let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
+    let function = super::module::function(device, kernel, shared)?;
     // SAFETY: the arguments are those of the kernel's signature, and the tensors outlive the work on their stream:
     // memory is freed on the same one.
     let launched = unsafe {

@@ -28,11 +28,13 @@ mod tests;
 mod upload;
 
 pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
-pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
+pub(super) use attention::{
+    attention_kernel, decode_attention, flash_attention, flash_attention_backward,
+};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
-pub(super) use launch::on_gpu;
+pub(super) use launch::{on_gpu, takes};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,

@@ -1,48 +1,80 @@
 //! The compiled kernels on each device.
 
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUdevice_attribute, CUfunction_attribute_enum as Attribute, CUresult,
+};
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, DriverError};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
-use candle_core::{Error, Result};
+use candle_core::{Error, Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// Machine code for sm_80 and sm_90, and PTX for what comes after; one image a `.cu` file.
 const IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
-/// Dynamic shared memory that a kernel may use without asking.
-const FREE_SHARED: u32 = 48 << 10;
 
 #[derive(Default)]
 struct Loaded {
     modules: Vec<Arc<CudaModule>>,
-    functions: HashMap<String, CudaFunction>,
+    functions: HashMap<String, Kernel>,
+}
+
+#[derive(Clone)]
+struct Kernel {
+    function: CudaFunction,
+    /// Bytes of dynamic shared memory that a launch may ask for.
+    most_shared: u32,
 }
 
 static LOADED: LazyLock<Mutex<HashMap<DeviceId, Loaded>>> = LazyLock::new(Mutex::default);
 
-/// The kernel called `name` on `device`, allowed `shared` bytes of dynamic shared memory.
+/// The kernel called `name` on `device`, for a launch with `shared` bytes of dynamic shared memory. The context of the
+/// device is that of the thread.
 pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<CudaFunction> {
     let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let loaded = all.entry(device.id()).or_default();
     if loaded.modules.is_empty() {
-        let stream = device.cuda_stream();
-        for (file, image) in IMAGES {
-            let module = stream.context().load_module(Ptx::from_binary(image.to_vec()));
-            loaded.modules.push(module.map_err(|error| {
-                Error::msg(format!("the kernels of {file} do not load on this GPU: {error}"))
-            })?);
-        }
+        loaded.modules = load(device)?;
     }
-    if let Some(function) = loaded.functions.get(name) {
-        return Ok(function.clone());
+    let kernel = if let Some(kernel) = loaded.functions.get(name) {
+        kernel.clone()
+    } else {
+        let kernel = find(device, &loaded.modules, name)?;
+        loaded.functions.insert(name.to_owned(), kernel.clone());
+        kernel
+    };
+    if shared > kernel.most_shared {
+        let most = kernel.most_shared;
+        bail!("{name}: a block takes {shared} bytes of shared memory, and this GPU gives {most}");
     }
-    let found = loaded.modules.iter().find_map(|module| module.load_function(name).ok());
-    let function = found.ok_or_else(|| Error::msg(format!("no kernel is called `{name}`")))?;
-    if shared > FREE_SHARED {
+    Ok(kernel.function)
+}
+
+fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
+    let stream = device.cuda_stream();
+    let load = |(file, image): &(&str, &[u8])| {
+        let module = stream.context().load_module(Ptx::from_binary(image.to_vec()));
+        module.map_err(|error| {
+            Error::msg(format!("the kernels of {file} do not load on this GPU: {error}"))
+        })
+    };
+    IMAGES.iter().map(load).collect()
+}
+
+fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<Kernel> {
+    for module in modules {
+        let function = match module.load_function(name) {
+            Ok(function) => function,
+            Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND)) => continue,
+            Err(error) => bail!("{name} does not load on this GPU: {error}"),
+        };
+        // All that a block can have: the sizes of a kernel's launches differ, and the first need not be the largest.
+        let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most = device.cuda_stream().context().attribute(most).w()?;
+        let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(attribute, shared as i32).w()?;
+        function.set_attribute(attribute, most - own).w()?;
+        return Ok(Kernel { function, most_shared: (most - own) as u32 });
     }
-    loaded.functions.insert(name.to_owned(), function.clone());
-    Ok(function)
+    bail!("no kernel is called `{name}`")
 }

@@ -1,0 +1,266 @@
+//! Laws of the packer, and how well it fills.
+
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, LogNormal};
+
+use super::*;
+
+fn on(length: u32, strategy: PackingStrategy) -> Packing {
+    let length = NonZeroU32::new(length).unwrap();
+    Packing::On { length, strategy, overlong: Overlong::Alone }
+}
+
+/// Windows of so many samples, one byte of pixels a patch, nothing else.
+fn rules(window: usize) -> PackRules {
+    PackRules {
+        window: NonZeroUsize::new(window).unwrap(),
+        max_patches: None,
+        patch_bytes: NonZeroU64::MIN,
+        balanced_step: None,
+    }
+}
+
+fn item(position: usize, tokens: usize) -> Item<()> {
+    let length = Length { tokens, pixel_bytes: 0 };
+    Item { position: position as u64, length, value: () }
+}
+
+fn pack(packing: Packing, lengths: &[usize]) -> Vec<Vec<Item<()>>> {
+    pack_by(packing, rules(256), lengths)
+}
+
+fn pack_by(packing: Packing, rules: PackRules, lengths: &[usize]) -> Vec<Vec<Item<()>>> {
+    let mut packer = Packer::new(packing, rules, Vec::new());
+    let items = lengths.iter().enumerate().map(|(position, tokens)| item(position, *tokens));
+    let mut packs: Vec<_> = items.flat_map(|item| packer.push(item)).collect();
+    packs.extend(packer.finish());
+    assert_eq!(packer.held().count(), 0);
+    packs
+}
+
+fn positions(packs: &[Vec<Item<()>>]) -> Vec<Vec<u64>> {
+    packs.iter().map(|pack| pack.iter().map(|item| item.position).collect()).collect()
+}
+
+fn tokens(pack: &[Item<()>]) -> usize {
+    pack.iter().map(|item| item.length.tokens).sum()
+}
+
+#[test]
+fn packing_off_gives_one_sample_a_pack() {
+    assert_eq!(positions(&pack(Packing::Off, &[3, 9, 1])), [[0], [1], [2]]);
+}
+
+#[test]
+fn sequential_closes_a_pack_when_the_next_sample_does_not_fit() {
+    let packs = pack(on(10, PackingStrategy::Sequential), &[4, 6, 1, 10, 3, 12, 2]);
+    assert_eq!(positions(&packs), [vec![0, 1], vec![2], vec![3], vec![4], vec![5], vec![6]]);
+}
+
+#[test]
+fn best_fit_finds_partners_that_are_no_neighbours() {
+    let packs = pack(on(10, PackingStrategy::BestFit), &[6, 7, 3, 4, 12, 9]);
+    assert_eq!(positions(&packs), [vec![0, 3], vec![1, 2], vec![4], vec![5]]);
+}
+
+#[test]
+fn a_window_is_packed_at_its_bound_of_pixels() {
+    let mut packer = Packer::new(on(10, PackingStrategy::BestFit), rules(256), Vec::new());
+    let with_pixels = |position| {
+        let length = Length { tokens: 10, pixel_bytes: WINDOW_PIXEL_BYTES / 2 };
+        Item { position, length, value: () }
+    };
+    assert!(packer.push(with_pixels(0)).is_empty());
+    assert_eq!(packer.push(with_pixels(1)).len(), 2);
+    assert!(packer.push(with_pixels(2)).is_empty());
+}
+
+/// Lengths of `num` samples, made up like those of three kinds of data: `vl`, chats with pictures of
+/// every size; `text`, chats; `hires`, where most rows have one large picture. (Name, lengths.)
+fn mixes(num: usize) -> [(&'static str, Vec<usize>); 3] {
+    let lengths = |mean: f64, spread: f64| {
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let median = mean / (spread * spread / 2.0).exp();
+        let distribution = LogNormal::new(median.ln(), spread).unwrap();
+        let mut length = || (distribution.sample(&mut rng) as usize).clamp(16, 8192);
+        (0..num).map(|_| length()).collect()
+    };
+    [("vl", lengths(1320.0, 1.0)), ("text", lengths(630.0, 1.0)), ("hires", lengths(3450.0, 0.3))]
+}
+
+fn fill(packs: &[Vec<Item<()>>], length: u32) -> f64 {
+    packs.iter().map(|pack| tokens(pack)).sum::<usize>() as f64
+        / (packs.len() * length as usize) as f64
+}
+
+/// Mean over largest cost in groups of packs that follow each other.
+fn evenness(packs: &[Vec<Item<()>>], group: usize) -> f64 {
+    let cost = |pack: &Vec<Item<()>>| {
+        let sizes = pack.iter().map(|item| Room { tokens: item.length.tokens, patches: 0 });
+        balance::cost(sizes) as f64
+    };
+    let groups = packs.chunks_exact(group).map(|packs| {
+        let costs = || packs.iter().map(cost);
+        costs().sum::<f64>() / group as f64 / costs().fold(0.0, f64::max)
+    });
+    groups.clone().sum::<f64>() / groups.count() as f64
+}
+
+#[test]
+fn best_fit_fills_packs_and_beats_sequential() {
+    for ((name, lengths), least) in mixes(20_000).into_iter().zip([0.998, 0.998, 0.965]) {
+        let packing = |strategy| on(8192, strategy);
+        let best_fit =
+            fill(&pack_by(packing(PackingStrategy::BestFit), rules(1000), &lengths), 8192);
+        let sequential = fill(&pack(packing(PackingStrategy::Sequential), &lengths), 8192);
+        assert!(
+            best_fit >= least && sequential < 0.95,
+            "{name}: best_fit {best_fit:.4}, sequential {sequential:.4}"
+        );
+    }
+}
+
+#[test]
+fn balanced_steps_have_packs_of_like_cost_and_come_in_no_order_of_cost() {
+    let [(_, lengths), ..] = mixes(20_000);
+    let packing = on(8192, PackingStrategy::BestFit);
+    let plain = pack_by(packing, rules(1000), &lengths);
+    let balanced_step = NonZeroUsize::new(8);
+    let balanced = pack_by(packing, PackRules { balanced_step, ..rules(1000) }, &lengths);
+    assert!(evenness(&plain, 8) < 0.96, "{}", evenness(&plain, 8));
+    assert!(evenness(&balanced, 8) > 0.985, "{}", evenness(&balanced, 8));
+    assert!(fill(&balanced, 8192) > 0.998);
+    let mut seen = positions(&balanced).concat();
+    seen.sort_unstable();
+    assert_eq!(seen, (0..lengths.len() as u64).collect::<Vec<_>>());
+    // neither rises nor falls: half of the steps cost more than the one before
+    let samples: Vec<usize> =
+        balanced.chunks(8).map(|step| step.iter().map(Vec::len).sum()).collect();
+    let rising = samples.windows(2).filter(|two| two[0] < two[1]).count() as f64;
+    assert!((rising / samples.len() as f64 - 0.5).abs() < 0.1, "{rising} of {}", samples.len());
+}
+
+#[test]
+fn packs_have_no_more_patches_than_allowed() {
+    let max_patches = NonZeroU32::new(10);
+    for strategy in [PackingStrategy::Sequential, PackingStrategy::BestFit] {
+        let mut packer =
+            Packer::new(on(100, strategy), PackRules { max_patches, ..rules(7) }, Vec::new());
+        let mut packs = Vec::new();
+        for (position, pixel_bytes) in [6, 6, 0, 4, 12, 0, 3, 3, 3, 3].into_iter().enumerate() {
+            let length = Length { tokens: 9, pixel_bytes };
+            packs.extend(packer.push(Item { position: position as u64, length, value: () }));
+        }
+        packs.extend(packer.finish());
+        assert_eq!(packs.iter().map(Vec::len).sum::<usize>(), 10);
+        for pack in &packs {
+            let patches: u64 = pack.iter().map(|item| item.length.pixel_bytes).sum();
+            assert!(patches <= 10 || pack.len() == 1, "{strategy:?}: {packs:?}");
+        }
+    }
+}
+
+#[test]
+fn a_million_lengths_are_packed_at_once() {
+    for (name, lengths) in mixes(1_000_000) {
+        let began = Instant::now();
+        let packs = pack_by(on(8192, PackingStrategy::BestFit), rules(1000), &lengths);
+        // a busy machine takes longer; a quadratic packer would take minutes
+        assert!(began.elapsed() < Duration::from_secs(10), "{name}: {:?}", began.elapsed());
+        assert!(fill(&packs, 8192) > 0.965);
+    }
+}
+
+/// The table of `docs/performance.md`.
+#[test]
+#[ignore = "prints a table"]
+fn fill_of_made_up_lengths() {
+    for (name, lengths) in mixes(40_000) {
+        for length in [8192, 16384, 32768] {
+            let rate =
+                |strategy, rules| fill(&pack_by(on(length, strategy), rules, &lengths), length);
+            let best_fit = |window| rate(PackingStrategy::BestFit, rules(window));
+            let balanced = PackRules { balanced_step: NonZeroUsize::new(8), ..rules(1000) };
+            let plain = pack_by(on(length, PackingStrategy::BestFit), rules(1000), &lengths);
+            let even = pack_by(on(length, PackingStrategy::BestFit), balanced, &lengths);
+            eprintln!(
+                "| {name} | {length} | {:.3} | {:.4} | {:.4} | {:.4} | {:.4} | {:.4} | {:.3} | {:.3} |",
+                rate(PackingStrategy::Sequential, rules(1)),
+                best_fit(32),
+                best_fit(256),
+                best_fit(1000),
+                best_fit(40_000),
+                fill(&even, length),
+                evenness(&plain, 8),
+                evenness(&even, 8),
+            );
+        }
+    }
+    for (name, lengths) in mixes(1_000_000) {
+        let began = Instant::now();
+        let packs = pack_by(on(8192, PackingStrategy::BestFit), rules(1000), &lengths).len();
+        eprintln!("{name}: 1,000,000 lengths in {packs} packs of 8,192: {:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn packs_of_a_window_come_in_no_order_of_length() {
+    let lengths: Vec<usize> = (0..255).map(|i| 1 + (i * 97) % 256).collect();
+    let packs = pack(on(400, PackingStrategy::BestFit), &lengths);
+    let (first, second) = packs.split_at(packs.len() / 2);
+    let mean_len =
+        |packs: &[Vec<_>]| packs.iter().map(Vec::len).sum::<usize>() as f64 / packs.len() as f64;
+    let (first, second) = (mean_len(first), mean_len(second));
+    assert!((first / second - 1.0).abs() < 0.25, "samples a pack: {first}, then {second}");
+}
+
+proptest! {
+    #[test]
+    fn every_sample_is_in_one_pack_and_no_pack_is_over_the_limit(
+        lengths in prop::collection::vec(1usize..40, 0..700),
+        limit in 1u32..60,
+        best_fit in any::<bool>(),
+    ) {
+        let strategy =
+            if best_fit { PackingStrategy::BestFit } else { PackingStrategy::Sequential };
+        let packs = pack(on(limit, strategy), &lengths);
+        for pack in &packs {
+            prop_assert!(tokens(pack) <= limit as usize || pack.len() == 1);
+            prop_assert!(pack.is_sorted_by_key(|item| item.position));
+        }
+        let mut seen = positions(&packs).concat();
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..lengths.len() as u64).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_packer_made_from_what_another_holds_goes_on_alike(
+        lengths in prop::collection::vec(1usize..40, 300..900),
+        best_fit in any::<bool>(),
+        step in 0usize..9,
+    ) {
+        let strategy =
+            if best_fit { PackingStrategy::BestFit } else { PackingStrategy::Sequential };
+        let packing = on(64, strategy);
+        let rules = PackRules { balanced_step: NonZeroUsize::new(step), ..rules(100) };
+        let mut packer = Packer::new(packing, rules, Vec::new());
+        let packer_of = |held: &[u64]| {
+            let carry = held.iter().map(|p| item(*p as usize, lengths[*p as usize])).collect();
+            Packer::new(packing, rules, carry)
+        };
+        let mut resumed = packer_of(&[]);
+        for (position, tokens) in lengths.iter().enumerate() {
+            let packs = packer.push(item(position, *tokens));
+            prop_assert_eq!(&resumed.push(item(position, *tokens)), &packs);
+            if !packs.is_empty() {
+                let held: Vec<_> = packer.held().collect();
+                resumed = packer_of(&held);
+            }
+        }
+        prop_assert_eq!(packer.finish(), resumed.finish());
+    }
+}
