@@ -44,8 +44,10 @@ pub struct StepSizes {
 /// Operations a weight and row: 6 trained, 4 frozen but passed through, 2 forward only.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Passes {
-    /// Decoder and head.
+    /// Decoder.
     pub text: f64,
+    /// Head.
+    pub head: f64,
     /// Tower.
     pub vision: f64,
     /// Mergers.
@@ -55,12 +57,13 @@ pub struct Passes {
 impl ModelWork {
     /// Operations by the honest convention.
     pub fn honest(&self, sizes: &StepSizes, passes: Passes) -> f64 {
-        let text = self.text_params * sizes.tokens + self.head_params * sizes.targets;
+        let text = self.text_params * sizes.tokens;
         // Scores and values: 2 * 2 * L^2 / 2 a head dimension forward, twice that backward.
         let attention = self.text_attention * sizes.token_squares;
         let vision =
             self.vision_params * sizes.patches + 2.0 * self.vision_attention * sizes.patch_squares;
         passes.text * (text + attention)
+            + passes.head * self.head_params * sizes.targets
             + passes.vision * vision
             + passes.merger * self.merger_params * sizes.merged
     }
@@ -95,13 +98,13 @@ mod tests {
             token_squares: 32.0,
             patch_squares: 256.0,
         };
-        let all = Passes { text: 6.0, vision: 6.0, merger: 6.0 };
+        let all = Passes { text: 6.0, head: 6.0, vision: 6.0, merger: 6.0 };
         let text = 100.0 * 8.0 + 10.0 * 3.0 + 2.0 * 32.0;
         let vision = 50.0 * 16.0 + 2.0 * 256.0;
         assert_eq!(WORK.honest(&sizes, all), 6.0 * (text + vision + 20.0 * 4.0));
-        let frozen = Passes { text: 6.0, vision: 2.0, merger: 6.0 };
-        let saved = WORK.honest(&sizes, all) - WORK.honest(&sizes, frozen);
-        assert_eq!(saved, 4.0 * vision);
+        let saved = |frozen| WORK.honest(&sizes, all) - WORK.honest(&sizes, frozen);
+        assert_eq!(saved(Passes { vision: 2.0, ..all }), 4.0 * vision);
+        assert_eq!(saved(Passes { head: 4.0, ..all }), 2.0 * 10.0 * 3.0);
         assert_eq!(WORK.lmms_engine(&sizes), 6.0 * 120.0 * 8.0 + 12.0 * 2.0 * 32.0);
     }
 }

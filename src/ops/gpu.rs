@@ -14,6 +14,8 @@ pub struct GpuMemory {
     pub peak: u64,
     /// Most that was held for them, with what lies idle between them.
     pub reserved: u64,
+    /// What they take now.
+    pub used: u64,
     /// Free now, for everyone.
     pub free: u64,
     /// What the GPU has.
@@ -81,7 +83,7 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     let (free, total) = context.mem_get_info().ok()?;
-    let (mut peak, mut reserved) = (0u64, 0u64);
+    let (mut peak, mut reserved, mut used) = (0u64, 0u64, 0u64);
     // SAFETY: as above; the attributes are read into 64-bit numbers.
     unsafe {
         let pool = result::device::get_mem_pool(context.cu_device()).ok()?;
@@ -89,8 +91,10 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
         result::mem_pool::get_attribute(pool, attribute, (&raw mut peak).cast()).ok()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
         result::mem_pool::get_attribute(pool, attribute, (&raw mut reserved).cast()).ok()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+        result::mem_pool::get_attribute(pool, attribute, (&raw mut used).cast()).ok()?;
     }
-    Some(GpuMemory { peak, reserved, free: free as u64, total: total as u64 })
+    Some(GpuMemory { peak, reserved, used, free: free as u64, total: total as u64 })
 }
 
 /// There is none in this build.

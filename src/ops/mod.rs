@@ -56,11 +56,11 @@ pub use adamw::{
     AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update, fill_zero, fill_zero_all,
     sum_of_squares,
 };
+#[cfg(feature = "flash-attn")]
+pub use attention::FlashAttn;
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
-#[cfg(feature = "flash-attn")]
-pub use attention::FlashAttn;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,

@@ -4,6 +4,7 @@ use super::{Groups, Moments, OptimConfig};
 use crate::ops;
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Result, Tensor};
+use rayon::prelude::*;
 
 /// What AdamW keeps of one trained parameter.
 #[derive(Debug)]
@@ -74,13 +75,14 @@ pub enum OptimError {
 
 impl AdamW {
     /// Zero moments for the trained ones of `params`. `master` gives the `f32` weight of a
-    /// parameter that is kept in a lower precision, on the device that it is told.
+    /// parameter that is kept in a lower precision, on the device that it is told; all threads ask it, as reading and
+    /// drawing weights takes long.
     pub fn new(
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
         groups: &Groups,
-        master: impl FnMut(&Param, &Device) -> Result<Tensor>,
+        master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
         let on_gpu = !matches!(device, Device::Cpu);
@@ -97,18 +99,16 @@ impl AdamW {
         max_grad_norm: f64,
         params: &[Param],
         groups: &Groups,
-        mut master: impl FnMut(&Param, &Device) -> Result<Tensor>,
+        master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
         let device = if place == Place::Host { &Device::Cpu } else { device };
         let dtype = if config.moments == Moments::Bf16 { DType::BF16 } else { DType::F32 };
-        let mut slots = Vec::new();
-        for (param, setting) in params.iter().zip(groups.iter()) {
-            if setting.frozen {
-                continue;
-            }
+        let trained: Vec<_> =
+            params.iter().zip(groups.iter()).filter(|(_, setting)| !setting.frozen).collect();
+        let slots = trained.into_par_iter().map(|(param, setting)| {
             let shape = param.tensor().shape();
-            slots.push(Slot {
+            Ok(Slot {
                 param: param.clone(),
                 master: match param.tensor().dtype() {
                     DType::F32 => None,
@@ -122,8 +122,9 @@ impl AdamW {
                 },
                 lr_multiplier: setting.lr_multiplier,
                 weight_decay: if setting.decay { config.weight_decay } else { 0.0 },
-            });
-        }
+            })
+        });
+        let slots = slots.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
         Ok(Self { hyper, max_grad_norm, place, slots })

@@ -11,6 +11,7 @@ use crate::optim::{GroupError, Groups, Named};
 use crate::tape::{Param, Trainable};
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
+use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
 /// Why a model folder cannot be trained.
@@ -183,6 +184,9 @@ impl LoadedModel {
             settings.any(|(spec, setting)| spec.part == part && !setting.frozen)
         };
         let [vision, merger, text] = [Part::Vision, Part::Merger, Part::Llm].map(trained);
+        let head_name = self.model.lm_head().name();
+        let mut settings = self.specs.iter().zip(groups.iter());
+        let head = settings.any(|(spec, setting)| spec.name == head_name && !setting.frozen);
         let passes = |trained: bool, below: bool| match (trained, below) {
             (true, _) => 6.0,
             (false, true) => 4.0,
@@ -190,6 +194,7 @@ impl LoadedModel {
         };
         Passes {
             text: passes(text, vision || merger),
+            head: passes(head, text || vision || merger),
             vision: passes(vision, false),
             merger: passes(merger, vision),
         }
@@ -217,11 +222,12 @@ pub fn load_model(
         Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
     };
     let dtype = section.precision.dtype();
-    let mut params = Vec::with_capacity(specs.len());
-    for (index, spec) in specs.iter().enumerate() {
+    // By all threads: drawing and converting billions of weights takes one of them minutes.
+    let params = specs.par_iter().enumerate().map(|(index, spec)| {
         let tensor = source.load(spec, folder, dtype, device)?;
-        params.push(Param::new(spec.name.as_str(), index, tensor));
-    }
+        Ok(Param::new(spec.name.as_str(), index, tensor))
+    });
+    let params = params.collect::<Result<Vec<_>, SetupError>>()?;
     let model = Model::new(&config, &params, &section.attention.backend())?;
     Ok(LoadedModel { model, config_json, params, specs, source })
 }

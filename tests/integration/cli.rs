@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 
-const COMMANDS: [&str; 5] = ["sft", "init", "inspect", "eval", "generate"];
+const COMMANDS: [&str; 6] = ["sft", "init", "inspect", "eval", "generate", "bench"];
 
 /// `trainer` with a config that reads a golden data set with the model folder `small-tied`.
 fn with_config(data: &str, more: &str) -> Place {

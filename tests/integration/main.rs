@@ -4,6 +4,7 @@
 
 mod architecture;
 mod bad_input;
+mod bench;
 mod cli;
 mod corpora;
 mod docs;

@@ -1,22 +1,29 @@
 //! `trainer bench`: how fast this machine runs the ops, a step, and the data side.
 
+mod clock;
 mod data;
 mod ops;
+mod sizes;
 mod step;
 
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
 use super::stdout::stdout;
 use crate::ops::simd_level;
+use crate::train::{DeviceChoice, Precision, device_name};
+use candle_core::DType;
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use clock::Clock;
+use sizes::SizeChoice;
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
 #[expect(clippy::struct_excessive_bools, reason = "switches of a command line")]
 #[command(after_help = "Example:\n  trainer bench --ops\n  \
+    trainer bench --ops --device cuda:0\n  \
     trainer bench --step --config configs/quickstart.yaml --steps 20\n  \
     trainer bench --data --config configs/quickstart.yaml --json")]
 pub(super) struct BenchArgs {
@@ -38,6 +45,15 @@ pub(super) struct BenchArgs {
     /// Steps to time, after one that is not
     #[arg(long, default_value_t = 10)]
     steps: u64,
+    /// Where `--ops` computes: `cpu`, `cuda:N`, or `auto`; `--step` goes by the config
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    device: DeviceChoice,
+    /// Operands of `--ops`: `f32` on a CPU and `bf16` on a GPU, if not given
+    #[arg(long, value_parser = precision())]
+    precision: Option<Precision>,
+    /// Sizes of `--ops`; those of the device, if not given
+    #[arg(long, value_enum)]
+    sizes: Option<SizeChoice>,
     /// Only ops whose name contains this
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
@@ -57,8 +73,7 @@ pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     };
     let mut table = Table { json: args.json };
     if args.ops || !(args.step || args.data) {
-        table.text("simd", "level", &simd_level()?.to_string())?;
-        ops::run(&args.filter, &mut table)?;
+        run_ops(args, &mut table)?;
     }
     if args.step {
         step::run(&config()?, args.steps, &mut table)?;
@@ -67,6 +82,34 @@ pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         data::run(&config()?, &mut table)?;
     }
     Ok(())
+}
+
+fn precision() -> impl clap::builder::TypedValueParser<Value = Precision> {
+    PossibleValuesParser::new(["f32", "bf16"]).map(|name| match name.as_str() {
+        "f32" => Precision::F32,
+        _ => Precision::Bf16,
+    })
+}
+
+fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
+    let device = super::open_device(args.device)?;
+    table.text("simd", "level", &simd_level()?.to_string())?;
+    let (sizes, dtype) = if device.is_cpu() {
+        (SizeChoice::Cpu, DType::F32)
+    } else {
+        (SizeChoice::Gpu, DType::BF16)
+    };
+    let (sizes, dtype) =
+        (args.sizes.unwrap_or(sizes), args.precision.map_or(dtype, Precision::dtype));
+    if sizes != SizeChoice::Cpu {
+        table.text("device", "used", &device_name(&device))?;
+        table.text("precision", "used", dtype.as_str())?;
+    }
+    let clock = match sizes {
+        SizeChoice::Tiny => Clock::hasty(&device),
+        SizeChoice::Cpu | SizeChoice::Gpu => Clock::new(&device),
+    };
+    ops::Bench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
 }
 
 /// Rows of named figures, aligned for people or as JSON.
@@ -104,29 +147,4 @@ impl Table {
         }
         Ok(())
     }
-}
-
-/// Seconds of the fastest of several runs: what the code can do when nothing disturbs it.
-fn fastest(mut run: impl FnMut() -> candle_core::Result<()>) -> candle_core::Result<f64> {
-    fastest_after(|| Ok(()), |()| run())
-}
-
-/// The same for a run that uses up what is prepared for it; preparing takes none of its time.
-fn fastest_after<T>(
-    mut prepare: impl FnMut() -> candle_core::Result<T>,
-    mut run: impl FnMut(T) -> candle_core::Result<()>,
-) -> candle_core::Result<f64> {
-    run(prepare()?)?; // memory and caches
-    let start = Instant::now();
-    let mut best = f64::INFINITY;
-    for round in 0.. {
-        let prepared = prepare()?;
-        let begin = Instant::now();
-        run(prepared)?;
-        best = best.min(begin.elapsed().as_secs_f64());
-        if round >= 4 && start.elapsed() > Duration::from_millis(600) {
-            break;
-        }
-    }
-    Ok(best)
 }

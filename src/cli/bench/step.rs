@@ -1,6 +1,7 @@
 //! Whole optimizer steps of a config, on its own rows.
 
 use super::Table;
+use super::clock::Clock;
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::cli::sft;
 use crate::config::RunConfig;
@@ -8,10 +9,10 @@ use crate::data::{DataState, Encoder, Loader, StepData};
 use crate::metrics::{
     LayerTape, MemoryModel, MicroBatchSizes, StepSizes, TowerMemory, cpu_seconds, peak_memory_bytes,
 };
-use crate::ops::LOGITS_BYTES;
+use crate::ops::{LOGITS_BYTES, gpu_memory};
 use crate::tape::Recompute;
-use crate::train::{JsonlRows, StepRunner, load_model};
-use candle_core::Device;
+use crate::train::{JsonlRows, PreparedStep, StepRunner, load_model};
+use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -90,8 +91,34 @@ fn memory_model(runner: &StepRunner) -> MemoryModel {
     }
 }
 
-/// Times `steps` steps after one that is not timed.
+/// A step whose data is there and on its way to the device, and what it will cost.
+struct Ready {
+    prepared: PreparedStep,
+    sizes: StepSizes,
+    /// Tokens that the model sees: with padding, if it sees that.
+    computed: f64,
+    predicted_bytes: f64,
+}
+
+impl Ready {
+    fn new(runner: &StepRunner, memory: &MemoryModel, data: StepData) -> anyhow::Result<Self> {
+        let merge = f64::from(runner.model.config().merge_size().get());
+        let sizes = sizes(&data, merge);
+        let micro_batches = data.micro_batches.iter();
+        let predicted = micro_batches.map(|batch| {
+            memory.peak_bytes(&micro_batch_sizes(batch, sizes.patches, data.num_samples))
+        });
+        let predicted_bytes = predicted.fold(0.0, f64::max);
+        let computed: usize = data.micro_batches.iter().map(|batch| batch.input_ids.len()).sum();
+        let prepared = runner.prepare(data.micro_batches)?;
+        Ok(Self { prepared, sizes, computed: computed as f64, predicted_bytes })
+    }
+}
+
+/// Times `steps` steps after one that is not timed. On a GPU the next step is read and uploaded while one is computed,
+/// as training does.
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
+    let started = Instant::now();
     let device = crate::cli::open_device(config.device)?;
     let encoder = {
         let data = &config.data;
@@ -102,32 +129,40 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let mut options = sft::loader_options(config, &encoder);
     options.epochs = None;
     let loaded = load_model(&config.model, config.seed, &device)?;
-    let merge = f64::from(loaded.model.config().merge_size().get());
     let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
     let (work, passes) = (loaded.work(), loaded.passes(&groups));
     let (runner, _) = sft::runner(config, loaded, &groups, None, &device)?;
     let memory = memory_model(&runner);
-    let mut predicted = 0f64;
     let mut loader = Loader::start(rows, order, options, DataState::default());
+    let read = |loader: &mut Loader| -> anyhow::Result<Option<Ready>> {
+        let Some(data) = loader.next_step() else { return Ok(None) };
+        Ready::new(&runner, &memory, data?).map(Some)
+    };
+    let (mut ahead, mut predicted) = (None, 0f64);
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
     let (mut honest, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
-    let (mut cpu_before, mut first) = (0.0, (0.0, 0.0));
+    let (mut cpu_before, mut first, mut first_step_s) = (0.0, (0.0, 0.0), 0.0);
     for step in 1..=steps + 1 {
         let asked = Instant::now();
-        let Some(data) = loader.next_step() else { break };
-        let data = data?;
+        let ready = match ahead.take() {
+            Some(ready) => Some(ready),
+            None => read(&mut loader)?,
+        };
+        let Some(Ready { prepared, mut sizes, computed: in_stream, predicted_bytes }) = ready
+        else {
+            break;
+        };
         let wait = asked.elapsed().as_secs_f64();
-        let mut sizes = sizes(&data, merge);
-        for batch in &data.micro_batches {
-            let largest = micro_batch_sizes(batch, sizes.patches, data.num_samples);
-            predicted = predicted.max(memory.peak_bytes(&largest));
+        predicted = predicted.max(predicted_bytes);
+        let launched = runner.launch(prepared, config.optim.lr, step)?;
+        if !device.is_cpu() && step <= steps && loader.is_ready() {
+            ahead = read(&mut loader)?;
         }
-        // Padding that the model sees counts here.
-        let in_stream: usize = data.micro_batches.iter().map(|batch| batch.input_ids.len()).sum();
-        let outcome = runner.run(data.micro_batches, config.optim.lr, step)?;
+        let outcome = runner.finish(&launched)?;
         loss = outcome.loss;
         if step == 1 {
             first = (outcome.loss, outcome.grad_norm);
+            first_step_s = started.elapsed().as_secs_f64();
             cpu_before = cpu_seconds();
             continue;
         }
@@ -138,38 +173,41 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         honest += work.honest(&sizes, passes);
         theirs += work.lmms_engine(&sizes);
         total.tokens += sizes.tokens;
-        computed += in_stream as f64;
+        computed += in_stream;
         total.merged += sizes.merged;
         total.targets += sizes.targets;
     }
     let cpu = cpu_seconds() - cpu_before;
-    let peak = peak_flops()?;
-    table.row(
-        "step",
-        &[
-            ("tokens", total.tokens),
-            ("computed_tokens", computed),
-            ("tokens/s", total.tokens / seconds),
-            ("tokens/cpu_s", total.tokens / cpu),
-            ("step_s", seconds / steps as f64),
-            ("data_wait", waited / seconds),
-            ("GFLOP/s", honest / seconds / 1e9),
-            ("mfu", honest / seconds / peak),
-            ("mfu_lmms_engine", theirs / (seconds - waited) / peak),
-            ("peak_memory_gib", peak_memory_bytes() as f64 / f64::from(1 << 30)),
-            ("predicted_memory_gib", predicted / f64::from(1 << 30)),
-            ("vision_tokens", total.merged),
-            ("targets", total.targets),
-            ("first_loss", first.0),
-            ("first_grad_norm", first.1),
-            ("loss", loss),
-        ],
-    )
+    let device_memory = gpu_memory(&device);
+    let peak = peak_flops(&device, runner.dtype)?;
+    let gib = f64::from(1 << 30);
+    let mut figures = vec![
+        ("tokens", total.tokens),
+        ("computed_tokens", computed),
+        ("tokens/s", total.tokens / seconds),
+        ("tokens/cpu_s", total.tokens / cpu),
+        ("step_s", seconds / steps as f64),
+        ("data_wait", waited / seconds),
+        ("GFLOP/s", honest / seconds / 1e9),
+        ("mfu", honest / seconds / peak),
+        ("mfu_lmms_engine", theirs / (seconds - waited) / peak),
+        ("peak_GFLOP/s", peak / 1e9),
+        ("peak_memory_gib", peak_memory_bytes() as f64 / gib),
+        ("predicted_memory_gib", predicted / gib),
+        ("vision_tokens", total.merged),
+        ("targets", total.targets),
+        ("first_step_s", first_step_s),
+        ("first_loss", first.0),
+        ("first_grad_norm", first.1),
+        ("loss", loss),
+    ];
+    figures
+        .extend(device_memory.map(|memory| ("peak_device_memory_gib", memory.peak as f64 / gib)));
+    table.row("step", &figures)
 }
 
-/// The matmul rate of this machine at its best size.
-fn peak_flops() -> anyhow::Result<f64> {
-    let x = candle_core::Tensor::randn(0f32, 1.0, (2048, 2048), &Device::Cpu)?;
-    let seconds = super::fastest(|| crate::ops::linear(&x, &x, None).map(drop))?;
-    Ok(2.0 * 2048f64.powi(3) / seconds)
+/// The matmul rate of this machine at its best size, in the dtype of the run; a CPU's in `f32`.
+fn peak_flops(device: &Device, dtype: DType) -> anyhow::Result<f64> {
+    let (side, dtype) = if device.is_cpu() { (2048, DType::F32) } else { (8192, dtype) };
+    Ok(Clock::new(device).matmul_flops(side, dtype)?)
 }

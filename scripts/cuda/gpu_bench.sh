@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# How fast this GPU is, in a checkout with target/cuda/bundle (scripts/cuda/build.sh) and nothing installed but python3:
+#   scripts/cuda/gpu_bench.sh ops      each op against the card's measured peaks, f32 and bf16, then the same from PyTorch, if it is there
+#   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes, random weights, made-up rows (numpy and
+#                                      Pillow draw the pictures; without them only the text mix runs)
+#   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
+#                                      mix (MIXES=text) has time for all ways
+#   scripts/cuda/gpu_bench.sh table    the table again
+# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped. JSON lines and a table go to $OUT
+# (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b, STEPS=8, PEAK_TFLOPS (the
+# vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with DEVICE=cpu and
+# TRAINER=target/release/trainer shows on any machine that the script runs.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+part=${1:?ops, step, torch or table}
+out=${OUT:-target/cuda/bench} device=${DEVICE:-cuda:0} python=${PYTHON:-python3}
+trainer=${TRAINER:-target/cuda/bundle/trainer} work=${WORK:-target/cuda/bench_rows}
+shapes=${SHAPES:-2b 4b 8b} mixes=${MIXES:-text vl hires} steps=${STEPS:-8} limit=${LIMIT_S:-570} most=${RUN_S:-180}
+packing=16384 rows=1500 words=151643 tiny=() torch_tiny=() torch_ops_tiny=()
+if [ -n "${TINY:-}" ]; then
+  packing=2048 rows=64 words=2000 tiny=(--sizes tiny) torch_tiny=(--side 128) torch_ops_tiny=(--side 128 --divide 256)
+fi
+mkdir -p "$out" "$work"
+for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$("$python" -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
+  if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
+done
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | tee "$out/gpu.txt" || true
+
+row() { "$python" -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2], sys.argv[2::2]))))' "$@"; }
+# NAME FILE COMMAND..: its JSON lines into FILE, or why there are none; what it says besides into NAME.log.
+bench() {
+  local name=$1 file=$2 left=$((limit - SECONDS)) code log
+  shift 2
+  if [ "$left" -gt "$most" ]; then left=$most; fi
+  log=$out/$(tr -c 'a-zA-Z0-9._\n' _ <<<"$name").log
+  if [ "$left" -lt 20 ]; then
+    row name "$name" error "skipped: no time left" >>"$file"
+    return
+  fi
+  echo "=== $name ($SECONDS s)" >&2
+  timeout -k 5 "$left" "$@" 2>"$log" | sed -u '/^{/!d' >"$out/lines"
+  code=${PIPESTATUS[0]}
+  cat "$out/lines" >>"$file"
+  if [ "$code" -ne 0 ]; then
+    row name "$name" error "ended with $code: $(grep -m 1 -i error "$log" || tail -n 1 "$log")" >>"$file"
+  fi
+}
+
+make_rows() { # the mixes that can be made
+  if ! "$python" -c 'import numpy, PIL' 2>/dev/null; then
+    echo "no numpy or no Pillow: no pictures, so only the mix of text" >&2
+    mixes=text
+  fi
+  "$python" tests/bench/gpu_rows.py "$work" --mixes "${mixes// /,}" --rows "$rows" --words "$words" | tee "$out/rows.jsonl" || exit 1
+  for shape in "$@"; do
+    rm -rf "$work/$shape"
+    "$trainer" init --preset "$shape" --out "$work/$shape" --tokenizer "$work/tokenizer" 2>/dev/null || exit 1
+    if [ -n "${TINY:-}" ]; then "$python" tests/bench/gpu_rows.py "$work" --words "$words" --shrink "$work/$shape"; fi
+  done
+}
+
+# Sets `settings`, `torch_settings` and the names of both: what of a shape fits into 139 GiB (18 bytes a trained parameter, and
+# its tape). Only equal names are compared.
+settings_of() { # shape mix
+  settings=() torch_settings=() what="$1 $2" torch_what="$1 $2"
+  case $1-$2 in
+    4b-vl | 4b-hires)
+      settings=(--set model.recompute=vision)
+      what+=", tower recomputed" torch_what=$what
+      ;;
+    8b-*)
+      settings=(--set optim.moments=bf16 --set model.recompute=full) what+=", moments in bf16, all recomputed"
+      # PyTorch's fused AdamW has no such moments.
+      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head) torch_what+=", tower and tables frozen"
+      ;;
+  esac
+}
+
+ops() {
+  local file=$out/ops.jsonl precision
+  : >"$file"
+  for precision in bf16 f32; do
+    bench "ops $precision" "$file" "$trainer" bench --ops --device "$device" --precision "$precision" "${tiny[@]}" --json
+  done
+  : >"$out/torch_ops.jsonl"
+  if "$python" -c 'import torch' 2>/dev/null; then
+    bench "ops PyTorch" "$out/torch_ops.jsonl" "$python" tests/bench/torch_gpu.py ops --device "$device" "${torch_ops_tiny[@]}"
+  fi
+}
+
+step() {
+  local file=$out/step.jsonl shape mix settings torch_settings what torch_what
+  # shellcheck disable=SC2086
+  make_rows $shapes
+  : >"$file"
+  for mix in $mixes; do
+    for shape in $shapes; do
+      settings_of "$shape" "$mix"
+      cat >"$work/$shape-$mix.yaml" <<YAML
+output_dir: $work/run
+model: {path: $work/$shape, weights: random, precision: bf16}
+data:
+  train: [{path: $work/$mix.jsonl}]
+  packing_length: $packing
+  workers: $(($(nproc) / 2 + 1))
+  max_rejected: 1.0 # rows longer than a pack
+train: {max_steps: 1000}
+optim: {lr: 1.0e-5, schedule: constant}
+YAML
+      bench "$what" "$out/step_one.jsonl" "$trainer" bench --step --json --steps "$steps" --config "$work/$shape-$mix.yaml" --set "device=$device" "${settings[@]}"
+      sed "s/^{\"name\":\"step\"/{\"name\":\"$what\"/" "$out/step_one.jsonl" >>"$file"
+      rm "$out/step_one.jsonl"
+    done
+  done
+}
+
+torch() {
+  local file shape mix settings torch_settings what torch_what way
+  export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+  # shellcheck disable=SC2086
+  make_rows ${TORCH_SHAPES:-4b}
+  for shape in ${TORCH_SHAPES:-4b}; do
+    for mix in $mixes; do
+      settings_of "$shape" "$mix"
+      file=$out/torch-$shape-$mix.jsonl
+      : >"$file"
+      # Those that may be the fastest first; what does not fit into memory says so at once. `bf16` keeps less than `trainer`
+      # does, so it is no like for like.
+      for way in "packed --compile" "packed --compile --checkpointing" "packed" "packed --checkpointing" "padded --checkpointing" \
+        "padded-mask --checkpointing" "padded-flash --checkpointing" "packed --compile --state bf16" "packed --state bf16"; do
+        # shellcheck disable=SC2086
+        bench "$torch_what PyTorch $way" "$file" "$python" tests/bench/torch_gpu.py step "$work/$shape" "$work/$mix.json" --name "$torch_what" --way $way \
+          --steps "$steps" --packing-length "$packing" --device "$device" "${torch_settings[@]}" "${torch_tiny[@]}"
+      done
+    done
+  done
+}
+
+case $part in
+  ops | step | torch) "$part" ;;
+  table) ;;
+  *)
+    echo "no part is called \`$part\`: ops, step, torch or table" >&2
+    exit 64
+    ;;
+esac
+rm -f "$out/lines"
+"$python" tests/bench/gpu_table.py "$out" | tee "$out/table.txt"

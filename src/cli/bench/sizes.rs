@@ -1,0 +1,129 @@
+//! Sizes of the table of ops.
+
+use crate::ops::Masking;
+use clap::ValueEnum;
+
+/// Which sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum SizeChoice {
+    /// A minute on two cores
+    Cpu,
+    /// Training the published shapes with 16,384 tokens a pack
+    Gpu,
+    /// The ops of `gpu`, to see that they run
+    Tiny,
+}
+
+impl SizeChoice {
+    pub(super) fn sizes(self) -> &'static Sizes {
+        match self {
+            Self::Cpu => &CPU,
+            Self::Gpu => &GPU,
+            Self::Tiny => &TINY,
+        }
+    }
+}
+
+/// Segments and their length, `H`, `Hkv`, `Dh`.
+type AttentionSizes = (usize, usize, usize, usize, usize, Masking);
+
+/// Lists of sizes an op; `N` rows.
+pub(super) struct Sizes {
+    /// Side of the product that is the peak.
+    pub(super) matmul: usize,
+    /// Floats whose copy is the peak.
+    pub(super) copy: usize,
+    /// `N`, inputs, outputs.
+    pub(super) linears: &'static [[usize; 3]],
+    /// `N`, width.
+    pub(super) rms_norms: &'static [[usize; 2]],
+    pub(super) layer_norms: &'static [[usize; 2]],
+    /// `N`, `H`, `Dh`.
+    pub(super) rotations: &'static [[usize; 3]],
+    pub(super) vision_rotations: &'static [[usize; 3]],
+    pub(super) swiglus: &'static [[usize; 2]],
+    pub(super) gelus: &'static [[usize; 2]],
+    /// `N`, `D`, `V`.
+    pub(super) embeddings: &'static [[usize; 3]],
+    pub(super) attention: &'static [AttentionSizes],
+    /// `S`, `D`, `V`.
+    pub(super) head: [usize; 3],
+    /// Parameters.
+    pub(super) optimizer: usize,
+}
+
+const CPU: Sizes = Sizes {
+    matmul: 2048,
+    copy: 64 << 20,
+    linears: &[[2048, 1024, 3072], [1881, 512, 1536], [416, 128, 256]],
+    rms_norms: &[[2048, 1024]],
+    layer_norms: &[[2048, 1024]],
+    rotations: &[[2048, 16, 64], [2048, 16, 128]],
+    vision_rotations: &[],
+    swiglus: &[[2048, 3072]],
+    gelus: &[[2048, 3072]],
+    embeddings: &[],
+    attention: &[
+        (1, 2048, 16, 8, 128, Masking::Causal),
+        (16, 128, 16, 8, 128, Masking::Causal),
+        (4, 512, 16, 16, 64, Masking::Full),
+    ],
+    head: [1024, 512, 151_936],
+    optimizer: 16 << 20,
+};
+
+/// Every operand of an op that is bound by memory is larger than the caches of the cards that we know (60 MB), so that
+/// none is read out of them.
+const GPU: Sizes = Sizes {
+    matmul: 8192,
+    copy: 512 << 20,
+    // Of the 4B shape: queries, gate or up, down; of the 8B shape: queries, gate or up.
+    linears: &[
+        [16384, 2560, 4096],
+        [16384, 2560, 9728],
+        [16384, 9728, 2560],
+        [16384, 4096, 4096],
+        [16384, 4096, 12288],
+    ],
+    rms_norms: &[[16384, 2560], [16384, 4096]],
+    layer_norms: &[[65536, 1024], [65536, 1152]],
+    rotations: &[[16384, 32, 128]],
+    vision_rotations: &[[65536, 16, 64], [65536, 16, 72]],
+    swiglus: &[[16384, 9728], [16384, 12288]],
+    gelus: &[[65536, 4096]],
+    embeddings: &[[16384, 2560, 151_936]],
+    attention: &[
+        (8, 4096, 16, 16, 128, Masking::Causal),
+        (8, 4096, 16, 16, 64, Masking::Causal),
+        (8, 4096, 32, 8, 128, Masking::Causal),
+        (1, 16384, 32, 8, 128, Masking::Causal),
+        (128, 128, 32, 8, 128, Masking::Causal),
+        (1024, 16, 32, 8, 128, Masking::Causal),
+        (16, 4096, 16, 16, 64, Masking::Full),
+        (16, 4096, 16, 16, 72, Masking::Full),
+        (128, 256, 16, 16, 72, Masking::Full),
+    ],
+    head: [16384, 2560, 151_936],
+    optimizer: 512 << 20,
+};
+
+const TINY: Sizes = Sizes {
+    matmul: 64,
+    copy: 1 << 16,
+    linears: &[[33, 24, 40]],
+    rms_norms: &[[9, 40], [5, 64]],
+    layer_norms: &[[9, 72]],
+    rotations: &[[17, 4, 128]],
+    vision_rotations: &[[17, 2, 64], [9, 2, 72]],
+    swiglus: &[[9, 152]],
+    gelus: &[[9, 64]],
+    embeddings: &[[40, 16, 300]],
+    attention: &[
+        (2, 150, 2, 2, 128, Masking::Causal),
+        (1, 70, 4, 1, 64, Masking::Causal),
+        (5, 3, 2, 1, 128, Masking::Causal),
+        (2, 33, 2, 2, 72, Masking::Full),
+    ],
+    head: [40, 24, 600],
+    optimizer: 5000,
+};

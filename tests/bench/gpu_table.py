@@ -1,0 +1,84 @@
+"""The figures of scripts/cuda/gpu_bench.sh as tables: `gpu_table.py FOLDER`. Fails if nothing is there, or if anything went wrong.
+
+`MFU` goes by the matmul rate that the same process measured on the card, in the honest convention (src/metrics/mfu.rs);
+`lmms-engine` is that project's formula and clock, by the vendor's figure for the card ($PEAK_TFLOPS, 989 for an H100 or H200).
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def number(row, key, digits):
+    value = row.get(key)
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def op_tables(ours, theirs):
+    best = {}
+    for row in theirs:
+        if "ms" in row:
+            best[row["name"]] = min(best.get(row["name"], row["ms"]), row["ms"])
+    title = ""
+    for row in ours:
+        if "used" in row:
+            title += f" {row['used']}"
+        elif row["name"] == "peak":
+            rate = next(key for key in row if key.endswith("FLOP/s"))
+            print(f"\nops,{title}: peaks {row[rate]:,.1f} {rate}, {row['GB/s']:,.0f} GB/s")
+            print("| op | ms | median | TFLOP/s | GB/s | share | adds MiB | PyTorch, ms | ratio |\n|---|---|---|---|---|---|---|---|---|")
+            is_bf16, title = "bf16" in title, ""
+        elif "ms" in row:
+            flops = row.get("TFLOP/s", row["GFLOP/s"] / 1e3 if "GFLOP/s" in row else None)
+            # PyTorch's were timed in bf16; its head is timed with its backward, as ours is.
+            other = best.get(row["name"]) if is_bf16 else None
+            cells = [row["name"], number(row, "ms", 3), number(row, "median_ms", 3), "" if flops is None else f"{flops:,.1f}", number(row, "GB/s", 0),
+                     f"{row['share']:.0%}", number(row, "memory_mib", 0), f"{other:,.3f}" if other else "", f"{other / row['ms']:.2f}" if other else ""]
+            print("| " + " | ".join(cells) + " |")
+    if theirs:
+        print("\nPyTorch's\n| op | way | ms | TFLOP/s | GB/s | adds MiB |\n|---|---|---|---|---|---|")
+        for row in theirs:
+            cells = [row["name"], row.get("way", ""), number(row, "ms", 3), number(row, "TFLOP/s", 1), number(row, "GB/s", 0), number(row, "memory_mib", 0)]
+            print("| " + " | ".join(cells) + " |")
+
+
+def step_tables(ours, theirs):
+    vendor = float(os.environ.get("PEAK_TFLOPS", 989)) * 1e3
+    print("\nsteps\n| shape, mix | by | tokens/s | computed/real | s | data wait | TFLOP/s | MFU | lmms-engine | device GiB | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    for by, row in [*(("trainer", row) for row in ours), *((f"PyTorch, {row.get('way', '')}", row) for row in theirs)]:
+        if "tokens/s" not in row:
+            continue
+        lmms = row["mfu_lmms_engine"] * row["peak_GFLOP/s"] / vendor if "mfu_lmms_engine" in row else None
+        cells = [row["name"], by, number(row, "tokens/s", 0), f"{row['computed_tokens'] / row['tokens']:.2f}", number(row, "step_s", 3), number(row, "data_wait", 4),
+                 f"{row['GFLOP/s'] / 1e3:,.1f}", f"{row['mfu']:.1%}", "" if lmms is None else f"{lmms:.1%}", number(row, "peak_device_memory_gib", 1),
+                 f"{row['vision_tokens'] / row['tokens']:.0%}"]
+        print("| " + " | ".join(cells) + " |")
+    for row in ours:
+        fastest = max((other["tokens/s"] for other in theirs if other["name"] == row["name"] and "tokens/s" in other and ", bf16" not in other["way"]), default=None)
+        if fastest and "tokens/s" in row:
+            print(f"{row['name']}: {row['tokens/s'] / fastest:.2f} x the tokens/s of PyTorch's best way with f32 master weights")
+
+
+def main():
+    out = Path(sys.argv[1])
+    ops, torch_ops, steps = (read(out / f"{name}.jsonl") for name in ("ops", "torch_ops", "step"))
+    torch = [row for path in sorted(out.glob("torch-*.jsonl")) for row in read(path)]
+    if ops:
+        op_tables(ops, torch_ops)
+    if steps or torch:
+        step_tables(steps, torch)
+    failed = [row for row in ops + torch_ops + steps + torch if "error" in row]
+    if failed:
+        print("\nno figures:")
+        for row in failed:
+            print(f"- {row['name']} {row.get('way', '')}: {row['error']}")
+    # A way that PyTorch does not know is no failure of this bench; ours are.
+    raise SystemExit(0 if ops + steps + torch and not any("error" in row for row in ops + steps) else 1)
+
+
+if __name__ == "__main__":
+    main()
