@@ -48,7 +48,7 @@ enum Format {
 pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config.data.train, &encoder)?);
+    let rows = Arc::new(args.config.open_train(&config, &encoder)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
     let out = &mut super::stdout::stdout();
     if args.packs {

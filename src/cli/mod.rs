@@ -21,7 +21,7 @@ use self::report::{Exit, Failure};
 use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
-    DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError,
+    DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError, Truncation,
 };
 use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
@@ -116,15 +116,33 @@ impl ConfigArgs {
         })
     }
 
+    /// Opens `data.train`, with the truncation that the config asks for.
+    fn open_train(&self, config: &RunConfig, encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
+        let rows = self.open_rows("train", &config.data.train, encoder)?;
+        if let (Truncation::Split, Some(file)) = (config.data.truncation, rows.files().first()) {
+            let problem = format!(
+                "`data.truncation` is `split`, and `{}` has chats: the pieces of one would be answers without their questions",
+                file.path().display()
+            );
+            let hint = "`split` is for plain text; chats can be cut with `left` or `right`, or left out with `delete`";
+            return Err(self.refuse(&["data", "truncation"], problem, hint).into());
+        }
+        Ok(rows.cut(config.data.cut()))
+    }
+
     /// Reads tokenizer, template and image settings of the model folder.
     fn encoder(&self, config: &RunConfig) -> anyhow::Result<Arc<Encoder>> {
-        let ImageConfig { min_pixels, max_pixels } = config.data.image;
+        let ImageConfig { min_pixels, max_pixels, max_tokens } = config.data.image;
         let encoder = Encoder::from_folder(&config.model.path, &config.data.image);
         encoder.map(Arc::new).map_err(|error| match &error {
             EncoderError::Image(image @ ImageConfigError::Budget { .. })
-                if min_pixels.or(max_pixels).is_some() =>
+                if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
             {
-                let key = if min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
+                let key = match (min_pixels, max_pixels) {
+                    (Some(_), _) => "min_pixels",
+                    (None, Some(_)) => "max_pixels",
+                    (None, None) => "max_tokens",
+                };
                 self.refuse(&["data", "image", key], image, image.hint()).into()
             }
             _ => error.into(),

@@ -10,8 +10,8 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{
-    DataState, DatasetConfig, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order,
-    Rmpad, RowReader, plan,
+    DataState, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order, Rmpad, RowReader,
+    plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;
@@ -143,11 +143,13 @@ fn assemble(
 ) -> anyhow::Result<Trainer> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
-    let rows = Arc::new(open_rows(args, "train", &config.data.train, &encoder)?);
+    let rows = Arc::new(args.open_train(config, &encoder)?);
+    describe_files(&rows);
     let eval_rows = match config.data.eval.as_slice() {
         [] => None,
-        datasets => Some(open_rows(args, "eval", datasets, &encoder)?),
+        datasets => Some(args.open_rows("eval", datasets, &encoder)?),
     };
+    eval_rows.iter().for_each(describe_files);
     let data_fingerprint = rows.fingerprint();
     let hex = format!("{:x}", GenericArray::from(data_fingerprint));
     let resumed = found.map(|found| resumed_state(found, &hex)).transpose()?;
@@ -226,17 +228,10 @@ fn assemble(
     }))
 }
 
-fn open_rows(
-    args: &ConfigArgs,
-    list: &str,
-    datasets: &[DatasetConfig],
-    encoder: &Arc<Encoder>,
-) -> anyhow::Result<JsonlRows> {
-    let rows = args.open_rows(list, datasets, encoder)?;
+fn describe_files(rows: &JsonlRows) {
     for file in rows.files() {
         tracing::info!(file = %file.path().display(), rows = file.len(), form = %file.form(), "data");
     }
-    Ok(rows)
 }
 
 /// The state of a checkpoint, if the training files are still the same.

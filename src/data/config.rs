@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::image::ImageConfig;
 use super::order::RowOrder;
 use super::packing::{Overlong, Packing};
+use super::truncate::{Cut, Keep};
 
 /// What is trained on, and how it becomes batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -85,6 +86,12 @@ pub enum Truncation {
     /// It is rejected and counted as `too_long`.
     #[default]
     Delete,
+    /// Its first text tokens are cut off; media stay.
+    Left,
+    /// Its last text tokens are cut off; media stay.
+    Right,
+    /// It becomes several samples: plain text only.
+    Split,
     /// The run stops and names its file and line.
     Error,
 }
@@ -122,6 +129,12 @@ pub enum DataConfigError {
         /// What the config says.
         max_rejected: f64,
     },
+    /// A way to cut, and no length to cut to.
+    #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
+    NoLimit {
+        /// What the config says.
+        truncation: &'static str,
+    },
 }
 
 impl DataConfigError {
@@ -131,6 +144,7 @@ impl DataConfigError {
             Self::NoTrainData => "data.train".to_owned(),
             Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
+            Self::NoLimit { .. } => "data.truncation".to_owned(),
         }
     }
 
@@ -140,6 +154,9 @@ impl DataConfigError {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
             Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
+            Self::NoLimit { .. } => {
+                "set `data.max_length` to the most tokens that a sample may have"
+            }
         }
     }
 }
@@ -160,7 +177,23 @@ impl DataConfig {
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
         }
-        Ok(())
+        let truncation = match self.truncation {
+            Truncation::Left => "left",
+            Truncation::Right => "right",
+            Truncation::Split => "split",
+            Truncation::Delete | Truncation::Error => return Ok(()),
+        };
+        self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
+    }
+
+    /// How samples longer than `max_length` are cut; `None` if they are not.
+    pub fn cut(&self) -> Option<Cut> {
+        let keep = match self.truncation {
+            Truncation::Left => Keep::End,
+            Truncation::Right => Keep::Beginning,
+            Truncation::Delete | Truncation::Error | Truncation::Split => return None,
+        };
+        self.max_length.map(|max_length| Cut { max_length, keep })
     }
 
     /// The packing keys as one value.
@@ -219,7 +252,7 @@ mod tests {
                 .to_owned()
                 + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null},"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }
@@ -255,6 +288,26 @@ mod tests {
             config.max_rejected = max_rejected;
             assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
         }
+    }
+
+    #[test]
+    fn truncation_is_left_or_right_of_what_stays_and_needs_a_length() {
+        let mut config = parse(r#"{"train": [{"path": "a"}], "max_length": 9}"#).unwrap();
+        let max_length = NonZeroU32::new(9).unwrap();
+        for (truncation, keep) in [
+            (Truncation::Delete, None),
+            (Truncation::Error, None),
+            (Truncation::Split, None),
+            (Truncation::Left, Some(Keep::End)),
+            (Truncation::Right, Some(Keep::Beginning)),
+        ] {
+            config.truncation = truncation;
+            assert_eq!(config.cut(), keep.map(|keep| Cut { max_length, keep }));
+            assert_eq!(config.validate(), Ok(()));
+        }
+        config.max_length = None;
+        assert_eq!(config.validate(), Err(DataConfigError::NoLimit { truncation: "right" }));
+        assert_eq!(config.cut(), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! inference. Offsets then say which tokens lie inside a target.
 
 mod folder;
+mod measure;
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -12,6 +13,7 @@ use std::path::Path;
 
 pub use folder::EncoderError;
 use folder::TextFolder;
+pub use measure::Measured;
 
 use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
 use super::image::{ImageConfig, ImageError, ImageProcessor};
@@ -19,6 +21,7 @@ use super::rope_index::position_ids;
 use super::row::Length;
 use super::source::SampleError;
 use super::tokenizer::{TokenizerError, Tokens};
+use super::truncate::{Cut, Outline, kept_tokens};
 use crate::batch::{
     Content, EncodedSample, IGNORE_INDEX, MediaRef, Message, Part, Patches, Sample, SampleId,
 };
@@ -40,24 +43,25 @@ impl Encoder {
 
     /// Everything the model will see of `sample`.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
-        let (text, targets) = self.render_targets(sample)?;
-        let media = self.load(&sample.id, &sample.media)?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &grids(&media))?;
-        tokens.check_supervised(&sample.id)?;
-        Ok(tokens.into_sample(sample.id.clone(), media))
+        self.encode_cut(sample, None, |_| Ok(()))
     }
 
-    /// The size that [`Encoder::encode`] would give, with its checks, from headers of images only.
-    pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
+    /// What is left of the sample under `cut`. `admit` sees its size before a picture is decoded, and may
+    /// refuse it.
+    pub fn encode_cut<E: From<SampleError>>(
+        &self,
+        sample: &Sample,
+        cut: Option<Cut>,
+        admit: impl FnOnce(Length) -> Result<(), E>,
+    ) -> Result<EncodedSample, E> {
+        let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let grids = per_image(&sample.id, &sample.media, |media| self.images.grid(media))?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &grids)?;
-        tokens.check_supervised(&sample.id)?;
-        let patches: u64 =
-            grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>()).sum();
-        let patch_bytes = self.images.patch_values() * size_of::<f32>();
-        let pixel_bytes = patches * patch_bytes as u64;
-        Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })
+        let grids = per_image(id, &sample.media, |media| self.images.grid(media))?;
+        let counts = self.counts(&grids);
+        let tokens = self.tokenise(id, &text, targets, &counts)?.cut(id, cut)?;
+        admit(self.length_of(tokens.input_ids.len(), &grids))?;
+        let media = self.load(id, &sample.media, &grids)?;
+        Ok(self.with_media(id, tokens, media))
     }
 
     /// The conversation before its last assistant turn, with that turn's header and no labels, and
@@ -75,9 +79,10 @@ impl Encoder {
             .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
         let media = &sample.media[..num_images(&sample.messages[..turn])];
         self.check_placeholders(id, &text, media.len())?;
-        let media = self.load(id, media)?;
-        let tokens = self.tokenise(id, &text, Vec::new(), &grids(&media))?;
-        Ok((tokens.into_sample(id.clone(), media), answer))
+        let grids = per_image(id, media, |media| self.images.grid(media))?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &self.counts(&grids))?;
+        let media = self.load(id, media, &grids)?;
+        Ok((self.with_media(id, tokens, media), answer))
     }
 
     /// The rendered chat, each image still one placeholder.
@@ -166,16 +171,16 @@ impl Encoder {
         Ok(())
     }
 
-    /// `targets` are bytes of `text`, which has one placeholder for each of `grids`.
+    /// `targets` are bytes of `text`, which has one placeholder for each of `counts`; that becomes so many
+    /// visual tokens.
     fn tokenise(
         &self,
         id: &SampleId,
         text: &str,
         mut targets: Vec<Range<usize>>,
-        grids: &[[u32; 3]],
+        counts: &[usize],
     ) -> Result<EncodedText, SampleError> {
-        let counts: Vec<_> = grids.iter().map(|grid| self.images.num_tokens(*grid)).collect();
-        let text = expand(text, self.image_token(), &counts, &mut targets);
+        let text = expand(text, self.image_token(), counts, &mut targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
             SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
         })?;
@@ -188,17 +193,41 @@ impl Encoder {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
         }
-        let merge_size = self.images.merge_size();
         Ok(EncodedText {
             labels: labels(&ids, &offsets, &targets),
-            position_ids: position_ids(ids.len(), &vision_rows, grids, merge_size),
+            spans: spans(&ids, &vision_rows, counts, self.text.vision_marks),
             input_ids: ids,
             vision_rows,
         })
     }
 
-    fn load(&self, id: &SampleId, media: &[MediaRef]) -> Result<Vec<Patches>, SampleError> {
-        per_image(id, media, |media| self.images.load(media))
+    /// Visual tokens of each grid.
+    fn counts(&self, grids: &[[u32; 3]]) -> Vec<usize> {
+        grids.iter().map(|grid| self.images.num_tokens(*grid)).collect()
+    }
+
+    /// The size of a sample of `tokens` tokens and these pictures.
+    fn length_of(&self, tokens: usize, grids: &[[u32; 3]]) -> Length {
+        let patches = grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>());
+        let patch_bytes = self.images.patch_values() * size_of::<f32>();
+        Length { tokens, pixel_bytes: patches.sum::<u64>() * patch_bytes as u64 }
+    }
+
+    fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
+        let EncodedText { input_ids, labels, vision_rows, spans: _ } = text;
+        let merge_size = self.images.merge_size();
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids(&media), merge_size);
+        EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
+    }
+
+    fn load(
+        &self,
+        id: &SampleId,
+        media: &[MediaRef],
+        grids: &[[u32; 3]],
+    ) -> Result<Vec<Patches>, SampleError> {
+        let mut grids = grids.iter();
+        per_image(id, media, |media| self.images.load_as(media, *grids.next().expect("one each")))
     }
 
     fn image_token(&self) -> &str {
@@ -208,25 +237,57 @@ impl Encoder {
 
 /// An [`EncodedSample`] that lacks its pictures.
 struct EncodedText {
-    input_ids: Vec<u32>,         // [T]
-    labels: Vec<i64>,            // [T]
-    position_ids: Vec<[u32; 3]>, // [T]
-    vision_rows: Vec<u32>,       // [M]
+    input_ids: Vec<u32>,      // [T]
+    labels: Vec<i64>,         // [T]
+    vision_rows: Vec<u32>,    // [M]
+    spans: Vec<Range<usize>>, // one a medium, ascending: its visual tokens and their marks
 }
 
 impl EncodedText {
-    fn check_supervised(&self, id: &SampleId) -> Result<(), SampleError> {
-        // The first token of a sample is never a target.
-        if self.labels.iter().skip(1).any(|label| *label != IGNORE_INDEX) {
-            return Ok(());
+    /// What is left of a sample that has something to learn from.
+    fn cut(self, id: &SampleId, cut: Option<Cut>) -> Result<Self, SampleError> {
+        let outline = Outline::of(&self.labels, &self.spans);
+        let kept = measure::kept_text(id, &outline, cut)?;
+        if kept.len() == outline.text_tokens {
+            return Ok(self);
         }
-        Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens: self.labels.len() })
+        let Self { input_ids, labels, vision_rows, spans } = self;
+        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
+        let mut moved = Vec::with_capacity(vision_rows.len()); // all of them, as spans stay
+        let mut num_kept = 0;
+        for range in &ranges {
+            let inside = |row: &&u32| range.contains(&(**row as usize));
+            let shift = (range.start - num_kept) as u32;
+            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
+            num_kept += range.len();
+        }
+        Ok(Self {
+            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
+            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
+            vision_rows: moved,
+            spans: Vec::new(), // nobody asks any more
+        })
     }
+}
 
-    fn into_sample(self, id: SampleId, media: Vec<Patches>) -> EncodedSample {
-        let Self { input_ids, labels, position_ids, vision_rows } = self;
-        EncodedSample { id, input_ids, labels, position_ids, vision_rows, media }
-    }
+/// The tokens of each medium: `counts[k]` of `vision_rows`, and the marks right beside them.
+fn spans(
+    ids: &[u32],
+    vision_rows: &[u32],
+    counts: &[usize],
+    [start_mark, end_mark]: [Option<u32>; 2],
+) -> Vec<Range<usize>> {
+    let mut rest = vision_rows;
+    let mut span = |count: &usize| {
+        let (rows, later) = rest.split_at(*count);
+        rest = later;
+        let (first, last) = (rows[0] as usize, rows[count - 1] as usize);
+        let marked =
+            |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
+        let before = usize::from(first > 0 && marked(first - 1, start_mark));
+        first - before..last + 1 + usize::from(marked(last + 1, end_mark))
+    };
+    counts.iter().map(&mut span).collect()
 }
 
 /// Repeats the `k`-th `placeholder` of `text` `counts[k]` times and moves `targets` along.
@@ -273,7 +334,7 @@ fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> 
 fn per_image<T>(
     id: &SampleId,
     media: &[MediaRef],
-    read: impl Fn(&MediaRef) -> Result<T, ImageError>,
+    mut read: impl FnMut(&MediaRef) -> Result<T, ImageError>,
 ) -> Result<Vec<T>, SampleError> {
     let numbered = media.iter().zip(1..);
     numbered

@@ -64,14 +64,38 @@ impl ImageProcessor {
     /// The grid `[t, gh, gw]` that [`Self::load`] will give, from the header alone: no pixel is
     /// decoded, so damage behind the header goes unnoticed.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
+        let [height, width] = self.size(media)?;
+        Ok(self.grid_of(self.target(media, [height, width])?))
+    }
+
+    /// Upright `[height, width]` in pixels as the header says, of a picture that no limit on pixels
+    /// or tokens makes unusable.
+    pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
         let header = match &media.source {
             MediaSource::File { root, path } => Header::read(&mut source::open(root, path)?),
             MediaSource::DataUri(uri) => {
                 Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
             }
         };
-        let header = header.map_err(|error| ImageError::of(media, error))?;
-        Ok(self.grid_of(self.target(media, header.upright_size())?))
+        let size = header.map_err(|error| ImageError::of(media, error))?.upright_size();
+        self.target(media, size).map(|_| size)
+    }
+
+    /// The grid of a picture of this upright `[height, width]`; `None` if it is too elongated.
+    pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
+        let factor = self.patch_size * self.merge_size;
+        let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
+        Some(self.grid_of(target))
+    }
+
+    /// Decodes a picture that [`Self::grid`] has found to give `grid`.
+    pub(super) fn load_as(&self, media: &MediaRef, grid: [u32; 3]) -> Result<Patches, ImageError> {
+        let patches = self.load(media)?;
+        if patches.grid_thw == grid {
+            return Ok(patches);
+        }
+        let source = "its size changed while the row was read".into();
+        Err(ImageError::Broken { image: ImageName::of(media), source })
     }
 
     /// Decodes a picture into normalised patches.

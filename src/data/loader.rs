@@ -114,7 +114,9 @@ impl Loader {
             bytes: AHEAD_BYTES,
         };
         let encoder = Arc::clone(&reader);
-        let encode = move |row| encoder.read(row);
+        let encode = move |row| {
+            encoder.read_admitted(row, &|length| options.admit(length, || encoder.id(row)))
+        };
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };

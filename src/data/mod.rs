@@ -17,13 +17,14 @@ mod steps;
 #[cfg(test)]
 mod test_reader;
 mod tokenizer;
+mod truncate;
 mod workers;
 
 pub use collate::{CollateError, collate};
 pub use config::{
     DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
 };
-pub use encode::{Encoder, EncoderError};
+pub use encode::{Encoder, EncoderError, Measured};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
@@ -34,3 +35,4 @@ pub use row::{Length, Rejection, Row, RowReader};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
+pub use truncate::{Cut, CutError, Keep, Outline};

@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::source::SampleError;
 use crate::batch::{EncodedSample, SampleId};
 
 /// A row of one of the data sets of a run.
@@ -59,6 +60,13 @@ impl Rejection {
     }
 }
 
+impl From<SampleError> for Rejection {
+    fn from(error: SampleError) -> Self {
+        let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
+        Self::new(error.id(), error.reason(), format!("{error}{hint}"))
+    }
+}
+
 impl fmt::Display for Rejection {
     /// The message, with the place before it unless it begins with that already.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -72,6 +80,17 @@ impl fmt::Display for Rejection {
 pub trait RowReader: Send + Sync {
     /// The sample of a row, encoded.
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
+
+    /// [`RowReader::read`], but for a sample whose size `admit` refuses: a reader that knows it earlier
+    /// spends no memory on its pictures. Whoever relies on `admit` asks it again.
+    fn read_admitted(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<EncodedSample, Rejection> {
+        let sample = self.read(row)?;
+        admit(Length::of(&sample)).map(|()| sample)
+    }
 
     /// [`Length::of`] what [`RowReader::read`] would give, from text and media headers alone.
     ///

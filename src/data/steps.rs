@@ -51,6 +51,32 @@ pub struct LoaderOptions {
     pub max_rejected: f64,
 }
 
+impl LoaderOptions {
+    /// Refuses a sample of a length that is not trained on.
+    pub(super) fn admit(
+        &self,
+        length: Length,
+        id: impl FnOnce() -> SampleId,
+    ) -> Result<(), Rejection> {
+        let tokens = length.tokens;
+        let refuse = |reason, message| Err(Rejection::new(&id(), reason, message));
+        if tokens == 0 {
+            return refuse("empty", "the sample has no tokens".to_owned());
+        }
+        if let Some(most) = self.max_length.filter(|most| tokens > most.get() as usize) {
+            return refuse(TOO_LONG, format!("{tokens} tokens, `max_length` is {most}"));
+        }
+        match self.packing {
+            Packing::On { length, overlong: Overlong::Reject, .. }
+                if tokens > length.get() as usize =>
+            {
+                refuse("overlong", format!("{tokens} tokens, `packing_length` is {length}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// Which form of a batch the model gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rmpad {
@@ -183,9 +209,8 @@ impl<T> Assembly<T> {
         let position = self.state.next;
         self.state.next += 1;
         self.state.rows_read += 1;
-        let outcome = outcome.and_then(|(length, value)| match self.refusal(length) {
-            Some((reason, message)) => Err(Rejection::new(&id(), reason, message)),
-            None => Ok(Item { position, length, value }),
+        let outcome = outcome.and_then(|(length, value)| {
+            self.options.admit(length, id).map(|()| Item { position, length, value })
         });
         match outcome {
             Ok(item) => self.ready.extend(self.packer.push(item)),
@@ -243,25 +268,6 @@ impl<T> Assembly<T> {
             carry: self.packer.held().collect(),
             ready: self.ready.iter().map(positions).collect(),
             ..self.state.clone()
-        }
-    }
-
-    /// Why a sample of this length is not trained on.
-    fn refusal(&self, length: Length) -> Option<(&'static str, String)> {
-        let tokens = length.tokens;
-        if tokens == 0 {
-            return Some(("empty", "the sample has no tokens".to_owned()));
-        }
-        if let Some(most) = self.options.max_length.filter(|most| tokens > most.get() as usize) {
-            return Some((TOO_LONG, format!("{tokens} tokens, `max_length` is {most}")));
-        }
-        match self.options.packing {
-            Packing::On { length, overlong: Overlong::Reject, .. }
-                if tokens > length.get() as usize =>
-            {
-                Some(("overlong", format!("{tokens} tokens, `packing_length` is {length}")))
-            }
-            _ => None,
         }
     }
 

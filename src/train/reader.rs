@@ -2,7 +2,8 @@
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError, SourceError,
+    Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError,
+    SourceError,
 };
 use std::sync::Arc;
 
@@ -10,13 +11,21 @@ use std::sync::Arc;
 pub struct JsonlRows {
     files: Vec<JsonlFile>,
     encoder: Arc<Encoder>,
+    cut: Option<Cut>,
 }
 
 impl JsonlRows {
     /// Opens and indexes every file.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
         let open = |set: &DatasetConfig| JsonlFile::open(&set.path, set.image_root.as_deref());
-        Ok(Self { files: datasets.iter().map(open).collect::<Result<_, _>>()?, encoder })
+        let files = datasets.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { files, encoder, cut: None })
+    }
+
+    /// The same rows, those that are too long cut to a limit.
+    #[must_use]
+    pub fn cut(self, cut: Option<Cut>) -> Self {
+        Self { cut, ..self }
     }
 
     /// The files, in config order.
@@ -52,21 +61,21 @@ impl JsonlRows {
     }
 }
 
-/// As the log and `rejects.jsonl` say it.
-fn rejection(error: &SampleError) -> Rejection {
-    let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-    Rejection::new(error.id(), error.reason(), format!("{error}{hint}"))
-}
-
 impl RowReader for JsonlRows {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        let encoded = self.sample(row).and_then(|sample| self.encoder.encode(&sample));
-        encoded.map_err(|error| rejection(&error))
+        self.read_admitted(row, &|_| Ok(()))
+    }
+
+    fn read_admitted(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<EncodedSample, Rejection> {
+        self.encoder.encode_cut(&self.sample(row)?, self.cut, admit)
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
-        let length = self.sample(row).and_then(|sample| self.encoder.length(&sample));
-        length.map_err(|error| rejection(&error))
+        Ok(self.encoder.length_cut(&self.sample(row)?, self.cut)?)
     }
 
     fn id(&self, row: Row) -> SampleId {

@@ -119,8 +119,8 @@ fn reasons(source: &str) -> impl Iterator<Item = &str> {
 
 #[test]
 fn every_reason_of_a_rejection_is_explained() {
-    let sources =
-        ["source/error.rs", "chat.rs", "image.rs"].map(|name| text(&format!("src/data/{name}")));
+    let sources = ["source/error.rs", "chat.rs", "image.rs", "truncate.rs"]
+        .map(|name| text(&format!("src/data/{name}")));
     let mut reasons: BTreeSet<&str> = sources.iter().flat_map(|source| reasons(source)).collect();
     assert!(reasons.len() > 20, "{reasons:?}");
     reasons.extend(["empty", "overlong", "too_long"]); // by length, in src/data/steps.rs

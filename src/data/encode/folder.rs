@@ -118,6 +118,8 @@ pub(super) struct TextFolder {
     pub(super) tokenizer: TextTokenizer,
     pub(super) template: ChatTemplate,
     pub(super) image_token_id: u32,
+    /// Stand right before and right after the visual tokens of a medium, where a model has them.
+    pub(super) vision_marks: [Option<u32>; 2],
     /// Tokens that stand for media and so must not come from a text.
     pub(super) media_tokens: Vec<String>,
     pub(super) stop_ids: Vec<u32>,
@@ -132,6 +134,8 @@ impl TextFolder {
         let path = folder.join("tokenizer.json");
         let tokenizer = TextTokenizer::from_bytes(&path, &read(&path)?)?;
         let image_token_id = config.id("image_token_id")?;
+        let vision_marks =
+            ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
         let mut media_tokens = vec![config.token("image_token_id", image_token_id, &tokenizer)?];
         // Only models that know videos have the other one.
         if let Ok(id) = config.id("video_token_id") {
@@ -169,7 +173,16 @@ impl TextFolder {
         let (path, source) = chat_template(folder, &tokenizer_config)?;
         let template = ChatTemplate::new(source, special_tokens)
             .map_err(|cause| EncoderError::Template { path, cause })?;
-        Ok(Self { tokenizer, template, image_token_id, media_tokens, stop_ids, pad_id, vocab_size })
+        Ok(Self {
+            tokenizer,
+            template,
+            image_token_id,
+            vision_marks,
+            media_tokens,
+            stop_ids,
+            pad_id,
+            vocab_size,
+        })
     }
 }
 

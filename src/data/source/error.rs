@@ -3,6 +3,7 @@
 use crate::batch::SampleId;
 use crate::data::chat::TemplateError;
 use crate::data::image::ImageError;
+use crate::data::truncate::CutError;
 
 /// Why a row of a data file is rejected. The message begins with `file:line`.
 #[derive(Debug, thiserror::Error)]
@@ -185,6 +186,14 @@ pub enum SampleError {
         /// Length of the sample.
         num_tokens: usize,
     },
+    /// Longer than `max_length`, and it cannot be cut.
+    #[error("{id}: {cause}")]
+    Cut {
+        /// The row.
+        id: SampleId,
+        /// Why not.
+        cause: CutError,
+    },
 }
 
 impl SampleError {
@@ -207,6 +216,7 @@ impl SampleError {
             Self::ImageTokens { .. } => "image_tokens",
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
             Self::NoSupervisedToken { .. } => "no_supervised_token",
+            Self::Cut { cause, .. } => cause.reason(),
         }
     }
 
@@ -241,6 +251,7 @@ impl SampleError {
                 "a row needs at least one assistant turn to learn from"
             }
             Self::Image { cause, .. } => cause.hint(),
+            Self::Cut { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
         Some(hint.to_owned())
@@ -267,6 +278,7 @@ impl SampleError {
             | Self::Tokenizer { id, .. }
             | Self::ImageTokens { id, .. }
             | Self::NoAssistantTurn { id }
+            | Self::Cut { id, .. }
             | Self::NoSupervisedToken { id, .. } => id,
         }
     }
