@@ -3,6 +3,7 @@
 
 mod answers;
 mod bench;
+mod cache;
 mod eval;
 mod generate;
 mod hub;
@@ -52,6 +53,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Answer a prompt
     Generate(generate::GenerateArgs),
+    /// Measure every row once, for the runs to come: the offline tokenisation step
+    Cache(cache::CacheArgs),
     /// How fast this machine runs the ops, a step, and the data side
     Bench(bench::BenchArgs),
 }
@@ -96,14 +99,21 @@ impl ConfigArgs {
         self.refuse(&["model", "path"], problem, hub::HINT)
     }
 
-    /// Opens the data sets of `data.train` or `data.eval`.
-    fn open_rows(
+    /// Opens the data sets of `data.eval`.
+    fn open_eval(&self, config: &RunConfig, encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
+        let datasets = &config.data.eval;
+        let rows = JsonlRows::open(datasets, encoder.clone());
+        rows.map_err(|error| self.rows_error("eval", datasets, error))
+    }
+
+    /// Why the data sets of `data.train` or `data.eval` cannot be opened.
+    fn rows_error(
         &self,
         list: &str,
         datasets: &[DatasetConfig],
-        encoder: &Arc<Encoder>,
-    ) -> anyhow::Result<JsonlRows> {
-        JsonlRows::open(datasets, encoder.clone()).map_err(|error| match &error {
+        error: SourceError,
+    ) -> anyhow::Error {
+        match &error {
             SourceError::Read { path, .. } => {
                 let index = datasets.iter().position(|set| set.path == *path).unwrap_or(0);
                 let key = format!("data.{list}.{index}.path");
@@ -113,12 +123,14 @@ impl ConfigArgs {
             }
             // The file is what it should be, what is in it is not.
             SourceError::NoRows { .. } | SourceError::UnknownForm { .. } => error.into(),
-        })
+        }
     }
 
     /// Opens `data.train`, with the truncation that the config asks for.
     fn open_train(&self, config: &RunConfig, encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
-        let rows = self.open_rows("train", &config.data.train, encoder)?;
+        let datasets = &config.data.train;
+        let rows = JsonlRows::open_indexed(datasets, encoder.clone(), &config.cache_dir());
+        let rows = rows.map_err(|error| self.rows_error("train", datasets, error))?;
         if let (Truncation::Split, Some(file)) = (config.data.truncation, rows.files().first()) {
             let problem = format!(
                 "`data.truncation` is `split`, and `{}` has chats: the pieces of one would be answers without their questions",
@@ -245,6 +257,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Inspect(args) => inspect::run(args),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Generate(args) => generate::run(args),
+        Command::Cache(args) => cache::run(args, &logging),
         Command::Bench(args) => bench::run(args),
     }
 }

@@ -104,6 +104,7 @@ mod tests {
             peak_device_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: std::collections::BTreeMap::new(),
+            rejected_by_file: std::collections::BTreeMap::new(),
         }
     }
 

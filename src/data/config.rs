@@ -43,6 +43,9 @@ pub struct DataConfig {
     /// Sizes to which images are brought.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Folder of the length caches, for several runs to share; null: `cache` in `output_dir`.
+    #[serde(default)]
+    pub cache_dir: Option<PathBuf>,
     /// Threads that read and encode rows; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
@@ -252,7 +255,7 @@ mod tests {
                 .to_owned()
                 + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"cache_dir":null,"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }

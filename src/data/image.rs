@@ -123,6 +123,12 @@ impl ImageProcessor {
         Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
     }
 
+    /// Whatever decides the grid of a picture of a given size, in words.
+    pub(super) fn limits(&self) -> String {
+        let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
+        format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
+    }
+
     /// Patches a side of the square that merges into one token.
     pub fn merge_size(&self) -> u32 {
         self.merge_size

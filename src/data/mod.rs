@@ -1,5 +1,6 @@
 //! JSONL to token streams, on host threads.
 
+mod cache;
 mod chat;
 mod collate;
 mod config;
@@ -20,6 +21,7 @@ mod tokenizer;
 mod truncate;
 mod workers;
 
+pub use cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use collate::{CollateError, collate};
 pub use config::{
     DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,

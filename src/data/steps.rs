@@ -52,12 +52,8 @@ pub struct LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Refuses a sample of a length that is not trained on.
-    pub(super) fn admit(
-        &self,
-        length: Length,
-        id: impl FnOnce() -> SampleId,
-    ) -> Result<(), Rejection> {
+    /// Refuses a sample of a length that is not trained on; `id` names it.
+    pub fn admit(&self, length: Length, id: impl FnOnce() -> SampleId) -> Result<(), Rejection> {
         let tokens = length.tokens;
         let refuse = |reason, message| Err(Rejection::new(&id(), reason, message));
         if tokens == 0 {
@@ -102,6 +98,9 @@ pub struct DataState {
     pub rows_read: u64,
     /// Rows rejected since the run began, by reason.
     pub rejected: BTreeMap<String, u64>,
+    /// The same by data file and reason.
+    #[serde(default)]
+    pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
 impl DataState {
@@ -278,7 +277,10 @@ impl<T> Assembly<T> {
         {
             return Err(LoaderError::Rejected { rejection });
         }
-        *self.state.rejected.entry(rejection.reason.clone()).or_default() += 1;
+        let Rejection { file, reason, .. } = &rejection;
+        *self.state.rejected.entry(reason.clone()).or_default() += 1;
+        let of_file = self.state.rejected_by_file.entry(file.clone()).or_default();
+        *of_file.entry(reason.clone()).or_default() += 1;
         if self.first_rejections.len() < NUM_EXAMPLES {
             self.first_rejections.push(rejection.clone());
         }

@@ -40,6 +40,9 @@ pub struct StepMetrics {
     /// The same by reason; absent while there are none.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_reason: BTreeMap<String, u64>,
+    /// The same by data file and reason.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
 impl StepMetrics {
@@ -136,6 +139,7 @@ mod tests {
             peak_device_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
+            rejected_by_file: BTreeMap::new(),
         };
         let row = serde_json::to_value(&row).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();

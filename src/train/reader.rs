@@ -3,8 +3,9 @@
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
     Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError,
-    SourceError,
+    SourceError, open_indexed,
 };
+use std::path::Path;
 use std::sync::Arc;
 
 /// The data sets of a config section, and the encoder that turns their rows into numbers.
@@ -22,10 +23,28 @@ impl JsonlRows {
         Ok(Self { files, encoder, cut: None })
     }
 
+    /// Opens every file; those that the caches in `folder` know are not scanned.
+    pub fn open_indexed(
+        datasets: &[DatasetConfig],
+        encoder: Arc<Encoder>,
+        folder: &Path,
+    ) -> Result<Self, SourceError> {
+        let open = |set: &DatasetConfig| {
+            open_indexed(&set.path, set.image_root.as_deref(), &encoder, folder)
+        };
+        let files = datasets.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { files, encoder, cut: None })
+    }
+
     /// The same rows, those that are too long cut to a limit.
     #[must_use]
     pub fn cut(self, cut: Option<Cut>) -> Self {
         Self { cut, ..self }
+    }
+
+    /// How rows that are too long are cut.
+    pub fn cut_of_rows(&self) -> Option<Cut> {
+        self.cut
     }
 
     /// The files, in config order.

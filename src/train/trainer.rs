@@ -287,6 +287,7 @@ impl Trainer {
             peak_device_memory_bytes: gpu_memory(&parts.runner.device).map(|memory| memory.peak),
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
+            rejected_by_file: state.data.rejected_by_file.clone(),
         };
         parts.metrics.write(&metrics)?;
         observer.step(&metrics, state.total_steps);

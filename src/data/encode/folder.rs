@@ -2,8 +2,10 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
-use serde_json::Value;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::data::chat::{ChatTemplate, TemplateError};
 use crate::data::image::ImageConfigError;
@@ -125,6 +127,8 @@ pub(super) struct TextFolder {
     pub(super) stop_ids: Vec<u32>,
     pub(super) pad_id: u32,
     pub(super) vocab_size: usize,
+    /// Hash of all that decides which tokens a chat becomes.
+    pub(super) key: [u8; 32],
 }
 
 impl TextFolder {
@@ -132,7 +136,10 @@ impl TextFolder {
         let config = JsonFile::read(folder, "config.json")?;
         let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
         let path = folder.join("tokenizer.json");
-        let tokenizer = TextTokenizer::from_bytes(&path, &read(&path)?)?;
+        let bytes = read(&path)?;
+        let mut key = Sha256::new_with_prefix(&bytes);
+        let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+        drop(bytes);
         let image_token_id = config.id("image_token_id")?;
         let vision_marks =
             ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
@@ -171,6 +178,13 @@ impl TextFolder {
             .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
             .unwrap_or(first_stop);
         let (path, source) = chat_template(folder, &tokenizer_config)?;
+        let marks = json!([source, special_tokens, image_token_id, vision_marks, media_tokens]);
+        key.update(marks.to_string());
+        if source.contains("strftime_now") {
+            // what the template writes depends on the day
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            key.update((now.as_secs() / 86_400).to_le_bytes());
+        }
         let template = ChatTemplate::new(source, special_tokens)
             .map_err(|cause| EncoderError::Template { path, cause })?;
         Ok(Self {
@@ -182,6 +196,7 @@ impl TextFolder {
             stop_ids,
             pad_id,
             vocab_size,
+            key: key.finalize().into(),
         })
     }
 }

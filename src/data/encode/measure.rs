@@ -67,6 +67,11 @@ impl Encoder {
         length.map_err(|cause| SampleError::Cut { id: sample.id.clone(), cause })
     }
 
+    /// Hash of all that [`Encoder::measure`] depends on beside the row and its pictures.
+    pub(in crate::data) fn text_key(&self) -> [u8; 32] {
+        self.text.key
+    }
+
     fn grids_of(&self, sizes: &[[u32; 2]]) -> Vec<[u32; 3]> {
         // `ImageProcessor::size` has refused those that are too elongated
         sizes.iter().filter_map(|size| self.images.grid_of_size(*size)).collect()

@@ -1,0 +1,318 @@
+//! Making the cache, and making it again where rows or pictures have changed.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread;
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use super::file::{BATCH_ROWS, CacheError, Footer, Place, Writer};
+use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
+use crate::batch::{MediaRef, MediaSource, Sample, SampleId};
+use crate::data::encode::{Encoder, Measured};
+use crate::data::row::{Length, Rejection};
+use crate::data::source::{ImageStamp, JsonlFile, SampleError};
+use crate::data::truncate::{Cut, Outline};
+
+/// Batches that may wait to be written.
+const WAITING: usize = 2;
+
+/// The lengths of all rows of one data file.
+#[derive(Debug)]
+pub struct LengthCache {
+    path: PathBuf,
+    batches: Vec<Rows>, // BATCH_ROWS each, but for the last
+}
+
+/// What [`LengthCache::update`] had to do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheWork {
+    /// Rows that were read and measured.
+    pub measured: u64,
+    /// Rows that were known.
+    pub reused: u64,
+}
+
+/// A batch on its way into the cache.
+enum Batch {
+    /// One of the cache before, as it is.
+    Kept(Rows),
+    /// One with new entries.
+    New(Vec<Entry>),
+}
+
+impl LengthCache {
+    /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
+    /// how many rows are done.
+    ///
+    /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have a picture
+    /// that has changed or could not be used are measured.
+    pub fn update(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        progress: &dyn Fn(u64),
+    ) -> Result<(Self, CacheWork), CacheError> {
+        let place = Place::new(folder, file.path(), file.image_root(), encoder.text_key());
+        let _lock = place.lock()?;
+        let limits = encoder.image_processor().limits();
+        let footer = Footer::of(file, limits);
+        let (old_footer, old) = place.read().unzip();
+        let old = old.unwrap_or_default();
+        let same_rows = old_footer.as_ref().is_some_and(|old| old.fits(file));
+        let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
+        let source = if same_rows {
+            Source::SameRows { batches: old.into_iter() }
+        } else {
+            let sources = vec![old, place.read_partial()];
+            Source::Other { known: Known::new(sources) }
+        };
+        let to_write = Output {
+            place: &place,
+            lengths: &|measured| lengths(encoder, measured),
+            same_limits,
+            // a file that is all the same need not be written again
+            always: old_footer.as_ref() != Some(&footer),
+        };
+        let measurer = Measurer { file, encoder };
+        let (batches, work) = measurer.run(source, &to_write, &footer, progress)?;
+        Ok((Self { path: place.path, batches }, work))
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The size of row `row` under the limits of `encoder` and `cut`, or why it has none. `id` names the
+    /// row.
+    pub fn length(
+        &self,
+        row: usize,
+        encoder: &Encoder,
+        cut: Option<Cut>,
+        id: impl FnOnce() -> SampleId,
+    ) -> Result<Length, Rejection> {
+        match self.measured(row) {
+            Ok(Measured { text, sizes }) => encoder
+                .length_under(text, &sizes, cut)
+                .map_err(|cause| SampleError::Cut { id: id(), cause }.into()),
+            Err((reason, message)) => {
+                let id = id();
+                Err(Rejection::new(&id, reason, format!("{id}{message}")))
+            }
+        }
+    }
+
+    /// The counts of row `row` before any cut, if it can be encoded.
+    pub fn outline(&self, row: usize, encoder: &Encoder) -> Option<Outline> {
+        let Measured { text, sizes } = self.measured(row).ok()?;
+        Some(encoder.outline(text, &sizes))
+    }
+
+    fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
+        self.batches[row / BATCH_ROWS].measured(row % BATCH_ROWS)
+    }
+}
+
+fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
+    let outline = encoder.outline(measured.text, &measured.sizes);
+    let visual_tokens = outline.media_tokens - measured.text.media_tokens;
+    Lengths { tokens: outline.num_tokens(), visual_tokens }
+}
+
+/// Where known rows come from.
+enum Source {
+    /// The cache before is of the same rows in the same places.
+    SameRows { batches: std::vec::IntoIter<Rows> },
+    /// Rows with the same bytes may be anywhere.
+    Other { known: Known },
+}
+
+/// Rows by the hash of their bytes.
+struct Known {
+    batches: Vec<Rows>,
+    places: HashMap<[u8; HASH_BYTES], (u32, u32)>,
+}
+
+impl Known {
+    fn new(sources: Vec<Vec<Rows>>) -> Self {
+        let batches: Vec<Rows> = sources.into_iter().flatten().collect();
+        let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
+        for (batch, rows) in (0..).zip(&batches) {
+            places.extend((0..rows.len()).map(|row| (rows.hash(row), (batch, row as u32))));
+        }
+        Self { batches, places }
+    }
+
+    fn get(&self, hash: [u8; HASH_BYTES]) -> Option<(&Rows, usize)> {
+        let (batch, row) = *self.places.get(&hash)?;
+        Some((&self.batches[batch as usize], row as usize))
+    }
+}
+
+/// What becomes of the batches.
+struct Output<'a> {
+    place: &'a Place,
+    lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
+    same_limits: bool,
+    always: bool,
+}
+
+impl Output<'_> {
+    /// Keeps the batches and writes them: all of them, or none if nothing is new.
+    fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<Vec<Rows>, CacheError> {
+        let mut writer = None;
+        let mut all: Vec<Rows> = Vec::new();
+        let format = |source| CacheError::Format { path: self.place.path.clone(), source };
+        for batch in batches {
+            let (rows, is_new) = match batch {
+                Batch::Kept(rows) if self.same_limits => (rows, false),
+                Batch::Kept(rows) => (rows.with_lengths(self.lengths), true),
+                Batch::New(entries) => {
+                    (Rows::from_entries(&entries, self.lengths).map_err(format)?, true)
+                }
+            };
+            if writer.is_none() && (is_new || self.always) {
+                let mut created = Writer::create(self.place)?;
+                all.iter().try_for_each(|rows| created.write(rows))?;
+                writer = Some(created);
+            }
+            if let Some(writer) = &mut writer {
+                writer.write(&rows)?;
+            }
+            all.push(rows);
+        }
+        writer.map_or(Ok(()), |writer| writer.finish(footer))?;
+        Ok(all)
+    }
+}
+
+/// Measures rows of a file.
+struct Measurer<'a> {
+    file: &'a JsonlFile,
+    encoder: &'a Encoder,
+}
+
+impl Measurer<'_> {
+    fn run(
+        &self,
+        mut source: Source,
+        output: &Output<'_>,
+        footer: &Footer,
+        progress: &dyn Fn(u64),
+    ) -> Result<(Vec<Rows>, CacheWork), CacheError> {
+        let (sender, receiver) = sync_channel(WAITING);
+        thread::scope(|scope| {
+            let builder = thread::Builder::new().name("cache-writer".to_owned());
+            let writer = builder.spawn_scoped(scope, || output.write(receiver, footer));
+            let writer = writer.map_err(CacheError::write(&output.place.path))?;
+            let mut work = CacheWork::default();
+            for first in (0..self.file.len()).step_by(BATCH_ROWS) {
+                let rows = first..(first + BATCH_ROWS).min(self.file.len());
+                let (batch, measured) = match &mut source {
+                    Source::SameRows { batches } => {
+                        let old = batches.next().expect("as many rows as before");
+                        self.refresh(first, old)
+                    }
+                    Source::Other { known } => {
+                        let row = |row| self.look_up(row, known);
+                        let found: Vec<(Entry, bool)> =
+                            rows.clone().into_par_iter().map(row).collect();
+                        let measured = found.iter().filter(|(_, measured)| *measured).count();
+                        (Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured)
+                    }
+                };
+                work.measured += measured as u64;
+                work.reused += (rows.len() - measured) as u64;
+                if sender.send(batch).is_err() {
+                    break; // the writer has failed, and says why below
+                }
+                progress(rows.end as u64);
+            }
+            drop(sender);
+            let batches = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok((batches, work))
+        })
+    }
+
+    /// A batch of the same rows as before, and how many of them had to be measured again.
+    fn refresh(&self, first: usize, old: Rows) -> (Batch, usize) {
+        let stale: Vec<usize> =
+            (0..old.len()).into_par_iter().filter(|row| !self.is_current(&old, *row)).collect();
+        if stale.is_empty() {
+            return (Batch::Kept(old), 0);
+        }
+        let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
+        let anew: Vec<Outcome> = stale
+            .par_iter()
+            .map(|row| self.outcome(first + row, self.file.bytes(first + row)))
+            .collect();
+        for (row, outcome) in stale.iter().zip(anew) {
+            entries[*row].outcome = outcome;
+        }
+        (Batch::New(entries), stale.len())
+    }
+
+    /// A row that may be known, and whether it had to be measured.
+    fn look_up(&self, row: usize, known: &Known) -> (Entry, bool) {
+        let bytes = self.file.bytes(row);
+        let hash = bytes.as_ref().map_or([0; HASH_BYTES], |bytes| hash(bytes));
+        let (line, offset) = (self.file.id(row).line, self.file.offset(row));
+        if let Some((rows, found)) = known.get(hash).filter(|_| bytes.is_ok())
+            && self.is_current(rows, found)
+        {
+            return (Entry { line, offset, ..rows.entry(found) }, false);
+        }
+        (Entry { line, offset, hash, outcome: self.outcome(row, bytes) }, true)
+    }
+
+    /// Whether measuring would find the same. A row that was rejected for its pictures may have been
+    /// repaired without a change of its text.
+    fn is_current(&self, rows: &Rows, row: usize) -> bool {
+        if let Err((reason, _)) = rows.measured(row) {
+            return !(reason.starts_with("image_") || reason == "unreadable");
+        }
+        let root = self.file.image_root();
+        rows.files(row)
+            .flatten()
+            .all(|(path, stamp)| ImageStamp::of(&root.join(path)).is_ok_and(|found| found == stamp))
+    }
+
+    fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
+        let measured = bytes.and_then(|bytes| {
+            let sample = self.file.parse(row, &bytes)?;
+            let files = image_files(&sample);
+            Ok((self.encoder.measure(&sample)?, files))
+        });
+        measured.map_or_else(rejected, |(measured, files)| Outcome::Measured(measured, files))
+    }
+}
+
+fn rejected(error: SampleError) -> Outcome {
+    let id = error.id().to_string();
+    let Rejection { reason, message, .. } = error.into();
+    let message = message.strip_prefix(&id).map_or(message.clone(), str::to_owned);
+    Outcome::Rejected { reason, message }
+}
+
+/// The files of the pictures before their headers are read: a change in between shows the next time.
+fn image_files(sample: &Sample) -> Vec<Option<ImageFile>> {
+    let file = |media: &MediaRef| match &media.source {
+        MediaSource::DataUri(_) => None,
+        MediaSource::File { root, path } => {
+            let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };
+            let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
+            Some(ImageFile { path: path.display().to_string(), stamp })
+        }
+    };
+    sample.media.iter().map(file).collect()
+}
+
+fn hash(bytes: &[u8]) -> [u8; HASH_BYTES] {
+    let digest = Sha256::digest(bytes);
+    std::array::from_fn(|at| digest[at])
+}
