@@ -10,6 +10,8 @@ mod encoding;
 mod harness;
 mod images;
 mod laws;
+mod length_cache;
+mod length_laws;
 mod output_dir;
 mod parity;
 mod resume;

@@ -2,30 +2,25 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
-use super::file::{BATCH_ROWS, CacheError, Footer, Place, Writer};
+use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Place, Writer};
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
-use crate::batch::{MediaRef, MediaSource, Sample, SampleId};
+use super::table::LengthCache;
+use crate::batch::{MediaRef, MediaSource, Sample};
 use crate::data::encode::{Encoder, Measured};
-use crate::data::row::{Length, Rejection};
+use crate::data::row::Rejection;
 use crate::data::source::{ImageStamp, JsonlFile, SampleError};
-use crate::data::truncate::{Cut, Outline};
 
 /// Batches that may wait to be written.
 const WAITING: usize = 2;
-
-/// The lengths of all rows of one data file.
-#[derive(Debug)]
-pub struct LengthCache {
-    path: PathBuf,
-    batches: Vec<Rows>, // BATCH_ROWS each, but for the last
-}
 
 /// What [`LengthCache::update`] had to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -61,14 +56,13 @@ impl LengthCache {
         let limits = encoder.image_processor().limits();
         let footer = Footer::of(file, limits);
         let (old_footer, old) = place.read().unzip();
-        let old = old.unwrap_or_default();
-        let same_rows = old_footer.as_ref().is_some_and(|old| old.fits(file));
         let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
-        let source = if same_rows {
-            Source::SameRows { batches: old.into_iter() }
-        } else {
-            let sources = vec![old, place.read_partial()];
-            Source::Other { known: Known::new(sources) }
+        let source = match (&old_footer, old) {
+            (Some(footer), Some(batches)) if footer.fits(file) => Source::SameRows { batches },
+            (_, old) => {
+                let old = old.into_iter().flatten().chain(place.read_partial());
+                Source::Other { known: Known::new(old.collect()) }
+            }
         };
         let to_write = Output {
             place: &place,
@@ -78,43 +72,7 @@ impl LengthCache {
             always: old_footer.as_ref() != Some(&footer),
         };
         let measurer = Measurer { file, encoder };
-        let (batches, work) = measurer.run(source, &to_write, &footer, progress)?;
-        Ok((Self { path: place.path, batches }, work))
-    }
-
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// The size of row `row` under the limits of `encoder` and `cut`, or why it has none. `id` names the
-    /// row.
-    pub fn length(
-        &self,
-        row: usize,
-        encoder: &Encoder,
-        cut: Option<Cut>,
-        id: impl FnOnce() -> SampleId,
-    ) -> Result<Length, Rejection> {
-        match self.measured(row) {
-            Ok(Measured { text, sizes }) => encoder
-                .length_under(text, &sizes, cut)
-                .map_err(|cause| SampleError::Cut { id: id(), cause }.into()),
-            Err((reason, message)) => {
-                let id = id();
-                Err(Rejection::new(&id, reason, format!("{id}{message}")))
-            }
-        }
-    }
-
-    /// The counts of row `row` before any cut, if it can be encoded.
-    pub fn outline(&self, row: usize, encoder: &Encoder) -> Option<Outline> {
-        let Measured { text, sizes } = self.measured(row).ok()?;
-        Some(encoder.outline(text, &sizes))
-    }
-
-    fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
-        self.batches[row / BATCH_ROWS].measured(row % BATCH_ROWS)
+        measurer.run(source, &to_write, &footer, progress)
     }
 }
 
@@ -127,7 +85,7 @@ fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
 /// Where known rows come from.
 enum Source {
     /// The cache before is of the same rows in the same places.
-    SameRows { batches: std::vec::IntoIter<Rows> },
+    SameRows { batches: Batches },
     /// Rows with the same bytes may be anywhere.
     Other { known: Known },
 }
@@ -139,8 +97,7 @@ struct Known {
 }
 
 impl Known {
-    fn new(sources: Vec<Vec<Rows>>) -> Self {
-        let batches: Vec<Rows> = sources.into_iter().flatten().collect();
+    fn new(batches: Vec<Rows>) -> Self {
         let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
         for (batch, rows) in (0..).zip(&batches) {
             places.extend((0..rows.len()).map(|row| (rows.hash(row), (batch, row as u32))));
@@ -163,10 +120,16 @@ struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// Keeps the batches and writes them: all of them, or none if nothing is new.
-    fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<Vec<Rows>, CacheError> {
+    /// Loads the batches and writes them: all of them, or none if nothing is new.
+    fn write(
+        &self,
+        batches: Receiver<Batch>,
+        footer: &Footer,
+        num_rows: usize,
+    ) -> Result<LengthCache, CacheError> {
         let mut writer = None;
-        let mut all: Vec<Rows> = Vec::new();
+        let mut num_kept = 0;
+        let mut table = LengthCache::with_capacity(self.place.path.clone(), num_rows);
         let format = |source| CacheError::Format { path: self.place.path.clone(), source };
         for batch in batches {
             let (rows, is_new) = match batch {
@@ -178,16 +141,22 @@ impl Output<'_> {
             };
             if writer.is_none() && (is_new || self.always) {
                 let mut created = Writer::create(self.place)?;
-                all.iter().try_for_each(|rows| created.write(rows))?;
+                let (_, before) = self.place.read().unzip();
+                let mut before = before.into_iter().flatten().take(num_kept);
+                before.try_for_each(|rows| created.write(&rows))?;
                 writer = Some(created);
             }
-            if let Some(writer) = &mut writer {
-                writer.write(&rows)?;
+            match &mut writer {
+                Some(writer) => writer.write(&rows)?,
+                None => num_kept += 1,
             }
-            all.push(rows);
+            table.push(&rows);
         }
-        writer.map_or(Ok(()), |writer| writer.finish(footer))?;
-        Ok(all)
+        // fewer rows than there are: a panic has ended the measuring, and what is written can be gone on from
+        match writer.filter(|_| table.len() == num_rows) {
+            Some(writer) => writer.finish(footer).map(|()| table),
+            None => Ok(table),
+        }
     }
 }
 
@@ -204,26 +173,26 @@ impl Measurer<'_> {
         output: &Output<'_>,
         footer: &Footer,
         progress: &dyn Fn(u64),
-    ) -> Result<(Vec<Rows>, CacheWork), CacheError> {
+    ) -> Result<(LengthCache, CacheWork), CacheError> {
+        let num_rows = self.file.len();
         let (sender, receiver) = sync_channel(WAITING);
         thread::scope(|scope| {
             let builder = thread::Builder::new().name("cache-writer".to_owned());
-            let writer = builder.spawn_scoped(scope, || output.write(receiver, footer));
+            let writer = builder.spawn_scoped(scope, || output.write(receiver, footer, num_rows));
             let writer = writer.map_err(CacheError::write(&output.place.path))?;
             let mut work = CacheWork::default();
-            for first in (0..self.file.len()).step_by(BATCH_ROWS) {
-                let rows = first..(first + BATCH_ROWS).min(self.file.len());
-                let (batch, measured) = match &mut source {
-                    Source::SameRows { batches } => {
-                        let old = batches.next().expect("as many rows as before");
-                        self.refresh(first, old)
-                    }
-                    Source::Other { known } => {
-                        let row = |row| self.look_up(row, known);
-                        let found: Vec<(Entry, bool)> =
-                            rows.clone().into_par_iter().map(row).collect();
-                        let measured = found.iter().filter(|(_, measured)| *measured).count();
-                        (Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured)
+            for first in (0..num_rows).step_by(BATCH_ROWS) {
+                let rows = first..(first + BATCH_ROWS).min(num_rows);
+                let old = match &mut source {
+                    Source::SameRows { batches } => batches.next(),
+                    Source::Other { .. } => None,
+                };
+                let (batch, measured) = match (&source, old.filter(|old| old.len() == rows.len())) {
+                    (_, Some(old)) => self.refresh(first, old),
+                    (Source::Other { known }, None) => self.look_up_all(rows.clone(), known),
+                    // the cache is damaged behind its beginning, which has been warned of
+                    (Source::SameRows { .. }, None) => {
+                        self.look_up_all(rows.clone(), &Known::new(Vec::new()))
                     }
                 };
                 work.measured += measured as u64;
@@ -234,8 +203,8 @@ impl Measurer<'_> {
                 progress(rows.end as u64);
             }
             drop(sender);
-            let batches = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            Ok((batches, work))
+            let table = writer.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+            Ok((table, work))
         })
     }
 
@@ -251,10 +220,20 @@ impl Measurer<'_> {
             .par_iter()
             .map(|row| self.outcome(first + row, self.file.bytes(first + row)))
             .collect();
+        let mut changed = false;
         for (row, outcome) in stale.iter().zip(anew) {
+            changed |= entries[*row].outcome != outcome;
             entries[*row].outcome = outcome;
         }
-        (Batch::New(entries), stale.len())
+        (if changed { Batch::New(entries) } else { Batch::Kept(old) }, stale.len())
+    }
+
+    /// Rows that may be known, and how many of them had to be measured.
+    fn look_up_all(&self, rows: Range<usize>, known: &Known) -> (Batch, usize) {
+        let row = |row| self.look_up(row, known);
+        let found: Vec<(Entry, bool)> = rows.into_par_iter().map(row).collect();
+        let measured = found.iter().filter(|(_, measured)| *measured).count();
+        (Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured)
     }
 
     /// A row that may be known, and whether it had to be measured.
@@ -283,10 +262,15 @@ impl Measurer<'_> {
     }
 
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
-        let measured = bytes.and_then(|bytes| {
+        let measure = |bytes: Vec<u8>| {
             let sample = self.file.parse(row, &bytes)?;
             let files = image_files(&sample);
             Ok((self.encoder.measure(&sample)?, files))
+        };
+        let measured = catch_unwind(AssertUnwindSafe(|| bytes.and_then(measure)));
+        let measured = measured.unwrap_or_else(|panic| {
+            tracing::error!(row = %self.file.id(row), "measuring the row panicked");
+            resume_unwind(panic)
         });
         measured.map_or_else(rejected, |(measured, files)| Outcome::Measured(measured, files))
     }

@@ -141,13 +141,9 @@ impl Place {
     }
 
     /// The cache, if there is a whole one; one that cannot be read counts as none.
-    pub(super) fn read(&self) -> Option<(Footer, Vec<Rows>)> {
-        let read = || {
-            let Some((footer, reader)) = self.open(None)? else { return Ok(None) };
-            let rows = reader.map(|batch| Rows::from_batch(&batch?)).collect::<Result<_, _>>()?;
-            Ok(Some((footer, rows)))
-        };
-        self.or_warn(read())
+    pub(super) fn read(&self) -> Option<(Footer, Batches)> {
+        let (footer, reader) = self.or_warn(self.open(None))?;
+        Some((footer, Batches { place: self.clone(), reader }))
     }
 
     /// The index of the data file that bears `stamp`, if the cache knows it.
@@ -206,6 +202,21 @@ impl Place {
             tracing::warn!(%path, %error, "the length cache cannot be read: it is made anew");
             None
         })
+    }
+}
+
+/// The rows of a cache, as far as they can be read.
+pub(super) struct Batches {
+    place: Place,
+    reader: FileReader<BufReader<File>>,
+}
+
+impl Iterator for Batches {
+    type Item = Rows;
+
+    fn next(&mut self) -> Option<Rows> {
+        let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
+        self.place.or_warn(rows.map(Some))
     }
 }
 

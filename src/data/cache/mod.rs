@@ -9,13 +9,15 @@
 mod build;
 mod file;
 mod rows;
+mod table;
 
 use std::fs::File;
 use std::path::Path;
 
-pub use build::{CacheWork, LengthCache};
+pub use build::CacheWork;
 pub use file::CacheError;
 use file::Place;
+pub use table::LengthCache;
 
 use super::encode::Encoder;
 use super::source::{JsonlFile, SourceError, Stamp};
