@@ -59,7 +59,7 @@ impl Encoder {
         let grids = per_image(id, &sample.media, |media| self.images.grid(media))?;
         let counts = self.counts(&grids);
         let tokens = self.tokenise(id, &text, targets, &counts)?.cut(id, cut)?;
-        admit(self.length_of(tokens.input_ids.len(), &grids))?;
+        admit(self.length_of(tokens.input_ids.len(), grids.iter().copied()))?;
         let media = self.load(id, &sample.media, &grids)?;
         Ok(self.with_media(id, tokens, media))
     }
@@ -207,8 +207,8 @@ impl Encoder {
     }
 
     /// The size of a sample of `tokens` tokens and these pictures.
-    fn length_of(&self, tokens: usize, grids: &[[u32; 3]]) -> Length {
-        let patches = grids.iter().map(|grid| grid.map(u64::from).iter().product::<u64>());
+    fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
+        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
         let patch_bytes = self.images.patch_values() * size_of::<f32>();
         Length { tokens, pixel_bytes: patches.sum::<u64>() * patch_bytes as u64 }
     }

@@ -157,11 +157,8 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
 #[test]
 fn a_changed_or_repaired_picture_is_measured_again() {
     let encoder = encoder(&max_tokens(6));
-    let rows = [
-        with_picture("a.png", "yes"),
-        with_picture("b.png", "yes"),
-        with_picture("c.png", "yes"),
-    ];
+    let rows =
+        [with_picture("a.png", "yes"), with_picture("b.png", "yes"), with_picture("c.png", "yes")];
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached

@@ -1,11 +1,13 @@
 //! Making the cache, and making it again where rows or pictures have changed.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use rayon::prelude::*;
@@ -71,7 +73,7 @@ impl LengthCache {
             // a file that is all the same need not be written again
             always: old_footer.as_ref() != Some(&footer),
         };
-        let measurer = Measurer { file, encoder };
+        let measurer = Measurer { file, encoder, looked_at: LookedAt::default() };
         measurer.run(source, &to_write, &footer, progress)
     }
 }
@@ -160,10 +162,45 @@ impl Output<'_> {
     }
 }
 
+/// Stamps of pictures, each looked at once an update: rows that share a picture are common, and asking the
+/// system is most of what an unchanged row costs.
+#[derive(Default)]
+struct LookedAt {
+    hasher: RandomState,
+    shards: [Mutex<HashMap<u64, Option<ImageStamp>>>; NUM_SHARDS],
+}
+
+/// Threads rarely meet at one of so many.
+const NUM_SHARDS: usize = 32;
+/// Entries of all shards together: some 50 MB.
+const MOST_LOOKED_AT: usize = 1 << 20;
+
+impl LookedAt {
+    /// Of a picture as a row writes it; `None` if it cannot be looked at.
+    fn stamp(&self, root: &Path, path: &str) -> Option<ImageStamp> {
+        // two paths with one hash, one pair in 2^64, take one for the other
+        let key = self.hasher.hash_one(path);
+        let shard = || {
+            let shard = &self.shards[key as usize % NUM_SHARDS];
+            shard.lock().unwrap_or_else(PoisonError::into_inner)
+        };
+        if let Some(found) = shard().get(&key) {
+            return *found;
+        }
+        let found = ImageStamp::of(&root.join(path)).ok();
+        let mut shard = shard();
+        if shard.len() < MOST_LOOKED_AT / NUM_SHARDS {
+            shard.insert(key, found);
+        }
+        found
+    }
+}
+
 /// Measures rows of a file.
 struct Measurer<'a> {
     file: &'a JsonlFile,
     encoder: &'a Encoder,
+    looked_at: LookedAt,
 }
 
 impl Measurer<'_> {
@@ -258,7 +295,7 @@ impl Measurer<'_> {
         let root = self.file.image_root();
         rows.files(row)
             .flatten()
-            .all(|(path, stamp)| ImageStamp::of(&root.join(path)).is_ok_and(|found| found == stamp))
+            .all(|(path, stamp)| self.looked_at.stamp(root, path) == Some(stamp))
     }
 
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {

@@ -39,7 +39,7 @@ impl Encoder {
 
     /// [`Measured::text`] with the visual tokens of pictures of these sizes.
     pub fn outline(&self, text: Outline, sizes: &[[u32; 2]]) -> Outline {
-        let visual: usize = self.counts(&self.grids_of(sizes)).iter().sum();
+        let visual = self.grids_of(sizes).map(|grid| self.images.num_tokens(grid)).sum::<usize>();
         Outline { media_tokens: text.media_tokens + visual, ..text }
     }
 
@@ -52,7 +52,7 @@ impl Encoder {
     ) -> Result<Length, CutError> {
         let outline = self.outline(text, sizes);
         let kept = outline.kept_text(cut)?.len();
-        Ok(self.length_of(kept + outline.media_tokens, &self.grids_of(sizes)))
+        Ok(self.length_of(kept + outline.media_tokens, self.grids_of(sizes)))
     }
 
     /// The size that [`Encoder::encode`] would give, with its checks, from headers of images only.
@@ -72,9 +72,9 @@ impl Encoder {
         self.text.key
     }
 
-    fn grids_of(&self, sizes: &[[u32; 2]]) -> Vec<[u32; 3]> {
+    fn grids_of(&self, sizes: &[[u32; 2]]) -> impl Iterator<Item = [u32; 3]> {
         // `ImageProcessor::size` has refused those that are too elongated
-        sizes.iter().filter_map(|size| self.images.grid_of_size(*size)).collect()
+        sizes.iter().filter_map(|size| self.images.grid_of_size(*size))
     }
 }
 
