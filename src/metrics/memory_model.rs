@@ -127,14 +127,14 @@ impl MemoryModel {
         }
     }
 
-    /// On top of the tape in the backward of the last layer, a token: `dy`, and what `swiglu` takes
-    /// and gives; the layer itself if it had to run again.
+    /// On top of the tape in the backward of the last layer, a token: `dy`, and the
+    /// gradient of SwiGLU's output; the layer itself if it had to run again.
     fn working_bytes(&self) -> f64 {
         let again = match self.layer_tape {
             LayerTape::Whole => 0.0,
             LayerTape::Input => self.whole_layer() - self.element * self.hidden,
         };
-        again + self.element * (self.hidden + 3.0 * self.intermediate)
+        again + self.element * (self.hidden + self.intermediate)
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -211,7 +211,7 @@ mod tests {
         let layer = 4.0 * (20.0 + 40.0 + 20.0 + 60.0) + 4.0 * 6.0;
         assert_eq!(whole.layer_bytes(), layer);
         let slope = whole.peak_bytes(&text(1001.0, 1.0)) - whole.peak_bytes(&text(1000.0, 1.0));
-        let working = 4.0 * (10.0 + 3.0 * 30.0);
+        let working = 4.0 * (10.0 + 30.0);
         let context = HOST_TOKEN + 4.0 * 5.0;
         assert_eq!(slope, 3.0 * layer + working + context);
     }

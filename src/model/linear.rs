@@ -1,7 +1,7 @@
 //! A projection and its backward: which gradients are due is asked of the sink, once, here.
 
 use super::params::{ParamMap, WeightError};
-use crate::ops;
+use crate::ops::{self, Again};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
@@ -48,6 +48,17 @@ impl Linear {
         ops::linear_add(x, self.weight.tensor(), self.bias(), residual)
     }
 
+    /// What the elementwise op that gives `x` computes again in its backward: `x`, if a parameter gradient is due.
+    pub(super) fn input_again(&self, grads: &dyn GradSink) -> Again {
+        let trains = self.params().any(|param| grads.buffer(param).is_some());
+        if trains { Again::Output } else { Again::Nothing }
+    }
+
+    /// `dx: [N, K]` alone.
+    pub(super) fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
+        ops::linear_backward_input(dy, self.weight.tensor())
+    }
+
     /// Parameter gradients alone, for `x: [N, K]` and `dy: [N, M]`.
     pub(super) fn backward_params(
         &self,
@@ -67,7 +78,7 @@ impl Linear {
     /// Parameter gradients, and `dx: [N, K]`.
     pub(super) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
         self.backward_params(x, dy, grads)?;
-        ops::linear_backward_input(dy, self.weight.tensor())
+        self.backward_input(dy)
     }
 
     /// Parameter gradients, and `dx + dy W` in the memory of `dx`.

@@ -132,9 +132,12 @@ impl Stage for Merger {
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
         let SavedMerger { x, stats, hidden } = saved;
-        let activated = ops::gelu(&hidden, Gelu::Erf)?;
-        let d_activated = self.fc2.backward(&activated, &dy, grads)?; // [M, 4 * Dv]
-        let d_hidden = ops::gelu_backward(&hidden, &d_activated, Gelu::Erf)?;
+        let d_activated = self.fc2.backward_input(&dy)?; // [M, 4 * Dv]
+        let again = self.fc2.input_again(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, again)?;
+        if let Some(activated) = activated {
+            self.fc2.backward_params(&activated, &dy, grads)?;
+        }
         let normed = self.norm.apply(&x, &stats)?;
         let joined = match self.place {
             NormPlace::BeforeJoin => self.joined(&normed)?,

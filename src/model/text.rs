@@ -205,13 +205,12 @@ impl Stage for DecoderLayer {
     ) -> Result<Option<Tensor>> {
         // Each buffer goes as soon as it was used: what lives at one time is what a pack costs.
         let SavedLayer { x, rstd1, q_proj, k_proj, v, o, lse, x1, rstd2, gate, up } = saved;
-        let (d_gate, d_up) = {
-            let activated = ops::swiglu(&gate, &up)?; // [T, F], cheaper again than kept
-            let d_activated = self.down.backward(&activated, &dy, grads)?; // [T, F]
-            drop(activated);
-            ops::swiglu_backward(&gate, &up, &d_activated)?
-        };
-        drop((gate, up));
+        let d_activated = self.down.backward_input(&dy)?; // [T, F]
+        let again = self.down.input_again(grads);
+        let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, again)?; // [T, F]
+        if let Some(activated) = activated {
+            self.down.backward_params(&activated, &dy, grads)?;
+        }
         let normed = self.norm2.apply(&x1, &rstd2)?; // [T, D]
         let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]
         drop(d_gate);

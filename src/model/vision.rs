@@ -146,11 +146,12 @@ impl Stage for VisionBlock {
         _input_grad: InputGrad, // its cost is one of eight products; not worth a second path
     ) -> Result<Option<Tensor>> {
         let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
-        let d_activated = {
-            let activated = ops::gelu(&hidden, self.act)?;
-            self.fc2.backward(&activated, &dy, grads)? // [P, F]
-        };
-        let d_hidden = ops::gelu_backward(&hidden, &d_activated, self.act)?;
+        let d_activated = self.fc2.backward_input(&dy)?; // [P, F]
+        let again = self.fc2.input_again(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, again)?;
+        if let Some(activated) = activated {
+            self.fc2.backward_params(&activated, &dy, grads)?;
+        }
         let normed = self.norm2.apply(&x1, &stats2)?;
         let d_normed = self.fc1.backward(&normed, &d_hidden, grads)?; // [P, Dv]
         let dx1 = self.norm2.backward(&x1, &stats2, &d_normed, Some(&dy), grads)?;

@@ -5,8 +5,9 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
-use super::blocks::filled;
-use super::cpu::{BLOCK, compute_dtype, expect_shape, read};
+use super::blocks::{Full, Slots, elementwise};
+use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::in_place::{Again, change};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
@@ -75,30 +76,56 @@ fn odd(f: Odd, x: f32) -> f32 {
     if x < -f.end { -0.5 } else { up_to_end }
 }
 
+/// `(1 + tanh u) / 2` at `u = sqrt(2/pi) (x + 0.044715 x^3)`.
+#[inline(always)]
+fn tanh_gate(x: f32) -> f32 {
+    sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0))
+}
+
+/// The derivative, where the gate is `s`.
+#[inline(always)]
+fn tanh_slope(x: f32, s: f32) -> f32 {
+    let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
+    (x * s * (1.0 - s)).mul_add(slope, s)
+}
+
 kernels! {
-    fn tanh_forward(x: &[f32], y: &mut [f32]) {
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y = x * sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
+    fn tanh_forward<'b>(x: &[f32], y: Slots<'_, 'b>) -> Full<'b> {
+        let x = &x[..y.len()];
+        y.fill(|i| x[i] * tanh_gate(x[i]))
+    }
+
+    fn tanh_backward(x: &mut [f32], dy: &[f32]) {
+        for (x, &dy) in x.iter_mut().zip(dy) {
+            *x = dy * tanh_slope(*x, tanh_gate(*x));
         }
     }
 
-    fn tanh_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
-        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-            let s = sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0));
-            let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
-            *dx = dy * (x * s * (1.0 - s)).mul_add(slope, s);
+    fn tanh_backward_again(x: &mut [f32], dy: &mut [f32]) {
+        for (x, dy) in x.iter_mut().zip(dy) {
+            let s = tanh_gate(*x);
+            let y = *x * s;
+            *x = *dy * tanh_slope(*x, s);
+            *dy = y;
         }
     }
 
-    fn erf_forward(x: &[f32], y: &mut [f32]) {
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y = x * (0.5 + odd(HALF_ERF, x));
+    fn erf_forward<'b>(x: &[f32], y: Slots<'_, 'b>) -> Full<'b> {
+        let x = &x[..y.len()];
+        y.fill(|i| x[i] * (0.5 + odd(HALF_ERF, x[i])))
+    }
+
+    fn erf_backward(x: &mut [f32], dy: &[f32]) {
+        for (x, &dy) in x.iter_mut().zip(dy) {
+            *x = dy * (0.5 + odd(SLOPE, *x));
         }
     }
 
-    fn erf_backward(x: &[f32], dy: &[f32], dx: &mut [f32]) {
-        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-            *dx = dy * (0.5 + odd(SLOPE, x));
+    fn erf_backward_again(x: &mut [f32], dy: &mut [f32]) {
+        for (x, dy) in x.iter_mut().zip(dy) {
+            let y = *x * (0.5 + odd(HALF_ERF, *x));
+            *x = *dy * (0.5 + odd(SLOPE, *x));
+            *dy = y;
         }
     }
 }
@@ -111,36 +138,64 @@ pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.values()?;
-    let [y] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [y]| match kind {
+    let y = elementwise(shape.elem_count(), dtype, |at, y| match kind {
         Gelu::Tanh => tanh_forward(&x.lend(at), y),
         Gelu::Erf => erf_forward(&x.lend(at), y),
     });
     y.tensor(shape)
 }
 
-/// `dx`, in the shape of `x`.
-pub fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
+/// `(dx, y)` in the memory of `x` and `dy`: the caller gives them up, with all their clones. `y` is there if asked for.
+pub fn gelu_backward(
+    x: Tensor,
+    dy: Tensor,
+    kind: Gelu,
+    again: Again,
+) -> Result<(Tensor, Option<Tensor>)> {
     let op = "gelu_backward";
-    let dtype = compute_dtype(op, &[("x", x), ("dy", dy)])?;
-    expect_shape(op, "dy", dy, x.dims())?;
-    gpu!(x => gelu_backward(x, dy, kind));
-    let shape = x.shape().clone();
-    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.values()?, dy.values()?);
-    let [dx] = filled(shape.elem_count(), BLOCK, [(1, dtype)], |at, [dx]| {
-        let (x, dy) = (x.lend(at.clone()), dy.lend(at));
-        match kind {
-            Gelu::Tanh => tanh_backward(&x, &dy, dx),
-            Gelu::Erf => erf_backward(&x, &dy, dx),
+    compute_dtype(op, &[("x", &x), ("dy", &dy)])?;
+    expect_shape(op, "dy", &dy, x.dims())?;
+    distinct(op, "x", &x, &[("dy", &dy)])?;
+    gpu!(&x => gelu_backward(x, dy, kind, again));
+    match again {
+        Again::Nothing => {
+            let dy = read(op, "dy", &dy)?;
+            let dy = dy.values()?;
+            change(op, [("x", &x)], |span, [x]| match kind {
+                Gelu::Tanh => tanh_backward(x, &dy.lend(span)),
+                Gelu::Erf => erf_backward(x, &dy.lend(span)),
+            })?;
         }
-    });
-    dx.tensor(shape)
+        Again::Output => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
+            Gelu::Tanh => tanh_backward_again(x, dy),
+            Gelu::Erf => erf_backward_again(x, dy),
+        })?,
+    }
+    Ok((x, (again == Again::Output).then_some(dy)))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{check, device, random, values};
+    use super::super::testing::{bits, check, device, operand, random, values};
     use super::*;
+
+    /// Output and gradient, after both backwards of copies were held to each other.
+    fn forward_and_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<(Tensor, Vec<Tensor>)> {
+        let y = gelu(x, kind)?;
+        let copy = |t: &Tensor| operand(t, t.dtype());
+        let (dx, again) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Output)?;
+        let (alone, nothing) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Nothing)?;
+        assert_eq!(bits(&again.unwrap()), bits(&y), "the output again");
+        assert_eq!(bits(&dx), bits(&alone));
+        assert!(nothing.is_none());
+        Ok((y, vec![dx]))
+    }
+
+    /// The derivative at `x`.
+    fn slope(x: &Tensor, kind: Gelu) -> Tensor {
+        let ones = x.ones_like().unwrap();
+        gelu_backward(x.copy().unwrap(), ones, kind, Again::Nothing).unwrap().0
+    }
 
     #[test]
     fn tanh_gelu_and_its_gradient_match_the_reference() {
@@ -152,7 +207,7 @@ mod tests {
         for dims in [[1, 1], [7, 9], [257, 130]] {
             let inputs = [(random(1, &dims) * 2.0).unwrap()];
             check(&format!("gelu tanh {dims:?}"), &inputs, plain, |t, dy| {
-                Ok((gelu(&t[0], Gelu::Tanh)?, vec![gelu_backward(&t[0], dy, Gelu::Tanh)?]))
+                forward_and_backward(&t[0], dy, Gelu::Tanh)
             });
         }
     }
@@ -166,7 +221,7 @@ mod tests {
         for dims in [[1, 1], [7, 9], [257, 130]] {
             let inputs = [(random(1, &dims) * 2.0).unwrap()];
             check(&format!("gelu erf {dims:?}"), &inputs, plain, |t, dy| {
-                Ok((gelu(&t[0], Gelu::Erf)?, vec![gelu_backward(&t[0], dy, Gelu::Erf)?]))
+                forward_and_backward(&t[0], dy, Gelu::Erf)
             });
         }
     }
@@ -176,8 +231,7 @@ mod tests {
         let x = Tensor::new(&[100f32, -100.0, f32::NAN], &device()).unwrap();
         for kind in [Gelu::Tanh, Gelu::Erf] {
             let y = gelu(&x, kind).unwrap().to_vec1::<f32>().unwrap();
-            let slope = gelu_backward(&x, &x.ones_like().unwrap(), kind).unwrap();
-            let slope = slope.to_vec1::<f32>().unwrap();
+            let slope = slope(&x, kind).to_vec1::<f32>().unwrap();
             assert_eq!((y[0], slope[0]), (100.0, 1.0), "{kind:?}");
             assert!(y[1].abs() < 1e-30 && slope[1].abs() < 1e-30, "{kind:?} {y:?} {slope:?}");
             assert!(y[2].is_nan() && slope[2].is_nan(), "{kind:?}");
@@ -197,8 +251,7 @@ mod tests {
         for (kind, step) in [(Gelu::Tanh, u.tanh().unwrap()), (Gelu::Erf, erf)] {
             let want = values(&((&wide * 0.5).unwrap() * (step + 1.0).unwrap()).unwrap());
             let got = values(&gelu(&narrow, kind).unwrap());
-            let ones = narrow.ones_like().unwrap();
-            let slopes = values(&gelu_backward(&narrow, &ones, kind).unwrap());
+            let slopes = values(&slope(&narrow, kind));
             for i in 1..x.len() - 1 {
                 // Central differences; their own error is below 1e-6.
                 let difference = (want[i + 1] - want[i - 1]) / (wide_x[i + 1] - wide_x[i - 1]);

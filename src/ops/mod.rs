@@ -7,7 +7,8 @@
 //! - Tensors are storage: no op is recorded, and a backward is a function of its own.
 //! - Operands are contiguous and of one compute dtype, `f32` or `bf16`; arithmetic is in `f32`.
 //! - `rstd`, `stats`, `lse`, `nll` and all gradient buffers (`dw`, `db`, `dtable`) are `f32`.
-//! - Gradient buffers are *added* to, in place. Other results are new tensors.
+//! - Gradient buffers are *added* to, in place. An operand that is taken by value is given up, with all its clones: its
+//!   memory holds a result afterwards. Other results are new tensors.
 //! - Results are the same bits for every number of threads.
 //! - An operand that is written in place may not share memory with another operand.
 //! - Errors name the op, the operand, what was found and what was expected.
@@ -34,6 +35,7 @@ mod cuda;
 mod embedding;
 mod gelu;
 mod gpu;
+mod in_place;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -62,6 +64,7 @@ pub use embedding::{
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
+pub use in_place::Again;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

@@ -58,8 +58,37 @@ fn class(size: usize) -> (usize, usize) {
 /// From a heap it would not: blocks of many sizes split what was freed, and pages stay for good.
 #[cfg(unix)]
 mod source {
+    /// A huge page of x86-64, and of arm64 with small pages of 4 KiB.
+    const HUGE_PAGE: usize = 2 << 20;
+
     /// `size` zeroed bytes, or null.
     pub(super) fn get(size: usize) -> *mut u8 {
+        if size < 2 * HUGE_PAGE {
+            return map(size);
+        }
+        // Ops stream through blocks: in pages of 4 KiB, looking up addresses took a quarter of the time.
+        let block = map(size + HUGE_PAGE);
+        if block.is_null() {
+            return block;
+        }
+        let before = block.align_offset(HUGE_PAGE);
+        let after = HUGE_PAGE - before;
+        // SAFETY: all three parts are inside of the new mapping, and nobody uses it yet. Failures cost address
+        // space or speed and nothing else.
+        unsafe {
+            let block = block.add(before);
+            if before > 0 {
+                libc::munmap(block.sub(before).cast(), before);
+            }
+            libc::munmap(block.add(size).cast(), after);
+            #[cfg(target_os = "linux")]
+            libc::madvise(block.cast(), size, libc::MADV_HUGEPAGE);
+            block
+        }
+    }
+
+    /// `size` zeroed bytes that begin on a page, or null.
+    fn map(size: usize) -> *mut u8 {
         let (access, kind) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANON);
         // SAFETY: a new mapping touches nobody's memory.

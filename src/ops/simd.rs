@@ -110,22 +110,22 @@ fn best() -> SimdLevel {
 /// Bodies use plain loops and the `#[inline(always)]` functions of this module: a closure or a
 /// function that is not inlined would be compiled for the baseline.
 macro_rules! kernels {
-    ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$life:lifetime>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
         $(#[$meta])*
         #[expect(unsafe_code, reason = "a function with target features is called after detection")]
-        fn $name($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            fn body($($arg: $ty),*) $(-> $ret)? $body
+            fn body$(<$life>)?($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
-            fn avx512($($arg: $ty),*) $(-> $ret)? {
+            fn avx512$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
                 body($($arg),*)
             }
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2($($arg: $ty),*) $(-> $ret)? {
+            fn avx2$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
                 body($($arg),*)
             }
 

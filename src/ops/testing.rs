@@ -50,7 +50,7 @@ pub(super) fn values(t: &Tensor) -> Vec<f64> {
 }
 
 /// All elements as bit patterns.
-fn bits(t: &Tensor) -> Vec<u32> {
+pub(super) fn bits(t: &Tensor) -> Vec<u32> {
     let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap(); // exact for bf16
     t.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
@@ -79,7 +79,7 @@ pub(super) fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: T
 }
 
 /// `x` in `dtype`, contiguous but not at the start of its storage.
-fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
+pub(super) fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let padding = Tensor::zeros(3, dtype, &device())?;
     let flat = Tensor::cat(&[&padding, &x.to_dtype(dtype)?.flatten_all()?], 0)?;
     flat.narrow(0, 3, x.elem_count())?.reshape(x.shape())

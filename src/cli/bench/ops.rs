@@ -1,9 +1,9 @@
 //! Each op at a few sizes. `share` is of the measured matmul or memory peak of this machine.
 
-use super::{Table, fastest};
+use super::{Table, fastest, fastest_after};
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
+    AdamW, AdamWTensors, Again, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
     adamw_step, fill_zero, gelu, gelu_backward, layer_norm, layer_norm_backward, linear,
     linear_backward_input, linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope,
     qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
@@ -49,7 +49,8 @@ struct Case<'a> {
     work: Work,
     /// Further figures of its row.
     figures: Vec<(&'static str, f64)>,
-    run: Box<dyn FnMut() -> Result<()> + 'a>,
+    /// Seconds of its fastest run.
+    fastest: Box<dyn FnOnce() -> Result<f64> + 'a>,
 }
 
 enum Work {
@@ -58,7 +59,28 @@ enum Work {
 }
 
 fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Case<'a> {
-    Case { name: name.to_owned(), work, figures: Vec::new(), run: Box::new(run) }
+    Case {
+        name: name.to_owned(),
+        work,
+        figures: Vec::new(),
+        fastest: Box::new(move || fastest(run)),
+    }
+}
+
+/// A case that gets copies of `operands` and writes its results over them.
+fn case_in_place<'a, const N: usize>(
+    name: &str,
+    work: Work,
+    operands: [&'a Tensor; N],
+    mut run: impl FnMut([Tensor; N]) -> Result<()> + 'a,
+) -> Case<'a> {
+    let copies = move || operands.iter().map(|t| t.copy()).collect::<Result<Vec<_>>>();
+    let run = move |copies: Vec<Tensor>| match copies.try_into() {
+        Ok(copies) => run(copies),
+        Err(_) => unreachable!("a copy of each operand"),
+    };
+    let fastest = Box::new(move || fastest_after(copies, run));
+    Case { name: name.to_owned(), work, figures: Vec::new(), fastest }
 }
 
 /// Prints one row an op whose name contains `filter`.
@@ -70,7 +92,7 @@ pub(super) fn run(filter: &str, table: &mut Table) -> anyhow::Result<()> {
         if !case.name.contains(filter) {
             return Ok(());
         }
-        let seconds = fastest(case.run)?;
+        let seconds = (case.fastest)()?;
         let (unit, rate, share) = match case.work {
             Work::Flops(flops) => ("GFLOP/s", flops / seconds, flops / seconds / peaks.flops),
             Work::Bytes(bytes) => ("GB/s", bytes / seconds, bytes / seconds / peaks.bytes),
@@ -109,6 +131,14 @@ fn linears(time: &mut Time<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Names, tensors read and written, and what is computed again: training does where the next weight trains.
+const SWIGLU_BACKWARDS: [(&str, f64, Again); 2] = [
+    ("swiglu backward 2048x3072", 5.0, Again::Nothing),
+    ("swiglu backward and output 2048x3072", 6.0, Again::Output),
+];
+const GELU_BACKWARDS: [(&str, f64, Again); 2] =
+    [("backward", 3.0, Again::Nothing), ("backward and output", 4.0, Again::Output)];
+
 fn rows(time: &mut Time<'_>) -> anyhow::Result<()> {
     let (n, d, f) = (2048, 1024, 3072);
     let (x, dy, w, dw) = (random(&[n, d])?, random(&[n, d])?, random(&[d])?, zeros(&[d])?);
@@ -140,16 +170,20 @@ fn rows(time: &mut Time<'_>) -> anyhow::Result<()> {
     let (gate, up, da) = (random(&[n, f])?, random(&[n, f])?, random(&[n, f])?);
     let pass = (4 * n * f) as f64;
     time(case("swiglu 2048x3072", Work::Bytes(3.0 * pass), || swiglu(&gate, &up).map(drop)))?;
-    time(case("swiglu backward 2048x3072", Work::Bytes(5.0 * pass), || {
-        swiglu_backward(&gate, &up, &da).map(drop)
-    }))?;
+    let operands = [&gate, &up, &da];
+    for (name, passes, again) in SWIGLU_BACKWARDS {
+        let run = |[gate, up, da]: [Tensor; 3]| swiglu_backward(gate, up, da, again).map(drop);
+        time(case_in_place(name, Work::Bytes(passes * pass), operands, run))?;
+    }
     for (name, kind) in [("tanh", Gelu::Tanh), ("erf", Gelu::Erf)] {
         time(case(&format!("gelu {name} 2048x3072"), Work::Bytes(2.0 * pass), || {
             gelu(&gate, kind).map(drop)
         }))?;
-        time(case(&format!("gelu {name} backward 2048x3072"), Work::Bytes(3.0 * pass), || {
-            gelu_backward(&gate, &da, kind).map(drop)
-        }))?;
+        for (what, passes, again) in GELU_BACKWARDS {
+            let name = format!("gelu {name} {what} 2048x3072");
+            let run = |[x, da]: [Tensor; 2]| gelu_backward(x, da, kind, again).map(drop);
+            time(case_in_place(&name, Work::Bytes(passes * pass), [&gate, &da], run))?;
+        }
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ template <class T, int COUNT> struct Pointers {
   T *at[COUNT];
 };
 
-// out[..][i] = f(in[..][i]) for the elements of this thread, out of n.
+// out[..][i] = f(in[..][i]) for the elements of this thread, out of n. An output may be an input.
 template <int E, class T, int IN, int OUT, class F>
 __device__ __forceinline__ void each(const Pointers<const T, IN> &in, const Pointers<T, OUT> &out, long long n, F f) {
   constexpr int CHUNKS = SHARE / E;
@@ -56,11 +56,12 @@ __device__ __forceinline__ void each(const Pointers<const T, IN> &in, const Poin
 
 __device__ __forceinline__ void swiglu(const float (&in)[2], float (&out)[1]) { out[0] = in[0] * sigmoid(in[0]) * in[1]; }
 
-// Of gate, up and dy: dgate and dup.
-__device__ __forceinline__ void swiglu_backward(const float (&in)[3], float (&out)[2]) {
+// Of gate, up and dy: dgate, dup and, if there is room, the output again.
+template <int OUT> __device__ __forceinline__ void swiglu_backward(const float (&in)[3], float (&out)[OUT]) {
   float s = sigmoid(in[0]), silu = in[0] * s;
   out[0] = in[2] * in[1] * (s + silu * (1.0f - s));
   out[1] = in[2] * silu;
+  if constexpr (OUT > 2) out[2] = silu * in[1];
 }
 
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691f, CUBIC = 0.044715f;
@@ -70,9 +71,11 @@ __device__ __forceinline__ float tanh_gate(float x) { return sigmoid(TWICE_SQRT_
 
 __device__ __forceinline__ void gelu_tanh(const float (&in)[1], float (&out)[1]) { out[0] = in[0] * tanh_gate(in[0]); }
 
-__device__ __forceinline__ void gelu_tanh_backward(const float (&in)[2], float (&out)[1]) {
+// Of x and dy: dx and, if there is room, the output again.
+template <int OUT> __device__ __forceinline__ void gelu_tanh_backward(const float (&in)[2], float (&out)[OUT]) {
   float x = in[0], s = tanh_gate(x), slope = TWICE_SQRT_2_OVER_PI * (3.0f * CUBIC * x * x + 1.0f);
   out[0] = in[1] * (x * s * (1.0f - s) * slope + s);
+  if constexpr (OUT > 1) out[1] = x * s;
 }
 
 // The normal distribution function, absolute error below 1e-6, and e^(-x^2/2): the polynomial of src/ops/simd.rs.
@@ -91,9 +94,10 @@ __device__ __forceinline__ void gelu_erf(const float (&in)[1], float (&out)[1]) 
   out[0] = in[0] * normal_cdf(in[0], gauss);
 }
 
-__device__ __forceinline__ void gelu_erf_backward(const float (&in)[2], float (&out)[1]) {
+template <int OUT> __device__ __forceinline__ void gelu_erf_backward(const float (&in)[2], float (&out)[OUT]) {
   float gauss, cdf = normal_cdf(in[0], gauss);
   out[0] = in[1] * (in[0] * 0.39894228f * gauss + cdf);
+  if constexpr (OUT > 1) out[1] = in[0] * cdf;
 }
 
 __device__ __forceinline__ void sum(const float (&in)[2], float (&out)[1]) { out[0] = in[0] + in[1]; }
@@ -122,18 +126,33 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
     each<E>(Pointers<const T, 2>{{a, b}}, Pointers<T, 1>{{y}}, n, [](const auto &in, auto &out) { op(in, out); });      \
   }                                                                                                                     \
   EXPORT(op##_##name)
-#define POINTWISE(T, E, name)                                                                                           \
-  TWO_TO_ONE(swiglu, T, E, name)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(256, 4)                                                                     \
-      swiglu_backward_##name(const T *gate, const T *up, const T *dy, T *dgate, T *dup, long long n) {                  \
-    each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 2>{{dgate, dup}}, n,                                      \
-            [](const auto &in, auto &out) { swiglu_backward(in, out); });                                               \
-  }                                                                                                                     \
-  EXPORT(swiglu_backward_##name)                                                                                        \
-  ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                     \
-  TWO_TO_ONE(gelu_tanh_backward, T, E, name)                                                                            \
-  ONE_TO_ONE(gelu_erf, T, E, name)                                                                                      \
-  TWO_TO_ONE(gelu_erf_backward, T, E, name)                                                                             \
+#define GELU_BACKWARD(op, T, E, name)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_##name(T *x, const T *dy, long long n) {                   \
+    each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 1>{{x}}, n, [](const auto &in, auto &out) { op(in, out); });    \
+  }                                                                                                                    \
+  EXPORT(op##_##name)                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_again_##name(T *x, T *dy, long long n) {                   \
+    each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 2>{{x, dy}}, n, [](const auto &in, auto &out) { op(in, out); });\
+  }                                                                                                                    \
+  EXPORT(op##_again_##name)
+#define POINTWISE(T, E, name)                                                                                          \
+  TWO_TO_ONE(swiglu, T, E, name)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
+      swiglu_backward_##name(T *gate, T *up, const T *dy, long long n) {                                               \
+    each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 2>{{gate, up}}, n,                                       \
+            [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
+  }                                                                                                                    \
+  EXPORT(swiglu_backward_##name)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
+      swiglu_backward_again_##name(T *gate, T *up, T *dy, long long n) {                                               \
+    each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 3>{{gate, up, dy}}, n,                                   \
+            [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
+  }                                                                                                                    \
+  EXPORT(swiglu_backward_again_##name)                                                                                 \
+  ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                    \
+  GELU_BACKWARD(gelu_tanh_backward, T, E, name)                                                                        \
+  ONE_TO_ONE(gelu_erf, T, E, name)                                                                                     \
+  GELU_BACKWARD(gelu_erf_backward, T, E, name)                                                                         \
   extern "C" __global__ void __launch_bounds__(256, 4) add_in_place_##name(T *x, const T *y, long long n) {                \
     each<E>(Pointers<const T, 2>{{x, y}}, Pointers<T, 1>{{x}}, n, [](const auto &in, auto &out) { sum(in, out); });     \
   }                                                                                                                     \

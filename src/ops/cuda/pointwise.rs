@@ -1,8 +1,8 @@
 //! Launches of `pointwise.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
-use crate::ops::Gelu;
 use crate::ops::cpu::compute_dtype;
+use crate::ops::{Again, Gelu};
 use candle_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
@@ -35,34 +35,43 @@ pub(in crate::ops) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 }
 
 pub(in crate::ops) fn swiglu_backward(
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let (dgate, dup) = (beside(gate)?, beside(up)?);
-    let operands = [("gate", gate), ("up", up), ("dy", dy), ("dgate", &dgate), ("dup", &dup)];
-    run("swiglu_backward", &operands)?;
-    Ok((dgate, dup))
+    gate: Tensor,
+    up: Tensor,
+    dy: Tensor,
+    again: Again,
+) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    run(&backward("swiglu", again), &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
+    Ok((gate, up, (again == Again::Output).then_some(dy)))
+}
+
+fn backward(op: &str, again: Again) -> String {
+    match again {
+        Again::Output => format!("{op}_backward_again"),
+        Again::Nothing => format!("{op}_backward"),
+    }
+}
+
+fn name(kind: Gelu) -> &'static str {
+    match kind {
+        Gelu::Tanh => "gelu_tanh",
+        Gelu::Erf => "gelu_erf",
+    }
 }
 
 pub(in crate::ops) fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let y = beside(x)?;
-    let op = match kind {
-        Gelu::Tanh => "gelu_tanh",
-        Gelu::Erf => "gelu_erf",
-    };
-    run(op, &[("x", x), ("y", &y)])?;
+    run(name(kind), &[("x", x), ("y", &y)])?;
     Ok(y)
 }
 
-pub(in crate::ops) fn gelu_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor> {
-    let dx = beside(x)?;
-    let op = match kind {
-        Gelu::Tanh => "gelu_tanh_backward",
-        Gelu::Erf => "gelu_erf_backward",
-    };
-    run(op, &[("x", x), ("dy", dy), ("dx", &dx)])?;
-    Ok(dx)
+pub(in crate::ops) fn gelu_backward(
+    x: Tensor,
+    dy: Tensor,
+    kind: Gelu,
+    again: Again,
+) -> Result<(Tensor, Option<Tensor>)> {
+    run(&backward(name(kind), again), &[("x", &x), ("dy", &dy)])?;
+    Ok((x, (again == Again::Output).then_some(dy)))
 }
 
 pub(in crate::ops) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {

@@ -5,7 +5,7 @@ use super::launch::vectors;
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
-use crate::ops::{self, Gelu};
+use crate::ops::{self, Again, Gelu};
 use candle_core::{DType, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
@@ -118,15 +118,22 @@ fn elementwise_ops_of_any_length_are_those_of_the_cpu() -> Result<()> {
             let (a, b) = (operand(1, &[n], dtype), operand(2, &[n], dtype));
             let dy = operand(3, &[n], dtype);
             let (ours, twins) = both!(path => {
-                let (dgate, dup) = path::swiglu_backward(&a, &b, &dy)?;
+                let (dgate, dup, again) =
+                    path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, Again::Output)?;
+                let alone = path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, Again::Nothing)?;
                 let sum = a.copy()?;
                 path::add_in_place(&sum, &b)?;
                 let zeros = a.copy()?;
                 path::fill_zero(&zeros)?;
                 let mut results = vec![path::swiglu(&a, &b)?, dgate, dup, sum, zeros];
+                results.extend(again.into_iter().chain([alone.0, alone.1]));
                 for kind in [Gelu::Tanh, Gelu::Erf] {
                     results.push(path::gelu(&a, kind)?);
-                    results.push(path::gelu_backward(&a, &dy, kind)?);
+                    let (dx, again) =
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, Again::Output)?;
+                    let (alone, _) =
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, Again::Nothing)?;
+                    results.extend(again.into_iter().chain([dx, alone]));
                 }
                 results
             });

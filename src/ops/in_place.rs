@@ -1,0 +1,95 @@
+//! Elementwise backwards write gradients over the operands that they come from: nothing is read only to be
+//! overwritten, no block is asked for, and a stage's memory goes down as its gradients come up.
+
+#![expect(unsafe_code, reason = "tasks change disjoint parts of several tensors")]
+
+use super::blocks::{ON_STACK, narrow_block_in_place, widen_block};
+use super::cpu::{self, BLOCK, Element, Shared};
+use candle_core::{DType, Result, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// What an elementwise backward does besides its gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Again {
+    /// It computes the op's output again, over the output's gradient: for the gradient of a weight behind it.
+    Output,
+    /// Nothing.
+    Nothing,
+}
+
+/// Calls `f(span, parts)` for the same elements of all `tensors`, of one shape and dtype, on all threads, to change
+/// them in place. No two of them may share memory.
+pub(super) fn change<const N: usize>(
+    op: &'static str,
+    tensors: [(&'static str, &Tensor); N],
+    f: impl Fn(Range<usize>, [&mut [f32]; N]) + Sync,
+) -> Result<()> {
+    for (index, (name, tensor)) in tensors.iter().enumerate() {
+        cpu::distinct(op, name, tensor, &tensors[..index])?;
+    }
+    match tensors[0].1.dtype() {
+        DType::BF16 => lock::<bf16>(op, &tensors, Vec::new(), &mut |all| blocks_bf16(all, &f)),
+        _ => lock::<f32>(op, &tensors, Vec::new(), &mut |all| blocks_f32(all, &f)),
+    }
+}
+
+/// Calls `f` with the elements of `held` and of `rest`, all locked.
+fn lock<T: Element>(
+    op: &'static str,
+    rest: &[(&'static str, &Tensor)],
+    held: Vec<&mut [T]>,
+    f: &mut dyn FnMut(Vec<&mut [T]>),
+) -> Result<()> {
+    let Some(((name, tensor), rest)) = rest.split_first() else {
+        f(held);
+        return Ok(());
+    };
+    cpu::write(op, name, tensor, |all| {
+        let mut held: Vec<&mut [T]> = held; // for as long as `all`
+        held.push(all);
+        lock(op, rest, held, f)
+    })?
+}
+
+/// Blocks of `N` slices of one length.
+fn blocks<T: Send, const N: usize>(
+    mut all: Vec<&mut [T]>,
+    f: impl Fn(Range<usize>, [&mut [T]; N]) + Sync,
+) {
+    let len = all[0].len();
+    let shared: [Shared<T>; N] = std::array::from_fn(|index| Shared::of(all[index]));
+    (0..len.div_ceil(BLOCK)).into_par_iter().for_each(|index| {
+        let span = index * BLOCK..((index + 1) * BLOCK).min(len);
+        // SAFETY: the blocks tile the slices, which are disjoint, as long as each other and borrowed in `all`.
+        f(span.clone(), shared.map(|shared| unsafe { shared.slice(span.clone()) }));
+    });
+}
+
+fn blocks_f32<const N: usize>(
+    all: Vec<&mut [f32]>,
+    f: &(impl Fn(Range<usize>, [&mut [f32]; N]) + Sync),
+) {
+    blocks(all, f);
+}
+
+fn blocks_bf16<const N: usize>(
+    all: Vec<&mut [bf16]>,
+    f: &(impl Fn(Range<usize>, [&mut [f32]; N]) + Sync),
+) {
+    blocks(all, |span, mut parts: [&mut [bf16]; N]| {
+        let mut wide = [[0f32; ON_STACK]; N];
+        for start in (0..span.len()).step_by(ON_STACK) {
+            let end = (start + ON_STACK).min(span.len());
+            for (wide, part) in wide.iter_mut().zip(&parts) {
+                widen_block(&part[start..end], &mut wide[..end - start]);
+            }
+            let lent = wide.each_mut().map(|wide| &mut wide[..end - start]);
+            f(span.start + start..span.start + end, lent);
+            for (wide, part) in wide.iter().zip(&mut parts) {
+                narrow_block_in_place(&wide[..end - start], &mut part[start..end]);
+            }
+        }
+    });
+}
