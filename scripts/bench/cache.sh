@@ -44,3 +44,29 @@ for file in images text; do
   pass "$file, again" $file
   pass "$file, other max_pixels" $file data.image.max_pixels=401408
 done
+
+# A run of two steps whose checkpoint is moved to nine tenths of the data; the log tells when the data is open, when the model is
+# there, and how long the next step waited for its rows.
+run=$work/run-text
+sft() {
+  "$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024 "$@" 2>"$work/sft.log" ||
+    { cat "$work/sft.log" >&2; return 1; }
+}
+sft --resume never --set train.max_steps=2
+"$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
+rm -rf "$work/saved" && cp -r "$run/checkpoints" "$work/saved"
+for cache in "$run/cache" "$work/no-cache"; do
+  rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
+  begin=$(date +%s.%N)
+  sft --set train.max_steps=3 --set data.cache_dir="$cache"
+  "$python" - "$work/sft.log" "$begin" "$cache" <<'PY'
+import datetime, re, sys
+log, begin, cache = open(sys.argv[1]).read(), float(sys.argv[2]), sys.argv[3]
+def at(pattern):
+    line = next(line for line in log.splitlines() if re.search(pattern, line))
+    return datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00")).timestamp()
+wait = float(re.search(r"data_wait_s=([0-9.]+)", log)[1])
+print(f"resumed with {cache}: data open after {at('INFO data ') - begin:.2f} s, model after {at('INFO model ') - begin:.2f} s, "
+      f"then {wait:.3f} s until the first step has its rows")
+PY
+done

@@ -188,8 +188,8 @@ mod tests {
 
     use super::*;
 
-    fn cut(max_length: u32, keep: Keep) -> Option<Cut> {
-        Some(Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep })
+    fn cut(max_length: u32, keep: Keep) -> Cut {
+        Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep }
     }
 
     /// A sample as a word: `t` text, `T` supervised text, `[mm]` a medium, `M` a supervised token of one.
@@ -209,9 +209,10 @@ mod tests {
     }
 
     /// What is left of the word, or the reason why nothing is.
-    fn cut_word(word: &str, cut: Option<Cut>) -> Result<String, &'static str> {
+    fn cut_word(word: &str, cut: Cut) -> Result<String, &'static str> {
         let (labels, spans) = sample(word);
-        let kept = Outline::of(&labels, &spans).kept_text(cut).map_err(|error| error.reason())?;
+        let kept =
+            Outline::of(&labels, &spans).kept_text(Some(cut)).map_err(|error| error.reason())?;
         let ranges = kept_tokens(labels.len(), &spans, &kept);
         Ok(ranges.into_iter().map(|range| &word[range]).collect())
     }

@@ -50,7 +50,7 @@ impl Place {
     }
 
     fn write(&self, rows: &[Value]) {
-        let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        let text = rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
         File::create(self.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
@@ -104,7 +104,7 @@ fn mixed(count: usize) -> Vec<Value> {
 }
 
 /// Every length and every rejection of the cache is that of measuring now.
-fn assert_as_measured(cached: CachedRows, rows: &Arc<JsonlRows>) {
+fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
     for row in rows.rows() {
         assert_eq!(cached.length(row), rows.length(row), "{}", rows.id(row));
     }
@@ -126,7 +126,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
                 let (cached, work) =
                     CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();
                 assert_eq!(work.measured, 4, "rows whose picture is missing");
-                assert_as_measured(cached, &rows);
+                assert_as_measured(&cached, &rows);
             }
         }
     }
@@ -147,7 +147,7 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
     place.write(&rows);
     let (cached, work) = place.update(&encoder);
     assert_eq!(work, CacheWork { measured: 2, reused: 39 });
-    assert_as_measured(cached, &place.rows(&encoder));
+    assert_as_measured(&cached, &place.rows(&encoder));
     // a copy of the file is another file with the same rows
     std::fs::rename(place.path("rows.jsonl"), place.path("old.jsonl")).unwrap();
     std::fs::copy(place.path("old.jsonl"), place.path("rows.jsonl")).unwrap();

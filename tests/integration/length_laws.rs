@@ -156,7 +156,7 @@ fn samples(steps: &[StepData]) -> BTreeMap<Vec<u32>, u32> {
 
 fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     let path = folder.join("rows.jsonl");
-    let text: String = case.rows.iter().map(|row| format!("{row}\n")).collect();
+    let text = case.rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
     File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
     let set = DatasetConfig { path, image_root: Some(golden("data/images")), weight: 1.0 };
     let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().cut(case.cut()));

@@ -36,7 +36,7 @@ pub struct CacheWork {
 /// A batch on its way into the cache.
 enum Batch {
     /// One of the cache before, as it is.
-    Kept(Rows),
+    Kept(Box<Rows>),
     /// One with new entries.
     New(Vec<Entry>),
 }
@@ -135,7 +135,7 @@ impl Output<'_> {
         let format = |source| CacheError::Format { path: self.place.path.clone(), source };
         for batch in batches {
             let (rows, is_new) = match batch {
-                Batch::Kept(rows) if self.same_limits => (rows, false),
+                Batch::Kept(rows) if self.same_limits => (*rows, false),
                 Batch::Kept(rows) => (rows.with_lengths(self.lengths), true),
                 Batch::New(entries) => {
                     (Rows::from_entries(&entries, self.lengths).map_err(format)?, true)
@@ -250,7 +250,7 @@ impl Measurer<'_> {
         let stale: Vec<usize> =
             (0..old.len()).into_par_iter().filter(|row| !self.is_current(&old, *row)).collect();
         if stale.is_empty() {
-            return (Batch::Kept(old), 0);
+            return (Batch::Kept(Box::new(old)), 0);
         }
         let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
         let anew: Vec<Outcome> = stale
@@ -262,7 +262,7 @@ impl Measurer<'_> {
             changed |= entries[*row].outcome != outcome;
             entries[*row].outcome = outcome;
         }
-        (if changed { Batch::New(entries) } else { Batch::Kept(old) }, stale.len())
+        (if changed { Batch::New(entries) } else { Batch::Kept(Box::new(old)) }, stale.len())
     }
 
     /// Rows that may be known, and how many of them had to be measured.

@@ -181,10 +181,7 @@ impl Place {
         if more { of_temporary } else { of_partial }
     }
 
-    fn open(
-        &self,
-        columns: Option<Vec<usize>>,
-    ) -> Result<Option<(Footer, FileReader<BufReader<File>>)>, ArrowError> {
+    fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
         let file = match File::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
@@ -205,10 +202,12 @@ impl Place {
     }
 }
 
+type Reader = FileReader<BufReader<File>>;
+
 /// The rows of a cache, as far as they can be read.
 pub(super) struct Batches {
     place: Place,
-    reader: FileReader<BufReader<File>>,
+    reader: Reader,
 }
 
 impl Iterator for Batches {
