@@ -96,8 +96,8 @@ fn mixed(count: usize) -> Vec<Value> {
             {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "or"}, {"type": "image", "image": "b.png"}]},
             {"role": "assistant", "content": format!("the first of {i}")},
         ]}),
-        3 if i % 2 == 0 => with_picture("no.png", "nothing"),
-        4 if i % 3 == 0 => json!({"messages": []}),
+        3 if i.is_multiple_of(2) => with_picture("no.png", "nothing"),
+        4 if i.is_multiple_of(3) => json!({"messages": []}),
         _ => chat(&format!("What is {i} + {i}?"), &"It is so. ".repeat(i % 5 + 1)),
     };
     (0..count).map(row).collect()
