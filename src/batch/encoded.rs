@@ -30,9 +30,23 @@ impl EncodedSample {
         self.input_ids.is_empty()
     }
 
-    /// Supervised targets after the shift: the first token of a sample is never a target.
+    /// Supervised targets after the shift: the first token of a segment is never a target.
     pub fn num_targets(&self) -> usize {
-        self.labels.iter().skip(1).filter(|label| **label != super::IGNORE_INDEX).count()
+        let tokens = self.labels.iter().zip(&self.position_ids).skip(1);
+        tokens.filter(|(label, at)| **label != super::IGNORE_INDEX && **at != [0; 3]).count()
+    }
+
+    /// Lengths of the segments: tokens see only those of their own, and each segment begins at
+    /// position 0. A chat is one; a window of a corpus has one for each document that it touches.
+    pub fn segment_lengths(&self) -> Vec<u32> {
+        let begins = (1..self.len()).filter(|at| self.position_ids[*at] == [0; 3]);
+        let mut lengths = Vec::with_capacity(1);
+        let mut start = 0;
+        for end in begins.chain([self.len()]) {
+            lengths.push((end - start) as u32);
+            start = end;
+        }
+        lengths
     }
 }
 
@@ -49,5 +63,36 @@ impl Patches {
     /// `t * h * w`.
     pub fn num_patches(&self) -> usize {
         self.grid_thw.iter().map(|n| *n as usize).product()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::IGNORE_INDEX;
+    use super::*;
+
+    #[test]
+    fn segments_begin_where_positions_restart_and_their_first_tokens_are_no_targets() {
+        let at = |positions: &[u32]| EncodedSample {
+            id: super::super::SampleId { file: std::path::Path::new("a").into(), line: 1 },
+            input_ids: vec![7; positions.len()],
+            labels: vec![7; positions.len()],
+            position_ids: positions.iter().map(|position| [*position; 3]).collect(),
+            vision_rows: Vec::new(),
+            media: Vec::new(),
+        };
+        for (positions, lengths) in [
+            (&[0, 1, 2][..], &[3][..]),
+            (&[0, 1, 0, 0, 1], &[2, 1, 2]),
+            (&[0, 0], &[1, 1]),
+            (&[0], &[1]),
+            (&[5, 6], &[2]), // a first token need not stand at 0
+        ] {
+            let mut sample = at(positions);
+            assert_eq!(sample.segment_lengths(), lengths, "{positions:?}");
+            assert_eq!(sample.num_targets(), positions.len() - lengths.len());
+            sample.labels[0] = IGNORE_INDEX;
+            assert_eq!(sample.num_targets(), positions.len() - lengths.len());
+        }
     }
 }

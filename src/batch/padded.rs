@@ -28,7 +28,7 @@ pub struct Batch {
     pub vision_rows: Vec<u32>,
     /// Patches of all images, in row order.
     pub media: Vec<Patches>,
-    /// Lengths of the samples in each row, in order; `[B]` lists.
+    /// Lengths of the segments in each row, in order; `[B]` lists.
     pub segment_lengths: Vec<Vec<u32>>,
     /// `L`.
     pub length: usize,

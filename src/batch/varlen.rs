@@ -29,6 +29,6 @@ pub struct VarlenBatch {
     pub media: Vec<Patches>,
     /// Tokens that are not padding.
     pub num_tokens: usize,
-    /// Samples in the stream.
+    /// Segments that are not padding: one a sample, or one a document in windows of a corpus.
     pub num_samples: usize,
 }

@@ -17,18 +17,20 @@ pub(super) fn show_answers(
     eval: &crate::train::EvalReport,
 ) -> anyhow::Result<()> {
     let Some(rows) = trainer.eval_rows() else { return Ok(()) };
-    let exact = eval.samples.iter().filter(|sample| sample.exact).count();
-    let total = eval.samples.len();
+    // A corpus has no answers.
+    let Some(accuracy) = eval.accuracy() else { return Ok(()) };
+    let exact = eval.chats().filter(|sample| sample.exact).count();
+    let total = eval.chats().count();
     let mut text = format!(
         "\n{exact} of {total} held-out answers are exact ({:.1} %).{}\n",
-        100.0 * eval.accuracy(),
+        100.0 * accuracy,
         if config.eval.show > 0 { " Some of them:" } else { "" }
     );
     // Half of them wrong ones, if there are as many of each.
     let num_wrong =
         (total - exact).min((config.eval.show / 2).max(config.eval.show.saturating_sub(exact)));
-    let wrong = eval.samples.iter().filter(|sample| !sample.exact).take(num_wrong);
-    let right = eval.samples.iter().filter(|sample| sample.exact);
+    let wrong = eval.chats().filter(|sample| !sample.exact).take(num_wrong);
+    let right = eval.chats().filter(|sample| sample.exact);
     let shown: std::collections::HashSet<_> =
         right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
     let runner = trainer.runner();
@@ -40,7 +42,8 @@ pub(super) fn show_answers(
         stop_ids: encoder.stop_ids().to_vec(),
     };
     for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
-        let sample = rows.sample(row)?;
+        let Some(sample) = rows.sample(row) else { continue };
+        let sample = sample?;
         let (prompt, expected) = encoder.encode_prompt(&sample)?;
         let pictures = prompt.media.len();
         let ids = generate(&runner.model, prompt, &options, &runner.device)?;

@@ -20,21 +20,21 @@ pub(super) struct CacheArgs {
     config: ConfigArgs,
 }
 
-/// Writes the cache and prints one JSON object a data set: what becomes of its rows under the limits of
+/// Writes the caches and prints one JSON object a data set of chats: what becomes of its rows under the limits of
 /// the config.
 pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_train(&config, &encoder)?);
+    let rows = Arc::new(args.config.open_rows("train", &config, &encoder)?);
     let (cached, work) = update(&config, rows, logging)?;
     let options = super::sft::loader_options(&config, &encoder);
     let CacheWork { measured, reused } = work;
     tracing::info!(measured, reused, "cache");
     let out = &mut super::stdout::stdout();
-    for (summary, cache) in cached.summaries(&options).into_iter().zip(cached.caches()) {
+    for summary in cached.summaries(&options) {
         let line = json!({
             "file": summary.file,
-            "cache": cache.path(),
+            "cache": summary.cache,
             "rows": summary.rows,
             "usable": summary.usable,
             "truncated": summary.truncated,
@@ -54,7 +54,8 @@ pub(super) fn update(
     rows: Arc<JsonlRows>,
     logging: &Logging,
 ) -> anyhow::Result<(CachedRows, CacheWork)> {
-    let total = rows.files().iter().map(|file| file.len() as u64).sum();
+    let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
+    let total = chats.map(|set| set.len() as u64).sum();
     let progress = Progress::items(logging.bars(), "rows measured", total);
     Ok(CachedRows::update(rows, &config.cache_dir(), &|done| progress.set(done))?)
 }

@@ -5,8 +5,7 @@ use super::logging::Logging;
 use super::progress::Progress;
 use super::report::{Exit, Failure};
 use crate::checkpoint::write_atomically;
-use crate::data::JsonlFile;
-use crate::train::{EvalReport, Evaluator, Weights};
+use crate::train::{EvalReport, Evaluator, Weights, metric_keys};
 use clap::Args;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -41,7 +40,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
     }
     let encoder = args.config.encoder(&config)?;
-    let rows = args.config.open_eval(&config, &encoder)?;
+    let rows = args.config.open_rows("eval", &config, &encoder)?;
     let device = super::open_device(config.device)?;
     let loaded = args.config.load_model(&config.model, config.seed, &device)?;
     let evaluator = Evaluator {
@@ -50,7 +49,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         dtype: config.model.precision.dtype(),
         device: &device,
     };
-    let total: usize = rows.files().iter().map(JsonlFile::len).sum();
+    let total = rows.num_rows();
     let progress = Progress::items(logging.bars(), "rows", total as u64);
     let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
@@ -67,13 +66,17 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     if let Some(path) = &args.per_sample {
         write_atomically(path, per_sample(&report).as_bytes())?;
     }
-    let summary = serde_json::json!({
+    let mut summary = serde_json::json!({
         "loss": report.loss(),
         "num_target_tokens": report.num_targets(),
         "num_samples": report.samples.len(),
         "accuracy": report.accuracy(),
         "rejected": report.rejected.len(),
     });
+    let sets = metric_keys(rows.names(), &report.by_dataset(rows.names().len()));
+    if let Some(summary) = summary.as_object_mut() {
+        summary.extend(sets);
+    }
     writeln!(super::stdout::stdout(), "{summary}")?;
     Ok(())
 }

@@ -48,7 +48,7 @@ enum Format {
 pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_train(&config, &encoder)?);
+    let rows = Arc::new(args.config.open_rows("train", &config, &encoder)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
     let out = &mut super::stdout::stdout();
     if args.packs {
@@ -59,12 +59,13 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
         match rows.read(row) {
             Err(rejection) => tracing::warn!(row = %rejection, "rejected"),
             Ok(sample) => {
+                let label = rows.label(row);
                 match args.format {
-                    Format::Text => show_text(&rows, &sample, out)?,
-                    Format::Jsonl => writeln!(out, "{}", as_json(&sample))?,
+                    Format::Text => show_text(&rows, &label, &sample, out)?,
+                    Format::Jsonl => writeln!(out, "{}", as_json(&label, &sample))?,
                 }
                 if args.tensors.is_some() {
-                    tensors.extend(as_tensors(&sample)?);
+                    tensors.extend(as_tensors(&label, &sample)?);
                 }
             }
         }
@@ -80,13 +81,17 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
 }
 
 /// Rendered tokens, supervised ones between brackets, runs of one token shortened.
-fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> anyhow::Result<()> {
+fn show_text(
+    rows: &JsonlRows,
+    label: &str,
+    sample: &EncodedSample,
+    out: &mut dyn Write,
+) -> anyhow::Result<()> {
     let encoder = rows.encoder();
     let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
     writeln!(
         out,
-        "{}  {} tokens, {} targets, image grids (t, h, w) {grids:?}",
-        sample.id,
+        "{label}  {} tokens, {} targets, image grids (t, h, w) {grids:?}",
         sample.len(),
         sample.num_targets()
     )?;
@@ -112,12 +117,12 @@ fn show_text(rows: &JsonlRows, sample: &EncodedSample, out: &mut dyn Write) -> a
 }
 
 /// One object of `--format jsonl`, as the contract has it.
-fn as_json(sample: &EncodedSample) -> Value {
+fn as_json(label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
     let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
     json!({
-        "id": sample.id.to_string(),
+        "id": label,
         "length": sample.len(),
         "input_ids": sample.input_ids,
         "labels": sample.labels,
@@ -130,9 +135,9 @@ fn as_json(sample: &EncodedSample) -> Value {
 }
 
 /// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`.
-fn as_tensors(sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
+fn as_tensors(label: &str, sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
     let device = &Device::Cpu;
-    let name = |what: &str| format!("{}/{what}", sample.id);
+    let name = |what: &str| format!("{label}/{what}");
     let (tokens, integers) =
         (sample.len(), |ids: &[u32]| -> Vec<i64> { ids.iter().map(|id| i64::from(*id)).collect() });
     let positions: Vec<u32> =
@@ -167,7 +172,7 @@ fn show_packs(
     let reader: Arc<dyn RowReader> = rows.clone();
     let packs = first_epoch_packs(&reader, &order, &options, &|_, _| {})?;
     for (index, pack) in packs.into_iter().take(num).enumerate() {
-        let ids: Vec<String> = pack.iter().map(|(row, _)| rows.id(*row).to_string()).collect();
+        let ids: Vec<String> = pack.iter().map(|(row, _)| rows.label(*row)).collect();
         let lengths: Vec<usize> = pack.iter().map(|(_, length)| *length).collect();
         let length: usize = lengths.iter().sum();
         writeln!(

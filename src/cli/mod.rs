@@ -22,7 +22,8 @@ use self::report::{Exit, Failure};
 use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
-    DatasetConfig, Encoder, EncoderError, ImageConfig, ImageConfigError, SourceError, Truncation,
+    CorpusError, CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose,
+    SourceError,
 };
 use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
@@ -99,47 +100,43 @@ impl ConfigArgs {
         self.refuse(&["model", "path"], problem, hub::HINT)
     }
 
-    /// Opens the data sets of `data.eval`.
-    fn open_eval(&self, config: &RunConfig, encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
-        let datasets = &config.data.eval;
-        let rows = JsonlRows::open(datasets, encoder.clone());
-        rows.map_err(|error| self.rows_error("eval", datasets, error))
-    }
-
-    /// Why the data sets of `data.train` or `data.eval` cannot be opened.
-    fn rows_error(
+    /// Opens the data sets of `data.train` or `data.eval`.
+    fn open_rows(
         &self,
         list: &str,
-        datasets: &[DatasetConfig],
-        error: SourceError,
-    ) -> anyhow::Error {
-        match &error {
-            SourceError::Read { path, .. } => {
-                let index = datasets.iter().position(|set| set.path == *path).unwrap_or(0);
-                let key = format!("data.{list}.{index}.path");
-                let hint = error.hint().unwrap_or_default();
-                let problem = format!("`{key}`: {error}");
-                self.refuse(&key.split('.').collect::<Vec<_>>(), problem, hint).into()
+        config: &RunConfig,
+        encoder: &Arc<Encoder>,
+    ) -> anyhow::Result<JsonlRows> {
+        let data = &config.data;
+        // what is scored is scored whole
+        let (datasets, purpose, cut) = match list {
+            "eval" => (&data.eval, Purpose::Eval, None),
+            _ => (&data.train, Purpose::Train(config.train.batch_size), data.cut()),
+        };
+        let options = CorpusOptions {
+            purpose,
+            split_at: data.split_at(),
+            // Beside a run; a command that only looks makes no folder.
+            cache: config.output_dir.is_dir().then(|| config.cache_dir()),
+            on_error: data.on_error,
+            max_rejected: data.max_rejected,
+        };
+        let refuse = |path: &Path, key: &str, error: &SourceError| {
+            let index = datasets.iter().position(|set| set.path == path).unwrap_or(0);
+            let key = format!("data.{list}.{index}.{key}");
+            let problem = format!("`{key}`: {error}");
+            let keys: Vec<&str> = key.split('.').collect();
+            self.refuse(&keys, problem, error.hint().unwrap_or_default()).into()
+        };
+        let rows = JsonlRows::open_with(datasets, encoder.clone(), &options);
+        rows.map(|rows| rows.cut(cut)).map_err(|error| match &error {
+            SourceError::Read { path, .. } => refuse(path, "path", &error),
+            SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
+                refuse(path, &format!("corpus.{key}"), &error)
             }
             // The file is what it should be, what is in it is not.
-            SourceError::NoRows { .. } | SourceError::UnknownForm { .. } => error.into(),
-        }
-    }
-
-    /// Opens `data.train`, with the truncation that the config asks for.
-    fn open_train(&self, config: &RunConfig, encoder: &Arc<Encoder>) -> anyhow::Result<JsonlRows> {
-        let datasets = &config.data.train;
-        let rows = JsonlRows::open_indexed(datasets, encoder.clone(), &config.cache_dir());
-        let rows = rows.map_err(|error| self.rows_error("train", datasets, error))?;
-        if let (Truncation::Split, Some(file)) = (config.data.truncation, rows.files().first()) {
-            let problem = format!(
-                "`data.truncation` is `split`, and `{}` has chats: the pieces of one would be answers without their questions",
-                file.path().display()
-            );
-            let hint = "`split` is for plain text; chats can be cut with `left` or `right`, or left out with `delete`";
-            return Err(self.refuse(&["data", "truncation"], problem, hint).into());
-        }
-        Ok(rows.cut(config.data.cut()))
+            _ => error.into(),
+        })
     }
 
     /// Reads tokenizer, template and image settings of the model folder.

@@ -10,16 +10,15 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{
-    DataState, DatasetShare, Encoder, JsonlFile, Loader, LoaderOptions, Order, Rmpad, RowReader,
-    plan,
+    Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad, RowReader, plan,
 };
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState,
-    Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
+    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, StepRunner,
+    TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -143,13 +142,11 @@ fn assemble(
 ) -> anyhow::Result<Trainer> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
-    let rows = Arc::new(args.open_train(config, &encoder)?);
-    describe_files(&rows);
+    let rows = Arc::new(open_rows(args, "train", config, &encoder)?);
     let eval_rows = match config.data.eval.as_slice() {
         [] => None,
-        _ => Some(args.open_eval(config, &encoder)?),
+        _ => Some(open_rows(args, "eval", config, &encoder)?),
     };
-    eval_rows.iter().for_each(describe_files);
     let data_fingerprint = rows.fingerprint();
     let hex = format!("{:x}", GenericArray::from(data_fingerprint));
     let resumed = found.map(|found| resumed_state(found, &hex)).transpose()?;
@@ -176,6 +173,7 @@ fn assemble(
         targets_seen: 0,
         tokens_seen: 0,
         samples_seen: 0,
+        datasets_seen: std::collections::BTreeMap::new(),
         fingerprint: config.fingerprint(),
         data_fingerprint: hex,
         data: DataState::default(),
@@ -209,6 +207,13 @@ fn assemble(
         }
     };
     let config_json = config.model.precision.stamp(&config_json);
+    let mut rejects = sink("rejects.jsonl")?;
+    if state.step == 0 {
+        for corpus in rows.sets().iter().filter_map(DataSet::corpus) {
+            write_rejects(&mut rejects, 1, corpus.rejected())?;
+        }
+    }
+    let dataset_names = rows.names().to_vec();
     Ok(Trainer::new(TrainerParts {
         loader: Loader::start(rows, order, options, state.data.clone()),
         schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
@@ -221,17 +226,37 @@ fn assemble(
         eval: config.eval.clone(),
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics: sink("metrics.jsonl")?,
-        rejects: sink("rejects.jsonl")?,
+        rejects,
+        dataset_names,
         stop,
         runner,
         state,
     }))
 }
 
-fn describe_files(rows: &JsonlRows) {
-    for file in rows.files() {
-        tracing::info!(file = %file.path().display(), rows = file.len(), form = %file.form(), "data");
+fn open_rows(
+    args: &ConfigArgs,
+    list: &str,
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+) -> anyhow::Result<JsonlRows> {
+    let rows = args.open_rows(list, config, encoder)?;
+    for set in rows.sets() {
+        let file = set.path().display();
+        match set {
+            DataSet::Chats(chats) => {
+                tracing::info!(%file, rows = chats.len(), form = %chats.form(), "data");
+            }
+            DataSet::Corpus(corpus) => {
+                let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
+                tracing::info!(%file, samples = corpus.len(), tokens, documents, "corpus");
+                for rejection in corpus.rejected() {
+                    tracing::warn!(row = %rejection, "a text of the corpus cannot be used");
+                }
+            }
+        }
     }
+    Ok(rows)
 }
 
 /// The state of a checkpoint, if the training files are still the same.
@@ -254,11 +279,17 @@ pub(super) fn order(config: &RunConfig, rows: &JsonlRows) -> anyhow::Result<Orde
         .data
         .train
         .iter()
-        .zip(rows.files())
-        .map(|(set, file)| DatasetShare { rows: file.len() as u64, weight: set.weight });
+        .zip(rows.sets())
+        .map(|(config, set)| DatasetShare { rows: set.len() as u64, weight: config.weight });
     let shares: Vec<DatasetShare> = shares.collect();
-    let order = Order::new(&shares, config.data.row_order(), config.seed, rows.fingerprint());
-    Ok(order?)
+    let data = &config.data;
+    let mut order = Order::new(&shares, data.row_order(), config.seed, rows.fingerprint())?;
+    for (dataset, set) in rows.sets().iter().enumerate() {
+        if let Some(windows) = set.corpus().and_then(Corpus::windows) {
+            order = order.with_windows(dataset, windows)?;
+        }
+    }
+    Ok(order.mixed(data.mixture, data.stopping_strategy)?)
 }
 
 /// How rows become steps.
@@ -334,23 +365,24 @@ pub(super) fn runner(
     device: &Device,
 ) -> anyhow::Result<(StepRunner, serde_json::Value)> {
     let saved = found.map(Found::optimizer).transpose()?;
-    let load = |kind: &str, param: &Param| {
+    let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
         let name = format!("{kind}.{}", param.name());
-        saved.as_ref().map(|saved| saved.load(&name, DType::F32, device)).transpose()
+        saved.as_ref().map(|saved| saved.load(&name, dtype, device)).transpose()
     };
-    let master = |param: &Param| match load("master", param).map_err(candle_core::Error::wrap)? {
-        Some(master) => Ok(master),
-        None => loaded.master(param, device),
+    let master = |param: &Param, device: &Device| {
+        let saved = load("master", param, DType::F32, device).map_err(candle_core::Error::wrap)?;
+        saved.map_or_else(|| loaded.master(param, device), Ok)
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
         AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
     for slot in optimizer.slots_mut() {
-        if let Some(moment) = load("exp_avg", &slot.param)? {
-            slot.exp_avg = moment;
-        }
-        if let Some(moment) = load("exp_avg_sq", &slot.param)? {
-            slot.exp_avg_sq = moment;
+        for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
+        {
+            let (dtype, device) = (moment.dtype(), moment.device().clone());
+            if let Some(saved) = load(kind, &slot.param, dtype, &device)? {
+                *moment = saved;
+            }
         }
     }
     let grads = Gradients::zeros(&loaded.params, &trainable(groups), device)?;
@@ -382,7 +414,7 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
         simd = simd_level().ok().map(tracing::field::display),
         "model"
     );
-    let num_rows: usize = rows.files().iter().map(JsonlFile::len).sum();
+    let num_rows = rows.num_rows();
     tracing::info!(
         from_step = state.step,
         steps = state.total_steps,

@@ -5,8 +5,8 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::data::{
-    CacheError, CollateError, DataConfigError, EncoderError, ImageConfigError, LoaderError,
-    OrderError, SampleError, SourceError, TokenizerError,
+    CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
+    LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
 use crate::metrics::JsonlError;
 use crate::model::{ModelConfigError, WeightError};
@@ -96,7 +96,12 @@ fn data(error: &(dyn Error + 'static)) -> Option<Verdict> {
     if let Some(error) = error.downcast_ref::<SampleError>() {
         Some(Verdict::data(error.hint()))
     } else if let Some(error) = error.downcast_ref::<SourceError>() {
-        Some(Verdict::data(error.hint()))
+        match error {
+            SourceError::Corpus(CorpusError::Write { .. }) => {
+                Some(Verdict::new(Exit::CannotWrite, error.hint().unwrap_or_default()))
+            }
+            _ => Some(Verdict::data(error.hint())),
+        }
     } else if let Some(error) = error.downcast_ref::<CacheError>() {
         Some(Verdict::new(Exit::CannotWrite, error.hint()))
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {

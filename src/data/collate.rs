@@ -101,13 +101,14 @@ pub fn collate(
         let mut lengths = Vec::with_capacity(pack.samples.len());
         for sample in pack.samples {
             let places = start..start + sample.len();
+            let segments = sample.segment_lengths();
             batch.input_ids[places.clone()].copy_from_slice(&sample.input_ids);
             batch.labels[places.clone()].copy_from_slice(&sample.labels);
             batch.attention_mask[places.clone()].fill(true);
             batch.position_ids[places.clone()].copy_from_slice(&sample.position_ids);
             batch.vision_rows.extend(sample.vision_rows.iter().map(|row| start as u32 + row));
             batch.media.extend(sample.media);
-            lengths.push(places.len() as u32);
+            lengths.extend(segments);
             start = places.end;
         }
         batch.segment_lengths.push(lengths);

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::corpus::{CorpusConfig, Sampling};
 use super::image::ImageConfig;
+use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
 use super::packing::{Overlong, Packing};
 use super::truncate::{Cut, Keep};
@@ -19,6 +21,12 @@ pub struct DataConfig {
     /// Data sets to evaluate on.
     #[serde(default)]
     pub eval: Vec<DatasetConfig>,
+    /// What the weights of `train` mean.
+    #[serde(default)]
+    pub mixture: Mixture,
+    /// When an epoch ends, with `mixture: share`.
+    #[serde(default)]
+    pub stopping_strategy: StoppingStrategy,
     /// Join samples into packs of at most `packing_length` tokens; false: one sample a row.
     #[serde(default = "default_true")]
     pub packing: bool,
@@ -61,14 +69,48 @@ pub struct DataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// A JSONL file.
+    /// A JSONL file, or with `corpus` also a `.txt` file.
     pub path: PathBuf,
+    /// What metrics call it; null: the name of the file without its ending.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Folder that image paths are relative to and must stay inside of; null: that of the file.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again.
+    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again. With
+    /// `mixture: share` its share of the rows, in parts of the sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
+    /// Plain text instead of chats; null: chats.
+    #[serde(default)]
+    pub corpus: Option<CorpusConfig>,
+}
+
+impl DatasetConfig {
+    /// A data set of chats with the defaults.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        let (image_root, name, corpus) = (None, None, None);
+        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+    }
+}
+
+/// A name for each data set: its own, or that of its file. Where files share one, the later ones get
+/// a number.
+pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(datasets.len());
+    for set in datasets {
+        let stem = || set.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let given = datasets.iter().filter_map(|set| set.name.as_ref());
+        let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
+        let name = set.name.clone().unwrap_or_else(|| {
+            let stem = stem();
+            let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
+            let first = Some(stem.clone()).filter(|stem| !taken(stem));
+            first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
+        });
+        names.push(name);
+    }
+    names
 }
 
 /// Which samples share a pack.
@@ -93,10 +135,10 @@ pub enum Truncation {
     Left,
     /// Its last text tokens are cut off; media stay.
     Right,
-    /// It becomes several samples: plain text only.
-    Split,
     /// The run stops and names its file and line.
     Error,
+    /// A document of a corpus becomes several samples.
+    Split,
 }
 
 /// What becomes of the run when a row cannot be used.
@@ -126,6 +168,16 @@ pub enum DataConfigError {
         /// What the config says.
         weight: f64,
     },
+    /// Another value of a data set that contradicts the rest.
+    #[error("`{key}` is `{found}`, expected {expected}")]
+    Entry {
+        /// The dotted key.
+        key: String,
+        /// What the config says.
+        found: String,
+        /// What would do.
+        expected: &'static str,
+    },
     /// A share outside of 0 to 1.
     #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
     MaxRejected {
@@ -146,6 +198,7 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "data.train".to_owned(),
             Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
+            Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
             Self::NoLimit { .. } => "data.truncation".to_owned(),
         }
@@ -156,6 +209,7 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
+            Self::Entry { .. } => "docs/corpora.md says what goes together",
             Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
             Self::NoLimit { .. } => {
                 "set `data.max_length` to the most tokens that a sample may have"
@@ -176,6 +230,7 @@ impl DataConfig {
                     return Err(DataConfigError::Weight { list, index, weight: *weight });
                 }
             }
+            self.validate_sets(list, datasets)?;
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
@@ -183,8 +238,7 @@ impl DataConfig {
         let truncation = match self.truncation {
             Truncation::Left => "left",
             Truncation::Right => "right",
-            Truncation::Split => "split",
-            Truncation::Delete | Truncation::Error => return Ok(()),
+            Truncation::Delete | Truncation::Error | Truncation::Split => return Ok(()),
         };
         self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
     }
@@ -197,6 +251,80 @@ impl DataConfig {
             Truncation::Delete | Truncation::Error | Truncation::Split => return None,
         };
         self.max_length.map(|max_length| Cut { max_length, keep })
+    }
+
+    /// Names that are there twice, and what a corpus contradicts.
+    fn validate_sets(
+        &self,
+        list: &'static str,
+        datasets: &[DatasetConfig],
+    ) -> Result<(), DataConfigError> {
+        let fault = |key: String, found: &dyn ToString, expected| {
+            Err(DataConfigError::Entry { key, found: found.to_string(), expected })
+        };
+        for (index, set) in datasets.iter().enumerate() {
+            let key = |key: &str| format!("data.{list}.{index}.{key}");
+            if let Some(name) = &set.name {
+                let twice = datasets[..index].iter().any(|other| other.name == set.name);
+                if twice || name.is_empty() {
+                    return fault(key("name"), name, "a name that no other data set has");
+                }
+            }
+            let Some(corpus) = &set.corpus else {
+                if self.truncation == Truncation::Split && list == "train" {
+                    return fault(
+                        "data.truncation".to_owned(),
+                        &"split",
+                        "another value: a chat cannot be split, its later parts would lack what they answer",
+                    );
+                }
+                continue;
+            };
+            if let Some((name, found, expected)) = corpus.fault() {
+                return fault(key(&format!("corpus.{name}")), &found, expected);
+            }
+            if let Some(tokens) = corpus.window_tokens().filter(|_| list == "train") {
+                let length = corpus.length.map_or(0, NonZeroU32::get);
+                let packed = self.packing && self.filter_overlong;
+                if packed && tokens > u64::from(self.packing_length.get()) {
+                    let expected = "less than `data.packing_length`: a window has one token more, its last target";
+                    return fault(key("corpus.length"), &length, expected);
+                }
+                if self.max_length.is_some_and(|most| tokens > u64::from(most.get())) {
+                    let expected =
+                        "less than `data.max_length`: a window has one token more, its last target";
+                    return fault(key("corpus.length"), &length, expected);
+                }
+            }
+            let ordered = corpus.sampling == Sampling::Sequential && list == "train";
+            if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
+                let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
+                                each row of a batch goes on where that of the batch before ended";
+                return fault(key("corpus.sampling"), &"sequential", expected);
+            }
+        }
+        if self.truncation == Truncation::Split {
+            let expected = "the most tokens of a sample, 2 or more, for `truncation: split`";
+            match self.max_length {
+                None => return fault("data.max_length".to_owned(), &"null", expected),
+                Some(NonZeroU32::MIN) => {
+                    return fault("data.max_length".to_owned(), &1, expected);
+                }
+                Some(most)
+                    if self.packing && self.filter_overlong && most > self.packing_length =>
+                {
+                    let expected = "at most `data.packing_length`, for `truncation: split`";
+                    return fault("data.max_length".to_owned(), &most, expected);
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens at which documents of a corpus are split.
+    pub fn split_at(&self) -> Option<NonZeroU32> {
+        self.max_length.filter(|_| self.truncation == Truncation::Split)
     }
 
     /// The packing keys as one value.
@@ -251,8 +379,9 @@ mod tests {
         config.validate().unwrap();
         assert_eq!(
             serde_json::to_string(&config).unwrap(),
-            r#"{"train":[{"path":"a.jsonl","image_root":null,"weight":1.0}],"eval":[],"packing":true,"#
+            r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
                 .to_owned()
+                + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
                 + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
                 + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"cache_dir":null,"workers":2,"on_error":"skip","#
@@ -300,7 +429,6 @@ mod tests {
         for (truncation, keep) in [
             (Truncation::Delete, None),
             (Truncation::Error, None),
-            (Truncation::Split, None),
             (Truncation::Left, Some(Keep::End)),
             (Truncation::Right, Some(Keep::Beginning)),
         ] {

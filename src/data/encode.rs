@@ -6,6 +6,7 @@
 
 mod folder;
 mod measure;
+mod plain;
 
 use std::num::NonZeroU32;
 use std::ops::Range;

@@ -12,8 +12,8 @@ use std::thread::{self, JoinHandle};
 use super::collate::collate;
 use super::order::Order;
 use super::packing::{Item, WINDOW_SAMPLES};
-use super::row::{Length, Rejection, Row, RowReader};
-use super::steps::{Assembly, Step};
+use super::row::{Length, Rejection, Row, RowReader, SampleSize};
+use super::steps::{Assembly, EpochRows, Step};
 use super::workers::{Limits, Workers, panic_message};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 
@@ -34,6 +34,8 @@ pub struct StepData {
     pub num_samples: usize,
     /// Real tokens in all micro-batches.
     pub num_tokens: usize,
+    /// Each sample, in the order of the streams.
+    pub samples: Vec<SampleSize>,
     /// Share of the packs' length that tokens take; with packing off, of the padded batches.
     pub fill: f64,
     /// Rows found unusable since the step before.
@@ -52,6 +54,7 @@ pub struct Loader {
 }
 
 type EncodingWorkers = Workers<Result<EncodedSample, Rejection>>;
+type Tagged = (u32, EncodedSample); // with the index of its data set
 
 impl Loader {
     /// Starts to read at `from`: the default for the beginning, else the state of a step.
@@ -105,8 +108,8 @@ impl Loader {
         from: DataState,
     ) -> Result<(), LoaderError> {
         let spawn_error = |error: std::io::Error| LoaderError::Spawn { message: error.to_string() };
-        let epoch_rows = order.len();
-        from.check_epoch(epoch_rows)?;
+        from.check_epoch(order.epoch_len(from.epoch))?;
+        let rows_of = order.epoch_sizes();
         let step_packs = options.batch_size.saturating_mul(options.gradient_accumulation_steps);
         let limits = Limits {
             workers: options.workers,
@@ -127,7 +130,7 @@ impl Loader {
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);
         let assemble = move || {
-            if let Err(error) = assemble(&*reader, &workers, options, epoch_rows, from, &sender) {
+            if let Err(error) = assemble(&*reader, &workers, options, rows_of, from, &sender) {
                 // without a receiver the loader was dropped, and nobody wants to know
                 let _ = sender.send(Err(error));
             }
@@ -169,7 +172,7 @@ fn assemble(
     reader: &dyn RowReader,
     workers: &EncodingWorkers,
     options: LoaderOptions,
-    epoch_rows: u64,
+    rows_of: EpochRows,
     from: DataState,
     steps: &SyncSender<Result<StepData, LoaderError>>,
 ) -> Result<(), LoaderError> {
@@ -182,11 +185,11 @@ fn assemble(
     };
     let read_again = |position| {
         let stopped = || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
-        let (_, sample) = next().ok_or_else(stopped)??;
-        let value = sample.map_err(|rejection| LoaderError::Changed { rejection })?;
-        Ok(Item { position, length: Length::of(&value), value })
+        let (row, sample) = next().ok_or_else(stopped)??;
+        let sample = sample.map_err(|rejection| LoaderError::Changed { rejection })?;
+        Ok(Item { position, length: Length::of(&sample), value: (row.dataset, sample) })
     };
-    let mut assembly = Assembly::resume(options, epoch_rows, from, read_again)?;
+    let mut assembly = Assembly::resume(options, rows_of, from, read_again)?;
     loop {
         while let Some(step) = assembly.pop() {
             if steps.send(Ok(collate_step(step, &options)?)).is_err() {
@@ -197,19 +200,18 @@ fn assemble(
             return Ok(());
         };
         let (row, sample) = next?;
-        let outcome = sample.map(|sample| (Length::of(&sample), sample));
+        let outcome = sample.map(|sample| (Length::of(&sample), (row.dataset, sample)));
         assembly.push(outcome, || reader.id(row))?;
     }
 }
 
-fn collate_step(
-    step: Step<EncodedSample>,
-    options: &LoaderOptions,
-) -> Result<StepData, LoaderError> {
+fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData, LoaderError> {
     let Step { micro_batches, epoch, num_samples, num_tokens, fill, rejected, state } = step;
-    let pack = |items: Vec<Item<_>>| Pack { samples: items.into_iter().map(|i| i.value).collect() };
+    let items = micro_batches.iter().flatten().flatten();
+    let samples = items.map(|item| SampleSize::of(item.value.0, &item.value.1)).collect();
+    let samples_of = |items: Vec<Item<Tagged>>| items.into_iter().map(|i| i.value.1).collect();
     let batch = |packs: Vec<_>| {
-        let packs = packs.into_iter().map(pack).collect();
+        let packs = packs.into_iter().map(|items| Pack { samples: samples_of(items) }).collect();
         let batch = collate(packs, options.pad_id, options.side, options.merge_size)?;
         Ok(match options.rmpad {
             Rmpad::Unpad => batch.unpad()?,
@@ -217,7 +219,7 @@ fn collate_step(
         })
     };
     let micro_batches = micro_batches.into_iter().map(batch).collect::<Result<_, LoaderError>>()?;
-    Ok(StepData { micro_batches, epoch, num_samples, num_tokens, fill, rejected, state })
+    Ok(StepData { micro_batches, epoch, num_samples, num_tokens, samples, fill, rejected, state })
 }
 
 #[cfg(test)]

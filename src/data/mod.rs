@@ -4,10 +4,14 @@ mod cache;
 mod chat;
 mod collate;
 mod config;
+mod corpus;
 mod encode;
 pub mod image;
 mod loader;
 mod loader_error;
+mod mixture;
+#[cfg(test)]
+mod mixture_tests;
 mod order;
 mod packing;
 mod plan;
@@ -24,16 +28,20 @@ mod workers;
 pub use cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use collate::{CollateError, collate};
 pub use config::{
-    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
+    DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation, dataset_names,
+};
+pub use corpus::{
+    Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use encode::{Encoder, EncoderError, Measured};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
+pub use mixture::{Mixture, StoppingStrategy};
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
 pub use packing::{Overlong, Packing};
 pub use plan::{Plan, first_epoch_packs, plan};
-pub use row::{Length, Rejection, Row, RowReader};
+pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;

@@ -1,11 +1,14 @@
 //! The order in which an epoch visits the rows: a function of seed, epoch and data alone.
 
 use std::fmt::Debug;
+use std::ops::Range;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sha2::{Digest, Sha256};
 
+use super::corpus::Windows;
+use super::mixture::{Mixture, Shares, StoppingStrategy};
 use super::row::Row;
 
 /// Whether the rows of an epoch are shuffled.
@@ -60,10 +63,11 @@ impl OrderError {
     }
 }
 
-/// The visiting order of every epoch. Positions in an epoch count from 0 to [`Order::len`].
+/// The visiting order of every epoch. Positions in an epoch count from 0 to [`Order::epoch_len`].
 #[derive(Debug, Clone)]
 pub struct Order {
     datasets: Vec<DatasetPasses>,
+    mixture: Mix,
     sequence: RowOrder,
     seed: u64,
     fingerprint: [u8; 32],
@@ -72,47 +76,128 @@ pub struct Order {
 #[derive(Debug, Clone, Copy)]
 struct DatasetPasses {
     rows: u32,
-    whole_passes: u32,
-    extra_rows: u32, // a subset of the rows, drawn anew each epoch
+    weight: f64,
+    /// Of a corpus, whose rows are first tokens of windows.
+    windows: Option<Windows>,
+}
+
+#[derive(Debug, Clone)]
+enum Mix {
+    Repeat,
+    Share {
+        shares: Shares,
+        epoch_rows: u64,
+        /// Rows of each data set in an epoch.
+        counts: Vec<u64>,
+    },
+}
+
+/// Passes of the data sets in an epoch: whole ones, and rows of another, drawn anew each epoch.
+fn passes(weight: f64, rows: u32) -> (u32, u32) {
+    // A data set that is listed is seen, however small its share.
+    let fewest = if weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
+    let extra_rows = (weight.fract() * f64::from(rows)).round().max(fewest);
+    (if rows == 0 { 0 } else { weight.floor() as u32 }, extra_rows as u32)
 }
 
 impl Order {
-    /// From the data sets' sizes and the fingerprint of their content.
+    /// From the data sets' sizes and the fingerprint of their content. For a corpus of windows the size
+    /// is [`Windows::fewest`]; see [`Order::with_windows`].
     pub fn new(
         datasets: &[DatasetShare],
         row_order: RowOrder,
         seed: u64,
         fingerprint: [u8; 32],
     ) -> Result<Self, OrderError> {
-        let mut total = 0.0;
-        let mut passes = Vec::with_capacity(datasets.len());
+        let mut sets = Vec::with_capacity(datasets.len());
         for (dataset, DatasetShare { rows, weight }) in datasets.iter().copied().enumerate() {
             if !(weight.is_finite() && weight > 0.0) {
                 return Err(OrderError::Weight { dataset, weight });
             }
-            // A data set that is listed is seen, however small its share.
-            let fewest = if weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
-            let extra_rows = (weight.fract() * rows as f64).round().max(fewest);
-            total += weight.floor() * rows as f64 + extra_rows;
-            if total.max(rows as f64) > f64::from(u32::MAX) {
-                return Err(OrderError::TooManyRows { dataset, rows: total.max(rows as f64) });
-            }
-            passes.push(DatasetPasses {
-                rows: rows as u32,
-                whole_passes: if rows == 0 { 0 } else { weight.floor() as u32 },
-                extra_rows: extra_rows as u32,
-            });
+            let Ok(rows) = u32::try_from(rows) else {
+                return Err(OrderError::TooManyRows { dataset, rows: rows as f64 });
+            };
+            sets.push(DatasetPasses { rows, weight, windows: None });
         }
-        Ok(Self { datasets: passes, sequence: row_order, seed, fingerprint })
+        let order =
+            Self { datasets: sets, mixture: Mix::Repeat, sequence: row_order, seed, fingerprint };
+        order.check_size()?;
+        Ok(order)
     }
 
-    /// Rows an epoch; the same in each.
+    /// The rows of `dataset` are the windows of a corpus, at another offset in each pass.
+    pub fn with_windows(mut self, dataset: usize, windows: Windows) -> Result<Self, OrderError> {
+        self.datasets[dataset].windows = Some(windows);
+        self.check_size()?;
+        Ok(self)
+    }
+
+    /// The weights are what `mixture` says. After [`Order::with_windows`].
+    pub fn mixed(
+        mut self,
+        mixture: Mixture,
+        stopping: StoppingStrategy,
+    ) -> Result<Self, OrderError> {
+        let fewest: Vec<u64> = self.datasets.iter().map(DatasetPasses::fewest).collect();
+        if mixture == Mixture::Repeat || fewest.contains(&0) {
+            return Ok(self);
+        }
+        let weights: Vec<f64> = self.datasets.iter().map(|set| set.weight).collect();
+        let shares = Shares::new(&weights);
+        let epoch_rows = shares.epoch_rows(&fewest, stopping);
+        if epoch_rows > u128::from(u32::MAX) {
+            let least = (0..weights.len()).min_by(|a, b| weights[*a].total_cmp(&weights[*b]));
+            let dataset = least.unwrap_or(0);
+            return Err(OrderError::TooManyRows { dataset, rows: epoch_rows as f64 });
+        }
+        let mut counts = vec![0; weights.len()];
+        for dataset in shares.interleave().take(epoch_rows as usize) {
+            counts[dataset] += 1;
+        }
+        self.mixture = Mix::Share { shares, epoch_rows: epoch_rows as u64, counts };
+        Ok(self)
+    }
+
+    fn check_size(&self) -> Result<(), OrderError> {
+        let mut total = 0.0;
+        for (dataset, set) in self.datasets.iter().enumerate() {
+            let rows = set.windows.map_or(set.rows, |windows| windows.count(0));
+            let fewest = if set.weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
+            let extra = (set.weight.fract() * f64::from(rows)).round().max(fewest);
+            total += set.weight.floor() * f64::from(rows) + extra;
+            if total > f64::from(u32::MAX) {
+                return Err(OrderError::TooManyRows { dataset, rows: total });
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of the first epoch; others differ by what offsets leave of a corpus.
     pub fn len(&self) -> u64 {
-        let rows = |dataset: &DatasetPasses| {
-            u64::from(dataset.rows) * u64::from(dataset.whole_passes)
-                + u64::from(dataset.extra_rows)
-        };
-        self.datasets.iter().map(rows).sum()
+        self.epoch_len(0)
+    }
+
+    /// Rows of an epoch.
+    pub fn epoch_len(&self, epoch: u64) -> u64 {
+        match &self.mixture {
+            Mix::Share { epoch_rows, .. } => *epoch_rows,
+            Mix::Repeat => (0u32..)
+                .zip(&self.datasets)
+                .map(|(dataset, set)| {
+                    let passes = set.passes_of(epoch);
+                    let rows = passes.clone().map(|pass| self.pass_len(dataset, pass));
+                    let extra = passes.end;
+                    let fraction = passes_extra(set, self.pass_len(dataset, extra));
+                    rows.sum::<u64>() + u64::from(fraction)
+                })
+                .sum(),
+        }
+    }
+
+    /// [`Order::epoch_len`] as a function of its own.
+    pub(super) fn epoch_sizes(&self) -> Box<dyn Fn(u64) -> u64 + Send> {
+        let order = self.clone();
+        Box::new(move |epoch| order.epoch_len(epoch))
     }
 
     /// True if an epoch has no row.
@@ -125,36 +210,126 @@ impl Order {
         self.datasets.iter().map(|dataset| dataset.rows)
     }
 
-    /// The rows of an epoch, in the order in which it visits them; [`Order::len`] of them.
+    /// The rows of an epoch, in the order in which it visits them; [`Order::epoch_len`] of them.
     pub fn epoch(&self, epoch: u64) -> Vec<Row> {
-        let mut order = Vec::with_capacity(self.len() as usize);
-        for (dataset, passes) in (0u32..).zip(&self.datasets) {
-            for _ in 0..passes.whole_passes {
-                order.extend((0..passes.rows).map(|row| Row { dataset, row }));
+        let mut order = Vec::with_capacity(self.epoch_len(epoch) as usize);
+        if let Mix::Share { shares, epoch_rows, counts } = &self.mixture {
+            let rows = (0u32..).zip(counts).map(|(set, count)| self.later_rows(set, epoch * count));
+            let mut rows: Vec<_> = rows.collect();
+            let sets = shares.interleave().take(*epoch_rows as usize);
+            order.extend(sets.map(|set| rows[set].next().expect("passes have no end")));
+            return order;
+        }
+        for (dataset, set) in (0u32..).zip(&self.datasets) {
+            let passes = set.passes_of(epoch);
+            for pass in passes.clone() {
+                order.extend(self.pass(dataset, pass));
             }
-            if passes.extra_rows > 0 {
+            let rows = self.pass_len(dataset, passes.end) as u32;
+            let extra_rows = passes_extra(set, u64::from(rows));
+            if extra_rows > 0 {
                 let mut rng = self.rng(epoch, u64::from(dataset));
-                let subset = subset(passes.rows, passes.extra_rows, &mut rng);
-                order.extend(subset.into_iter().map(|row| Row { dataset, row }));
+                let all: Vec<Row> = self.pass(dataset, passes.end).collect();
+                let subset = subset(rows, extra_rows, &mut rng);
+                order.extend(subset.into_iter().map(|index| all[index as usize]));
             }
         }
-        if self.sequence == RowOrder::Shuffled {
-            let mut rng = self.rng(epoch, u64::MAX); // no data set has this index
-            for last in (1..order.len()).rev() {
-                order.swap(last, below(&mut rng, last as u64 + 1) as usize);
-            }
+        let is_ordered = |set: &DatasetPasses| set.windows.is_some_and(|w| w.are_ordered());
+        if self.sequence == RowOrder::Shuffled && !self.datasets.iter().any(is_ordered) {
+            shuffle(&mut order, &mut self.rng(epoch, u64::MAX)); // no data set has this index
         }
         order
     }
 
+    /// Offset of a pass over a data set, counted since the run began.
+    fn offset(&self, dataset: u32, pass: u64) -> u32 {
+        let offsets = self.datasets[dataset as usize].windows.map_or(1, |w| w.num_offsets());
+        match offsets {
+            1 => 0,
+            _ => below(&mut self.pass_rng(dataset, pass, 0), u64::from(offsets)) as u32,
+        }
+    }
+
+    fn pass_len(&self, dataset: u32, pass: u64) -> u64 {
+        let set = &self.datasets[dataset as usize];
+        u64::from(set.windows.map_or(set.rows, |w| w.count(self.offset(dataset, pass))))
+    }
+
+    /// Rows of a pass over a data set, in the order of the file.
+    fn pass(&self, dataset: u32, pass: u64) -> Box<dyn Iterator<Item = Row>> {
+        let set = &self.datasets[dataset as usize];
+        match set.windows {
+            None => Box::new((0..set.rows).map(move |row| Row { dataset, row })),
+            Some(windows) => {
+                let starts = windows.starts(self.offset(dataset, pass));
+                Box::new(starts.map(move |row| Row { dataset, row }))
+            }
+        }
+    }
+
+    /// Rows of one pass over a data set after the other, without the first `skipped`; never ends.
+    fn later_rows(&self, dataset: u32, skipped: u64) -> impl Iterator<Item = Row> + '_ {
+        let (mut first, mut left) = (0, skipped);
+        if self.datasets[dataset as usize].windows.is_none() {
+            let rows = self.pass_len(dataset, 0);
+            (first, left) = (skipped / rows, skipped % rows);
+        }
+        while left >= self.pass_len(dataset, first) {
+            left -= self.pass_len(dataset, first);
+            first += 1;
+        }
+        let is_ordered = self.datasets[dataset as usize].windows.is_some_and(|w| w.are_ordered());
+        let passes = (first..).flat_map(move |pass| {
+            let mut rows: Vec<Row> = self.pass(dataset, pass).collect();
+            if self.sequence == RowOrder::Shuffled && !is_ordered {
+                shuffle(&mut rows, &mut self.pass_rng(dataset, pass, 1));
+            }
+            rows
+        });
+        passes.skip(left as usize)
+    }
+
+    fn pass_rng(&self, dataset: u32, pass: u64, purpose: u64) -> ChaCha8Rng {
+        self.rng_of(&[self.seed, pass, u64::from(dataset), purpose])
+    }
+
     /// One independent stream of random numbers for each use.
     fn rng(&self, epoch: u64, purpose: u64) -> ChaCha8Rng {
+        self.rng_of(&[self.seed, epoch, purpose])
+    }
+
+    fn rng_of(&self, numbers: &[u64]) -> ChaCha8Rng {
         let mut hash = Sha256::new();
-        for number in [self.seed, epoch, purpose] {
+        for number in numbers {
             hash.update(number.to_le_bytes());
         }
         hash.update(self.fingerprint);
         ChaCha8Rng::from_seed(hash.finalize().into())
+    }
+}
+
+impl DatasetPasses {
+    /// Numbers of the whole passes of an epoch; the one after them is that of its fraction.
+    fn passes_of(&self, epoch: u64) -> Range<u64> {
+        let whole = passes(self.weight, self.rows).0;
+        let first = epoch * (u64::from(whole) + 1);
+        first..first + u64::from(whole)
+    }
+
+    /// Rows of the shortest pass.
+    fn fewest(&self) -> u64 {
+        u64::from(self.windows.map_or(self.rows, |windows| windows.fewest()))
+    }
+}
+
+/// Rows of an epoch beyond its whole passes, of a pass of so many.
+fn passes_extra(set: &DatasetPasses, rows: u64) -> u32 {
+    passes(set.weight, rows as u32).1
+}
+
+fn shuffle(rows: &mut [Row], rng: &mut ChaCha8Rng) {
+    for last in (1..rows.len()).rev() {
+        rows.swap(last, below(rng, last as u64 + 1) as usize);
     }
 }
 

@@ -94,10 +94,14 @@ fn simulate(
     start.check_epoch(order.len())?;
     let lengths = measure(reader, order, options, epochs, progress)?;
     let no_samples = |_| unreachable!("a run that begins holds no samples");
-    let mut assembly = Assembly::resume(*options, order.len(), start, no_samples)?;
+    let mut assembly = Assembly::resume(*options, order.epoch_sizes(), start, no_samples)?;
     for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
-        let outcome = lengths[row.dataset as usize][row.row as usize].clone();
-        let outcome = outcome.expect("every row of these epochs is measured");
+        let outcome = match reader.uniform_length(row.dataset) {
+            Some(length) => Ok(length),
+            None => lengths[row.dataset as usize][row.row as usize]
+                .clone()
+                .expect("every row of these epochs is measured"),
+        };
         let outcome = outcome.map(|length| (length, ())).map_err(|rejection| *rejection);
         assembly.push(outcome, || reader.id(row))?;
         while let Some(step) = assembly.pop() {
@@ -118,7 +122,8 @@ fn measure(
     epochs: u64,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Vec<Vec<Measured>>, LoaderError> {
-    let rows = distinct_rows(order, epochs);
+    let varying = |dataset| reader.uniform_length(dataset).is_none();
+    let rows = distinct_rows(order, epochs, &varying);
     let total = rows.len() as u64;
     let limits = Limits { workers: options.workers, rows: AHEAD_ROWS, bytes: u64::MAX };
     let measurer = Arc::clone(reader);
@@ -126,7 +131,7 @@ fn measure(
     let workers = Workers::start(rows.into_iter(), measure, |_| 0, limits)
         .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
     let mut lengths: Vec<Vec<Measured>> =
-        order.dataset_rows().map(|rows| vec![None; rows as usize]).collect();
+        measured_rows(order, &varying).map(|rows| vec![None; rows as usize]).collect();
     let mut done = 0;
     while let Some((row, result)) = workers.next() {
         let length = result.map_err(|message| {
@@ -142,19 +147,25 @@ fn measure(
     Ok(lengths)
 }
 
-/// Each row that the epochs see, once, in the order of the files.
-fn distinct_rows(order: &Order, epochs: u64) -> Vec<Row> {
+/// Rows to measure of each data set: none where all rows are alike.
+fn measured_rows(order: &Order, varying: &dyn Fn(u32) -> bool) -> impl Iterator<Item = u32> {
+    (0u32..).zip(order.dataset_rows()).map(|(set, rows)| if varying(set) { rows } else { 0 })
+}
+
+/// Each row that the epochs see, once, in the order of the files; of data sets whose rows vary.
+fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<Row> {
     let mut seen: Vec<Vec<bool>> =
-        order.dataset_rows().map(|rows| vec![false; rows as usize]).collect();
-    let mut unseen: u64 = order.dataset_rows().map(u64::from).sum();
+        measured_rows(order, varying).map(|rows| vec![false; rows as usize]).collect();
+    let mut unseen: u64 = measured_rows(order, varying).map(u64::from).sum();
     for epoch in 0..epochs {
         if unseen == 0 {
             break;
         }
         for row in order.epoch(epoch) {
-            let seen = &mut seen[row.dataset as usize][row.row as usize];
-            unseen -= u64::from(!*seen);
-            *seen = true;
+            if let Some(seen) = seen[row.dataset as usize].get_mut(row.row as usize) {
+                unseen -= u64::from(!*seen);
+                *seen = true;
+            }
         }
     }
     let rows = |(dataset, seen): (u32, Vec<bool>)| {

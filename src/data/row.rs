@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::source::SampleError;
 use crate::batch::{EncodedSample, SampleId};
@@ -39,8 +39,27 @@ impl Length {
     }
 }
 
+/// What a step's numbers by data set need of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SampleSize {
+    /// Index of the data set that it is of.
+    pub dataset: u32,
+    /// Length in tokens.
+    pub num_tokens: u32,
+    /// Supervised targets.
+    pub num_targets: u32,
+}
+
+impl SampleSize {
+    /// Of an encoded sample.
+    pub fn of(dataset: u32, sample: &EncodedSample) -> Self {
+        let num_targets = sample.num_targets() as u32;
+        Self { dataset, num_tokens: sample.len() as u32, num_targets }
+    }
+}
+
 /// A row that does not train, and why: a line of `rejects.jsonl`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejection {
     /// The data file, as the config names it.
     pub file: String,
@@ -58,12 +77,17 @@ impl Rejection {
         let file = id.file.display().to_string();
         Self { file, row: id.line, reason: reason.to_owned(), message }
     }
+
+    /// As the log and `rejects.jsonl` say it.
+    pub fn of(error: &SampleError) -> Self {
+        let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
+        Self::new(error.id(), error.reason(), format!("{error}{hint}"))
+    }
 }
 
 impl From<SampleError> for Rejection {
     fn from(error: SampleError) -> Self {
-        let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-        Self::new(error.id(), error.reason(), format!("{error}{hint}"))
+        Self::of(&error)
     }
 }
 
@@ -96,6 +120,11 @@ pub trait RowReader: Send + Sync {
     ///
     /// It refuses what `read` refuses, except what only decoding a picture can find out.
     fn length(&self, row: Row) -> Result<Length, Rejection>;
+
+    /// The length of every row of a data set whose rows are all alike, as windows of a corpus are.
+    fn uniform_length(&self, _dataset: u32) -> Option<Length> {
+        None
+    }
 
     /// File and line of a row, for messages.
     fn id(&self, row: Row) -> SampleId;

@@ -158,13 +158,17 @@ pub(super) struct Step<T> {
     pub(super) state: DataState,
 }
 
+/// Rows of each epoch, by its number.
+pub(super) type EpochRows = Box<dyn Fn(u64) -> u64 + Send>;
+
 /// Takes the rows of one epoch after the other and gives steps, none of which crosses an epoch.
 ///
 /// A full step waits until another sample of its epoch is packed or the epoch has ended, so that the
 /// last step of an epoch knows that it is, and reports the rows rejected after its own.
 pub(super) struct Assembly<T> {
     options: LoaderOptions,
-    epoch_rows: u64,
+    rows_of: EpochRows,
+    epoch_rows: u64, // of the epoch of `state`
     packer: Packer<T>,
     ready: VecDeque<Vec<Item<T>>>,
     state: DataState, // its `carry` and `ready` are empty: `packer` and `ready` above have them
@@ -176,7 +180,7 @@ impl<T> Assembly<T> {
     /// Goes on from a checked state; `read` gives again the samples of [`DataState::held`], in order.
     pub(super) fn resume(
         options: LoaderOptions,
-        epoch_rows: u64,
+        rows_of: EpochRows,
         mut from: DataState,
         mut read: impl FnMut(u64) -> Result<Item<T>, LoaderError>,
     ) -> Result<Self, LoaderError> {
@@ -190,7 +194,8 @@ impl<T> Assembly<T> {
         Ok(Self {
             packer: Packer::new(options.packing, carry),
             options,
-            epoch_rows,
+            epoch_rows: rows_of(from.epoch),
+            rows_of,
             ready,
             state: from,
             new_rejections: Vec::new(),
@@ -242,6 +247,7 @@ impl<T> Assembly<T> {
         if self.epoch_has_ended() && self.ready.is_empty() {
             self.state.epoch += 1;
             self.state.next = 0;
+            self.epoch_rows = (self.rows_of)(self.state.epoch);
         }
         let state = self.state();
         let consumed = state.next - state.held().count() as u64;

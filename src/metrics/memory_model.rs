@@ -34,6 +34,8 @@ pub struct MemoryModel {
     pub trained: f64,
     /// Bytes of a weight or activation: 4 in `f32`, 2 in `bf16`.
     pub element: f64,
+    /// Bytes of a moment: 4 in `f32`, 2 in `bf16`.
+    pub moment: f64,
     /// Decoder layers that backward visits.
     pub layers: f64,
     /// `D`.
@@ -109,7 +111,7 @@ impl MemoryModel {
     /// Weights, gradients, moments, and `f32` masters of `bf16` weights.
     pub fn state_bytes(&self) -> f64 {
         let master = if self.element < 4.0 { 4.0 } else { 0.0 };
-        self.element * self.parameters + (12.0 + master) * self.trained
+        self.element * self.parameters + (4.0 + 2.0 * self.moment + master) * self.trained
     }
 
     /// What backward needs of one layer, a token: `x`, `x1`; `q`, `o`; `k`, `v`; `gate`, `up`;
@@ -178,6 +180,7 @@ mod tests {
             parameters: 1000.0,
             trained: 900.0,
             element: 4.0,
+            moment: 4.0,
             layers: 3.0,
             hidden: 10.0,
             heads: 4.0,
@@ -225,11 +228,13 @@ mod tests {
     }
 
     #[test]
-    fn weights_cost_sixteen_bytes_trained_four_frozen_and_eighteen_in_bf16() {
+    fn weights_cost_sixteen_bytes_trained_four_frozen_and_eighteen_or_fourteen_in_bf16() {
         let mut model = model(LayerTape::Whole);
         assert_eq!(model.state_bytes(), 16.0 * 900.0 + 4.0 * 100.0);
         model.element = 2.0;
         assert_eq!(model.state_bytes(), 18.0 * 900.0 + 2.0 * 100.0);
+        model.moment = 2.0;
+        assert_eq!(model.state_bytes(), 14.0 * 900.0 + 2.0 * 100.0);
     }
 
     #[test]

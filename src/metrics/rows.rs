@@ -1,6 +1,7 @@
 //! The rows of `metrics.jsonl`.
 
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// One optimizer step; the fields are the keys of `metrics.jsonl`, in this order.
@@ -43,6 +44,9 @@ pub struct StepMetrics {
     /// The same by data file and reason.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
+    /// `loss/NAME` and counts of each data set, where there are several.
+    #[serde(flatten)]
+    pub datasets: BTreeMap<String, Value>,
 }
 
 impl StepMetrics {
@@ -82,6 +86,9 @@ pub struct EvalMetrics {
     pub accuracy: Option<f64>,
     /// Wall clock of the pass.
     pub time_s: f64,
+    /// `loss/NAME` and counts of each data set, where there are several.
+    #[serde(flatten)]
+    pub datasets: BTreeMap<String, Value>,
 }
 
 impl EvalMetrics {
@@ -93,13 +100,28 @@ impl EvalMetrics {
         num_samples: u64,
         time_s: f64,
     ) -> Self {
-        Self { eval: true, step, loss, num_target_tokens, num_samples, accuracy: None, time_s }
+        Self {
+            eval: true,
+            step,
+            loss,
+            num_target_tokens,
+            num_samples,
+            accuracy: None,
+            time_s,
+            datasets: BTreeMap::new(),
+        }
     }
 
-    /// The same row with the share of exact samples.
+    /// The same row with the share of exact samples, where there is one.
     #[must_use]
-    pub fn with_accuracy(self, accuracy: f64) -> Self {
-        Self { accuracy: Some(accuracy), ..self }
+    pub fn with_accuracy(self, accuracy: Option<f64>) -> Self {
+        Self { accuracy, ..self }
+    }
+
+    /// The same row with the keys of each data set.
+    #[must_use]
+    pub fn with_datasets(self, datasets: BTreeMap<String, Value>) -> Self {
+        Self { datasets, ..self }
     }
 
     /// One log line.
@@ -140,6 +162,7 @@ mod tests {
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
+            datasets: BTreeMap::new(),
         };
         let row = serde_json::to_value(&row).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
@@ -155,7 +178,7 @@ mod tests {
         let text = serde_json::to_string(&row).unwrap();
         assert!(text.starts_with(r#"{"eval":true,"step":7,"loss":1.25,"#), "{text}");
         assert!(!text.contains("accuracy"));
-        let text = serde_json::to_string(&row.with_accuracy(0.75)).unwrap();
+        let text = serde_json::to_string(&row.with_accuracy(Some(0.75))).unwrap();
         assert!(text.contains(r#""accuracy":0.75"#), "{text}");
     }
 }

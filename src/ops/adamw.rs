@@ -1,8 +1,15 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
-//! Arithmetic order is that of `torch.optim.AdamW`; everything is `f32`, scalars are computed in `f64`.
+//! Arithmetic order is that of `torch.optim.AdamW`; everything is `f32`, scalars are computed in `f64`. The moments may be
+//! stored in `bf16`: see `moments.rs`.
 
-use super::cpu::{self, BLOCK, Element, expect_f32, expect_shape, read};
+#![expect(
+    clippy::inline_always,
+    reason = "a call would leave the level that a kernel is compiled for"
+)]
+
+use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
+use super::moments::{self, step_seed, tensor_seed};
 use super::simd::kernels;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
@@ -26,9 +33,9 @@ pub struct AdamWTensors<'a> {
     pub weight: &'a Tensor,
     /// The weight in `f32`, rewritten; `None` if `weight` itself is `f32`.
     pub master: Option<&'a Tensor>,
-    /// First moment, `f32`, rewritten.
+    /// First moment, `f32` or `bf16`, rewritten.
     pub exp_avg: &'a Tensor,
-    /// Second moment, `f32`, rewritten.
+    /// Second moment, in the dtype of the first, rewritten.
     pub exp_avg_sq: &'a Tensor,
     /// Gradient, `f32`, only read.
     pub grad: &'a Tensor,
@@ -73,17 +80,21 @@ impl Scalars {
     }
 }
 
+#[inline(always)]
+pub(super) fn update_element(s: Scalars, g: f32, p: &mut f32, m: &mut f32, v: &mut f32) {
+    let decayed = *p * s.keep;
+    *m = s.lerp.mul_add(g - *m, *m);
+    *v = *v * s.beta2 + s.one_minus_beta2 * g * g;
+    let denominator = v.sqrt() / s.sqrt_correction2 + s.eps;
+    *p = decayed - s.step_size * *m / denominator;
+}
+
 kernels! {
     fn update(s: Scalars, grad_scale: f32, grad: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
         let n = p.len();
         let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
         for i in 0..n {
-            let g = grad[i] * grad_scale;
-            let decayed = p[i] * s.keep;
-            m[i] = s.lerp.mul_add(g - m[i], m[i]);
-            v[i] = v[i] * s.beta2 + s.one_minus_beta2 * g * g;
-            let denominator = v[i].sqrt() / s.sqrt_correction2 + s.eps;
-            p[i] = decayed - s.step_size * m[i] / denominator;
+            update_element(s, grad[i] * grad_scale, &mut p[i], &mut m[i], &mut v[i]);
         }
     }
 
@@ -120,8 +131,9 @@ kernels! {
 fn check(op: &str, tensors: &AdamWTensors<'_>, step: u64) -> Result<()> {
     let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
     let dims = weight.dims();
-    expect_f32(op, "exp_avg", exp_avg, dims)?;
-    expect_f32(op, "exp_avg_sq", exp_avg_sq, dims)?;
+    compute_dtype(op, &[("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)])?;
+    expect_shape(op, "exp_avg", exp_avg, dims)?;
+    expect_shape(op, "exp_avg_sq", exp_avg_sq, dims)?;
     expect_f32(op, "grad", grad, dims)?;
     if step == 0 {
         bail!("{op}: steps count from 1");
@@ -165,7 +177,8 @@ pub fn clip_and_update(
         .iter()
         .map(|update| Scalars::new(hyper, update.lr, update.weight_decay, step))
         .collect();
-    gpu!(first.tensors.grad => clip_and_update(updates, &scalars, max_grad_norm));
+    let seed = step_seed(step);
+    gpu!(first.tensors.grad => clip_and_update(updates, &scalars, seed, max_grad_norm));
     let squares = updates.iter().map(|update| sum_of_squares(update.tensors.grad));
     let squares = squares.collect::<Result<Vec<f64>>>()?;
     let norm = squares.iter().sum::<f64>().sqrt();
@@ -173,8 +186,9 @@ pub fn clip_and_update(
         // As torch.nn.utils.clip_grad_norm_.
         let clip = max_grad_norm / (norm + 1e-6);
         let grad_scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
-        for (update, scalars) in updates.iter().zip(scalars) {
-            update_on_cpu(op, &update.tensors, scalars, grad_scale as f32)?;
+        for (index, (update, scalars)) in updates.iter().zip(scalars).enumerate() {
+            let seed = tensor_seed(seed, index);
+            update_on_cpu(op, &update.tensors, scalars, grad_scale as f32, seed)?;
         }
     }
     Tensor::from_vec(squares, updates.len(), first.tensors.grad.device())
@@ -193,37 +207,55 @@ pub fn adamw_step(
     let op = "adamw_step";
     check(op, tensors, step)?;
     let scalars = Scalars::new(hyper, lr, weight_decay, step);
-    gpu!(tensors.grad => adamw_step(tensors, &scalars, grad_scale));
-    update_on_cpu(op, tensors, scalars, grad_scale)
+    let seed = step_seed(step);
+    gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
+    update_on_cpu(op, tensors, scalars, grad_scale, tensor_seed(seed, 0))
 }
 
 fn update_on_cpu(
     op: &'static str,
     tensors: &AdamWTensors<'_>,
-    scalars: Scalars,
+    s: Scalars,
     grad_scale: f32,
+    seed: u32,
+) -> Result<()> {
+    if tensors.exp_avg.dtype() == DType::BF16 {
+        return update_blocks::<bf16>(op, tensors, |first, grad, p, m, v| {
+            moments::update(s, grad_scale, seed, first as u32, grad, p, m, v);
+        });
+    }
+    update_blocks::<f32>(op, tensors, |_, grad, p, m, v| update(s, grad_scale, grad, p, m, v))
+}
+
+/// Calls `update(first element, grad, weight, moments)` for blocks, on all threads, and narrows the weight.
+fn update_blocks<M: Element>(
+    op: &'static str,
+    tensors: &AdamWTensors<'_>,
+    update: impl Fn(usize, &[f32], &mut [f32], &mut [M], &mut [M]) + Sync,
 ) -> Result<()> {
     let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
     let grad = read(op, "grad", grad)?;
     let grad = grad.slice::<f32>()?;
     let f32_weight = master.unwrap_or(weight);
     cpu::write(op, "weight", f32_weight, |p: &mut [f32]| {
-        cpu::write(op, "exp_avg", exp_avg, |m: &mut [f32]| {
-            cpu::write(op, "exp_avg_sq", exp_avg_sq, |v: &mut [f32]| {
+        cpu::write(op, "exp_avg", exp_avg, |m: &mut [M]| {
+            cpu::write(op, "exp_avg_sq", exp_avg_sq, |v: &mut [M]| {
                 let blocks = p
                     .par_chunks_mut(BLOCK)
                     .zip(m.par_chunks_mut(BLOCK))
                     .zip(v.par_chunks_mut(BLOCK))
-                    .zip(grad.par_chunks(BLOCK));
+                    .zip(grad.par_chunks(BLOCK))
+                    .enumerate();
                 if master.is_none() {
-                    blocks
-                        .for_each(|(((p, m), v), grad)| update(scalars, grad_scale, grad, p, m, v));
+                    blocks.for_each(|(index, (((p, m), v), grad))| {
+                        update(index * BLOCK, grad, p, m, v);
+                    });
                     return Ok(());
                 }
                 cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
-                        |((((p, m), v), grad), weight)| {
-                            update(scalars, grad_scale, grad, p, m, v);
+                        |((index, (((p, m), v), grad)), weight)| {
+                            update(index * BLOCK, grad, p, m, v);
                             narrow(p, weight);
                         },
                     );

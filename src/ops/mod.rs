@@ -40,6 +40,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
+mod moments;
 mod panels;
 mod recycler;
 mod rms_norm;

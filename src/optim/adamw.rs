@@ -1,21 +1,23 @@
 //! AdamW over all trained parameters: the moments, and one update with clipping folded in.
 
-use super::{Groups, OptimConfig};
+use super::{Groups, Moments, OptimConfig};
 use crate::ops;
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// What AdamW keeps of one trained parameter, in `f32`.
+/// What AdamW keeps of one trained parameter.
 #[derive(Debug)]
 pub struct Slot {
     /// The parameter; in a lower precision, a copy of `master`.
     pub param: Param,
-    /// The weight that is updated; absent when the parameter itself is `f32`.
+    /// The weight that is updated, `f32`; absent when the parameter itself is `f32`.
     pub master: Option<Tensor>,
-    /// First moment.
+    /// First moment, `f32` or `bf16`.
     pub exp_avg: Tensor,
-    /// Second moment.
+    /// Second moment, in the same dtype.
     pub exp_avg_sq: Tensor,
+    /// On the host, where the update runs there: what the parameter becomes.
+    image: Option<Tensor>,
     lr_multiplier: f64,
     weight_decay: f64,
 }
@@ -25,7 +27,17 @@ pub struct Slot {
 pub struct AdamW {
     hyper: ops::AdamW,
     max_grad_norm: f64,
+    place: Place,
     slots: Vec<Slot>,
+}
+
+/// Where state is kept and updates run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// With the parameters.
+    Device,
+    /// On the host, with gradients and weights going to and fro.
+    Host,
 }
 
 /// An update that was begun.
@@ -62,15 +74,34 @@ pub enum OptimError {
 
 impl AdamW {
     /// Zero moments for the trained ones of `params`. `master` gives the `f32` weight of a
-    /// parameter that is kept in a lower precision.
+    /// parameter that is kept in a lower precision, on the device that it is told.
     pub fn new(
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
         groups: &Groups,
-        mut master: impl FnMut(&Param) -> Result<Tensor>,
+        master: impl FnMut(&Param, &Device) -> Result<Tensor>,
         device: &Device,
     ) -> Result<Self> {
+        let on_gpu = !matches!(device, Device::Cpu);
+        let place = match config.moments {
+            Moments::Host if on_gpu => Place::Host,
+            _ => Place::Device,
+        };
+        Self::at(place, config, max_grad_norm, params, groups, master, device)
+    }
+
+    fn at(
+        place: Place,
+        config: &OptimConfig,
+        max_grad_norm: f64,
+        params: &[Param],
+        groups: &Groups,
+        mut master: impl FnMut(&Param, &Device) -> Result<Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        let device = if place == Place::Host { &Device::Cpu } else { device };
+        let dtype = if config.moments == Moments::Bf16 { DType::BF16 } else { DType::F32 };
         let mut slots = Vec::new();
         for (param, setting) in params.iter().zip(groups.iter()) {
             if setting.frozen {
@@ -81,16 +112,21 @@ impl AdamW {
                 param: param.clone(),
                 master: match param.tensor().dtype() {
                     DType::F32 => None,
-                    _ => Some(master(param)?),
+                    _ => Some(master(param, device)?),
                 },
-                exp_avg: Tensor::zeros(shape, DType::F32, device)?,
-                exp_avg_sq: Tensor::zeros(shape, DType::F32, device)?,
+                exp_avg: Tensor::zeros(shape, dtype, device)?,
+                exp_avg_sq: Tensor::zeros(shape, dtype, device)?,
+                image: match place {
+                    Place::Device => None,
+                    Place::Host => Some(on_host(param.tensor())?),
+                },
                 lr_multiplier: setting.lr_multiplier,
                 weight_decay: if setting.decay { config.weight_decay } else { 0.0 },
             });
         }
         let [beta1, beta2] = config.betas;
-        Ok(Self { hyper: ops::AdamW { beta1, beta2, eps: config.eps }, max_grad_norm, slots })
+        let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
+        Ok(Self { hyper, max_grad_norm, place, slots })
     }
 
     /// State of each trained parameter.
@@ -104,16 +140,27 @@ impl AdamW {
     }
 
     /// Clips and updates; `step` counts from 1. Gradients are left as they are.
-    /// Nothing is changed when a gradient is not finite. On a GPU nothing is waited for.
+    /// Nothing is changed when a gradient is not finite. On a GPU nothing is waited for, unless state is on the host.
     pub fn launch(&self, grads: &Gradients, lr: f64, step: u64) -> Result<Update> {
-        let updates = self.slots.iter().map(|slot| {
+        let host_grads = match self.place {
+            Place::Device => Vec::new(),
+            Place::Host => self
+                .slots
+                .iter()
+                .map(|slot| on_host(gradient(grads, slot)?))
+                .collect::<Result<Vec<_>>>()?,
+        };
+        let updates = self.slots.iter().enumerate().map(|(index, slot)| {
             Ok(ops::AdamWUpdate {
                 tensors: ops::AdamWTensors {
-                    weight: slot.param.tensor(),
+                    weight: slot.image.as_ref().unwrap_or(slot.param.tensor()),
                     master: slot.master.as_ref(),
                     exp_avg: &slot.exp_avg,
                     exp_avg_sq: &slot.exp_avg_sq,
-                    grad: gradient(grads, slot)?,
+                    grad: match host_grads.get(index) {
+                        Some(grad) => grad,
+                        None => gradient(grads, slot)?,
+                    },
                 },
                 lr: lr * slot.lr_multiplier,
                 weight_decay: slot.weight_decay,
@@ -121,6 +168,14 @@ impl AdamW {
         });
         let updates = updates.collect::<Result<Vec<_>>>()?;
         let squares = ops::clip_and_update(&self.hyper, &updates, step, self.max_grad_norm)?;
+        for slot in &self.slots {
+            let Some(image) = &slot.image else { continue };
+            let weight = slot.param.tensor();
+            if weight.elem_count() > 0 {
+                let image = image.to_device(weight.device())?;
+                weight.flatten_all()?.slice_set(&image.flatten_all()?, 0, 0)?;
+            }
+        }
         Ok(Update { squares })
     }
 
@@ -154,8 +209,87 @@ impl AdamW {
     }
 }
 
+/// A copy in the memory of the host.
+fn on_host(t: &Tensor) -> Result<Tensor> {
+    match t.device() {
+        Device::Cpu => t.copy(),
+        _ => t.to_device(&Device::Cpu),
+    }
+}
+
 fn gradient<'a>(grads: &'a Gradients, slot: &Slot) -> Result<&'a Tensor> {
     grads.get(slot.param.index()).ok_or_else(|| {
         candle_core::Error::msg(format!("no gradient buffer for `{}`", slot.param.name()))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Named;
+    use super::*;
+    use crate::tape::{GradSink, Trainable};
+
+    const SHAPES: [[usize; 2]; 3] = [[3, 5], [1, 7], [64, 9]];
+
+    fn random(seed: u64, shape: [usize; 2], dtype: DType) -> Tensor {
+        let count = shape[0] * shape[1];
+        let values =
+            (0..count as u64).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0);
+        let t = Tensor::from_vec(values.collect::<Vec<f32>>(), &shape, &Device::Cpu).unwrap();
+        t.to_dtype(dtype).unwrap()
+    }
+
+    /// Weights and moments, as bytes, after some steps.
+    fn trained(place: Place, dtype: DType, moments: Moments) -> Vec<Vec<f32>> {
+        let params: Vec<Param> = (0..)
+            .zip(SHAPES)
+            .map(|(i, shape)| Param::new(format!("p{i}"), i, random(i as u64, shape, dtype)))
+            .collect();
+        let named: Vec<_> =
+            params.iter().map(|p| Named { name: p.name(), part: "llm", rank: 2 }).collect();
+        let groups = Groups::new(&named, &[], []).unwrap();
+        let config = OptimConfig { weight_decay: 0.1, moments, ..OptimConfig::default() };
+        let master = |param: &Param, _: &Device| param.tensor().to_dtype(DType::F32);
+        let adamw = AdamW::at(place, &config, 1.0, &params, &groups, master, &Device::Cpu).unwrap();
+        let grads = Gradients::zeros(&params, &[Trainable::Yes; 3], &Device::Cpu).unwrap();
+        for step in 1..=5 {
+            for (param, shape) in params.iter().zip(SHAPES) {
+                let grad = random(100 * step + param.index() as u64, shape, DType::F32);
+                grads.buffer(param).unwrap().slice_set(&grad, 0, 0).unwrap();
+            }
+            adamw.step(&grads, 1e-2, step).unwrap();
+        }
+        let state = adamw.slots().iter().flat_map(|slot| {
+            [slot.param.tensor(), &slot.exp_avg, &slot.exp_avg_sq].map(|t| {
+                let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+                t.to_vec1::<f32>().unwrap()
+            })
+        });
+        state.collect()
+    }
+
+    #[test]
+    fn state_on_the_host_gives_the_same_bits() {
+        for dtype in [DType::F32, DType::BF16] {
+            let device = trained(Place::Device, dtype, Moments::F32);
+            assert_eq!(trained(Place::Host, dtype, Moments::Host), device);
+            assert_eq!(trained(Place::Device, dtype, Moments::Host), device);
+            let before = random(0, SHAPES[0], dtype).to_dtype(DType::F32).unwrap();
+            assert_ne!(device[0], before.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        }
+    }
+
+    #[test]
+    fn moments_in_bf16_follow_those_in_f32() {
+        let (wide, narrow) = (
+            trained(Place::Device, DType::F32, Moments::F32),
+            trained(Place::Device, DType::F32, Moments::Bf16),
+        );
+        assert_ne!(wide[1], narrow[1]);
+        for (wide, narrow) in wide.iter().zip(&narrow) {
+            for (wide, narrow) in wide.iter().zip(narrow) {
+                assert!((wide - narrow).abs() < 0.02 * (0.1 + wide.abs()), "{wide} {narrow}");
+            }
+        }
+    }
 }

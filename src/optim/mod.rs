@@ -31,9 +31,25 @@ pub struct OptimConfig {
     pub warmup_ratio: Option<f64>,
     /// Learning rate at the end of the schedule.
     pub min_lr: f64,
+    /// Where the moments are kept, and in which dtype.
+    pub moments: Moments,
     /// Factors by part (`vision`, `merger`, `llm`) or by glob over parameter names; where several
     /// match, the last one listed holds.
     pub lr_multipliers: IndexMap<String, f64>,
+}
+
+/// Where the moments are kept, and in which dtype.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Moments {
+    /// In `f32`, beside the weights: 8 bytes a trained parameter.
+    #[default]
+    F32,
+    /// In `bf16`, beside the weights, rounded at random: 4 bytes a trained parameter.
+    Bf16,
+    /// In `f32` in the memory of the host, with the masters: nothing on the GPU, and the update runs on the host's
+    /// cores. On the CPU the same as `f32`.
+    Host,
 }
 
 impl Default for OptimConfig {
@@ -47,6 +63,7 @@ impl Default for OptimConfig {
             warmup_steps: None,
             warmup_ratio: None,
             min_lr: 0.0,
+            moments: Moments::F32,
             lr_multipliers: IndexMap::new(),
         }
     }

@@ -1,6 +1,6 @@
 //! Rows whose lengths come from caches: what plans a run without reading its rows again.
 
-use super::reader::JsonlRows;
+use super::reader::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
     CacheError, CacheWork, Length, LengthCache, LoaderOptions, Rejection, Row, RowReader,
@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The rows of a run with the length cache of each of its files.
+/// The rows of a run with the length cache of each of its files of chats.
 pub struct CachedRows {
     rows: Arc<JsonlRows>,
-    caches: Vec<LengthCache>,
+    caches: Vec<Option<LengthCache>>, // none of a corpus, whose lengths are known from its tokens
 }
 
 /// What becomes of the rows of one file under today's limits.
@@ -21,6 +21,8 @@ pub struct CachedRows {
 pub struct LengthSummary {
     /// The data file.
     pub file: PathBuf,
+    /// Its cache.
+    pub cache: PathBuf,
     /// Its rows.
     pub rows: u64,
     /// Those that train.
@@ -47,10 +49,14 @@ impl CachedRows {
     ) -> Result<(Self, CacheWork), CacheError> {
         let mut caches = Vec::new();
         let (mut before, mut work) = (0, CacheWork::default());
-        for file in rows.files() {
+        for set in rows.sets() {
+            let DataSet::Chats(file) = set else {
+                caches.push(None);
+                continue;
+            };
             let progress = |done| progress(before + done);
             let (cache, more) = LengthCache::update(file, rows.encoder(), folder, &progress)?;
-            caches.push(cache);
+            caches.push(Some(cache));
             before += file.len() as u64;
             work = CacheWork {
                 measured: work.measured + more.measured,
@@ -60,26 +66,28 @@ impl CachedRows {
         Ok((Self { rows, caches }, work))
     }
 
-    /// The cache of each file, in config order.
-    pub fn caches(&self) -> &[LengthCache] {
-        &self.caches
-    }
-
-    /// What becomes of the rows of each file.
+    /// What becomes of the rows of each file of chats, in config order.
     pub fn summaries(&self, options: &LoaderOptions) -> Vec<LengthSummary> {
-        let files = self.rows.files().iter().enumerate();
-        let summary = |(dataset, file): (usize, &crate::data::JsonlFile)| {
-            let row = |row| Row { dataset: dataset as u32, row };
-            let rows = (0..file.len() as u32).into_par_iter();
-            let added =
-                rows.fold(LengthSummary::default, |sum, at| self.add(sum, row(at), options));
-            let summary = added.reduce(LengthSummary::default, LengthSummary::join);
-            LengthSummary { file: file.path().to_owned(), ..summary }
+        let sets = (0u32..).zip(self.rows.sets().iter().zip(&self.caches));
+        let summary = |(dataset, (set, cache)): (u32, (&DataSet, &Option<LengthCache>))| {
+            let cache = cache.as_ref()?;
+            let rows = (0..cache.len() as u32).into_par_iter();
+            let add = |sum, row| self.add(sum, Row { dataset, row }, cache, options);
+            let summary = rows.fold(LengthSummary::default, add);
+            let summary = summary.reduce(LengthSummary::default, LengthSummary::join);
+            let (file, cache) = (set.path().to_owned(), cache.path().to_owned());
+            Some(LengthSummary { file, cache, ..summary })
         };
-        files.map(summary).collect()
+        sets.filter_map(summary).collect()
     }
 
-    fn add(&self, mut sum: LengthSummary, row: Row, options: &LoaderOptions) -> LengthSummary {
+    fn add(
+        &self,
+        mut sum: LengthSummary,
+        row: Row,
+        cache: &LengthCache,
+        options: &LoaderOptions,
+    ) -> LengthSummary {
         sum.rows += 1;
         let length = self.length(row).and_then(|length| {
             options.admit(length, || self.id(row))?;
@@ -87,7 +95,7 @@ impl CachedRows {
         });
         match length {
             Ok(tokens) => {
-                let whole = self.caches[row.dataset as usize]
+                let whole = cache
                     .outline(row.row as usize, self.rows.encoder())
                     .map_or(tokens, |outline| outline.num_tokens());
                 sum.usable += 1;
@@ -109,6 +117,7 @@ impl LengthSummary {
         }
         Self {
             file: self.file,
+            cache: self.cache,
             rows: self.rows + other.rows,
             usable: self.usable + other.usable,
             truncated: self.truncated + other.truncated,
@@ -126,8 +135,17 @@ impl RowReader for CachedRows {
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
-        let (cache, encoder) = (&self.caches[row.dataset as usize], self.rows.encoder());
-        cache.length(row.row as usize, encoder, self.rows.cut_of_rows(), || self.id(row))
+        match &self.caches[row.dataset as usize] {
+            Some(cache) => {
+                let (encoder, cut) = (self.rows.encoder(), self.rows.cut_of_rows());
+                cache.length(row.row as usize, encoder, cut, || self.id(row))
+            }
+            None => self.rows.length(row),
+        }
+    }
+
+    fn uniform_length(&self, dataset: u32) -> Option<Length> {
+        self.rows.uniform_length(dataset)
     }
 
     fn id(&self, row: Row) -> SampleId {

@@ -3,6 +3,7 @@
 //! An answer counts as exact when each of its tokens is the most likely one given those before it:
 //! greedy decoding would then produce exactly this answer. One forward pass tells both.
 
+use super::datasets::DatasetLoss;
 use super::reader::JsonlRows;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::{CollateError, Rejection, Row, RowReader, collate};
@@ -18,6 +19,15 @@ pub struct SampleScore {
     /// `file:line`.
     #[serde(serialize_with = "as_text")]
     pub id: SampleId,
+    /// Index of the data set that it is of.
+    #[serde(skip)]
+    pub dataset: u32,
+    /// Whether it is a chat: a sample of a corpus is no answer.
+    #[serde(skip)]
+    pub is_chat: bool,
+    /// Tokens.
+    #[serde(skip)]
+    pub num_tokens: u64,
     /// Sum of the negative log likelihoods of its targets.
     pub nll_sum: f64,
     /// Supervised targets.
@@ -51,10 +61,28 @@ impl EvalReport {
         self.samples.iter().map(|sample| sample.num_targets).sum()
     }
 
-    /// Share of samples whose answers are exact.
-    pub fn accuracy(&self) -> f64 {
-        let exact = self.samples.iter().filter(|sample| sample.exact).count();
-        exact as f64 / self.samples.len().max(1) as f64
+    /// The samples of each of so many data sets.
+    pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
+        let mut sets = vec![DatasetLoss::default(); num_datasets];
+        for sample in &self.samples {
+            sets[sample.dataset as usize].add(
+                sample.num_tokens,
+                sample.num_targets,
+                sample.nll_sum,
+            );
+        }
+        sets
+    }
+
+    /// The samples that are chats.
+    pub fn chats(&self) -> impl Iterator<Item = &SampleScore> {
+        self.samples.iter().filter(|sample| sample.is_chat)
+    }
+
+    /// Share of chats whose answers are exact; `None` without any.
+    pub fn accuracy(&self) -> Option<f64> {
+        let (total, exact) = (self.chats().count(), self.chats().filter(|chat| chat.exact).count());
+        (total > 0).then(|| exact as f64 / total as f64)
     }
 }
 
@@ -92,53 +120,62 @@ impl Evaluator<'_> {
     pub fn run(&self, model: &Model, progress: &dyn Fn(usize)) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
         let rows: Vec<Row> = self.rows.rows().collect();
-        let mut pack = Pack { samples: vec![] };
+        let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
+        let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
             let encoded: Vec<Result<EncodedSample, Rejection>> =
                 chunk.par_iter().map(|row| self.rows.read(*row)).collect();
-            for sample in encoded {
+            for (row, sample) in chunk.iter().zip(encoded) {
                 match sample {
                     Err(rejection) => report.rejected.push(rejection),
                     Ok(sample) => {
-                        if !pack.is_empty() && pack.len() + sample.len() > self.max_tokens {
-                            self.score(model, std::mem::take(&mut pack.samples), &mut report)?;
+                        if !pack.is_empty() && pack_tokens + sample.len() > self.max_tokens {
+                            self.score(model, std::mem::take(&mut pack), &mut report)?;
+                            pack_tokens = 0;
                         }
-                        pack.samples.push(sample);
+                        pack_tokens += sample.len();
+                        pack.push((row.dataset, sample));
                     }
                 }
             }
             progress((done * ROWS_AT_A_TIME + chunk.len()).min(rows.len()));
         }
-        self.score(model, pack.samples, &mut report)?;
+        self.score(model, pack, &mut report)?;
         Ok(report)
     }
 
     fn score(
         &self,
         model: &Model,
-        samples: Vec<EncodedSample>,
+        samples: Vec<(u32, EncodedSample)>,
         report: &mut EvalReport,
     ) -> Result<(), EvalError> {
         if samples.is_empty() {
             return Ok(());
         }
-        let ids: Vec<SampleId> = samples.iter().map(|sample| sample.id.clone()).collect();
+        let of =
+            |(dataset, sample): &(u32, EncodedSample)| (*dataset, sample.id.clone(), sample.len());
+        let origins: Vec<_> = samples.iter().map(of).collect();
+        let samples = samples.into_iter().map(|(_, sample)| sample).collect();
         let merge = model.config().merge_size();
         let packs = vec![Pack { samples }];
         let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
         let targets = Targets::of(&batch);
-        let segments = batch.cu_seqlens.clone();
         let input = ModelInput::upload(batch, model.config(), self.dtype, self.device)?;
         let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
-        let mut next = 0; // targets ascend, as segments do
-        for (id, segment) in ids.into_iter().zip(segments.segments()) {
+        let (mut next, mut end) = (0, 0); // targets ascend, as samples do
+        for (dataset, id, num_tokens) in origins {
             let first = next;
-            while next < targets.len() && (targets.rows[next] as usize) < segment.end {
+            end += num_tokens;
+            while next < targets.len() && (targets.rows[next] as usize) < end {
                 next += 1;
             }
             let range = first..next;
             report.samples.push(SampleScore {
                 id,
+                dataset,
+                is_chat: self.rows.sets()[dataset as usize].corpus().is_none(),
+                num_tokens: num_tokens as u64,
                 nll_sum: scores.nll[range.clone()].iter().map(|nll| f64::from(*nll)).sum(),
                 num_targets: range.len() as u64,
                 exact: scores.argmax[range.clone()] == targets.ids[range],

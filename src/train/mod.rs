@@ -3,6 +3,7 @@
 
 mod cached;
 mod config;
+mod datasets;
 mod device;
 mod eval;
 mod generate;
@@ -17,10 +18,11 @@ pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
+pub use datasets::{DatasetCounts, DatasetLoss, by_dataset, log_shares, metric_keys};
 pub use device::{DeviceChoice, DeviceError, UnknownDevice, device_name};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
-pub use reader::JsonlRows;
+pub use reader::{DataSet, JsonlRows};
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
 pub use step::{LaunchedStep, Losses, PreparedStep, StepError, StepOutcome, StepRunner};

@@ -1,55 +1,129 @@
-//! Rows of JSONL files as the loader wants them.
+//! Rows of data sets as the loader wants them.
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowReader, SampleError,
-    SourceError, open_indexed,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
+    RowReader, SampleError, SourceError, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
 
+/// A data set, open for reading.
+pub enum DataSet {
+    /// Conversations, a row each.
+    Chats(JsonlFile),
+    /// Plain text.
+    Corpus(Corpus),
+}
+
+impl DataSet {
+    fn open(
+        set: &DatasetConfig,
+        encoder: &Encoder,
+        options: &CorpusOptions,
+    ) -> Result<Self, SourceError> {
+        if let Some(corpus) = &set.corpus {
+            return Corpus::open(&set.path, corpus, encoder, options).map(Self::Corpus);
+        }
+        let plain = || SourceError::PlainText { path: set.path.clone() };
+        if Corpus::is_text_file(&set.path) {
+            return Err(plain());
+        }
+        let image_root = set.image_root.as_deref();
+        let file = match &options.cache {
+            Some(folder) => open_indexed(&set.path, image_root, encoder, folder)?,
+            None => JsonlFile::open(&set.path, image_root)?,
+        };
+        if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
+    }
+
+    /// Rows, or samples of a pass over a corpus.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Chats(file) => file.len(),
+            Self::Corpus(corpus) => corpus.len(),
+        }
+    }
+
+    /// Never true: a data set without rows is refused.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The path as given.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Chats(file) => file.path(),
+            Self::Corpus(corpus) => corpus.path(),
+        }
+    }
+
+    /// Hash over its content.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        match self {
+            Self::Chats(file) => file.fingerprint(),
+            Self::Corpus(corpus) => corpus.fingerprint(),
+        }
+    }
+
+    /// The corpus, if it is one.
+    pub fn corpus(&self) -> Option<&Corpus> {
+        match self {
+            Self::Chats(_) => None,
+            Self::Corpus(corpus) => Some(corpus),
+        }
+    }
+}
+
 /// The data sets of a config section, and the encoder that turns their rows into numbers.
 pub struct JsonlRows {
-    files: Vec<JsonlFile>,
+    sets: Vec<DataSet>,
+    names: Vec<String>,
     encoder: Arc<Encoder>,
     cut: Option<Cut>,
 }
 
 impl JsonlRows {
-    /// Opens and indexes every file.
+    /// Opens and indexes every data set, corpora with the defaults of their options.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
-        let open = |set: &DatasetConfig| JsonlFile::open(&set.path, set.image_root.as_deref());
-        let files = datasets.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { files, encoder, cut: None })
+        Self::open_with(datasets, encoder, &CorpusOptions::default())
     }
 
-    /// Opens every file; those that the caches in `folder` know are not scanned.
-    pub fn open_indexed(
+    /// Opens and indexes every data set; a corpus is tokenised.
+    pub fn open_with(
         datasets: &[DatasetConfig],
         encoder: Arc<Encoder>,
-        folder: &Path,
+        options: &CorpusOptions,
     ) -> Result<Self, SourceError> {
-        let open = |set: &DatasetConfig| {
-            open_indexed(&set.path, set.image_root.as_deref(), &encoder, folder)
-        };
-        let files = datasets.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { files, encoder, cut: None })
+        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options);
+        let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
     }
 
-    /// The same rows, those that are too long cut to a limit.
+    /// The same rows, chats that are too long cut to a limit.
     #[must_use]
     pub fn cut(self, cut: Option<Cut>) -> Self {
         Self { cut, ..self }
     }
 
-    /// How rows that are too long are cut.
+    /// How chats that are too long are cut.
     pub fn cut_of_rows(&self) -> Option<Cut> {
         self.cut
     }
 
-    /// The files, in config order.
-    pub fn files(&self) -> &[JsonlFile] {
-        &self.files
+    /// The data sets, in config order.
+    pub fn sets(&self) -> &[DataSet] {
+        &self.sets
+    }
+
+    /// What metrics call them.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Rows of all data sets.
+    pub fn num_rows(&self) -> usize {
+        self.sets.iter().map(DataSet::len).sum()
     }
 
     /// What turns rows into numbers.
@@ -57,26 +131,46 @@ impl JsonlRows {
         &self.encoder
     }
 
-    /// All rows of all files, in order.
+    /// All rows of all data sets, in order; of a corpus those of a pass at the first offset.
     pub fn rows(&self) -> impl Iterator<Item = Row> + '_ {
-        self.files.iter().enumerate().flat_map(|(dataset, file)| {
-            (0..file.len()).map(move |row| Row { dataset: dataset as u32, row: row as u32 })
+        (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
+            let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
+                DataSet::Chats(file) => Box::new(0..file.len() as u32),
+                DataSet::Corpus(corpus) => corpus.rows(),
+            };
+            rows.map(move |row| Row { dataset, row })
         })
     }
 
-    /// The parsed row.
-    pub fn sample(&self, row: Row) -> Result<Sample, SampleError> {
-        self.files[row.dataset as usize].read(row.row as usize)
+    /// The parsed row; `None` for rows of a corpus, which are no chats.
+    pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
+        match self.set(row) {
+            DataSet::Chats(file) => Some(file.read(row.row as usize)),
+            DataSet::Corpus(_) => None,
+        }
     }
 
-    /// Hash over the contents of all files.
+    /// What tells a row from all others: file and line, and of a corpus its first token.
+    pub fn label(&self, row: Row) -> String {
+        let id = self.id(row);
+        match self.set(row) {
+            DataSet::Chats(_) => id.to_string(),
+            DataSet::Corpus(corpus) => format!("{id}@{}", corpus.span(row.row).0),
+        }
+    }
+
+    /// Hash over the contents of all data sets.
     pub fn fingerprint(&self) -> [u8; 32] {
         use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();
-        for file in &self.files {
-            hash.update(file.fingerprint());
+        for set in &self.sets {
+            hash.update(set.fingerprint());
         }
         hash.finalize().into()
+    }
+
+    fn set(&self, row: Row) -> &DataSet {
+        &self.sets[row.dataset as usize]
     }
 }
 
@@ -90,14 +184,35 @@ impl RowReader for JsonlRows {
         row: Row,
         admit: &dyn Fn(Length) -> Result<(), Rejection>,
     ) -> Result<EncodedSample, Rejection> {
-        self.encoder.encode_cut(&self.sample(row)?, self.cut, admit)
+        match self.set(row) {
+            DataSet::Corpus(corpus) => {
+                admit(corpus.length(row.row)?)?;
+                Ok(corpus.read(row.row)?)
+            }
+            DataSet::Chats(file) => {
+                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut, admit)
+            }
+        }
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
-        Ok(self.encoder.length_cut(&self.sample(row)?, self.cut)?)
+        let length = match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.length(row.row),
+            DataSet::Chats(file) => file
+                .read(row.row as usize)
+                .and_then(|sample| self.encoder.length_cut(&sample, self.cut)),
+        };
+        Ok(length?)
+    }
+
+    fn uniform_length(&self, dataset: u32) -> Option<Length> {
+        self.sets[dataset as usize].corpus()?.uniform_length()
     }
 
     fn id(&self, row: Row) -> SampleId {
-        self.files[row.dataset as usize].id(row.row as usize)
+        match self.set(row) {
+            DataSet::Chats(file) => file.id(row.row as usize),
+            DataSet::Corpus(corpus) => corpus.id(row.row),
+        }
     }
 }

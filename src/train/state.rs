@@ -1,7 +1,9 @@
 //! What a checkpoint says besides tensors: together with weights and moments, all of resume.
 
+use super::datasets::DatasetCounts;
 use crate::data::DataState;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Contents of `trainer_state.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -20,6 +22,9 @@ pub struct TrainState {
     pub tokens_seen: u64,
     /// Samples seen.
     pub samples_seen: u64,
+    /// The same by data set.
+    #[serde(default)]
+    pub datasets_seen: BTreeMap<String, DatasetCounts>,
     /// Hash of the settings that decide what is learned: a resumed run must have the same.
     pub fingerprint: String,
     /// Hash of the training files.

@@ -9,7 +9,7 @@ use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 
 /// What a step did.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StepOutcome {
     /// Mean over the step's supervised targets.
     pub loss: f64,
@@ -17,6 +17,8 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Supervised targets of the step.
     pub num_targets: u64,
+    /// Negative log likelihood of each of them, one list a micro-batch that has any.
+    pub nll: Vec<Vec<f32>>,
 }
 
 /// A step that must not become an update.
@@ -94,11 +96,12 @@ pub struct Losses {
 impl Losses {
     /// Sum over all targets; on a GPU this waits for it.
     pub fn sum(&self) -> candle_core::Result<f64> {
-        let mut sum = 0.0;
-        for nll in &self.nll {
-            sum += nll.to_vec1::<f32>()?.iter().map(|nll| f64::from(*nll)).sum::<f64>();
-        }
-        Ok(sum)
+        Ok(sum(&self.read()?))
+    }
+
+    /// That of each target; on a GPU this waits for it.
+    fn read(&self) -> candle_core::Result<Vec<Vec<f32>>> {
+        self.nll.iter().map(Tensor::to_vec1).collect()
     }
 }
 
@@ -158,7 +161,7 @@ impl StepRunner {
     ) -> Result<LaunchedStep, StepError> {
         let losses = self.accumulate(step)?;
         if self.device.is_cpu() {
-            mean_loss(&losses, number)?; // nothing to wait for, so the update need not be trusted
+            mean_loss(&losses.read()?, losses.num_targets, number)?; // nothing to wait for, so the update need not be trusted
         }
         let update = self.optimizer.launch(&self.grads, lr, number)?;
         Ok(LaunchedStep { step: number, losses, update })
@@ -167,14 +170,15 @@ impl StepRunner {
     /// What the step did, once it is done.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update } = launched;
-        let loss = mean_loss(losses, *step)?;
+        let nll = losses.read()?;
+        let loss = mean_loss(&nll, losses.num_targets, *step)?;
         let norm = self.optimizer.finish(update).map_err(|source| match source {
             OptimError::Candle(error) => StepError::Candle(error),
             source @ OptimError::NonFinite { .. } => {
                 StepError::NonFiniteGradient { step: *step, source }
             }
         })?;
-        Ok(StepOutcome { loss, grad_norm: norm.grad_norm, num_targets: losses.num_targets })
+        Ok(StepOutcome { loss, grad_norm: norm.grad_norm, num_targets: losses.num_targets, nll })
     }
 
     /// A whole step.
@@ -202,7 +206,12 @@ impl StepRunner {
     }
 }
 
-fn mean_loss(losses: &Losses, step: u64) -> Result<f64, StepError> {
-    let loss = losses.sum()? / losses.num_targets.max(1) as f64;
+/// Sum over all targets: micro-batches first.
+fn sum(nll: &[Vec<f32>]) -> f64 {
+    nll.iter().map(|nll| nll.iter().map(|nll| f64::from(*nll)).sum::<f64>()).sum()
+}
+
+fn mean_loss(nll: &[Vec<f32>], num_targets: u64, step: u64) -> Result<f64, StepError> {
+    let loss = sum(nll) / num_targets.max(1) as f64;
     if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
 }

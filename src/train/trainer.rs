@@ -1,6 +1,7 @@
 //! The loop: steps, evaluations, checkpoints, and the end.
 
 use super::config::EvalConfig;
+use super::datasets::{by_dataset, count, log_shares, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
 use super::reader::JsonlRows;
 use super::state::TrainState;
@@ -38,6 +39,8 @@ pub struct TrainerParts {
     pub config_json: serde_json::Value,
     /// Rows to evaluate on.
     pub eval_rows: Option<JsonlRows>,
+    /// Names of the data sets that are trained on.
+    pub dataset_names: Vec<String>,
     /// When to.
     pub eval: EvalConfig,
     /// Tokens of one forward pass of an evaluation.
@@ -268,6 +271,9 @@ impl Trainer {
         state.targets_seen += outcome.num_targets;
         state.tokens_seen += data.num_tokens as u64;
         state.samples_seen += data.num_samples as u64;
+        let names = &parts.dataset_names;
+        let sets = by_dataset(names.len(), &data.samples, &outcome.nll);
+        count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let step_time_s = asked.elapsed().as_secs_f64();
         let metrics = StepMetrics {
@@ -288,6 +294,7 @@ impl Trainer {
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
             rejected_by_file: state.data.rejected_by_file.clone(),
+            datasets: metric_keys(names, &sets),
         };
         parts.metrics.write(&metrics)?;
         observer.step(&metrics, state.total_steps);
@@ -303,7 +310,7 @@ impl Trainer {
             return Ok(());
         };
         let started = Instant::now();
-        let total = rows.files().iter().map(crate::data::JsonlFile::len).sum();
+        let total = rows.num_rows();
         let evaluator = Evaluator {
             rows,
             max_tokens: parts.eval_max_tokens,
@@ -329,7 +336,8 @@ impl Trainer {
         let num_samples = report.samples.len() as u64;
         let metrics =
             EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
-                .with_accuracy(report.accuracy());
+                .with_accuracy(report.accuracy())
+                .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
         parts.metrics.write(&metrics)?;
         watch.into_inner().evaluated(&metrics);
         self.last_eval = Some(report);
@@ -373,6 +381,7 @@ impl Trainer {
             },
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
+        log_shares(&parts.state.datasets_seen);
         self.saved_at = Some(step);
         Ok(folder)
     }

@@ -99,7 +99,7 @@ fn every_example_row_is_read() {
     assert!(examples.len() >= 9, "{} examples", examples.len());
     let (_folder, path) = temporary("examples.jsonl", &examples.join("\n"));
     let image_root = Some(root().join("tests/fixtures/images"));
-    let set = DatasetConfig { path, image_root, weight: 1.0 };
+    let set = DatasetConfig { image_root, ..DatasetConfig::new(path) };
     let model = root().join("data/quickstart/model");
     let encoder = Encoder::from_folder(&model, &ImageConfig::default()).unwrap();
     let data = JsonlRows::open(&[set], Arc::new(encoder)).unwrap();

@@ -55,7 +55,7 @@ impl Place {
     }
 
     fn rows(&self, encoder: &Arc<Encoder>) -> Arc<JsonlRows> {
-        let set = DatasetConfig { path: self.path("rows.jsonl"), image_root: None, weight: 1.0 };
+        let set = DatasetConfig::new(self.path("rows.jsonl"));
         Arc::new(JsonlRows::open(&[set], encoder.clone()).unwrap())
     }
 
@@ -119,8 +119,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
         for max_length in [0, 1, 8, 14, 20, 33] {
             for keep in [Keep::Beginning, Keep::End] {
                 let cut = NonZeroU32::new(max_length).map(|max_length| Cut { max_length, keep });
-                let set =
-                    DatasetConfig { path: place.path("rows.jsonl"), image_root: None, weight: 1.0 };
+                let set = DatasetConfig::new(place.path("rows.jsonl"));
                 let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().cut(cut);
                 let rows = Arc::new(rows);
                 let (cached, work) =

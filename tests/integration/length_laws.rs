@@ -158,7 +158,7 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     let path = folder.join("rows.jsonl");
     let text = case.rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
     File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
-    let set = DatasetConfig { path, image_root: Some(golden("data/images")), weight: 1.0 };
+    let set = DatasetConfig { image_root: Some(golden("data/images")), ..DatasetConfig::new(path) };
     let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().cut(case.cut()));
     let options = case.options(case.workers);
 
@@ -175,7 +175,7 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
             Ok(sample) => {
                 prop_assert!(case.max_length.is_none_or(|most| sample.len() <= most as usize));
                 prop_assert!(sample.num_targets() > 0);
-                let pictures = rows.sample(row).unwrap().media.len();
+                let pictures = rows.sample(row).unwrap().unwrap().media.len();
                 prop_assert_eq!(sample.media.len(), pictures);
                 let visual: usize =
                     sample.media.iter().map(|patches| patches.num_patches() / 4).sum();

@@ -5,6 +5,7 @@
 mod architecture;
 mod bad_input;
 mod cli;
+mod corpora;
 mod docs;
 mod encoding;
 mod harness;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
-use trainer::tape::{Gradients, Trainable};
+use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
     AttentionChoice, Evaluator, JsonlRows, ModelSection, Precision, RecomputeChoice, StepOutcome,
     StepRunner, Weights, load_model,
@@ -63,7 +63,7 @@ impl Variant {
 fn rows(data: &str) -> JsonlRows {
     let encoder = Encoder::from_folder(&golden("models").join(SMALL), &ImageConfig::default());
     let path = golden("data").join(format!("{data}.jsonl"));
-    let set = DatasetConfig { path, image_root: None, weight: 1.0 };
+    let set = DatasetConfig::new(path);
     JsonlRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
 }
 
@@ -85,7 +85,7 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
     let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
-    let master = |param: &trainer::tape::Param| loaded.master(param, &device);
+    let master = |param: &Param, device: &Device| loaded.master(param, device);
     let optimizer = AdamW::new(&optim, 1.0, &loaded.params, &groups, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
     StepRunner {
@@ -229,7 +229,7 @@ fn bf16_follows_f32() {
 fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
     let row = |wanted: &Value| {
         let rows = rows(wanted["file"].as_str().unwrap().trim_end_matches(".jsonl"));
-        let text = std::fs::read_to_string(rows.files()[0].path()).unwrap();
+        let text = std::fs::read_to_string(rows.sets()[0].path()).unwrap();
         let has_id =
             |line: &str| serde_json::from_str::<Value>(line).unwrap()["id"] == wanted["id"];
         let row = text.lines().position(has_id).unwrap() as u32;

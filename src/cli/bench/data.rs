@@ -77,8 +77,7 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
         let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
         Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
-    let has_pictures =
-        |row: &Row| rows.sample(*row).ok().map(|sample| (!sample.media.is_empty(), *row));
+    let has_pictures = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
     let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_pictures).collect();
     for (name, pictures) in [("text", false), ("pictures", true)] {
         let some: Vec<_> =

@@ -63,6 +63,11 @@ fn memory_model(runner: &StepRunner) -> MemoryModel {
         parameters: parameters as f64,
         trained: trained as f64,
         element: runner.dtype.size_in_bytes() as f64,
+        moment: runner
+            .optimizer
+            .slots()
+            .first()
+            .map_or(4, |slot| slot.exp_avg.dtype().size_in_bytes()) as f64,
         layers: text.num_hidden_layers as f64,
         hidden: text.hidden_size as f64,
         heads: text.num_attention_heads as f64,

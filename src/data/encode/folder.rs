@@ -129,6 +129,8 @@ pub(super) struct TextFolder {
     pub(super) vocab_size: usize,
     /// Hash of all that decides which tokens a chat becomes.
     pub(super) key: [u8; 32],
+    /// SHA-256 of `tokenizer.json`.
+    pub(super) tokenizer_fingerprint: [u8; 32],
 }
 
 impl TextFolder {
@@ -138,6 +140,7 @@ impl TextFolder {
         let path = folder.join("tokenizer.json");
         let bytes = read(&path)?;
         let mut key = Sha256::new_with_prefix(&bytes);
+        let tokenizer_fingerprint = key.clone().finalize().into();
         let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
         drop(bytes);
         let image_token_id = config.id("image_token_id")?;
@@ -197,6 +200,7 @@ impl TextFolder {
             pad_id,
             vocab_size,
             key: key.finalize().into(),
+            tokenizer_fingerprint,
         })
     }
 }

@@ -136,6 +136,14 @@ pub enum SampleError {
         /// The token.
         token: String,
     },
+    /// A document that contains the token which stands for visual features.
+    #[error("{id}: the text contains `{token}`, which is reserved for media")]
+    ReservedInText {
+        /// The row, or the line at which a piece of a text begins.
+        id: SampleId,
+        /// The token.
+        token: String,
+    },
     /// The template dropped or invented placeholders.
     #[error("{id}: the rendered chat has {rendered} image placeholders, expected {images}")]
     RenderedPlaceholders {
@@ -210,7 +218,7 @@ impl SampleError {
             Self::NotSupported { .. } => "not_supported",
             Self::ImageCount { .. } | Self::RenderedPlaceholders { .. } => "image_count",
             Self::Image { cause, .. } => cause.reason(),
-            Self::ReservedToken { .. } => "reserved_token",
+            Self::ReservedToken { .. } | Self::ReservedInText { .. } => "reserved_token",
             Self::Template { cause, .. } => cause.reason(),
             Self::Tokenizer { .. } => "tokenizer",
             Self::ImageTokens { .. } => "image_tokens",
@@ -235,6 +243,7 @@ impl SampleError {
             Self::ReservedToken { .. } => {
                 "write `<image>` and list the picture in `images`, or take the token out of the text"
             }
+            Self::ReservedInText { .. } => "take the token out of the text",
             Self::SystemNotFirst { .. } => "make it the first turn, or a user turn",
             Self::NotSupported { .. } | Self::UnknownRole { .. } => {
                 "convert or remove the row; docs/data-format.md lists what is read"
@@ -273,6 +282,7 @@ impl SampleError {
             | Self::ImageCount { id, .. }
             | Self::Image { id, .. }
             | Self::ReservedToken { id, .. }
+            | Self::ReservedInText { id, .. }
             | Self::RenderedPlaceholders { id, .. }
             | Self::Template { id, .. }
             | Self::Tokenizer { id, .. }

@@ -29,6 +29,8 @@ pub enum RowForm {
     Conversations,
     /// `instruction`, `input`, `output`.
     Alpaca,
+    /// `text`: a document of a corpus.
+    Text,
 }
 
 impl fmt::Display for RowForm {
@@ -38,6 +40,7 @@ impl fmt::Display for RowForm {
             Self::MessagesWithImages => "messages with a list of images",
             Self::Conversations => "conversations",
             Self::Alpaca => "alpaca",
+            Self::Text => "plain text",
         })
     }
 }
@@ -58,8 +61,7 @@ impl RowForm {
         } else if has("instruction") && has("output") {
             Ok(Self::Alpaca)
         } else if has("text") {
-            let what = "plain text rows are";
-            Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what })
+            Ok(Self::Text)
         } else {
             let keys: Vec<_> = row.keys().take(8).map(|key| format!("`{key}`")).collect();
             let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
@@ -90,9 +92,18 @@ pub(super) fn parse_row(
             turns.list("conversations", take(&mut row, "conversations"), Turns::conversation)?;
         }
         RowForm::Alpaca => turns.alpaca(&mut row)?,
+        RowForm::Text => {
+            let what = "plain text among chats is";
+            return Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what });
+        }
     }
     let Turns { media, messages, .. } = turns;
     Ok(Sample { id: id.clone(), messages, media: media.finish()?, tools })
+}
+
+/// The document of a row of a corpus; other keys are left alone.
+pub(super) fn parse_text(id: &SampleId, bytes: &[u8]) -> Result<String, SampleError> {
+    text(id, "text", take(&mut object(id, bytes)?, "text"))
 }
 
 /// Reads the turn at a JSON path.

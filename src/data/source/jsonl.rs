@@ -14,9 +14,10 @@ use std::time::SystemTime;
 use sha2::{Digest, Sha256};
 
 use super::SampleError;
-use super::formats::{RowForm, parse_row};
+use super::formats::{RowForm, parse_row, parse_text};
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
+use crate::data::corpus::CorpusError;
 
 /// Rows looked at to find the form of a file.
 const DETECTION_ROWS: usize = 100;
@@ -60,6 +61,23 @@ pub enum SourceError {
         /// What is wrong with the first of them.
         first: Box<SampleError>,
     },
+    /// Plain text in a data set without `corpus`.
+    #[error("`{}` is plain text, and its data set has no `corpus`", .path.display())]
+    PlainText {
+        /// As the config names it.
+        path: PathBuf,
+    },
+    /// Chats in a data set with `corpus`.
+    #[error("`{}` has rows of the form `{form}`, and its data set has `corpus`", .path.display())]
+    NoText {
+        /// As the config names it.
+        path: PathBuf,
+        /// What they are.
+        form: RowForm,
+    },
+    /// A corpus that cannot be used.
+    #[error(transparent)]
+    Corpus(#[from] CorpusError),
 }
 
 impl SourceError {
@@ -72,6 +90,14 @@ impl SourceError {
             ),
             Self::NoRows { .. } => Some("write rows to it, or take it out of `data`".to_owned()),
             Self::UnknownForm { first, .. } => first.hint(),
+            Self::PlainText { .. } => Some(
+                "say how samples are taken from it, for example `corpus: {sampling: random, length: 512}`"
+                    .to_owned(),
+            ),
+            Self::NoText { .. } => {
+                Some("remove `corpus`, or write each document as `{\"text\": ..}`".to_owned())
+            }
+            Self::Corpus(error) => Some(error.hint()),
         }
     }
 }
@@ -169,6 +195,11 @@ impl JsonlFile {
     /// What tells that the file has not changed since the scan; `None` if nothing does.
     pub(in crate::data) fn stamp(&self) -> Option<&Stamp> {
         self.stamp.as_ref()
+    }
+
+    /// The document in row `row < len()` of a corpus.
+    pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
+        parse_text(&self.id(row), &self.bytes(row)?)
     }
 
     /// SHA-256 over the bytes of the file, as of the scan.

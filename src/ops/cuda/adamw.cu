@@ -3,7 +3,8 @@
 // Up to MOST tensors go into one launch, listed in the kernel's arguments: nothing is uploaded. A block has one chunk
 // of 65,536 elements and finds its tensor by bisection. All kernels read and write each element once, in 16-byte
 // accesses with 4 or 8 under way in a thread, and are bound by memory: 4 bytes an element for the sum of squares, 28
-// for the update and 2 more for a bf16 copy of the weight. Sums are f64, in an order that the sizes fix.
+// for the update (20 with moments in bf16) and 2 more for a bf16 copy of the weight. Sums are f64, in an order that the
+// sizes fix. Moments in bf16 are rounded at random, see src/ops/moments.rs: the same numbers here.
 #include "common.cuh"
 
 namespace {
@@ -19,12 +20,13 @@ struct Tensors {
   int first[MOST + 1];
 };
 
-struct Updates {
+// Moments of type M.
+template <class M> struct Updates {
   static constexpr int MOST = 64;
   float *weight[MOST]; // f32
   bf16 *copy[MOST];    // of the weight; null if the model computes in f32
-  float *exp_avg[MOST];
-  float *exp_avg_sq[MOST];
+  M *exp_avg[MOST];
+  M *exp_avg_sq[MOST];
   const float *grad[MOST];
   long long count[MOST];
   float keep[MOST];      // what decay leaves of the weight
@@ -32,7 +34,7 @@ struct Updates {
   int first[MOST + 1];
 };
 
-static_assert(sizeof(Tensors) < 4000 && sizeof(Updates) < 4000, "arguments take 4 KB");
+static_assert(sizeof(Tensors) < 4000 && sizeof(Updates<bf16>) < 4000, "arguments take 4 KB");
 
 // Constants of an update.
 struct Scalars {
@@ -89,16 +91,61 @@ __device__ __forceinline__ void update(Element &e, float grad, const Scalars &s,
   e.weight = decayed - __fdividef(step_size * e.exp_avg, denominator);
 }
 
-// Elements of a chunk of one tensor.
-struct Chunk {
+__device__ __forceinline__ uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+// One of the two neighbours of x, the nearer one more often; `random` is uniform in 16 bits.
+__device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) { return bf16{uint16_t((float_to_bits(x) + random) >> 16)}; }
+
+// Elements of a chunk of one tensor, and the random numbers of its moments.
+template <class M> struct Chunk {
   float *weight;
   bf16 *copy;
-  float *exp_avg, *exp_avg_sq;
+  M *exp_avg, *exp_avg_sq;
   const float *grad;
+  uint32_t seed, first; // first: the chunk's element in the tensor
 };
 
+__device__ __forceinline__ void load_moments(const float *from, float (&to)[4]) { load_vector(from, to); }
+__device__ __forceinline__ void load_moments(const bf16 *from, float (&to)[4]) {
+  Bytes8 raw = *reinterpret_cast<const Bytes8 *>(from);
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[i] = bits_to_float(i % 2 ? raw.words[i / 2] & 0xFFFF0000u : raw.words[i / 2] << 16);
+}
+
+// Four of each moment, of the elements at `at`.
+__device__ __forceinline__ void store_moments(const Chunk<float> &chunk, int at, const float (&m)[4], const float (&v)[4]) {
+  store_vector(chunk.exp_avg + at, m);
+  store_vector(chunk.exp_avg_sq + at, v);
+}
+__device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, const float (&m)[4], const float (&v)[4]) {
+  Bytes8 rounded[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    uint32_t low = mix(chunk.seed ^ (chunk.first + at + 2 * i)), high = mix(chunk.seed ^ (chunk.first + at + 2 * i + 1));
+    rounded[0].words[i] = round_at_random(m[2 * i], low & 0xFFFFu).bits | uint32_t(round_at_random(m[2 * i + 1], high & 0xFFFFu).bits) << 16;
+    rounded[1].words[i] = round_at_random(v[2 * i], low >> 16).bits | uint32_t(round_at_random(v[2 * i + 1], high >> 16).bits) << 16;
+  }
+  *reinterpret_cast<Bytes8 *>(chunk.exp_avg + at) = rounded[0];
+  *reinterpret_cast<Bytes8 *>(chunk.exp_avg_sq + at) = rounded[1];
+}
+
+// One of each.
+__device__ __forceinline__ void store_moments(const Chunk<float> &chunk, int at, float m, float v) { chunk.exp_avg[at] = m, chunk.exp_avg_sq[at] = v; }
+__device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, float m, float v) {
+  uint32_t random = mix(chunk.seed ^ (chunk.first + at));
+  chunk.exp_avg[at] = round_at_random(m, random & 0xFFFFu);
+  chunk.exp_avg_sq[at] = round_at_random(v, random >> 16);
+}
+
 // Vectors of four at `at` and THREADS * 4 behind it; the second one only if `both`.
-__device__ __forceinline__ void update_vectors(const Chunk &chunk, int at, bool both, float grad_scale, const Scalars &s, float keep, float step_size) {
+template <class M>
+__device__ __forceinline__ void update_vectors(const Chunk<M> &chunk, int at, bool both, float grad_scale, const Scalars &s, float keep, float step_size) {
   float g[2][4], p[2][4], m[2][4], v[2][4];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -106,8 +153,8 @@ __device__ __forceinline__ void update_vectors(const Chunk &chunk, int at, bool 
     int from = at + i * THREADS * 4;
     load_vector(chunk.grad + from, g[i]);
     load_vector(chunk.weight + from, p[i]);
-    load_vector(chunk.exp_avg + from, m[i]);
-    load_vector(chunk.exp_avg_sq + from, v[i]);
+    load_moments(chunk.exp_avg + from, m[i]);
+    load_moments(chunk.exp_avg_sq + from, v[i]);
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -120,22 +167,23 @@ __device__ __forceinline__ void update_vectors(const Chunk &chunk, int at, bool 
       p[i][j] = e.weight, m[i][j] = e.exp_avg, v[i][j] = e.exp_avg_sq;
     }
     store_vector(chunk.weight + to, p[i]);
-    store_vector(chunk.exp_avg + to, m[i]);
-    store_vector(chunk.exp_avg_sq + to, v[i]);
+    store_moments(chunk, to, m[i], v[i]);
     if (chunk.copy) *reinterpret_cast<Bytes8 *>(chunk.copy + to) = Bytes8{pack(p[i][0], p[i][1]), pack(p[i][2], p[i][3])};
   }
 }
 
-__device__ __forceinline__ void update_chunk(const Chunk &chunk, int count, float grad_scale, const Scalars &s, float keep, float step_size) {
+template <class M>
+__device__ __forceinline__ void update_chunk(const Chunk<M> &chunk, int count, float grad_scale, const Scalars &s, float keep, float step_size) {
   bool vectors = aligned(chunk.weight) && aligned(chunk.exp_avg) && aligned(chunk.exp_avg_sq) && aligned(chunk.grad) &&
                  reinterpret_cast<uintptr_t>(chunk.copy) % 8 == 0;
   int whole = vectors ? count / 4 * 4 : 0;
   for (int at = int(threadIdx.x) * 4; at < whole; at += 2 * THREADS * 4)
     update_vectors(chunk, at, at + THREADS * 4 < whole, grad_scale, s, keep, step_size);
   for (int at = whole + int(threadIdx.x); at < count; at += THREADS) {
-    Element e = {chunk.weight[at], chunk.exp_avg[at], chunk.exp_avg_sq[at]};
+    Element e = {chunk.weight[at], widen(chunk.exp_avg[at]), widen(chunk.exp_avg_sq[at])};
     update(e, chunk.grad[at] * grad_scale, s, keep, step_size);
-    chunk.weight[at] = e.weight, chunk.exp_avg[at] = e.exp_avg, chunk.exp_avg_sq[at] = e.exp_avg_sq;
+    chunk.weight[at] = e.weight;
+    store_moments(chunk, at, e.exp_avg, e.exp_avg_sq);
     if (chunk.copy) chunk.copy[at] = narrow<bf16>(e.weight);
   }
 }
@@ -174,19 +222,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) clip_f32(const double *squ
 }
 EXPORT(clip_f32)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    adamw_f32(const __grid_constant__ Updates updates, int num, const float *grad_scale, float lerp, float beta2, float one_minus_beta2, float inverse_root_correction2, float eps) {
+namespace {
+
+template <class M>
+__device__ __forceinline__ void update_block(const Updates<M> &updates, int num, const float *grad_scale, uint32_t seed, const Scalars &s) {
   float scale = *grad_scale;
   if (scale < 0) return; // the gradients are not finite: nothing changes
   int tensor = tensor_of_block(updates, num);
   long long start = (long long)(int(blockIdx.x) - updates.first[tensor]) * CHUNK;
   int count = int(min((long long)CHUNK, updates.count[tensor] - start));
   bf16 *copy = updates.copy[tensor];
-  Chunk chunk = {updates.weight[tensor] + start, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
-                 updates.grad[tensor] + start};
-  update_chunk(chunk, count, scale, Scalars{lerp, beta2, one_minus_beta2, inverse_root_correction2, eps}, updates.keep[tensor], updates.step_size[tensor]);
+  Chunk<M> chunk = {updates.weight[tensor] + start, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
+                    updates.grad[tensor] + start, mix(seed + tensor), uint32_t(start)};
+  update_chunk(chunk, count, scale, s, updates.keep[tensor], updates.step_size[tensor]);
 }
-EXPORT(adamw_f32)
+
+} // namespace
+
+// seed: of the step, counted on by the tensors of earlier launches.
+#define ADAMW(M, name)                                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                                                        \
+      adamw_##name(const __grid_constant__ Updates<M> updates, int num, const float *grad_scale, uint32_t seed, float lerp, float beta2,          \
+                   float one_minus_beta2, float inverse_root_correction2, float eps) {                                                            \
+    update_block(updates, num, grad_scale, seed, Scalars{lerp, beta2, one_minus_beta2, inverse_root_correction2, eps});                           \
+  }                                                                                                                                               \
+  EXPORT(adamw_##name)
+
+ADAMW(float, f32)
+ADAMW(bf16, bf16)
 
 extern "C" __global__ void __launch_bounds__(THREADS) zero_tensors_f32(const __grid_constant__ Tensors tensors, int num) {
   int tensor = tensor_of_block(tensors, num);

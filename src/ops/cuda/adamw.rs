@@ -2,7 +2,7 @@
 
 use super::launch::{Launch, address, empty};
 use crate::ops::adamw::{AdamWTensors, AdamWUpdate, Scalars};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Elements of a block, as in `adamw.cu`.
 const CHUNK: usize = 1 << 16;
@@ -117,16 +117,18 @@ pub(in crate::ops) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
 pub(in crate::ops) fn adamw_step(
     tensors: &AdamWTensors<'_>,
     scalars: &Scalars,
+    seed: u32,
     grad_scale: f32,
 ) -> Result<()> {
     let grad_scale = Tensor::new(&[grad_scale], tensors.weight.device())?;
-    update(&[(*tensors, *scalars)], &grad_scale)
+    update(&[(*tensors, *scalars)], seed, &grad_scale)
 }
 
 /// The updates of all tensors, by a factor that stays on the device; returns the squares of each gradient.
 pub(in crate::ops) fn clip_and_update(
     updates: &[AdamWUpdate<'_>],
     scalars: &[Scalars],
+    seed: u32,
     max_grad_norm: f64,
 ) -> Result<Tensor> {
     let op = "clip_and_update";
@@ -142,38 +144,43 @@ pub(in crate::ops) fn clip_and_update(
         .run(&squares)?;
     let updates: Vec<(AdamWTensors<'_>, Scalars)> =
         updates.iter().map(|update| update.tensors).zip(scalars.iter().copied()).collect();
-    update(&updates, &grad_scale)?;
+    update(&updates, seed, &grad_scale)?;
     Ok(squares)
 }
 
-fn update(updates: &[(AdamWTensors<'_>, Scalars)], grad_scale: &Tensor) -> Result<()> {
+/// Tensors of one dtype of moments; a seed is of the step, and tensors count on from it.
+fn update(updates: &[(AdamWTensors<'_>, Scalars)], seed: u32, grad_scale: &Tensor) -> Result<()> {
     let op = "adamw_step";
-    for updates in updates.chunks(MOST_UPDATES) {
+    let dtype = updates[0].0.exp_avg.dtype();
+    if let Some((other, _)) = updates.iter().find(|(other, _)| other.exp_avg.dtype() != dtype) {
+        bail!("{op}: moments are {dtype:?} and {:?}, expected one dtype", other.exp_avg.dtype());
+    }
+    for (index, updates) in (0u32..).zip(updates.chunks(MOST_UPDATES)) {
+        let each = |tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
+            updates.iter().map(move |(tensors, _)| match tensor(tensors) {
+                Some(tensor) => address(op, "a tensor", tensor).map(|at| at.0),
+                None => Ok(0),
+            })
+        };
         let mut words = Words::new(MOST_UPDATES);
-        words.longs(updates.iter().map(|(tensors, _)| {
-            address(op, "weight", tensors.master.unwrap_or(tensors.weight)).map(|at| at.0)
-        }))?;
-        words.longs(updates.iter().map(|(tensors, _)| match tensors.master {
-            Some(_) => address(op, "weight", tensors.weight).map(|at| at.0),
-            None => Ok(0),
-        }))?;
-        words
-            .longs(updates.iter().map(|(t, _)| address(op, "exp_avg", t.exp_avg).map(|at| at.0)))?;
-        words.longs(
-            updates.iter().map(|(t, _)| address(op, "exp_avg_sq", t.exp_avg_sq).map(|at| at.0)),
-        )?;
-        words.longs(updates.iter().map(|(t, _)| address(op, "grad", t.grad).map(|at| at.0)))?;
+        words.longs(each(|tensors| Some(tensors.master.unwrap_or(tensors.weight))))?;
+        words.longs(each(|tensors| tensors.master.and(Some(tensors.weight))))?;
+        words.longs(each(|tensors| Some(tensors.exp_avg)))?;
+        words.longs(each(|tensors| Some(tensors.exp_avg_sq)))?;
+        words.longs(each(|tensors| Some(tensors.grad)))?;
         words.longs(updates.iter().map(|(tensors, _)| Ok(tensors.weight.elem_count() as u64)))?;
         words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.keep.to_bits()));
         words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.step_size.to_bits()));
         let (list, chunks) = words.chunks(updates.iter().map(|(tensors, _)| tensors.weight));
         let scalars = updates[0].1;
-        Launch::new("adamw", DType::F32)
+        let seed = seed.wrapping_add(index * MOST_UPDATES as u32);
+        Launch::new("adamw", dtype)
             .grid(chunks)
             .threads(THREADS)
             .words(list)
             .int(updates.len())
             .address(address(op, "grad_scale", grad_scale)?)
+            .bits(seed)
             .float(scalars.lerp)
             .float(scalars.beta2)
             .float(scalars.one_minus_beta2)

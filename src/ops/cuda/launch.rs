@@ -167,6 +167,11 @@ impl Launch {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
     }
 
+    /// An `unsigned`.
+    pub(super) fn bits(self, value: u32) -> Self {
+        self.with(Argument::Int(value as i32))
+    }
+
     /// A `long long`.
     pub(super) fn long(self, value: usize) -> Self {
         self.with(Argument::Long(value as i64))

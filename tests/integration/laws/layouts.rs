@@ -81,6 +81,64 @@ fn packed_padded_and_alone_are_the_same() {
     }
 }
 
+/// Documents end to end in one sample, as a window of a corpus has them: positions restart.
+fn window(documents: &[EncodedSample]) -> EncodedSample {
+    let mut window = documents[0].clone();
+    for document in &documents[1..] {
+        window.input_ids.extend(&document.input_ids);
+        window.labels.extend(&document.labels);
+        window.position_ids.extend(&document.position_ids);
+    }
+    window
+}
+
+#[test]
+fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
+    use super::{Piece::Text, sample};
+    // the last window ends in the middle of nothing: one token of a document, without a target
+    let windows = [vec![5, 2, 7], vec![9], vec![2, 3, 1], vec![6, 4]];
+    let documents: Vec<Vec<EncodedSample>> = (0..)
+        .zip(&windows)
+        .map(|(window, lengths)| {
+            let document = |(at, length): (u64, &usize)| sample(10 * window + at, &[Text(*length)]);
+            (0..).zip(lengths).map(document).collect()
+        })
+        .collect();
+    let windows: Vec<EncodedSample> = documents.iter().map(|window| self::window(window)).collect();
+    // a document of one token has no target, so it adds nothing to a step
+    let documents: Vec<_> = documents.concat().into_iter().filter(|d| d.len() > 1).collect();
+    for head in BOTH_HEADS {
+        let weights = Weights::random(head, 77);
+        let expected = step(&Subject::new(&weights, Backend::Flash), &alone(&documents));
+        for backend in BOTH_BACKENDS {
+            let subject = Subject::new(&weights, backend);
+            let rows: [Vec<&[EncodedSample]>; 3] =
+                [vec![&windows], windows.chunks(1).collect(), vec![&windows[..2], &windows[2..]]];
+            for (rows, padding) in rows.iter().flat_map(|r| Padding::BOTH.map(|p| (r, p))) {
+                let batch = padding.stream(pad(rows, 0, PaddingSide::Right));
+                let what = format!("{head:?}, {backend:?}, {} rows, {padding:?}", rows.len());
+                assert_same(&subject, &what, &step(&subject, &[batch]), &expected);
+            }
+        }
+        // And the test can fail: documents that see each other have other losses.
+        let mut joined = windows.clone();
+        for window in &mut joined {
+            let begins: Vec<usize> =
+                (1..window.len()).filter(|at| window.position_ids[*at] == [0; 3]).collect();
+            for at in begins {
+                window.labels[at] = IGNORE_INDEX;
+            }
+            let positions = (0..).zip(&mut window.position_ids);
+            positions.for_each(|(at, position)| *position = [at; 3]);
+        }
+        let subject = Subject::new(&weights, Backend::Flash);
+        let found = step(&subject, &alone(&joined)).nll;
+        assert_eq!(found.len(), expected.nll.len());
+        let off = found.iter().zip(&expected.nll).map(|(x, y)| (x - y).abs());
+        assert!(off.fold(0.0, f32::max) > 1e-2);
+    }
+}
+
 #[test]
 fn every_layout_is_as_right_as_the_oracle_says() {
     let all = samples();

@@ -1,0 +1,475 @@
+//! Plain text as a data set: tokenised once into a file, and read from there as windows or documents.
+//!
+//! A row of a corpus of windows is the first token of a window, so that a row is the same sample in
+//! each epoch though each epoch draws an offset. A row of a corpus of documents is one of these, or
+//! of their pieces.
+
+mod config;
+mod documents;
+mod error;
+mod text;
+mod token_file;
+mod windows;
+
+use std::fs::File;
+use std::io;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rayon::prelude::*;
+use sha2::digest::generic_array::GenericArray;
+use sha2::{Digest, Sha256};
+
+pub use config::{CorpusConfig, Sampling};
+use documents::{Pieces, Separators};
+pub use error::CorpusError;
+use text::{Piece, TextFault};
+use token_file::{TokenFile, TokenWriter, TooManyTokens};
+pub use windows::{Spacing, Windows};
+
+use super::config::OnError;
+use super::encode::Encoder;
+use super::row::{Length, Rejection};
+use super::source::{JsonlFile, RowForm, SampleError, SourceError};
+use crate::batch::{EncodedSample, SampleId};
+
+/// Texts tokenised at a time, in parallel.
+const TEXTS_AT_A_TIME: usize = 64;
+
+/// What a corpus has to know of the rest of the config.
+#[derive(Debug, Clone)]
+pub struct CorpusOptions {
+    /// What it is opened for.
+    pub purpose: Purpose,
+    /// Tokens of a piece of a document that is longer, above 1; `None`: documents stay whole.
+    pub split_at: Option<NonZeroU32>,
+    /// Folder in which tokens are kept for the next time; `None`: they go when the process ends.
+    pub cache: Option<PathBuf>,
+    /// What becomes of the run when a text cannot be used.
+    pub on_error: OnError,
+    /// Share of the texts that may be rejected.
+    pub max_rejected: f64,
+}
+
+/// What a corpus is opened for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Training, with so many rows a batch.
+    Train(NonZeroUsize),
+    /// Evaluation: windows stand where they stand, end to end unless they slide.
+    Eval,
+}
+
+impl Default for CorpusOptions {
+    fn default() -> Self {
+        Self {
+            purpose: Purpose::Train(NonZeroUsize::MIN),
+            split_at: None,
+            cache: None,
+            on_error: OnError::Skip,
+            max_rejected: 1.0,
+        }
+    }
+}
+
+/// A tokenised corpus, open for reading samples from many threads.
+#[derive(Debug)]
+pub struct Corpus {
+    path: Arc<Path>,
+    fingerprint: [u8; 32],
+    separators: Separators,
+    tokens: TokenFile,
+    rows: Rows,
+}
+
+#[derive(Debug)]
+enum Rows {
+    Windows(Windows),
+    Documents(Pieces),
+}
+
+impl Corpus {
+    /// Tokenises `path`, a `.txt` file or JSONL with `text`, unless `options.cache` has its tokens.
+    pub fn open(
+        path: &Path,
+        config: &CorpusConfig,
+        encoder: &Encoder,
+        options: &CorpusOptions,
+    ) -> Result<Self, SourceError> {
+        let separators = separators(path, config, encoder)?;
+        let texts = Texts::open(path)?;
+        let fingerprint = key(&texts, separators, encoder);
+        let tokens = tokens(path, &texts, separators, encoder, options, fingerprint)?;
+        judge(path, &tokens, options)?;
+        let rows = rows(path, &tokens, config, options)?;
+        Ok(Self { path: path.into(), fingerprint, separators, tokens, rows })
+    }
+
+    /// Whether `path` is read as one text, by its ending.
+    pub fn is_text_file(path: &Path) -> bool {
+        path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("txt"))
+    }
+
+    /// The path as given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Hash of text, tokenizer and separators: equal where the tokens are.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        self.fingerprint
+    }
+
+    /// Tokens, separators included.
+    pub fn num_tokens(&self) -> u64 {
+        u64::from(self.tokens.index.num_tokens)
+    }
+
+    /// Documents, parted by separators.
+    pub fn num_documents(&self) -> usize {
+        self.tokens.index.documents.len()
+    }
+
+    /// Texts that could not be used.
+    pub fn rejected(&self) -> &[Rejection] {
+        &self.tokens.index.rejected
+    }
+
+    /// Samples of a pass at the first offset.
+    pub fn len(&self) -> usize {
+        match &self.rows {
+            Rows::Windows(windows) => windows.count(0) as usize,
+            Rows::Documents(pieces) => pieces.len(self.num_documents()),
+        }
+    }
+
+    /// Never true: a corpus without samples is refused.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The rows of a pass at the first offset; [`Corpus::len`] of them.
+    pub fn rows(&self) -> Box<dyn Iterator<Item = u32> + '_> {
+        match &self.rows {
+            Rows::Windows(windows) => Box::new(windows.starts(0)),
+            Rows::Documents(_) => Box::new(0..self.len() as u32),
+        }
+    }
+
+    /// Where windows begin; `None` for documents.
+    pub fn windows(&self) -> Option<Windows> {
+        match &self.rows {
+            Rows::Windows(windows) => Some(*windows),
+            Rows::Documents(_) => None,
+        }
+    }
+
+    /// Length of every sample, if they are all alike.
+    pub fn uniform_length(&self) -> Option<Length> {
+        let tokens = self.windows()?.length() as usize + 1;
+        Some(Length { tokens, ..Length::default() })
+    }
+
+    /// First token of a row in the corpus, and how many it has.
+    pub fn span(&self, row: u32) -> (u32, u32) {
+        match &self.rows {
+            Rows::Windows(windows) => (row, windows.length() + 1),
+            Rows::Documents(pieces) => {
+                let (document, first) = pieces.place(row);
+                let (start, end) = self.tokens.index.document(document);
+                (start + first, pieces.tokens(end - start, first))
+            }
+        }
+    }
+
+    /// File, and the line in which the row's first token begins.
+    pub fn id(&self, row: u32) -> SampleId {
+        let line = self.tokens.index.line(self.span(row).0);
+        SampleId { file: self.path.clone(), line }
+    }
+
+    /// The sample of a row.
+    pub fn read(&self, row: u32) -> Result<EncodedSample, SampleError> {
+        self.check_targets(row)?;
+        let (start, tokens) = self.span(row);
+        let id = self.id(row);
+        match self.tokens.read(start, tokens) {
+            Ok(ids) => Ok(self.separators.sample(id, ids)),
+            Err(cause) => Err(SampleError::Read { id, cause }),
+        }
+    }
+
+    /// The size of [`Corpus::read`], with its checks.
+    pub fn length(&self, row: u32) -> Result<Length, SampleError> {
+        self.check_targets(row)?;
+        Ok(Length { tokens: self.span(row).1 as usize, ..Length::default() })
+    }
+
+    /// A document of one token has nothing to learn from.
+    fn check_targets(&self, row: u32) -> Result<(), SampleError> {
+        match self.span(row).1 {
+            0 | 1 => Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Where text comes from.
+enum Texts {
+    Rows(JsonlFile),
+    File(PathBuf, [u8; 32]),
+}
+
+impl Texts {
+    fn open(path: &Path) -> Result<Self, SourceError> {
+        if !Corpus::is_text_file(path) {
+            let file = JsonlFile::open(path, None)?;
+            return match file.form() {
+                RowForm::Text => Ok(Self::Rows(file)),
+                form => Err(SourceError::NoText { path: path.to_owned(), form }),
+            };
+        }
+        let fingerprint = text::fingerprint(path)
+            .map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
+        Ok(Self::File(path.to_owned(), fingerprint))
+    }
+
+    fn fingerprint(&self) -> [u8; 32] {
+        match self {
+            Self::Rows(file) => file.fingerprint(),
+            Self::File(_, fingerprint) => *fingerprint,
+        }
+    }
+}
+
+fn key(texts: &Texts, separators: Separators, encoder: &Encoder) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    hash.update(token_file::VERSION.to_le_bytes());
+    hash.update([u8::from(matches!(texts, Texts::Rows(_)))]);
+    hash.update(texts.fingerprint());
+    hash.update(encoder.tokenizer_fingerprint());
+    for id in [separators.eos, separators.bos] {
+        hash.update(id.map_or(u64::MAX, u64::from).to_le_bytes());
+    }
+    hash.finalize().into()
+}
+
+fn separators(
+    path: &Path,
+    config: &CorpusConfig,
+    encoder: &Encoder,
+) -> Result<Separators, CorpusError> {
+    let id = |key, token: &Option<String>| {
+        let id = token.as_ref().map(|token| (token, encoder.token_id(token)));
+        match id {
+            None => Ok(None),
+            Some((_, Some(id))) => Ok(Some(id)),
+            Some((token, None)) => {
+                Err(CorpusError::UnknownToken { path: path.to_owned(), key, token: token.clone() })
+            }
+        }
+    };
+    let (eos, bos) = (id("eos_token", &config.eos_token)?, id("bos_token", &config.bos_token)?);
+    let neither = eos.is_none() && bos.is_none();
+    Ok(Separators { eos: if neither { Some(encoder.end_of_document()) } else { eos }, bos })
+}
+
+/// The tokens of earlier, or those of now.
+fn tokens(
+    path: &Path,
+    texts: &Texts,
+    separators: Separators,
+    encoder: &Encoder,
+    options: &CorpusOptions,
+    fingerprint: [u8; 32],
+) -> Result<TokenFile, CorpusError> {
+    let key = format!("{:x}", GenericArray::from(fingerprint));
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let name = format!("{stem}-{}.tokens", &key[..16]);
+    let kept = options.cache.as_ref().map(|folder| folder.join(name));
+    if let Some(kept) = &kept
+        && let Ok(Some(file)) = TokenFile::open(kept, &key)
+    {
+        return Ok(file);
+    }
+    let folder = options.cache.clone().unwrap_or_else(std::env::temp_dir);
+    let failed =
+        |cause| CorpusError::Write { path: path.to_owned(), folder: folder.clone(), cause };
+    tracing::info!(file = %path.display(), "tokenising");
+    let mut writer = TokenWriter::create(&folder, separators, key).map_err(failed)?;
+    match texts {
+        Texts::Rows(file) => tokenise_rows(file, separators, encoder, &mut writer),
+        Texts::File(path, _) => tokenise_file(path, separators, encoder, &mut writer),
+    }
+    .map_err(|fault| fault.of(path, &folder))?;
+    writer.finish(kept.as_deref()).map_err(failed)
+}
+
+/// What ends a tokenisation.
+enum Fault {
+    Read(io::Error),
+    Write(io::Error),
+    Utf8(u64),
+    TooLarge,
+    Text(SampleError),
+}
+
+impl Fault {
+    fn of(self, path: &Path, folder: &Path) -> CorpusError {
+        let (path, folder) = (path.to_owned(), folder.to_owned());
+        match self {
+            Self::Read(cause) => CorpusError::Read { path, cause },
+            Self::Write(cause) => CorpusError::Write { path, folder, cause },
+            Self::Utf8(line) => CorpusError::Utf8 { path, line },
+            Self::TooLarge => CorpusError::TooLarge { path },
+            Self::Text(error) => CorpusError::Rejected(Box::new(Rejection::of(&error))),
+        }
+    }
+}
+
+fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Fault> {
+    match writer.push(id, line) {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(TooManyTokens)) => Err(Fault::TooLarge),
+        Err(cause) => Err(Fault::Write(cause)),
+    }
+}
+
+/// Every row is a text, and at least one document.
+fn tokenise_rows(
+    file: &JsonlFile,
+    separators: Separators,
+    encoder: &Encoder,
+    writer: &mut TokenWriter,
+) -> Result<(), Fault> {
+    let all: Vec<usize> = (0..file.len()).collect();
+    for rows in all.chunks(TEXTS_AT_A_TIME) {
+        let encode = |row: &usize| {
+            let text = file.read_text(*row)?;
+            encoder.encode_text(&file.id(*row), &text).map(|tokens| tokens.ids)
+        };
+        let encoded: Vec<Result<Vec<u32>, SampleError>> = rows.par_iter().map(encode).collect();
+        for (row, ids) in rows.iter().zip(encoded) {
+            let id = file.id(*row);
+            let empty = || Rejection::new(&id, "empty", "the text has no tokens".to_owned());
+            let ids = ids.map_err(|error| Rejection::of(&error));
+            let ids = ids.and_then(|ids| if ids.is_empty() { Err(empty()) } else { Ok(ids) });
+            match ids {
+                Err(rejection) => writer.count(Some(rejection)),
+                Ok(ids) => {
+                    writer.count(None);
+                    let bos = separators.bos.filter(|bos| ids[0] != *bos);
+                    let eos = separators.eos.filter(|eos| ids[ids.len() - 1] != *eos);
+                    for id_of_text in bos.into_iter().chain(ids).chain(eos) {
+                        push(writer, id_of_text, id.line)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The file is one text.
+fn tokenise_file(
+    path: &Path,
+    separators: Separators,
+    encoder: &Encoder,
+    writer: &mut TokenWriter,
+) -> Result<(), Fault> {
+    let file: Arc<Path> = path.into();
+    let mut pieces = text::Pieces::new(File::open(path).map_err(Fault::Read)?);
+    let mut line = 1;
+    loop {
+        let some: Vec<Result<Piece, TextFault>> = pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
+        if some.is_empty() {
+            break;
+        }
+        let encode = |piece: Result<Piece, TextFault>| {
+            let piece = piece.map_err(|fault| match fault {
+                TextFault::Read(cause) => Fault::Read(cause),
+                TextFault::Utf8(line) => Fault::Utf8(line),
+            })?;
+            let id = SampleId { file: file.clone(), line: piece.line };
+            let tokens = encoder.encode_text(&id, &piece.text).map_err(Fault::Text)?;
+            Ok((piece, tokens))
+        };
+        let encoded: Vec<Result<_, Fault>> = some.into_par_iter().map(encode).collect();
+        for encoded in encoded {
+            let (piece, tokens) = encoded?;
+            let text_bytes = piece.text.as_bytes();
+            let mut counted = 0; // bytes whose newlines are in `line`
+            line = piece.line;
+            for (id, (start, _)) in tokens.ids.into_iter().zip(tokens.offsets) {
+                line += text::newlines(&text_bytes[counted..start.max(counted)]);
+                counted = counted.max(start);
+                if writer.last().is_none()
+                    && let Some(bos) = separators.bos.filter(|bos| *bos != id)
+                {
+                    push(writer, bos, line)?;
+                }
+                push(writer, id, line)?;
+            }
+        }
+    }
+    if let (Some(last), Some(eos)) = (writer.last(), separators.eos)
+        && last != eos
+    {
+        push(writer, eos, line)?;
+    }
+    writer.count(None);
+    Ok(())
+}
+
+/// Stops a run that loses more of a corpus than the config allows.
+fn judge(path: &Path, tokens: &TokenFile, options: &CorpusOptions) -> Result<(), CorpusError> {
+    let index = &tokens.index;
+    let Some(first) = index.rejected.first() else { return Ok(()) };
+    if options.on_error == OnError::Stop {
+        return Err(CorpusError::Rejected(Box::new(first.clone())));
+    }
+    if index.rejected.len() as f64 > options.max_rejected * index.num_texts as f64 {
+        return Err(CorpusError::TooManyRejected {
+            path: path.to_owned(),
+            rejected: index.rejected.len(),
+            rows: index.num_texts,
+            max_rejected: options.max_rejected,
+            first: Box::new(first.clone()),
+        });
+    }
+    Ok(())
+}
+
+fn rows(
+    path: &Path,
+    tokens: &TokenFile,
+    config: &CorpusConfig,
+    options: &CorpusOptions,
+) -> Result<Rows, CorpusError> {
+    let path = path.to_owned();
+    let index = &tokens.index;
+    let num_tokens = index.num_tokens;
+    let tracks = match options.purpose {
+        Purpose::Train(rows) => u32::try_from(rows.get()).unwrap_or(u32::MAX),
+        Purpose::Eval => 1,
+    };
+    let length = config.length.map_or(1, NonZeroU32::get);
+    let Some(spacing) = config.spacing(tracks) else {
+        if index.documents.is_empty() {
+            return Err(CorpusError::TooShort { path, tokens: 0, length, fewest: 2 });
+        }
+        let pieces = Pieces::new(index.document_lengths(), options.split_at.map(NonZeroU32::get));
+        return pieces.map(Rows::Documents).ok_or(CorpusError::TooLarge { path });
+    };
+    let spacing = match (options.purpose, spacing) {
+        (Purpose::Eval, Spacing::Tiled | Spacing::Tracks(_)) => Spacing::Stride(length),
+        (_, spacing) => spacing,
+    };
+    Windows::new(num_tokens, length, spacing)
+        .map(Rows::Windows)
+        .map_err(|fewest| CorpusError::TooShort { path, tokens: num_tokens, length, fewest })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,176 @@
+//! Moments in `bf16`: rounded up or down at random, so that what is lost on the way is nothing on average.
+//!
+//! The second moment moves by a thousandth of itself a step (`beta2` 0.999), a step of `bf16` is an eighth of a percent
+//! to a quarter: rounded to the nearest it would stop at half of its value. The random numbers are a function of step,
+//! tensor and element, so a run is the same on any number of threads, on any device, and after a resume.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a call would leave the level that a kernel is compiled for"
+)]
+
+use super::adamw::{Scalars, update_element};
+use super::cpu::Element;
+use super::simd::kernels;
+use half::bf16;
+
+/// A bijection of 32 bits in which each bit of the result depends on all bits of `x`.
+#[inline(always)]
+pub(super) fn mix(mut x: u32) -> u32 {
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x7feb_352d);
+    x ^= x >> 15;
+    x = x.wrapping_mul(0x846c_a68b);
+    x ^ (x >> 16)
+}
+
+/// Where the random numbers of a step begin; tensor `i` of it has the seed `mix(step_seed + i)`.
+pub(super) fn step_seed(step: u64) -> u32 {
+    mix(step as u32 ^ 0x9e37_79b9).wrapping_add((step >> 32) as u32)
+}
+
+/// The seed of the tensor at `index` in an update.
+pub(super) fn tensor_seed(step_seed: u32, index: usize) -> u32 {
+    mix(step_seed.wrapping_add(index as u32))
+}
+
+/// One of the two neighbours of `x`, the nearer one more often; `random` is uniform in 16 bits.
+#[inline(always)]
+fn round_at_random(x: f32, random: u32) -> bf16 {
+    bf16::from_bits((x.to_bits().wrapping_add(random) >> 16) as u16)
+}
+
+kernels! {
+    /// The update of elements `first..` of a tensor.
+    pub(super) fn update(
+        s: Scalars,
+        grad_scale: f32,
+        seed: u32,
+        first: u32,
+        grad: &[f32],
+        p: &mut [f32],
+        m: &mut [bf16],
+        v: &mut [bf16],
+    ) {
+        let n = p.len();
+        let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
+        for i in 0..n {
+            let (mut exp_avg, mut exp_avg_sq) = (m[i].widen(), v[i].widen());
+            update_element(s, grad[i] * grad_scale, &mut p[i], &mut exp_avg, &mut exp_avg_sq);
+            let random = mix(seed ^ first.wrapping_add(i as u32));
+            m[i] = round_at_random(exp_avg, random & 0xffff);
+            v[i] = round_at_random(exp_avg_sq, random >> 16);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{bits, device, message, random, values, with_threads};
+    use super::super::{AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update};
+    use super::*;
+    use candle_core::{DType, Tensor};
+
+    const HYPER: AdamW = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };
+
+    fn zeros(n: usize, dtype: DType) -> Tensor {
+        Tensor::zeros(n, dtype, &device()).unwrap()
+    }
+
+    #[test]
+    fn rounding_keeps_the_mean_and_gives_neighbours_only() {
+        for x in [1.0f32, 1.001, -3.3e-5, 1.996_093_8, 7e20, 1e-40] {
+            let count = 1 << 16;
+            let rounded = (0..count).map(|i| round_at_random(x, mix(i) & 0xffff));
+            let sum: f64 = rounded
+                .inspect(|r| {
+                    let step = (r.to_f32() - x).abs() / x.abs();
+                    assert!(step < 0.0079 || x.abs() < 1e-38, "{x} became {r}");
+                })
+                .map(bf16::to_f64)
+                .sum();
+            let mean = sum / f64::from(count);
+            let bound = if x.abs() < 1e-38 { 1e-3 } else { 1e-4 }; // its neighbours are far apart
+            assert!((mean / f64::from(x) - 1.0).abs() < bound, "{x}: {mean}");
+        }
+    }
+
+    #[test]
+    fn a_second_moment_reaches_the_square_of_a_steady_gradient() {
+        let n = 1000;
+        let grad = (random(1, &[n]).abs().unwrap() + 0.1).unwrap();
+        let (weight, m, v) = (zeros(n, DType::F32), zeros(n, DType::BF16), zeros(n, DType::BF16));
+        let tensors = AdamWTensors {
+            weight: &weight,
+            master: None,
+            exp_avg: &m,
+            exp_avg_sq: &v,
+            grad: &grad,
+        };
+        let steps = 3000;
+        for step in 1..=steps {
+            adamw_step(&HYPER, &tensors, 1e-3, 0.0, step, 1.0).unwrap();
+        }
+        let reached = 1.0 - HYPER.beta2.powf(steps as f64);
+        let mean_of = |t: &Tensor, power: i32, of: f64| {
+            let ratios =
+                values(t).into_iter().zip(values(&grad)).map(|(x, g)| x / g.powi(power) / of);
+            ratios.sum::<f64>() / n as f64
+        };
+        assert!((mean_of(&m, 1, 1.0) - 1.0).abs() < 5e-3, "{}", mean_of(&m, 1, 1.0));
+        assert!((mean_of(&v, 2, reached) - 1.0).abs() < 5e-3, "{}", mean_of(&v, 2, reached));
+        // With every moment at its due, each step moves a weight by the learning rate.
+        let moved = values(&weight).into_iter().sum::<f64>() / (n as f64 * -1e-3 * steps as f64);
+        assert!((moved - 1.0).abs() < 5e-3, "{moved}");
+    }
+
+    #[test]
+    fn an_update_is_near_that_of_f32_moments_and_the_same_on_any_number_of_threads() {
+        let sizes = [1, 5, 2048, 65_537, 70_001];
+        let run = |dtype: DType, threads: usize| {
+            let state: Vec<[Tensor; 4]> = sizes
+                .iter()
+                .map(|n| [random(1, &[*n]), zeros(*n, dtype), zeros(*n, dtype), random(2, &[*n])])
+                .collect();
+            let updates: Vec<AdamWUpdate<'_>> = state
+                .iter()
+                .map(|[weight, exp_avg, exp_avg_sq, grad]| AdamWUpdate {
+                    tensors: AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad },
+                    lr: 1e-2,
+                    weight_decay: 0.1,
+                })
+                .collect();
+            with_threads(threads, || {
+                for step in 1..=4 {
+                    clip_and_update(&HYPER, &updates, step, 1.0).unwrap();
+                }
+            });
+            drop(updates);
+            state
+        };
+        let (one, three, wide) = (run(DType::BF16, 1), run(DType::BF16, 3), run(DType::F32, 2));
+        for ((one, three), wide) in one.iter().zip(&three).zip(&wide) {
+            for (one, three) in one.iter().zip(three) {
+                assert_eq!(bits(one), bits(three));
+            }
+            for (got, want) in values(&one[0]).iter().zip(values(&wide[0])) {
+                assert!((got - want).abs() < 1e-3, "{got} {want}"); // of steps of 1e-2
+            }
+        }
+    }
+
+    #[test]
+    fn moments_of_two_dtypes_are_refused() {
+        let (weight, grad) = (random(1, &[3]), random(2, &[3]));
+        let (m, v) = (zeros(3, DType::BF16), zeros(3, DType::F32));
+        let tensors = AdamWTensors {
+            weight: &weight,
+            master: None,
+            exp_avg: &m,
+            exp_avg_sq: &v,
+            grad: &grad,
+        };
+        let said = message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 1, 1.0));
+        assert!(said.contains("`exp_avg_sq` is F32, but `exp_avg` is BF16"), "{said}");
+    }
+}

@@ -1,0 +1,138 @@
+//! Numbers of a step and of a run by data set.
+
+use crate::data::SampleSize;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// What was seen of a data set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatasetCounts {
+    /// Samples.
+    pub num_samples: u64,
+    /// Tokens.
+    pub num_tokens: u64,
+    /// Supervised targets.
+    pub num_target_tokens: u64,
+}
+
+/// What was seen of a data set, and its loss.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct DatasetLoss {
+    /// Counts.
+    pub counts: DatasetCounts,
+    /// Sum of the negative log likelihoods of its targets.
+    pub nll_sum: f64,
+}
+
+impl DatasetLoss {
+    /// Adds a sample.
+    pub fn add(&mut self, num_tokens: u64, num_targets: u64, nll_sum: f64) {
+        self.counts.num_samples += 1;
+        self.counts.num_tokens += num_tokens;
+        self.counts.num_target_tokens += num_targets;
+        self.nll_sum += nll_sum;
+    }
+
+    /// Mean over its targets; `None` without any.
+    pub fn loss(&self) -> Option<f64> {
+        let targets = self.counts.num_target_tokens;
+        (targets > 0).then(|| self.nll_sum / targets as f64)
+    }
+}
+
+/// Splits the losses of a step by data set. `nll` has one list a micro-batch that has targets; end to
+/// end they are the targets of `samples`, in order.
+pub fn by_dataset(
+    num_datasets: usize,
+    samples: &[SampleSize],
+    nll: &[Vec<f32>],
+) -> Vec<DatasetLoss> {
+    let mut sets = vec![DatasetLoss::default(); num_datasets];
+    let mut nll = nll.iter().flatten();
+    for sample in samples {
+        let of_sample = nll.by_ref().take(sample.num_targets as usize);
+        let sum = of_sample.map(|nll| f64::from(*nll)).sum();
+        let (tokens, targets) = (sample.num_tokens.into(), sample.num_targets.into());
+        sets[sample.dataset as usize].add(tokens, targets, sum);
+    }
+    debug_assert!(nll.next().is_none(), "a target of no sample");
+    sets
+}
+
+/// Keys of `metrics.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. None for a single data set,
+/// whose numbers are those of the row.
+pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, Value> {
+    let mut keys = BTreeMap::new();
+    if names.len() < 2 {
+        return keys;
+    }
+    for (name, set) in names.iter().zip(sets) {
+        let counts = &set.counts;
+        keys.extend(set.loss().map(|loss| (format!("loss/{name}"), loss.into())));
+        keys.insert(format!("num_samples/{name}"), counts.num_samples.into());
+        keys.insert(format!("num_tokens/{name}"), counts.num_tokens.into());
+        keys.insert(format!("num_target_tokens/{name}"), counts.num_target_tokens.into());
+    }
+    keys
+}
+
+/// Adds a step to the counts of a run.
+pub(super) fn count(
+    seen: &mut BTreeMap<String, DatasetCounts>,
+    names: &[String],
+    sets: &[DatasetLoss],
+) {
+    for (name, set) in names.iter().zip(sets) {
+        let seen = seen.entry(name.clone()).or_default();
+        seen.num_samples += set.counts.num_samples;
+        seen.num_tokens += set.counts.num_tokens;
+        seen.num_target_tokens += set.counts.num_target_tokens;
+    }
+}
+
+/// A log line a data set: what was seen of it, and its share of all rows. None for a single one.
+pub fn log_shares(seen: &BTreeMap<String, DatasetCounts>) {
+    let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
+    for (name, counts) in seen.iter().filter(|_| seen.len() > 1) {
+        tracing::info!(
+            name,
+            rows = counts.num_samples,
+            tokens = counts.num_tokens,
+            targets = counts.num_target_tokens,
+            share = %format_args!("{:.4}", counts.num_samples as f64 / total.max(1) as f64),
+            "mixture"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleSize {
+        SampleSize { dataset, num_tokens, num_targets }
+    }
+
+    #[test]
+    fn losses_go_to_the_data_sets_of_their_samples() {
+        let samples = [size(1, 5, 2), size(0, 4, 0), size(0, 3, 1), size(1, 9, 1)];
+        // the second micro-batch had no targets and so no list
+        let sets = by_dataset(3, &samples, &[vec![1.0, 2.0], vec![4.0, 8.0]]);
+        assert_eq!(sets.iter().map(|set| set.nll_sum).collect::<Vec<_>>(), [4.0, 11.0, 0.0]);
+        let names = ["a", "b", "c"].map(str::to_owned);
+        let keys = serde_json::to_value(metric_keys(&names, &sets)).unwrap();
+        let expected = serde_json::json!({
+            "loss/a": 4.0, "num_samples/a": 2, "num_tokens/a": 7, "num_target_tokens/a": 1,
+            "loss/b": 11.0 / 3.0, "num_samples/b": 2, "num_tokens/b": 14, "num_target_tokens/b": 3,
+            "num_samples/c": 0, "num_tokens/c": 0, "num_target_tokens/c": 0,
+        });
+        assert_eq!(keys, expected);
+        assert!(metric_keys(&names[..1], &sets[..1]).is_empty());
+        let mut seen = BTreeMap::new();
+        count(&mut seen, &names, &sets);
+        count(&mut seen, &names, &sets);
+        let counts = DatasetCounts { num_samples: 4, num_tokens: 28, num_target_tokens: 6 };
+        assert_eq!(seen["b"], counts);
+    }
+}
