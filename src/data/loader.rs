@@ -124,8 +124,7 @@ impl Loader {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };
         let rows = rows_from(order, &from, options.epochs);
-        let workers = Workers::start(rows, encode, size, limits).map_err(spawn_error)?;
-        let workers = Arc::new(workers);
+        let workers = Arc::new(Workers::start(rows, encode, size, limits).map_err(spawn_error)?);
         self.workers = Some(Arc::clone(&workers));
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);
