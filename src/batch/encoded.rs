@@ -15,7 +15,7 @@ pub struct EncodedSample {
     pub position_ids: Vec<[u32; 3]>,
     /// Rows of `input_ids` that visual features fill, in the order of `media`; `[M]`.
     pub vision_rows: Vec<u32>,
-    /// One entry an image.
+    /// One entry an image or video, in the order of the text.
     pub media: Vec<Patches>,
 }
 
@@ -50,7 +50,7 @@ impl EncodedSample {
     }
 }
 
-/// Flattened patches of one image, in merge-block order.
+/// Flattened patches of one image or video: time by time, each in merge-block order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Patches {
     /// `[t * h * w, channels * temporal_patch_size * patch_size * patch_size]`, normalised.

@@ -13,7 +13,9 @@ pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
 pub use encoded::{EncodedSample, Patches};
 pub use pack::Pack;
 pub use padded::{Batch, PaddingSide, UnpadError};
-pub use sample::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
+pub use sample::{
+    Content, MediaRef, MediaSource, Medium, MediumKind, Message, Part, Sample, SampleId, VideoRef,
+};
 pub use varlen::VarlenBatch;
 
 /// A label with this value carries no loss (the field's convention, as in transformers).

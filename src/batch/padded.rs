@@ -26,7 +26,7 @@ pub struct Batch {
     pub position_ids: Vec<[u32; 3]>,
     /// Flat rows (`b * L + l`) that visual features fill; `[M]`.
     pub vision_rows: Vec<u32>,
-    /// Patches of all images, in row order.
+    /// Patches of all images and videos, in row order.
     pub media: Vec<Patches>,
     /// Lengths of the segments in each row, in order; `[B]` lists.
     pub segment_lengths: Vec<Vec<u32>>,

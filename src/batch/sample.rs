@@ -27,7 +27,7 @@ pub struct Sample {
     /// The turns, in order.
     pub messages: Vec<Message>,
     /// The media that the parts of the messages stand for, in order of appearance.
-    pub media: Vec<MediaRef>,
+    pub media: Vec<Medium>,
     /// Tool definitions that the chat template renders.
     pub tools: Option<serde_json::Value>,
 }
@@ -59,8 +59,59 @@ pub enum Content {
 pub enum Part {
     /// Text.
     Text(String),
-    /// The next image of [`Sample::media`].
+    /// The next of [`Sample::media`], a picture.
     Image,
+    /// The next of [`Sample::media`], a video.
+    Video,
+}
+
+/// What a part of a turn stands for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Medium {
+    /// A picture.
+    Image(MediaRef),
+    /// Pictures in time.
+    Video(VideoRef),
+}
+
+impl Medium {
+    /// Which of the two it is.
+    pub fn kind(&self) -> MediumKind {
+        match self {
+            Self::Image(_) => MediumKind::Image,
+            Self::Video(_) => MediumKind::Video,
+        }
+    }
+}
+
+/// Kind of a medium.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MediumKind {
+    /// A picture.
+    Image,
+    /// Pictures in time.
+    Video,
+}
+
+/// A reference to a video; nothing is read before encoding.
+#[derive(Debug, Clone, PartialEq)]
+pub enum VideoRef {
+    /// Its frames, one picture each, in order.
+    Frames {
+        /// All of them.
+        frames: Vec<MediaRef>,
+        /// Frames of the list in a second; none: the rate that the config samples at.
+        fps: Option<f64>,
+    },
+    /// A file.
+    File {
+        /// `image_root` of the data set.
+        root: Arc<Path>,
+        /// The path in the row.
+        path: PathBuf,
+        /// Frames to take of a second, instead of what the config says.
+        fps: Option<f64>,
+    },
 }
 
 /// A reference to a picture; nothing is read before encoding.

@@ -25,7 +25,7 @@ pub struct VarlenBatch {
     pub row_ends: CuSeqlens,
     /// Rows that visual features fill; `[M]`.
     pub vision_rows: Vec<u32>,
-    /// Patches of all images.
+    /// Patches of all images and videos.
     pub media: Vec<Patches>,
     /// Tokens that are not padding.
     pub num_tokens: usize,

@@ -1,7 +1,7 @@
 //! `trainer generate`: an answer to a prompt with pictures.
 
 use super::report::{Exit, Failure};
-use crate::batch::{Content, MediaRef, MediaSource, Message, Part, Sample, SampleId};
+use crate::batch::{Content, MediaRef, MediaSource, Medium, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
 use crate::train::{
     AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice,
@@ -86,7 +86,7 @@ impl GenerateArgs {
                 Failure::new(Exit::Data, message).hint("check the path")
             })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
-            media.push(MediaRef { source: MediaSource::File { root, path } });
+            media.push(Medium::Image(MediaRef { source: MediaSource::File { root, path } }));
             parts.push(Part::Image);
         }
         parts.push(Part::Text(self.prompt.clone()));

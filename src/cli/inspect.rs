@@ -1,13 +1,20 @@
 //! `trainer inspect`: what the model will see of each row, and which rows share a pack.
 
+mod html;
+mod media;
+mod picture;
+
 use super::ConfigArgs;
 use super::report::{Exit, Failure};
-use crate::batch::{EncodedSample, IGNORE_INDEX};
+use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
+use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{RowReader, first_epoch_packs};
+use crate::data::{Encoder, Row, RowReader, first_epoch_packs};
 use crate::train::JsonlRows;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
+use html::Page;
+use media::{grids, media_of};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::Write;
@@ -17,7 +24,8 @@ use std::sync::Arc;
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  trainer inspect --config configs/quickstart.yaml --num 2\n  \
-    trainer inspect --config configs/quickstart.yaml --format jsonl --packs")]
+    trainer inspect --config configs/quickstart.yaml --format jsonl --packs\n  \
+    trainer inspect --config configs/quickstart.yaml --num 20 --html rows.html")]
 pub(super) struct InspectArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -30,8 +38,11 @@ pub(super) struct InspectArgs {
     /// Also store tensors of the shown rows in this safetensors file
     #[arg(long, value_name = "FILE")]
     tensors: Option<PathBuf>,
+    /// Also write a page that shows these rows, their pictures and packs, for a browser
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Show packs instead of rows: one object a pack, the ids and lengths in it
-    #[arg(long, conflicts_with = "tensors")]
+    #[arg(long, conflicts_with_all = ["tensors", "html"])]
     packs: bool,
 }
 
@@ -55,20 +66,44 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
         return show_packs(&config, &rows, num, out);
     }
     let mut tensors = Vec::new();
+    let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
     for row in super::sft::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
-            Err(rejection) => tracing::warn!(row = %rejection, "rejected"),
+            Err(rejection) => {
+                tracing::warn!(row = %rejection, "rejected");
+                if let Some(page) = &mut page {
+                    page.rejected(&rejection);
+                }
+            }
             Ok(sample) => {
                 let label = rows.label(row);
                 match args.format {
                     Format::Text => show_text(&rows, &label, &sample, out)?,
-                    Format::Jsonl => writeln!(out, "{}", as_json(&label, &sample))?,
+                    Format::Jsonl => {
+                        writeln!(out, "{}", as_json(rows.encoder(), &label, &sample))?;
+                    }
+                }
+                if let Some(page) = &mut page {
+                    page.sample(&label, &sample)?;
                 }
                 if args.tensors.is_some() {
-                    tensors.extend(as_tensors(&label, &sample)?);
+                    tensors.extend(as_tensors(rows.encoder(), &label, &sample)?);
                 }
             }
         }
+    }
+    if let (Some(path), Some(mut page)) = (&args.html, page) {
+        if config.data.packing {
+            // Too many unusable rows stop a run, but they are what the page is to show.
+            match packs_of(&config, &rows) {
+                Ok(packs) => page.packs(&packs, &rows),
+                Err(error) => tracing::warn!(%error, "the page has no packs"),
+            }
+        }
+        write_atomically(path, page.finish().as_bytes()).map_err(|error| {
+            let message = format!("cannot write `{}`: {error}", path.display());
+            Failure::new(Exit::CannotWrite, message).hint("check `--html`")
+        })?;
     }
     if let Some(path) = &args.tensors {
         let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
@@ -88,13 +123,13 @@ fn show_text(
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
-    let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
-    writeln!(
-        out,
-        "{label}  {} tokens, {} targets, image grids (t, h, w) {grids:?}",
-        sample.len(),
-        sample.num_targets()
-    )?;
+    let (images, videos) = grids(&media_of(encoder, sample));
+    write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
+    write!(out, ", image grids (t, h, w) {images:?}")?;
+    if !videos.is_empty() {
+        write!(out, ", video grids {videos:?}")?;
+    }
+    writeln!(out)?;
     let mut start = 0;
     while start < sample.len() {
         let supervised = sample.labels[start] != IGNORE_INDEX;
@@ -105,7 +140,9 @@ fn show_text(
         };
         let end = (start..sample.len()).find(|at| !same(at)).unwrap_or(sample.len());
         if picture {
-            write!(out, "<{} picture tokens>", end - start)?;
+            let what =
+                if encoder.is_video_token(sample.input_ids[start]) { "video" } else { "picture" };
+            write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
             if supervised { write!(out, "[[{text}]]")? } else { write!(out, "{text}")? }
@@ -117,25 +154,30 @@ fn show_text(
 }
 
 /// One object of `--format jsonl`, as the contract has it.
-fn as_json(label: &str, sample: &EncodedSample) -> Value {
+fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
-    let grids: Vec<[u32; 3]> = sample.media.iter().map(|patches| patches.grid_thw).collect();
+    let (images, videos) = grids(&media_of(encoder, sample));
     json!({
         "id": label,
         "length": sample.len(),
         "input_ids": sample.input_ids,
         "labels": sample.labels,
         "position_ids": [axis(0), axis(1), axis(2)],
-        "image_grid_thw": grids,
-        "video_grid_thw": [],
+        "image_grid_thw": images,
+        "video_grid_thw": videos,
         "pixel_sum": pixels().map(|value| f64::from(*value)).sum::<f64>(),
         "pixel_abs_sum": pixels().map(|value| f64::from(value.abs())).sum::<f64>(),
     })
 }
 
-/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`.
-fn as_tensors(label: &str, sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
+/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`. Pictures are
+/// `pixel_values`, videos `pixel_values_videos`, as in transformers.
+fn as_tensors(
+    encoder: &Encoder,
+    label: &str,
+    sample: &EncodedSample,
+) -> anyhow::Result<Vec<(String, Tensor)>> {
     let device = &Device::Cpu;
     let name = |what: &str| format!("{label}/{what}");
     let (tokens, integers) =
@@ -147,15 +189,27 @@ fn as_tensors(label: &str, sample: &EncodedSample) -> anyhow::Result<Vec<(String
         (name("labels"), Tensor::from_vec(sample.labels.clone(), tokens, device)?),
         (name("position_ids"), Tensor::from_vec(integers(&positions), (3, tokens), device)?),
     ];
-    if !sample.media.is_empty() {
-        let rows: usize = sample.media.iter().map(crate::batch::Patches::num_patches).sum();
+    for (kind, [pixels, grids]) in [
+        (MediumKind::Image, ["pixel_values", "image_grid_thw"]),
+        (MediumKind::Video, ["pixel_values_videos", "video_grid_thw"]),
+    ] {
+        let media = media_of(encoder, sample);
+        let media: Vec<&Patches> = media
+            .iter()
+            .filter(|medium| medium.kind == kind)
+            .map(|medium| medium.patches)
+            .collect();
+        let rows: usize = media.iter().map(|patches| patches.num_patches()).sum();
+        if rows == 0 {
+            continue;
+        }
         let values: Vec<f32> =
-            sample.media.iter().flat_map(|patches| patches.pixel_values.clone()).collect();
+            media.iter().flat_map(|patches| patches.pixel_values.iter().copied()).collect();
         let width = values.len() / rows;
-        let grids: Vec<u32> = sample.media.iter().flat_map(|patches| patches.grid_thw).collect();
-        let grids = Tensor::from_vec(integers(&grids), (sample.media.len(), 3), device)?;
-        tensors.push((name("pixel_values"), Tensor::from_vec(values, (rows, width), device)?));
-        tensors.push((name("image_grid_thw"), grids));
+        let thw: Vec<u32> = media.iter().flat_map(|patches| patches.grid_thw).collect();
+        let thw = Tensor::from_vec(integers(&thw), (media.len(), 3), device)?;
+        tensors.push((name(pixels), Tensor::from_vec(values, (rows, width), device)?));
+        tensors.push((name(grids), thw));
     }
     Ok(tensors)
 }
@@ -167,11 +221,7 @@ fn show_packs(
     num: usize,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
-    let order = super::sft::order(config, rows)?;
-    let options = super::sft::loader_options(config, rows.encoder());
-    let reader: Arc<dyn RowReader> = rows.clone();
-    let packs = first_epoch_packs(&reader, &order, &options, &|_, _| {})?;
-    for (index, pack) in packs.into_iter().take(num).enumerate() {
+    for (index, pack) in packs_of(config, rows)?.into_iter().take(num).enumerate() {
         let ids: Vec<String> = pack.iter().map(|(row, _)| rows.label(*row)).collect();
         let lengths: Vec<usize> = pack.iter().map(|(_, length)| *length).collect();
         let length: usize = lengths.iter().sum();
@@ -182,4 +232,12 @@ fn show_packs(
         )?;
     }
     Ok(())
+}
+
+/// The packs of the first epoch: rows and their tokens. It measures every row.
+fn packs_of(config: &RunConfig, rows: &Arc<JsonlRows>) -> anyhow::Result<Vec<Vec<(Row, usize)>>> {
+    let order = super::sft::order(config, rows)?;
+    let options = super::sft::loader_options(config, rows.encoder());
+    let reader: Arc<dyn RowReader> = rows.clone();
+    Ok(first_epoch_packs(&reader, &order, &options, &|_, _| {})?)
 }

@@ -23,7 +23,7 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::data::{
     CorpusError, CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose,
-    SourceError,
+    SourceError, VideoConfigError,
 };
 use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
@@ -142,7 +142,8 @@ impl ConfigArgs {
     /// Reads tokenizer, template and image settings of the model folder.
     fn encoder(&self, config: &RunConfig) -> anyhow::Result<Arc<Encoder>> {
         let ImageConfig { min_pixels, max_pixels, max_tokens } = config.data.image;
-        let encoder = Encoder::from_folder(&config.model.path, &config.data.image);
+        let data = &config.data;
+        let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
         encoder.map(Arc::new).map_err(|error| match &error {
             EncoderError::Image(image @ ImageConfigError::Budget { .. })
                 if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
@@ -153,6 +154,9 @@ impl ConfigArgs {
                     (None, None) => "max_tokens",
                 };
                 self.refuse(&["data", "image", key], image, image.hint()).into()
+            }
+            EncoderError::Video(video @ VideoConfigError::Setting { key, .. }) => {
+                self.refuse(&["data", "video", key], video, video.hint()).into()
             }
             _ => error.into(),
         })

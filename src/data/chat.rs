@@ -289,6 +289,7 @@ fn part_value(part: &Part) -> Value {
     match part {
         Part::Text(text) => Value::from_pairs([("type", "text"), ("text", text.as_str())]),
         Part::Image => Value::from_pairs([("type", "image")]),
+        Part::Video => Value::from_pairs([("type", "video")]),
     }
 }
 

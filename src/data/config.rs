@@ -11,6 +11,7 @@ use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
 use super::packing::{Overlong, Packing};
 use super::truncate::{Cut, Keep};
+use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,6 +52,9 @@ pub struct DataConfig {
     /// Sizes to which images are brought.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Which frames of videos are taken, and to which size they are brought.
+    #[serde(default)]
+    pub video: VideoConfig,
     /// Folder of the length caches, for several runs to share; null: `cache` in `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
@@ -384,7 +388,9 @@ mod tests {
                 + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
                 + r#""packing_length":8192,"packing_strategy":"best_fit","filter_overlong":true,"#
                 + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"cache_dir":null,"workers":2,"on_error":"skip","#
+                + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"#
+                + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
+                + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"cache_dir":null,"workers":2,"on_error":"skip","#
                 + r#""max_rejected":0.01}"#
         );
     }

@@ -1,11 +1,12 @@
 //! `Sample` -> `EncodedSample`, a pure function of one sample.
 //!
 //! The whole conversation is rendered once, each media placeholder becomes as many tokens as the
-//! image has merged patches, and the text is tokenised in one call: so tokens are those of
+//! image has merged patches (of a video: times and marks too), and the text is tokenised in one call: so tokens are those of
 //! inference. Offsets then say which tokens lie inside a target.
 
 mod folder;
 mod measure;
+mod media;
 mod plain;
 
 use std::num::NonZeroU32;
@@ -15,31 +16,46 @@ use std::path::Path;
 pub use folder::EncoderError;
 use folder::TextFolder;
 pub use measure::Measured;
+use media::{MediaReader, Shown, kinds};
 
 use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
-use super::image::{ImageConfig, ImageError, ImageProcessor};
+use super::image::{ImageConfig, ImageProcessor};
 use super::rope_index::position_ids;
 use super::row::Length;
 use super::source::SampleError;
 use super::tokenizer::{TokenizerError, Tokens};
 use super::truncate::{Cut, Outline, kept_tokens};
+use super::video::{VideoConfig, VideoProcessor};
 use crate::batch::{
-    Content, EncodedSample, IGNORE_INDEX, MediaRef, Message, Part, Patches, Sample, SampleId,
+    Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
+    SampleId,
 };
 
-/// Tokenizer, chat template and image processor of one model folder.
+/// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
     text: TextFolder,
-    images: ImageProcessor,
+    media: MediaReader,
 }
 
 impl Encoder {
     /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
     /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
-    /// `chat_template.json`, else `tokenizer_config.json`.
+    /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+        Self::with_video(folder, image, &VideoConfig::default())
+    }
+
+    /// The same, with settings for videos that win over the folder's
+    /// `video_preprocessor_config.json`.
+    pub fn with_video(
+        folder: &Path,
+        image: &ImageConfig,
+        video: &VideoConfig,
+    ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
-        Ok(Self { text, images: ImageProcessor::from_folder(folder, image)? })
+        let images = ImageProcessor::from_folder(folder, image)?;
+        let videos = VideoProcessor::from_folder(folder, video, &images)?;
+        Ok(Self { text, media: MediaReader { images, videos } })
     }
 
     /// Everything the model will see of `sample`.
@@ -57,11 +73,13 @@ impl Encoder {
     ) -> Result<EncodedSample, E> {
         let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let grids = per_image(id, &sample.media, |media| self.images.grid(media))?;
-        let counts = self.counts(&grids);
-        let tokens = self.tokenise(id, &text, targets, &counts)?.cut(id, cut)?;
-        admit(self.length_of(tokens.input_ids.len(), grids.iter().copied()))?;
-        let media = self.load(id, &sample.media, &grids)?;
+        let shown = self.media.look(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &shown)?.cut(id, cut)?;
+        admit(self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid)))?;
+        let (loaded, media) = self.media.load(id, &sample.media, &self.text.media)?;
+        if loaded != shown {
+            return Err(SampleError::MediaChanged { id: id.clone() }.into());
+        }
         Ok(self.with_media(id, tokens, media))
     }
 
@@ -78,15 +96,14 @@ impl Encoder {
             .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
             .map_err(|cause| template_error(id, cause))?
             .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
-        let media = &sample.media[..num_images(&sample.messages[..turn])];
-        self.check_placeholders(id, &text, media.len())?;
-        let grids = per_image(id, media, |media| self.images.grid(media))?;
-        let tokens = self.tokenise(id, &text, Vec::new(), &self.counts(&grids))?;
-        let media = self.load(id, media, &grids)?;
+        let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
+        self.check_placeholders(id, &text, media)?;
+        let (shown, media) = self.media.load(id, media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &shown)?;
         Ok((self.with_media(id, tokens, media), answer))
     }
 
-    /// The rendered chat, each image still one placeholder.
+    /// The rendered chat, each medium still one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
         self.text
             .template
@@ -121,12 +138,22 @@ impl Encoder {
 
     /// Edge, in patches, of the square that becomes one vision token.
     pub fn merge_size(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.images.merge_size()).unwrap_or(NonZeroU32::MIN)
+        NonZeroU32::new(self.media.images.merge_size()).unwrap_or(NonZeroU32::MIN)
     }
 
     /// The image side.
     pub fn image_processor(&self) -> &ImageProcessor {
-        &self.images
+        &self.media.images
+    }
+
+    /// The video side.
+    pub fn video_processor(&self) -> &VideoProcessor {
+        &self.media.videos
+    }
+
+    /// Whether a token stands for features of a video.
+    pub fn is_video_token(&self, id: u32) -> bool {
+        self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 
     /// Rendered chat and its targets, after every check that needs no picture.
@@ -137,7 +164,7 @@ impl Encoder {
             .template
             .render_with_targets(&sample.messages, sample.tools.as_ref())
             .map_err(|cause| template_error(&sample.id, cause))?;
-        self.check_placeholders(&sample.id, &chat.text, sample.media.len())?;
+        self.check_placeholders(&sample.id, &chat.text, &sample.media)?;
         Ok((chat.text, chat.targets))
     }
 
@@ -145,15 +172,23 @@ impl Encoder {
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
         for (turn, message) in sample.messages.iter().enumerate() {
-            let mut tokens = self.text.media_tokens.iter();
+            let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
-                let token = token.clone();
+                let token = token.to_owned();
                 return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
             }
         }
-        let placeholders = num_images(&sample.messages);
-        let images = sample.media.len();
-        if placeholders != images {
+        let (placeholders, media) = (kinds(&sample.messages), kinds_of(&sample.media));
+        let of = |kind, kinds: &[MediumKind]| kinds.iter().filter(|other| **other == kind).count();
+        let [images, videos] = [MediumKind::Image, MediumKind::Video]
+            .map(|kind| [of(kind, &placeholders), of(kind, &media)]);
+        if let [placeholders, videos] = videos
+            && placeholders != videos
+        {
+            return Err(SampleError::VideoCount { id: id.clone(), placeholders, videos });
+        }
+        if placeholders != media {
+            let [placeholders, images] = images;
             return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
         }
         Ok(())
@@ -163,76 +198,65 @@ impl Encoder {
         &self,
         id: &SampleId,
         text: &str,
-        images: usize,
+        media: &[Medium],
     ) -> Result<(), SampleError> {
-        let rendered = text.matches(self.image_token()).count();
-        if rendered != images {
-            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, images });
+        let rendered = self.media.placeholders(text, &self.text.media);
+        if rendered.iter().map(|(kind, _)| *kind).ne(kinds_of(media)) {
+            let (rendered, media) = (rendered.len(), media.len());
+            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, media });
         }
         Ok(())
     }
 
-    /// `targets` are bytes of `text`, which has one placeholder for each of `counts`; that becomes so many
-    /// visual tokens.
+    /// `targets` are bytes of `text`, which has one placeholder for each of `shown`.
     fn tokenise(
         &self,
         id: &SampleId,
         text: &str,
         mut targets: Vec<Range<usize>>,
-        counts: &[usize],
+        shown: &[Shown],
     ) -> Result<EncodedText, SampleError> {
-        let text = expand(text, self.image_token(), counts, &mut targets);
+        let places = self.media.placeholders(text, &self.text.media).into_iter();
+        let texts = shown.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
+        let (text, media) = expand(text, &places, &mut targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
             SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
         })?;
-        let image_token_id = self.text.image_token_id;
-        let vision_rows: Vec<u32> = (0..ids.len() as u32) // [M]
-            .filter(|row| ids[*row as usize] == image_token_id)
-            .collect();
-        let expected = counts.iter().sum();
+        let vision_rows: Vec<u32> =
+            (0..ids.len() as u32) // [M]
+                .filter(|row| self.text.media.is_pad(ids[*row as usize]))
+                .collect();
+        let expected = shown.iter().map(|medium| self.media.num_tokens(medium)).sum();
         if vision_rows.len() != expected {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
         }
         Ok(EncodedText {
             labels: labels(&ids, &offsets, &targets),
-            spans: spans(&ids, &vision_rows, counts, self.text.vision_marks),
+            spans: spans(&ids, &offsets, &media, self.text.media.marks),
             input_ids: ids,
             vision_rows,
         })
     }
 
-    /// Visual tokens of each grid.
-    fn counts(&self, grids: &[[u32; 3]]) -> Vec<usize> {
-        grids.iter().map(|grid| self.images.num_tokens(*grid)).collect()
-    }
-
-    /// The size of a sample of `tokens` tokens and these pictures.
+    /// The size of a sample of `tokens` tokens and media of these grids.
     fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
         let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
-        let patch_bytes = self.images.patch_values() * size_of::<f32>();
-        Length { tokens, pixel_bytes: patches.sum::<u64>() * patch_bytes as u64 }
+        self.length_of_patches(tokens, patches.sum())
+    }
+
+    fn length_of_patches(&self, tokens: usize, patches: u64) -> Length {
+        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
+        Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
     }
 
     fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
         let EncodedText { input_ids, labels, vision_rows, spans: _ } = text;
-        let merge_size = self.images.merge_size();
-        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids(&media), merge_size);
+        let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
+        let merge_size = self.media.images.merge_size();
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
         EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
-    }
-
-    fn load(
-        &self,
-        id: &SampleId,
-        media: &[MediaRef],
-        grids: &[[u32; 3]],
-    ) -> Result<Vec<Patches>, SampleError> {
-        let mut grids = grids.iter();
-        per_image(id, media, |media| self.images.load_as(media, *grids.next().expect("one each")))
-    }
-
-    fn image_token(&self) -> &str {
-        &self.text.media_tokens[0]
     }
 }
 
@@ -241,7 +265,7 @@ struct EncodedText {
     input_ids: Vec<u32>,      // [T]
     labels: Vec<i64>,         // [T]
     vision_rows: Vec<u32>,    // [M]
-    spans: Vec<Range<usize>>, // one a medium, ascending: its visual tokens and their marks
+    spans: Vec<Range<usize>>, // one a medium, ascending: all tokens that stand for it
 }
 
 impl EncodedText {
@@ -271,47 +295,52 @@ impl EncodedText {
     }
 }
 
-/// The tokens of each medium: `counts[k]` of `vision_rows`, and the marks right beside them.
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the marks right
+/// beside them.
 fn spans(
     ids: &[u32],
-    vision_rows: &[u32],
-    counts: &[usize],
+    offsets: &[(usize, usize)],
+    media: &[Range<usize>],
     [start_mark, end_mark]: [Option<u32>; 2],
 ) -> Vec<Range<usize>> {
-    let mut rest = vision_rows;
-    let mut span = |count: &usize| {
-        let (rows, later) = rest.split_at(*count);
-        rest = later;
-        let (first, last) = (rows[0] as usize, rows[count - 1] as usize);
-        let marked =
-            |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
-        let before = usize::from(first > 0 && marked(first - 1, start_mark));
-        first - before..last + 1 + usize::from(marked(last + 1, end_mark))
+    let is = |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
+    let span = |bytes: &Range<usize>| {
+        let first = offsets.partition_point(|(_, end)| *end <= bytes.start);
+        let end = offsets.partition_point(|(start, _)| *start < bytes.end);
+        let before = usize::from(first > 0 && is(first - 1, start_mark));
+        first - before..end + usize::from(is(end, end_mark))
     };
-    counts.iter().map(&mut span).collect()
+    media.iter().map(span).collect()
 }
 
-/// Repeats the `k`-th `placeholder` of `text` `counts[k]` times and moves `targets` along.
-fn expand(text: &str, placeholder: &str, counts: &[usize], targets: &mut [Range<usize>]) -> String {
-    let mut out =
-        String::with_capacity(text.len() + counts.iter().sum::<usize>() * placeholder.len());
+/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along. With the
+/// bytes of each in the new text.
+fn expand(
+    text: &str,
+    places: &[(Range<usize>, String)],
+    targets: &mut [Range<usize>],
+) -> (String, Vec<Range<usize>>) {
+    let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
+    let mut out = String::with_capacity(text.len() + more);
     let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
+    let mut put = Vec::with_capacity(places.len());
     let mut last = 0;
-    for ((at, _), count) in text.match_indices(placeholder).zip(counts) {
-        out.push_str(&text[last..at]);
-        out.extend(std::iter::repeat_n(placeholder, *count));
-        last = at + placeholder.len();
-        grown.push((last, out.len() - last));
+    for (place, with) in places {
+        out.push_str(&text[last..place.start]);
+        put.push(out.len()..out.len() + with.len());
+        out.push_str(with);
+        last = place.end;
+        grown.push((last, out.len() as isize - last as isize));
     }
     out.push_str(&text[last..]);
     let moved = |byte: usize| {
         let after = grown.partition_point(|(from, _)| *from <= byte);
-        byte + grown[after - 1].1
+        byte.wrapping_add_signed(grown[after - 1].1)
     };
     for target in targets {
         *target = moved(target.start)..moved(target.end);
     }
-    out
+    (out, put)
 }
 
 /// The id of each token that lies inside one of `targets` (ascending bytes), else `IGNORE_INDEX`;
@@ -332,29 +361,8 @@ fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> 
         .collect()
 }
 
-fn per_image<T>(
-    id: &SampleId,
-    media: &[MediaRef],
-    mut read: impl FnMut(&MediaRef) -> Result<T, ImageError>,
-) -> Result<Vec<T>, SampleError> {
-    let numbered = media.iter().zip(1..);
-    numbered
-        .map(|(media, index)| {
-            read(media).map_err(|cause| SampleError::Image { id: id.clone(), index, cause })
-        })
-        .collect()
-}
-
-fn grids(media: &[Patches]) -> Vec<[u32; 3]> {
-    media.iter().map(|patches| patches.grid_thw).collect()
-}
-
-fn num_images(messages: &[Message]) -> usize {
-    let parts = messages.iter().map(|message| match &message.content {
-        Content::Text(_) => 0,
-        Content::Parts(parts) => parts.iter().filter(|part| **part == Part::Image).count(),
-    });
-    parts.sum()
+fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {
+    media.iter().map(Medium::kind).collect()
 }
 
 fn has_text(message: &Message, token: &str) -> bool {

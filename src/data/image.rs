@@ -25,10 +25,19 @@ use std::path::{Path, PathBuf};
 
 use config::Settings;
 pub use config::{ImageConfig, ImageConfigError};
-use decode::{DecodeError, Rgb, decode};
+pub(super) use decode::Rgb;
+use decode::{DecodeError, decode};
+#[cfg(feature = "video")]
+pub(super) use decode::{MAX_PIXELS, upright};
 use header::Header;
-use patchify::{Normalise, PatchShape, patchify};
+#[cfg(feature = "video")]
+pub(super) use header::swaps_sides;
+pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
+pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
+use source::open;
+#[cfg(feature = "video")]
+pub(super) use source::resolve;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
 
@@ -64,20 +73,12 @@ impl ImageProcessor {
     /// The grid `[t, gh, gw]` that [`Self::load`] will give, from the header alone: no pixel is
     /// decoded, so damage behind the header goes unnoticed.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        let [height, width] = self.size(media)?;
-        Ok(self.grid_of(self.target(media, [height, width])?))
+        Ok(self.grid_of(self.target(media, upright_size(media)?)?))
     }
 
-    /// Upright `[height, width]` in pixels as the header says, of a picture that no limit on pixels
-    /// or tokens makes unusable.
+    /// Upright `[height, width]` in pixels as the header says, of a picture that has a grid.
     pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
-        let header = match &media.source {
-            MediaSource::File { root, path } => Header::read(&mut source::open(root, path)?),
-            MediaSource::DataUri(uri) => {
-                Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
-            }
-        };
-        let size = header.map_err(|error| ImageError::of(media, error))?.upright_size();
+        let size = upright_size(media)?;
         self.target(media, size).map(|_| size)
     }
 
@@ -88,45 +89,26 @@ impl ImageProcessor {
         Some(self.grid_of(target))
     }
 
-    /// Decodes a picture that [`Self::grid`] has found to give `grid`.
-    pub(super) fn load_as(&self, media: &MediaRef, grid: [u32; 3]) -> Result<Patches, ImageError> {
-        let patches = self.load(media)?;
-        if patches.grid_thw == grid {
-            return Ok(patches);
-        }
-        let source = "its size changed while the row was read".into();
-        Err(ImageError::Broken { image: ImageName::of(media), source })
-    }
-
-    /// Decodes a picture into normalised patches.
-    pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
-        let bytes = match &media.source {
-            MediaSource::File { root, path } => {
-                let mut bytes = Vec::new();
-                source::open(root, path)?
-                    .read_to_end(&mut bytes)
-                    .map_err(|source| ImageError::Read { path: path.clone(), source })?;
-                bytes
-            }
-            MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
-        };
-        let image = decode(&bytes).map_err(|error| ImageError::of(media, error))?;
-        drop(bytes);
-        let [height, width] = self.target(media, [image.height as u32, image.width as u32])?;
-        let image: Rgb = resize::resize(image, height, width);
-        let shape = PatchShape {
-            patch: self.patch_size as usize,
-            temporal: self.temporal_patch_size as usize,
-            merge: self.merge_size as usize,
-        };
-        let pixel_values = patchify(&image, shape, &self.normalise); // [gh * gw, 3 * tp * p * p]
-        Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
-    }
-
     /// Whatever decides the grid of a picture of a given size, in words.
     pub(super) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
         format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
+    }
+
+    /// Decodes a picture into normalised patches.
+    pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
+        let image = upright_pixels(media)?;
+        let [height, width] = self.target(media, [image.height as u32, image.width as u32])?;
+        let image: Rgb = resize(image, height, width);
+        let pixel_values = patchify(&[image], self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
+        Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
+    }
+
+    /// The pixels that a picture's patches were made of: what the model sees, as a person can.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        frames.truncate(1); // the others are repeated
+        frames.into_iter().map(Pixels::from).collect()
     }
 
     /// Patches a side of the square that merges into one token.
@@ -155,6 +137,14 @@ impl ImageProcessor {
         patches / (self.merge_size as usize).pow(2)
     }
 
+    pub(super) fn patch_shape(&self) -> PatchShape {
+        PatchShape {
+            patch: self.patch_size as usize,
+            temporal: self.temporal_patch_size as usize,
+            merge: self.merge_size as usize,
+        }
+    }
+
     fn target(&self, media: &MediaRef, [height, width]: [u32; 2]) -> Result<[u32; 2], ImageError> {
         let factor = self.patch_size * self.merge_size;
         smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
@@ -163,6 +153,47 @@ impl ImageProcessor {
 
     fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
         [1, height / self.patch_size, width / self.patch_size]
+    }
+}
+
+/// `[height, width]` of a picture after orientation, from its header.
+pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
+    let header = match &media.source {
+        MediaSource::File { root, path } => Header::read(&mut open(root, path)?),
+        MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
+    };
+    Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
+}
+
+/// A picture, decoded and turned upright.
+pub(super) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
+    let bytes = match &media.source {
+        MediaSource::File { root, path } => {
+            let mut bytes = Vec::new();
+            open(root, path)?
+                .read_to_end(&mut bytes)
+                .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+            bytes
+        }
+        MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
+    };
+    decode(&bytes).map_err(|error| ImageError::of(media, error))
+}
+
+/// A picture in 8-bit RGB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pixels {
+    /// In pixels.
+    pub width: u32,
+    /// In pixels.
+    pub height: u32,
+    /// `[height, width, 3]`.
+    pub rgb: Vec<u8>,
+}
+
+impl From<Rgb> for Pixels {
+    fn from(Rgb { width, height, data }: Rgb) -> Self {
+        Self { width: width as u32, height: height as u32, rgb: data }
     }
 }
 

@@ -23,6 +23,7 @@ mod steps;
 mod test_reader;
 mod tokenizer;
 mod truncate;
+pub mod video;
 mod workers;
 
 pub use cache::{CacheError, CacheWork, LengthCache, open_indexed};
@@ -34,7 +35,7 @@ pub use corpus::{
     Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use encode::{Encoder, EncoderError, Measured};
-pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor};
+pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
 pub use mixture::{Mixture, StoppingStrategy};
@@ -46,3 +47,4 @@ pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
 pub use truncate::{Cut, CutError, Keep, Outline};
+pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

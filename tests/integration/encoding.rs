@@ -300,7 +300,7 @@ fn rows_that_cannot_be_encoded_say_why_and_where() {
         (
             row(&[user("x"), assistant(with_image)]),
             "image_count",
-            "rendered chat has 0 image placeholders, expected 1",
+            "rendered chat has 0 media placeholders, expected 1",
         ),
         (
             row(&[
@@ -314,7 +314,7 @@ fn rows_that_cannot_be_encoded_say_why_and_where() {
                 assistant("y"),
             ]),
             "image_count",
-            "rendered chat has 1 image placeholders, expected 0",
+            "rendered chat has 1 media placeholders, expected 0",
         ),
         (row(&[user("x"), silent]), "no_supervised_token", "no supervised token in"),
         (row(&[user("x")]), "no_supervised_token", "no supervised token in"),

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Row, RowReader, open_indexed,
+    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Row, RowReader, VideoConfig,
+    open_indexed,
 };
 use trainer::train::{CachedRows, JsonlRows};
 
@@ -87,7 +88,7 @@ fn with_picture(name: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": answer}], "images": [name]})
 }
 
-/// Rows of every kind: text, pictures, two of them, broken ones.
+/// Rows of every kind: text, pictures, two of them, videos, broken ones.
 fn mixed(count: usize) -> Vec<Value> {
     let row = |i: usize| match i % 7 {
         0 => with_picture("a.png", &format!("moon {i}")),
@@ -98,6 +99,10 @@ fn mixed(count: usize) -> Vec<Value> {
         ]}),
         3 if i.is_multiple_of(2) => with_picture("no.png", "nothing"),
         4 if i.is_multiple_of(3) => json!({"messages": []}),
+        5 if i.is_multiple_of(2) => json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "video", "video": ["b.png", "b.png", "b.png"]}, {"type": "image", "image": "a.png"}]},
+            {"role": "assistant", "content": format!("moving {i}")},
+        ]}),
         _ => chat(&format!("What is {i} + {i}?"), &"It is so. ".repeat(i % 5 + 1)),
     };
     (0..count).map(row).collect()
@@ -174,6 +179,31 @@ fn a_changed_or_repaired_picture_is_measured_again() {
     let (after, work) = place.update(&encoder);
     assert_eq!(work, CacheWork { measured: 2, reused: 1 });
     assert_eq!([0, 1, 2].map(|row| tokens(&after, row)), [0; 3].map(|_| tokens(&before, 1)));
+}
+
+#[test]
+fn a_changed_frame_of_a_video_is_seen_and_other_settings_for_videos_are_another_cache() {
+    let model = golden("models/small-tied");
+    let encoder = |fps| {
+        let video = VideoConfig { fps: Some(fps), ..VideoConfig::default() };
+        Arc::new(Encoder::with_video(&model, &max_tokens(6), &video).unwrap())
+    };
+    let video = json!({"type": "video", "video": ["b.png", "b.png", "c.png", "b.png"], "fps": 4.0});
+    let place = Place::new(&[json!({"messages": [
+        {"role": "user", "content": [video]}, {"role": "assistant", "content": "yes"},
+    ]})]);
+    let copy = || std::fs::copy(place.path("b.png"), place.path("c.png")).unwrap();
+    copy();
+    for (fps, measured) in [(4.0, 1), (4.0, 0), (1.0, 1), (4.0, 0)] {
+        let (cached, work) = place.update(&encoder(fps));
+        assert_eq!(work.measured, measured);
+        assert_as_measured(&cached, &place.rows(&encoder(fps)));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    copy();
+    let later = File::options().append(true).open(place.path("c.png")).unwrap();
+    later.set_modified(SystemTime::now()).unwrap();
+    assert_eq!(place.update(&encoder(4.0)).1.measured, 1);
 }
 
 #[test]

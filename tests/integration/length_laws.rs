@@ -9,7 +9,7 @@ use std::io::Write;
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use trainer::batch::PaddingSide;
+use trainer::batch::{EncodedSample, PaddingSide};
 use trainer::data::{
     Cut, DataState, DatasetConfig, DatasetShare, Encoder, ImageConfig, Keep, Length, Loader,
     LoaderOptions, OnError, Order, Overlong, Packing, PackingStrategy, Rmpad, RowOrder, RowReader,
@@ -51,6 +51,7 @@ fn any_row() -> impl Strategy<Value = Value> {
         3 => words.clone().prop_map(|text| json!({"type": "text", "text": text})),
         1 => prop::sample::select(vec!["exact_moon_96x64.png", "exact_moon_64x64.png", "no.png"])
             .prop_map(|name| json!({"type": "image", "image": name})),
+        1 => (2usize..4).prop_map(|n| json!({"type": "video", "video": vec!["exact_moon_64x64.png"; n]})),
     ];
     let turns = prop::collection::vec((prop::collection::vec(part, 1..4), words), 1..3);
     turns.prop_map(|turns| {
@@ -180,10 +181,13 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
                 let visual: usize =
                     sample.media.iter().map(|patches| patches.num_patches() / 4).sum();
                 prop_assert_eq!(sample.vision_rows.len(), visual);
-                let marks = ["<|vision_start|>", "<|vision_end|>"].map(|mark| {
-                    encoder().decode_with_specials(&sample.input_ids).unwrap().matches(mark).count()
-                });
-                prop_assert_eq!(marks, [pictures; 2]);
+                let parts = |sample: &EncodedSample| {
+                    let text = encoder().decode_with_specials(&sample.input_ids).unwrap();
+                    ["<|vision_start|>", "<|vision_end|>", " seconds>"]
+                        .map(|part| text.matches(part).count())
+                };
+                let whole = encoder().encode(&rows.sample(row).unwrap().unwrap()).unwrap();
+                prop_assert_eq!(parts(&sample), parts(&whole));
                 *expected.entry(sample.input_ids).or_default() += 2; // in two epochs
             }
             Err(rejection) => refused.extend([rejection.clone(), rejection]),

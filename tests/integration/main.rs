@@ -10,6 +10,7 @@ mod docs;
 mod encoding;
 mod harness;
 mod images;
+mod inspect_html;
 mod laws;
 mod length_cache;
 mod length_laws;
@@ -17,3 +18,6 @@ mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod video;
+#[cfg(feature = "video")]
+mod video_files;

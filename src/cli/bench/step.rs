@@ -93,7 +93,10 @@ fn memory_model(runner: &StepRunner) -> MemoryModel {
 /// Times `steps` steps after one that is not timed.
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let device = crate::cli::open_device(config.device)?;
-    let encoder = Arc::new(Encoder::from_folder(&config.model.path, &config.data.image)?);
+    let encoder = {
+        let data = &config.data;
+        Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?)
+    };
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let order = sft::order(config, &rows)?;
     let mut options = sft::loader_options(config, &encoder);

@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Place, Writer};
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
 use super::table::LengthCache;
-use crate::batch::{MediaRef, MediaSource, Sample};
+use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 use crate::data::encode::{Encoder, Measured};
 use crate::data::row::Rejection;
 use crate::data::source::{ImageStamp, JsonlFile, SampleError};
@@ -80,7 +80,9 @@ impl LengthCache {
 
 fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
     let outline = encoder.outline(measured.text, &measured.sizes);
-    let visual_tokens = outline.media_tokens - measured.text.media_tokens;
+    let pictures = outline.media_tokens - measured.text.media_tokens;
+    let merge = encoder.merge_size().get().pow(2);
+    let visual_tokens = pictures + (measured.video_patches / merge) as usize;
     Lengths { tokens: outline.num_tokens(), visual_tokens }
 }
 
@@ -290,26 +292,25 @@ impl Measurer<'_> {
     /// repaired without a change of its text.
     fn is_current(&self, rows: &Rows, row: usize) -> bool {
         if let Err((reason, _)) = rows.measured(row) {
-            return !(reason.starts_with("image_") || reason == "unreadable");
+            return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
         }
         let root = self.file.image_root();
-        rows.files(row)
-            .flatten()
-            .all(|(path, stamp)| self.looked_at.stamp(root, path) == Some(stamp))
+        rows.files(row).all(|(path, stamp)| self.looked_at.stamp(root, path) == Some(stamp))
     }
 
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
         let measure = |bytes: Vec<u8>| {
             let sample = self.file.parse(row, &bytes)?;
-            let files = image_files(&sample);
-            Ok((self.encoder.measure(&sample)?, files))
+            let (pictures, videos) = files(&sample);
+            let measured = self.encoder.measure(&sample)?;
+            Ok(Outcome::Measured { measured, pictures, videos })
         };
         let measured = catch_unwind(AssertUnwindSafe(|| bytes.and_then(measure)));
         let measured = measured.unwrap_or_else(|panic| {
             tracing::error!(row = %self.file.id(row), "measuring the row panicked");
             resume_unwind(panic)
         });
-        measured.map_or_else(rejected, |(measured, files)| Outcome::Measured(measured, files))
+        measured.unwrap_or_else(rejected)
     }
 }
 
@@ -320,17 +321,29 @@ fn rejected(error: SampleError) -> Outcome {
     Outcome::Rejected { reason, message }
 }
 
-/// The files of the pictures before their headers are read: a change in between shows the next time.
-fn image_files(sample: &Sample) -> Vec<Option<ImageFile>> {
-    let file = |media: &MediaRef| match &media.source {
-        MediaSource::DataUri(_) => None,
-        MediaSource::File { root, path } => {
-            let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };
-            let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
-            Some(ImageFile { path: path.display().to_string(), stamp })
-        }
+/// The files of pictures, and those of videos, before their headers are read: a change in between shows
+/// the next time.
+fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
+    let file = |root: &Path, path: &Path| {
+        let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };
+        let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
+        ImageFile { path: path.display().to_string(), stamp }
     };
-    sample.media.iter().map(file).collect()
+    let picture = |media: &MediaRef| match &media.source {
+        MediaSource::DataUri(_) => None,
+        MediaSource::File { root, path } => Some(file(root, path)),
+    };
+    let (mut pictures, mut videos) = (Vec::new(), Vec::new());
+    for medium in &sample.media {
+        match medium {
+            Medium::Image(media) => pictures.push(picture(media)),
+            Medium::Video(VideoRef::Frames { frames, .. }) => {
+                videos.extend(frames.iter().filter_map(picture));
+            }
+            Medium::Video(VideoRef::File { root, path, .. }) => videos.push(file(root, path)),
+        }
+    }
+    (pictures, videos)
 }
 
 fn hash(bytes: &[u8]) -> [u8; HASH_BYTES] {

@@ -32,8 +32,15 @@ pub(super) struct Entry {
 /// What came of measuring a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It can be encoded, as far as headers tell; with the files of its pictures.
-    Measured(Measured, Vec<Option<ImageFile>>),
+    /// It can be encoded, as far as headers tell.
+    Measured {
+        /// Its counts.
+        measured: Measured,
+        /// The file of each picture; none of those in data URIs.
+        pictures: Vec<Option<ImageFile>>,
+        /// The files of its videos: frames, or the video itself.
+        videos: Vec<ImageFile>,
+    },
     /// It cannot.
     Rejected {
         /// The key under which it is counted.
@@ -43,7 +50,7 @@ pub(super) enum Outcome {
     },
 }
 
-/// The file of a picture; a picture in a data URI has none.
+/// The file of a picture, a frame or a video.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ImageFile {
     /// As the row writes it.
@@ -57,6 +64,9 @@ pub(super) struct Lengths {
     pub(super) tokens: usize,
     pub(super) visual_tokens: usize,
 }
+
+/// Sides of the files of videos in the list of pictures.
+const NO_PICTURE: [u32; 2] = [0, 0];
 
 fn image_fields() -> Fields {
     Fields::from(vec![
@@ -84,6 +94,7 @@ pub(super) fn schema() -> Schema {
         Field::new("first_target", DataType::UInt32, true),
         Field::new("last_target", DataType::UInt32, true),
         Field::new("images", DataType::List(Arc::new(image)), false),
+        Field::new("video_patches", DataType::UInt32, false),
         Field::new("reject_reason", DataType::Utf8, true),
         Field::new("reject_message", DataType::Utf8, true),
     ])
@@ -107,6 +118,7 @@ pub(super) struct Rows {
     first_target: UInt32Array,
     last_target: UInt32Array,
     images: ListArray,
+    video_patches: UInt32Array,
     height: UInt32Array,
     width: UInt32Array,
     file: StringArray,
@@ -152,6 +164,7 @@ impl Rows {
             text_before_media: column(batch, "text_before_media")?,
             first_target: column(batch, "first_target")?,
             last_target: column(batch, "last_target")?,
+            video_patches: column(batch, "video_patches")?,
             height: typed(structs.column_by_name("height"), "height")?,
             width: typed(structs.column_by_name("width"), "width")?,
             file: typed(structs.column_by_name("file"), "file")?,
@@ -169,6 +182,7 @@ impl Rows {
         lengths: impl Fn(&Measured) -> Lengths,
     ) -> Result<Self, ArrowError> {
         let [mut line, mut offset] = [(); 2].map(|()| UInt64Builder::with_capacity(entries.len()));
+        let mut video_patches = UInt32Builder::with_capacity(entries.len());
         let mut hash = FixedSizeBinaryBuilder::new(HASH_BYTES as i32);
         let [
             mut length,
@@ -189,10 +203,14 @@ impl Rows {
             offset.append_value(entry.offset);
             hash.append_value(entry.hash)?;
             let (text_of, row_lengths) = match &entry.outcome {
-                Outcome::Measured(measured, files) => {
-                    for (size, file) in measured.sizes.iter().zip(files) {
+                Outcome::Measured { measured, pictures, videos } => {
+                    for (size, file) in measured.sizes.iter().zip(pictures) {
                         append_image(images.values(), *size, file.as_ref());
                     }
+                    for file in videos {
+                        append_image(images.values(), NO_PICTURE, Some(file));
+                    }
+                    video_patches.append_value(measured.video_patches);
                     reason.append_null();
                     message.append_null();
                     (measured.text, Some(lengths(measured)))
@@ -200,6 +218,7 @@ impl Rows {
                 Outcome::Rejected { reason: key, message: words } => {
                     reason.append_value(key);
                     message.append_value(words);
+                    video_patches.append_value(0);
                     (Outline::default(), None)
                 }
             };
@@ -226,6 +245,7 @@ impl Rows {
             Arc::new(first.finish()),
             Arc::new(last.finish()),
             Arc::new(images.finish()),
+            Arc::new(video_patches.finish()),
             Arc::new(reason.finish()),
             Arc::new(message.finish()),
         ];
@@ -234,7 +254,7 @@ impl Rows {
 
     /// As a batch of the file.
     pub(super) fn to_batch(&self) -> Result<RecordBatch, ArrowError> {
-        let columns: [&dyn Array; 14] = [
+        let columns: [&dyn Array; 15] = [
             &self.line,
             &self.offset,
             &self.hash,
@@ -247,6 +267,7 @@ impl Rows {
             &self.first_target,
             &self.last_target,
             &self.images,
+            &self.video_patches,
             &self.reject_reason,
             &self.reject_message,
         ];
@@ -288,17 +309,22 @@ impl Rows {
             num_targets: count(&self.supervised_tokens),
             ends: is_known.then(|| (count(&self.first_target), count(&self.last_target))),
         };
-        let sizes = self.images(row).map(|at| [self.height.value(at), self.width.value(at)]);
-        Ok(Measured { text, sizes: sizes.collect() })
+        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| *size != NO_PICTURE);
+        Ok(Measured { text, sizes: sizes.collect(), video_patches: self.video_patches.value(row) })
     }
 
-    /// The files of the row's pictures; `None` where one has no file.
-    pub(super) fn files(&self, row: usize) -> impl Iterator<Item = Option<(&str, ImageStamp)>> {
-        self.images(row).map(|at| {
-            let stamp =
-                ImageStamp { bytes: self.bytes.value(at), mtime_ns: self.mtime_ns.value(at) };
-            self.file.is_valid(at).then(|| (self.file.value(at), stamp))
-        })
+    /// The files of the row's media.
+    pub(super) fn files(&self, row: usize) -> impl Iterator<Item = (&str, ImageStamp)> {
+        self.images(row).filter_map(|at| self.image_file(at))
+    }
+
+    fn size(&self, at: usize) -> [u32; 2] {
+        [self.height.value(at), self.width.value(at)]
+    }
+
+    fn image_file(&self, at: usize) -> Option<(&str, ImageStamp)> {
+        let stamp = ImageStamp { bytes: self.bytes.value(at), mtime_ns: self.mtime_ns.value(at) };
+        self.file.is_valid(at).then(|| (self.file.value(at), stamp))
     }
 
     /// The whole row.
@@ -308,8 +334,16 @@ impl Rows {
                 Outcome::Rejected { reason: reason.to_owned(), message: message.to_owned() }
             }
             Ok(measured) => {
-                let file = |(path, stamp): (&str, _)| ImageFile { path: path.to_owned(), stamp };
-                Outcome::Measured(measured, self.files(row).map(|found| found.map(file)).collect())
+                let file = |at| {
+                    let (path, stamp) = self.image_file(at)?;
+                    Some(ImageFile { path: path.to_owned(), stamp })
+                };
+                let first_video = self.images(row).start + measured.sizes.len();
+                Outcome::Measured {
+                    pictures: (self.images(row).start..first_video).map(file).collect(),
+                    videos: (first_video..self.images(row).end).filter_map(file).collect(),
+                    measured,
+                }
             }
         };
         let (line, offset) = (self.line.value(row), self.offset.value(row));
@@ -345,15 +379,18 @@ mod tests {
             (any::<u64>(), any::<i64>(), "[a-z/]{0,9}").prop_map(|(bytes, mtime_ns, path)| {
                 ImageFile { path, stamp: ImageStamp { bytes, mtime_ns } }
             });
-        let image = (any::<[u32; 2]>(), prop::option::of(file));
+        let image = ([1..=u32::MAX, 1..=u32::MAX], prop::option::of(file.clone()));
+        let media = (prop::collection::vec(image, 0..4), prop::collection::vec(file, 0..3));
         let ends = prop::option::of((0usize..9, 0usize..9));
         let counts = (0usize..99, 0usize..9, 0usize..99, 0usize..99);
-        let measured = (counts, ends, prop::collection::vec(image, 0..4)).prop_map(
-            |((text_tokens, media_tokens, text_before_media, num_targets), ends, images)| {
+        let measured = (counts, ends, media, any::<u32>()).prop_map(
+            |(counts, ends, (images, videos), video_patches)| {
+                let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
                 let text =
                     Outline { text_tokens, media_tokens, text_before_media, num_targets, ends };
-                let (sizes, files) = images.into_iter().unzip();
-                Outcome::Measured(Measured { text, sizes }, files)
+                let (sizes, pictures) = images.into_iter().unzip();
+                let measured = Measured { text, sizes, video_patches };
+                Outcome::Measured { measured, pictures, videos }
             },
         );
         let rejected = ("[a-z_]{1,9}", ".{0,9}")
@@ -380,7 +417,7 @@ mod tests {
             let length: UInt32Array = column(&batch, "length").unwrap();
             for (row, entry) in entries.iter().enumerate() {
                 let expected = match &entry.outcome {
-                    Outcome::Measured(measured, _) => Some(2 * lengths(measured).tokens as u32),
+                    Outcome::Measured { measured, .. } => Some(2 * lengths(measured).tokens as u32),
                     Outcome::Rejected { .. } => None,
                 };
                 prop_assert_eq!(length.is_valid(row).then(|| length.value(row)), expected);

@@ -1,4 +1,4 @@
-//! Lengths in memory: some 36 bytes a row, so that a cache of millions of rows is no burden.
+//! Lengths in memory: some 40 bytes a row, so that a cache of millions of rows is no burden.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,6 +26,7 @@ struct Counts {
     mark_tokens: u32,
     text_before_media: u32,
     num_targets: u32,
+    video_patches: u32,
     ends: [u32; 2], // of no target: NONE
     sizes_end: u32,
 }
@@ -41,7 +42,7 @@ impl LengthCache {
 
     pub(super) fn push(&mut self, rows: &Rows) {
         for row in 0..rows.len() {
-            let Measured { text, sizes } = match rows.measured(row) {
+            let Measured { text, sizes, video_patches } = match rows.measured(row) {
                 Ok(measured) => measured,
                 Err((reason, message)) => {
                     let rejected = (reason.to_owned(), message.to_owned());
@@ -55,6 +56,7 @@ impl LengthCache {
                 mark_tokens: text.media_tokens as u32,
                 text_before_media: text.text_before_media as u32,
                 num_targets: text.num_targets as u32,
+                video_patches,
                 ends: text.ends.map_or([NONE; 2], |(first, last)| [first as u32, last as u32]),
                 sizes_end: self.sizes.len() as u32,
             });
@@ -90,7 +92,8 @@ impl LengthCache {
             return Err(Rejection::new(&id, reason, format!("{id}{message}")));
         }
         let (text, sizes) = self.measured(row);
-        let length = encoder.length_under(text, sizes, cut);
+        let video_patches = self.counts[row].video_patches;
+        let length = encoder.length_under(text, sizes, video_patches, cut);
         length.map_err(|cause| SampleError::Cut { id: id(), cause }.into())
     }
 

@@ -4,12 +4,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::data::chat::{ChatTemplate, TemplateError};
 use crate::data::image::ImageConfigError;
 use crate::data::tokenizer::{TextTokenizer, TokenizerError};
+use crate::data::video::VideoConfigError;
 
 /// Variables of the template that name special tokens.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
@@ -89,6 +90,9 @@ pub enum EncoderError {
     /// An image config that cannot be used.
     #[error(transparent)]
     Image(#[from] ImageConfigError),
+    /// A video config that cannot be used.
+    #[error(transparent)]
+    Video(#[from] VideoConfigError),
 }
 
 impl EncoderError {
@@ -105,6 +109,7 @@ impl EncoderError {
             Self::VocabSize { .. } => "tokenizer.json and config.json are of two models",
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
+            Self::Video(error) => error.hint(),
             Self::Json { .. }
             | Self::Key { .. }
             | Self::UnknownToken { .. }
@@ -119,18 +124,69 @@ impl EncoderError {
 pub(super) struct TextFolder {
     pub(super) tokenizer: TextTokenizer,
     pub(super) template: ChatTemplate,
-    pub(super) image_token_id: u32,
-    /// Stand right before and right after the visual tokens of a medium, where a model has them.
-    pub(super) vision_marks: [Option<u32>; 2],
     /// Tokens that stand for media and so must not come from a text.
-    pub(super) media_tokens: Vec<String>,
+    pub(super) media: MediaTokens,
     pub(super) stop_ids: Vec<u32>,
     pub(super) pad_id: u32,
     pub(super) vocab_size: usize,
-    /// Hash of all that decides which tokens a chat becomes.
-    pub(super) key: [u8; 32],
     /// SHA-256 of `tokenizer.json`.
     pub(super) tokenizer_fingerprint: [u8; 32],
+    /// Hash of all that decides which tokens a chat becomes.
+    pub(super) key: [u8; 32],
+}
+
+/// Tokens by which the text shows media.
+#[derive(Debug)]
+pub(super) struct MediaTokens {
+    pub(super) image: String,
+    pub(super) image_id: u32,
+    /// Stand right before and right behind visual tokens, where a model has them.
+    pub(super) marks: [Option<u32>; 2],
+    /// Only models that know videos have them.
+    pub(super) video: Option<VideoTokens>,
+}
+
+/// Tokens by which the text shows a video.
+#[derive(Debug)]
+pub(super) struct VideoTokens {
+    pub(super) pad: String,
+    pub(super) pad_id: u32,
+    /// Before the tokens of each group of frames.
+    pub(super) start: String,
+    /// Behind them.
+    pub(super) end: String,
+}
+
+impl MediaTokens {
+    fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
+        let image_id = config.id("image_token_id")?;
+        let image = config.token("image_token_id", image_id, tokenizer)?;
+        let mark = |key, published: &str| match config.id(key) {
+            Ok(id) => config.token(key, id, tokenizer),
+            Err(_) => Ok(published.to_owned()),
+        };
+        let video = match config.id("video_token_id") {
+            Ok(pad_id) => Some(VideoTokens {
+                pad: config.token("video_token_id", pad_id, tokenizer)?,
+                pad_id,
+                start: mark("vision_start_token_id", "<|vision_start|>")?,
+                end: mark("vision_end_token_id", "<|vision_end|>")?,
+            }),
+            Err(_) => None,
+        };
+        let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
+        Ok(Self { image, image_id, marks, video })
+    }
+
+    /// The texts that stand for features.
+    pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
+        [self.image.as_str()].into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
+    }
+
+    /// Whether features fill the places of this token.
+    pub(super) fn is_pad(&self, id: u32) -> bool {
+        id == self.image_id || self.video.as_ref().is_some_and(|video| video.pad_id == id)
+    }
 }
 
 impl TextFolder {
@@ -139,18 +195,10 @@ impl TextFolder {
         let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
         let path = folder.join("tokenizer.json");
         let bytes = read(&path)?;
-        let mut key = Sha256::new_with_prefix(&bytes);
-        let tokenizer_fingerprint = key.clone().finalize().into();
         let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+        let tokenizer_fingerprint: [u8; 32] = Sha256::digest(&bytes).into();
         drop(bytes);
-        let image_token_id = config.id("image_token_id")?;
-        let vision_marks =
-            ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
-        let mut media_tokens = vec![config.token("image_token_id", image_token_id, &tokenizer)?];
-        // Only models that know videos have the other one.
-        if let Ok(id) = config.id("video_token_id") {
-            media_tokens.push(config.token("video_token_id", id, &tokenizer)?);
-        }
+        let media = MediaTokens::read(&config, &tokenizer)?;
         let vocab_size = config.vocab_size()?;
         let max_id = tokenizer.max_id();
         if max_id as usize >= vocab_size {
@@ -181,26 +229,25 @@ impl TextFolder {
             .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
             .unwrap_or(first_stop);
         let (path, source) = chat_template(folder, &tokenizer_config)?;
-        let marks = json!([source, special_tokens, image_token_id, vision_marks, media_tokens]);
-        key.update(marks.to_string());
+        let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
+        key.update(format!("{source:?} {special_tokens:?} {media:?}"));
         if source.contains("strftime_now") {
             // what the template writes depends on the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             key.update((now.as_secs() / 86_400).to_le_bytes());
         }
+        let key = key.finalize().into();
         let template = ChatTemplate::new(source, special_tokens)
             .map_err(|cause| EncoderError::Template { path, cause })?;
         Ok(Self {
             tokenizer,
             template,
-            image_token_id,
-            vision_marks,
-            media_tokens,
+            media,
             stop_ids,
             pad_id,
             vocab_size,
-            key: key.finalize().into(),
             tokenizer_fingerprint,
+            key,
         })
     }
 }

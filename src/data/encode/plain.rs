@@ -15,9 +15,8 @@ impl Encoder {
         id: &SampleId,
         text: &str,
     ) -> Result<Tokens, SampleError> {
-        let mut media = self.text.media_tokens.iter();
-        if let Some(token) = media.find(|token| text.contains(token.as_str())) {
-            let token = token.clone();
+        if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
+            let token = token.to_owned();
             return Err(SampleError::ReservedInText { id: id.clone(), token });
         }
         self.text

@@ -15,14 +15,14 @@ use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 use super::header::{Header, swaps_sides};
 
 /// Larger pictures are refused from their header, before memory is spent on them.
-pub(super) const MAX_PIXELS: u64 = 1 << 28;
+pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
 
 /// 8-bit RGB, `[height, width, 3]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rgb {
-    pub(super) width: usize,
-    pub(super) height: usize,
-    pub(super) data: Vec<u8>,
+pub(in crate::data) struct Rgb {
+    pub(in crate::data) width: usize,
+    pub(in crate::data) height: usize,
+    pub(in crate::data) data: Vec<u8>,
 }
 
 /// Why bytes are not a picture; the caller knows which one.
@@ -170,7 +170,7 @@ fn on_white(value: u8, alpha: u8) -> u8 {
 }
 
 /// Applies an EXIF orientation: each row of the result walks the source with a fixed stride.
-fn upright(image: Rgb, orientation: Orientation) -> Rgb {
+pub(in crate::data) fn upright(image: Rgb, orientation: Orientation) -> Rgb {
     // Walked in squares, so that a column of the source stays in the cache.
     const TILE: usize = 64;
     let (w, h) = (image.width as isize, image.height as isize);

@@ -64,7 +64,7 @@ impl Header {
 }
 
 /// Whether the orientation turns the picture on its side.
-pub(super) fn swaps_sides(orientation: Orientation) -> bool {
+pub(in crate::data) fn swaps_sides(orientation: Orientation) -> bool {
     matches!(
         orientation,
         Orientation::Rotate90

@@ -1,19 +1,21 @@
 //! Pixels to rows of normalised patches, in merge-block order.
 //!
 //! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` patches a side.
-//! Rows: `(gh/m, gw/m, m, m)`, so that the patches that merge into one token are neighbours;
-//! columns: `(3, tp, p, p)`. A picture is one frame, repeated `tp` times.
+//! Rows: `(t, gh/m, gw/m, m, m)`, so that the patches that merge into one token are neighbours;
+//! columns: `(3, tp, p, p)`. A picture is one frame, repeated `tp` times; the last frame of a video
+//! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
+use crate::batch::Patches;
 
 /// The value of each byte of each channel: rescaling and normalising fused as
 /// `(x - 255 mean) / (255 std)` in f32, exactly as the reference computes it.
 #[derive(Debug, Clone)]
-pub(super) struct Normalise([[f32; 256]; 3]);
+pub(in crate::data) struct Normalise([[f32; 256]; 3]);
 
 impl Normalise {
     /// `scale` is the largest pixel value: 1 / `rescale_factor`.
-    pub(super) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
+    pub(in crate::data) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
         Self(std::array::from_fn(|c| {
             let (mean, std) = (mean[c] * scale, std[c] * scale);
             std::array::from_fn(|x| (x as f32 - mean) / std)
@@ -23,29 +25,38 @@ impl Normalise {
 
 /// Sides of a patch: in pixels, frames, and patches a merge block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PatchShape {
-    pub(super) patch: usize,
-    pub(super) temporal: usize,
-    pub(super) merge: usize,
+pub(in crate::data) struct PatchShape {
+    pub(in crate::data) patch: usize,
+    pub(in crate::data) temporal: usize,
+    pub(in crate::data) merge: usize,
 }
 
-/// `[gh * gw, 3 * tp * p * p]`.
+/// Values of `frames`, which have one size: `[t * gh * gw, 3 * tp * p * p]`, `t` the number of
+/// frames over `tp`, rounded up.
 ///
 /// # Panics
-/// If a side is not a multiple of `p * m`.
-pub(super) fn patchify(image: &Rgb, shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
+/// Without frames, and if a side is not a multiple of `p * m`.
+pub(in crate::data) fn patchify(
+    frames: &[Rgb],
+    shape: PatchShape,
+    normalise: &Normalise,
+) -> Vec<f32> {
     let PatchShape { patch, temporal, merge } = shape;
     let block = patch * merge;
+    let (width, height) = (frames[0].width, frames[0].height);
     assert!(
-        image.width.is_multiple_of(block) && image.height.is_multiple_of(block),
+        width.is_multiple_of(block) && height.is_multiple_of(block),
         "smart_resize makes both sides multiples of the merge block"
     );
-    let mut values = Vec::with_capacity(image.width * image.height * 3 * temporal);
-    for top in (0..image.height).step_by(block) {
-        for left in (0..image.width).step_by(block) {
-            for y in (top..top + block).step_by(patch) {
-                for x in (left..left + block).step_by(patch) {
-                    push_patch(&mut values, image, [y, x], shape, normalise);
+    let times = frames.len().div_ceil(temporal);
+    let mut values = Vec::with_capacity(width * height * 3 * temporal * times);
+    for frames in frames.chunks(temporal) {
+        for top in (0..height).step_by(block) {
+            for left in (0..width).step_by(block) {
+                for y in (top..top + block).step_by(patch) {
+                    for x in (left..left + block).step_by(patch) {
+                        push_patch(&mut values, frames, [y, x], shape, normalise);
+                    }
                 }
             }
         }
@@ -53,25 +64,67 @@ pub(super) fn patchify(image: &Rgb, shape: PatchShape, normalise: &Normalise) ->
     values
 }
 
-/// Appends the `(3, tp, p, p)` values of the patch whose first pixel is at `[y, x]`.
+/// Appends the `(3, tp, p, p)` values of the patch whose first pixel is at `[y, x]`; `frames` are
+/// `tp` or fewer.
 fn push_patch(
     values: &mut Vec<f32>,
-    image: &Rgb,
+    frames: &[Rgb],
     [y, x]: [usize; 2],
     PatchShape { patch, temporal, .. }: PatchShape,
     normalise: &Normalise,
 ) {
-    let pixels = image.data.as_chunks::<3>().0;
     for (c, table) in normalise.0.iter().enumerate() {
-        let frame = values.len();
-        for y in y..y + patch {
-            let row = &pixels[y * image.width + x..][..patch];
-            values.extend(row.iter().map(|pixel| table[usize::from(pixel[c])]));
+        let mut last = values.len();
+        for frame in frames {
+            last = values.len();
+            let pixels = frame.data.as_chunks::<3>().0;
+            for y in y..y + patch {
+                let row = &pixels[y * frame.width + x..][..patch];
+                values.extend(row.iter().map(|pixel| table[usize::from(pixel[c])]));
+            }
         }
-        for _ in 1..temporal {
-            values.extend_from_within(frame..frame + patch * patch);
+        for _ in frames.len()..temporal {
+            values.extend_from_within(last..last + patch * patch);
         }
     }
+}
+
+/// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
+/// repeated ones.
+pub(in crate::data) fn unpatchify(
+    patches: &Patches,
+    shape: PatchShape,
+    normalise: &Normalise,
+) -> Vec<Rgb> {
+    let PatchShape { patch, temporal, merge } = shape;
+    let [times, rows, columns] = patches.grid_thw.map(|n| n as usize);
+    let (width, height) = (columns * patch, rows * patch);
+    let blank = Rgb { width, height, data: vec![0; width * height * 3] };
+    let mut frames = vec![blank; times * temporal];
+    let mut values = patches.pixel_values.iter();
+    for frames in frames.chunks_mut(temporal) {
+        let blocks = (0..rows / merge).flat_map(|y| (0..columns / merge).map(move |x| [y, x]));
+        let inside = |[y, x]: [usize; 2]| {
+            let cells = (0..merge * merge).map(|cell| [cell / merge, cell % merge]);
+            cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
+        };
+        for [y, x] in blocks.flat_map(inside) {
+            for (c, table) in normalise.0.iter().enumerate() {
+                for frame in frames.iter_mut() {
+                    for (at, value) in values.by_ref().take(patch * patch).enumerate() {
+                        let (row, column) = (y * patch + at / patch, x * patch + at % patch);
+                        frame.data[(row * width + column) * 3 + c] = level(table, *value);
+                    }
+                }
+            }
+        }
+    }
+    frames
+}
+
+/// The byte whose normalised value is nearest.
+fn level(table: &[f32; 256], value: f32) -> u8 {
+    (255.0 * (value - table[0]) / (table[255] - table[0])).round() as u8
 }
 
 #[cfg(test)]
@@ -89,7 +142,7 @@ mod tests {
         let image = Rgb { width: 6, height: 4, data };
         let shape = PatchShape { patch: 1, temporal: 2, merge: 2 };
         let identity = Normalise::new([0.0; 3], [1.0; 3], 1.0);
-        let values = patchify(&image, shape, &identity);
+        let values = patchify(&[image], shape, &identity);
         assert_eq!(values[..6], [0.0, 0.0, 100.0, 100.0, 200.0, 200.0]);
         let red: Vec<f32> = values.iter().step_by(6).copied().collect();
         let expected = [
@@ -97,6 +150,37 @@ mod tests {
             20, 21, 30, 31, 22, 23, 32, 33, 24, 25, 34, 35,
         ];
         assert_eq!(red, expected.map(|value| value as f32));
+    }
+
+    #[test]
+    fn an_odd_frame_is_repeated_and_frames_of_a_patch_stand_side_by_side() {
+        let frame = |first: u8| {
+            let data = (0..4).flat_map(|pixel| [first + pixel, 100 + first, 200]).collect();
+            Rgb { width: 2, height: 2, data }
+        };
+        let shape = PatchShape { patch: 1, temporal: 2, merge: 2 };
+        let identity = Normalise::new([0.0; 3], [1.0; 3], 1.0);
+        let values = patchify(&[frame(0), frame(10), frame(20)], shape, &identity);
+        assert_eq!(values.len(), 2 * 4 * 6);
+        assert_eq!(values[..8], [0.0, 10.0, 100.0, 110.0, 200.0, 200.0, 1.0, 11.0]);
+        assert_eq!(values[24..32], [20.0, 20.0, 120.0, 120.0, 200.0, 200.0, 21.0, 21.0]);
+    }
+
+    #[test]
+    fn unpatchify_undoes_patchify_for_every_byte() {
+        let frame = |seed: usize| {
+            let data = (0..8 * 12 * 3).map(|at| (at * seed % 256) as u8).collect();
+            Rgb { width: 12, height: 8, data }
+        };
+        let shape = PatchShape { patch: 2, temporal: 2, merge: 2 };
+        let normalise = Normalise::new([0.48, 0.46, 0.41], [0.27, 0.26, 0.28], 255.0);
+        let frames = [frame(1), frame(7), frame(13)];
+        let pixel_values = patchify(&frames, shape, &normalise);
+        let patches = Patches { pixel_values, grid_thw: [2, 4, 6] };
+        let [first, second, third, repeated] =
+            unpatchify(&patches, shape, &normalise).try_into().unwrap();
+        assert_eq!(repeated, third);
+        assert_eq!([first, second, third], frames);
     }
 
     #[test]

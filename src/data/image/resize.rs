@@ -19,7 +19,7 @@ const LANES: usize = 16;
 ///
 /// # Panics
 /// If a target side is 0.
-pub(super) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
+pub(in crate::data) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
     assert!(height > 0 && width > 0, "cannot resize to nothing");
     let (height, width) = (height as usize, width as usize);
     let image = if image.width == width { image } else { resize_width(&image, width) };

@@ -20,9 +20,16 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// Opens `path`, relative to `root` or absolute, if it is a file inside `root` after every link
-/// and `..` is resolved.
+/// Opens what [`resolve`] finds.
 pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageError> {
+    let real = resolve(root, path)?;
+    let file = File::open(&real);
+    file.map(BufReader::new).map_err(|source| ImageError::Read { path: path.to_owned(), source })
+}
+
+/// The real place of `path`, relative to `root` or absolute, if it is a file inside `root` after
+/// every link and `..` is resolved.
+pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, ImageError> {
     let read_error = |source| ImageError::Read { path: path.to_owned(), source };
     let escapes = || ImageError::EscapesRoot { path: path.to_owned(), root: root.to_owned() };
     let real_root =
@@ -49,7 +56,7 @@ pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageErr
     if !real.metadata().map_err(read_error)?.is_file() {
         return Err(read_error(std::io::Error::new(ErrorKind::InvalidInput, "it is not a file")));
     }
-    Ok(BufReader::new(File::open(&real).map_err(read_error)?))
+    Ok(real)
 }
 
 /// Resolves `.` and `..` without the file system.

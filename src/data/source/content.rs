@@ -1,4 +1,4 @@
-//! Contents of turns and the images they stand for, in the order of their appearance.
+//! Contents of turns and the media they stand for, in the order of their appearance.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,67 +6,130 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::SampleError;
-use crate::batch::{Content, MediaRef, MediaSource, Part, SampleId};
+use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
 
-/// Stands for the next listed image inside a text.
-const PLACEHOLDER: &str = "<image>";
+/// Stand for the next listed medium inside a text.
+const PLACEHOLDERS: [(MediumKind, &str); 2] =
+    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>")];
 /// Keys of rows and parts whose media are not read.
-const OTHER_MEDIA: [&str; 5] = ["video", "videos", "video_url", "audio", "audios"];
+const OTHER_MEDIA: [&str; 2] = ["audio", "audios"];
 /// Keys under which a part or an entry of a list gives its image.
 const SOURCE_KEYS: [&str; 4] = ["image", "image_url", "url", "path"];
+/// Keys under which a part or an entry of a list gives its video.
+const VIDEO_KEYS: [&str; 4] = ["video", "video_url", "url", "path"];
+/// Keys that give the frames a second of a video.
+const RATE_KEYS: [&str; 3] = ["fps", "sample_fps", "raw_fps"];
+/// Keys of a video that would change what is seen of it, and are not read.
+const UNREAD_VIDEO_KEYS: [&str; 11] = [
+    "nframes",
+    "num_frames",
+    "min_frames",
+    "max_frames",
+    "video_start",
+    "video_end",
+    "min_pixels",
+    "max_pixels",
+    "total_pixels",
+    "resized_height",
+    "resized_width",
+];
 
 /// Collects the media of one row while its turns are read.
 pub(super) struct RowMedia<'a> {
     id: &'a SampleId,
     image_root: &'a Arc<Path>,
-    listed: std::vec::IntoIter<MediaRef>,
-    list: List,
-    num_placeholders: usize,
-    media: Vec<MediaRef>,
+    images: List,
+    videos: List,
+    media: Vec<Medium>,
 }
 
-/// Whether the row lists images apart from its turns: only then does `<image>` mean anything.
+/// Media that a row lists apart from its turns: only then does their placeholder mean anything.
 enum List {
     Absent,
-    Present { num_images: usize },
+    Present { rest: std::vec::IntoIter<Medium>, listed: usize, placeholders: usize },
+}
+
+impl List {
+    fn new(media: Option<Vec<Medium>>) -> Self {
+        media.map_or(Self::Absent, |media| Self::Present {
+            listed: media.len(),
+            rest: media.into_iter(),
+            placeholders: 0,
+        })
+    }
+
+    /// One fewer on the list; the totals are compared at the end.
+    fn next(&mut self) -> Option<Medium> {
+        match self {
+            Self::Absent => {
+                *self = Self::new(Some(Vec::new())); // a part without a source
+                self.next()
+            }
+            Self::Present { rest, placeholders, .. } => {
+                *placeholders += 1;
+                rest.next()
+            }
+        }
+    }
+
+    /// Placeholders and media, if they differ.
+    fn difference(&self) -> Option<(usize, usize)> {
+        match self {
+            Self::Present { listed, placeholders, .. } if placeholders != listed => {
+                Some((*placeholders, *listed))
+            }
+            _ => None,
+        }
+    }
 }
 
 impl<'a> RowMedia<'a> {
-    /// Takes the lists of images out of `row`.
+    /// Takes the lists of media out of `row`.
     pub(super) fn of_row(
         id: &'a SampleId,
         image_root: &'a Arc<Path>,
         row: &mut Map<String, Value>,
     ) -> Result<Self, SampleError> {
         refuse_other_media(id, "", row)?;
-        let mut this = Self {
-            id,
-            image_root,
-            listed: Vec::new().into_iter(),
-            list: List::Absent,
-            num_placeholders: 0,
-            media: Vec::new(),
-        };
-        let lists = ["images", "image"].map(|key| (key, take(row, key)));
-        let both = lists.iter().all(|(_, value)| !value.is_null());
-        if both {
-            return Err(this.not_supported("image", "`image` beside `images` is"));
-        }
-        for (key, value) in lists {
+        let (images, videos) = (List::Absent, List::Absent);
+        let mut this = Self { id, image_root, images, videos, media: Vec::new() };
+        let images = this.listed(row, ["images", "image"], "`image` beside `images` is")?;
+        let images = images.map(|(key, value)| {
+            let values = one_or_more(value).into_iter().enumerate();
+            let image = |(index, value)| this.image(&format!("{key}[{index}]"), value);
+            values.map(|entry| image(entry).map(Medium::Image)).collect::<Result<_, _>>()
+        });
+        let videos = this.listed(row, ["videos", "video"], "`video` beside `videos` is")?;
+        let fps = if videos.is_some() { this.rate("", row)? } else { None };
+        let videos = videos.map(|(key, value)| {
+            // A flat list under the singular key is one video's frames, as it is in a part.
+            let is_flat = |list: &[Value]| list.iter().all(|entry| !entry.is_array());
             let values = match value {
-                Value::Null => continue,
-                Value::Array(values) => values,
-                one => vec![one],
+                Value::Array(list) if key == "video" && is_flat(&list) => vec![Value::Array(list)],
+                value => one_or_more(value),
             };
-            let images = values
-                .into_iter()
-                .enumerate()
-                .map(|(index, value)| this.image(&format!("{key}[{index}]"), value))
-                .collect::<Result<Vec<_>, _>>()?;
-            this.list = List::Present { num_images: images.len() };
-            this.listed = images.into_iter();
-        }
+            let values = values.into_iter().enumerate();
+            let video = |(index, value)| this.video(&format!("{key}[{index}]"), value, fps);
+            values.map(|entry| video(entry).map(Medium::Video)).collect::<Result<_, _>>()
+        });
+        let (images, videos) = (images.transpose()?, videos.transpose()?);
+        (this.images, this.videos) = (List::new(images), List::new(videos));
         Ok(this)
+    }
+
+    /// What stands under one of two keys.
+    fn listed(
+        &self,
+        row: &mut Map<String, Value>,
+        keys: [&'static str; 2],
+        both: &'static str,
+    ) -> Result<Option<(&'static str, Value)>, SampleError> {
+        let mut values = keys.map(|key| (key, take(row, key))).into_iter();
+        let mut given = values.by_ref().filter(|(_, value)| !value.is_null());
+        match (given.next(), given.next()) {
+            (Some(_), Some(_)) => Err(self.not_supported(keys[1], both)),
+            (first, _) => Ok(first),
+        }
     }
 
     /// Content of a turn: a text, or a list of parts.
@@ -82,41 +145,58 @@ impl<'a> RowMedia<'a> {
         }
     }
 
-    /// A text, cut at its `<image>` placeholders if the row lists images.
+    /// A text, cut at the placeholders of the media that the row lists.
     pub(super) fn text(&mut self, text: String) -> Content {
-        if matches!(self.list, List::Absent) || !text.contains(PLACEHOLDER) {
+        let mut parts = Vec::new();
+        let mut rest = text.as_str();
+        while let Some((at, kind, placeholder)) = self.next_placeholder(rest) {
+            if at > 0 {
+                parts.push(Part::Text(rest[..at].to_owned()));
+            }
+            parts.push(self.next_of(kind));
+            rest = &rest[at + placeholder.len()..];
+        }
+        if parts.is_empty() {
             return Content::Text(text);
         }
-        let mut parts = Vec::new();
-        for (index, piece) in text.split(PLACEHOLDER).enumerate() {
-            if index > 0 {
-                self.next_listed();
-                parts.push(Part::Image);
-            }
-            if !piece.is_empty() {
-                parts.push(Part::Text(piece.to_owned()));
-            }
+        if !rest.is_empty() {
+            parts.push(Part::Text(rest.to_owned()));
         }
         Content::Parts(parts)
     }
 
-    /// All media in order; an error if placeholders and listed images differ in number.
-    pub(super) fn finish(self) -> Result<Vec<MediaRef>, SampleError> {
-        let images = match self.list {
-            List::Absent => 0,
-            List::Present { num_images } => num_images,
+    /// The first placeholder of a listed kind in `text`.
+    fn next_placeholder(&self, text: &str) -> Option<(usize, MediumKind, &'static str)> {
+        let is_listed = |kind| match kind {
+            MediumKind::Image => !matches!(self.images, List::Absent),
+            MediumKind::Video => !matches!(self.videos, List::Absent),
         };
-        if self.num_placeholders == images {
-            return Ok(self.media);
-        }
-        let placeholders = self.num_placeholders;
-        Err(SampleError::ImageCount { id: self.id.clone(), placeholders, images })
+        let found = PLACEHOLDERS.into_iter().filter(|(kind, _)| is_listed(*kind));
+        found
+            .filter_map(|(kind, text_of)| Some((text.find(text_of)?, kind, text_of)))
+            .min_by_key(|(at, ..)| *at)
     }
 
-    /// One image fewer on the list; `finish` compares the totals.
-    fn next_listed(&mut self) {
-        self.num_placeholders += 1;
-        self.media.extend(self.listed.next());
+    /// All media in order; an error if placeholders and listed media differ in number.
+    pub(super) fn finish(self) -> Result<Vec<Medium>, SampleError> {
+        let id = || self.id.clone();
+        if let Some((placeholders, images)) = self.images.difference() {
+            return Err(SampleError::ImageCount { id: id(), placeholders, images });
+        }
+        if let Some((placeholders, videos)) = self.videos.difference() {
+            return Err(SampleError::VideoCount { id: id(), placeholders, videos });
+        }
+        Ok(self.media)
+    }
+
+    /// A part that stands for the next listed medium of a kind.
+    fn next_of(&mut self, kind: MediumKind) -> Part {
+        let (list, part) = match kind {
+            MediumKind::Image => (&mut self.images, Part::Image),
+            MediumKind::Video => (&mut self.videos, Part::Video),
+        };
+        self.media.extend(list.next());
+        part
     }
 
     fn part(&mut self, at: &str, value: Value) -> Result<Part, SampleError> {
@@ -130,8 +210,10 @@ impl<'a> RowMedia<'a> {
             // Qwen's own form says the type by the key.
             Value::Null if part.contains_key("text") => "text".to_owned(),
             Value::Null if part.contains_key("image") => "image".to_owned(),
+            Value::Null if part.contains_key("video") => "video".to_owned(),
             Value::Null => {
-                return Err(missing(self.id, &format!("{at}.type"), "`text` or `image`"));
+                let expected = "`text`, `image` or `video`";
+                return Err(missing(self.id, &format!("{at}.type"), expected));
             }
             other => return Err(wrong_type(self.id, &format!("{at}.type"), &other, "a string")),
         };
@@ -142,18 +224,24 @@ impl<'a> RowMedia<'a> {
                 other => Err(wrong_type(self.id, &format!("{at}.text"), &other, "a string")),
             },
             "image" | "image_url" => {
-                match first_source(&mut part) {
-                    Some((key, value)) => {
-                        let image = self.image(&format!("{at}.{key}"), value)?;
-                        self.media.push(image);
-                    }
-                    None => self.next_listed(),
-                }
+                let Some((key, value)) = first_of(&mut part, SOURCE_KEYS) else {
+                    return Ok(self.next_of(MediumKind::Image));
+                };
+                let image = self.image(&format!("{at}.{key}"), value)?;
+                self.media.push(Medium::Image(image));
                 Ok(Part::Image)
             }
+            "video" | "video_url" => {
+                if VIDEO_KEYS.iter().all(|key| part.get(*key).is_none_or(Value::is_null)) {
+                    return Ok(self.next_of(MediumKind::Video));
+                }
+                let video = self.video(at, Value::Object(part), None)?;
+                self.media.push(Medium::Video(video));
+                Ok(Part::Video)
+            }
             _ => {
-                Err(self
-                    .not_supported(&format!("{at}.type"), "parts other than text and image are"))
+                let what = "parts other than text, image and video are";
+                Err(self.not_supported(&format!("{at}.type"), what))
             }
         }
     }
@@ -163,7 +251,7 @@ impl<'a> RowMedia<'a> {
         const EXPECTED: &str = "a path or a data URI";
         let text = match value {
             Value::String(text) => text,
-            Value::Object(mut object) => match first_source(&mut object) {
+            Value::Object(mut object) => match first_of(&mut object, SOURCE_KEYS) {
                 Some((key, value @ Value::String(_))) => {
                     return self.image(&format!("{at}.{key}"), value);
                 }
@@ -180,13 +268,73 @@ impl<'a> RowMedia<'a> {
         let source = if starts_with_ignoring_case(&text, "data:") {
             MediaSource::DataUri(text)
         } else {
-            let path = text.strip_prefix("file://").unwrap_or(&text);
-            if path.contains("://") {
-                return Err(self.not_supported(at, "images by URL are"));
-            }
-            MediaSource::File { root: self.image_root.clone(), path: PathBuf::from(path) }
+            let path = self.path(at, &text, "images by URL are")?;
+            MediaSource::File { root: self.image_root.clone(), path }
         };
         Ok(MediaRef { source })
+    }
+
+    /// A path of a file, a list of frames, or an object that holds one; `fps` is what stands
+    /// around it.
+    fn video(&self, at: &str, value: Value, fps: Option<f64>) -> Result<VideoRef, SampleError> {
+        const EXPECTED: &str = "a path or a list of frames";
+        match value {
+            Value::String(text) if text.is_empty() => Err(missing(self.id, at, EXPECTED)),
+            Value::String(text) if starts_with_ignoring_case(&text, "data:") => {
+                Err(self.not_supported(at, "videos as data URIs are"))
+            }
+            Value::String(text) => {
+                let path = self.path(at, &text, "videos by URL are")?;
+                Ok(VideoRef::File { root: self.image_root.clone(), path, fps })
+            }
+            Value::Array(frames) if frames.is_empty() => Err(missing(self.id, at, EXPECTED)),
+            Value::Array(frames) => {
+                let frames = frames.into_iter().enumerate();
+                let frame = |(index, value)| self.image(&format!("{at}[{index}]"), value);
+                let frames = frames.map(frame).collect::<Result<_, _>>()?;
+                Ok(VideoRef::Frames { frames, fps })
+            }
+            Value::Object(mut object) => {
+                let unread = UNREAD_VIDEO_KEYS
+                    .iter()
+                    .find(|key| object.get(**key).is_some_and(|value| !value.is_null()));
+                if let Some(key) = unread {
+                    let what = "limits of one video (`data.video` of the config is for all) are";
+                    return Err(self.not_supported(&format!("{at}.{key}"), what));
+                }
+                let fps = self.rate(at, &object)?.or(fps);
+                match first_of(&mut object, VIDEO_KEYS) {
+                    Some((key, value)) => self.video(&format!("{at}.{key}"), value, fps),
+                    None => Err(missing(self.id, &format!("{at}.video"), EXPECTED)),
+                }
+            }
+            other => Err(wrong_type(self.id, at, &other, EXPECTED)),
+        }
+    }
+
+    /// Frames a second, if one of the keys for them is there.
+    fn rate(&self, at: &str, object: &Map<String, Value>) -> Result<Option<f64>, SampleError> {
+        let given = RATE_KEYS.iter().find_map(|key| Some((*key, object.get(*key)?)));
+        let Some((key, value)) = given.filter(|(_, value)| !value.is_null()) else {
+            return Ok(None);
+        };
+        let number = match value {
+            Value::String(text) => text.trim().parse().ok(), // as some of Qwen's own examples
+            value => value.as_f64(),
+        };
+        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
+            return Ok(number);
+        }
+        let at = if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
+        Err(wrong_type(self.id, &at, value, "a number of frames a second above 0"))
+    }
+
+    fn path(&self, at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleError> {
+        let path = text.strip_prefix("file://").unwrap_or(text);
+        if path.contains("://") {
+            return Err(self.not_supported(at, by_url));
+        }
+        Ok(PathBuf::from(path))
     }
 
     fn not_supported(&self, at: &str, what: &'static str) -> SampleError {
@@ -224,8 +372,18 @@ pub(super) fn type_name(value: &Value) -> &'static str {
     }
 }
 
-fn first_source(object: &mut Map<String, Value>) -> Option<(&'static str, Value)> {
-    SOURCE_KEYS.iter().map(|key| (*key, take(object, key))).find(|(_, value)| !value.is_null())
+fn first_of(
+    object: &mut Map<String, Value>,
+    keys: [&'static str; 4],
+) -> Option<(&'static str, Value)> {
+    keys.into_iter().map(|key| (key, take(object, key))).find(|(_, value)| !value.is_null())
+}
+
+fn one_or_more(value: Value) -> Vec<Value> {
+    match value {
+        Value::Array(values) => values,
+        one => vec![one],
+    }
 }
 
 fn refuse_other_media(
@@ -241,7 +399,7 @@ fn refuse_other_media(
         };
         if is_given {
             let at = if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
-            let what = "videos and audio are";
+            let what = "audio is";
             return Err(SampleError::NotSupported { id: id.clone(), at, what });
         }
     }

@@ -4,6 +4,7 @@ use crate::batch::SampleId;
 use crate::data::chat::TemplateError;
 use crate::data::image::ImageError;
 use crate::data::truncate::CutError;
+use crate::data::video::VideoError;
 
 /// Why a row of a data file is rejected. The message begins with `file:line`.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +117,28 @@ pub enum SampleError {
         /// Images listed in the row.
         images: usize,
     },
+    /// Placeholders and videos differ in number.
+    #[error(
+        "{id}: the turns have {placeholders} video placeholders but the row lists {videos} videos"
+    )]
+    VideoCount {
+        /// The row.
+        id: SampleId,
+        /// `<video>` in texts and video parts without a source.
+        placeholders: usize,
+        /// Videos listed in the row.
+        videos: usize,
+    },
+    /// A video that cannot be used.
+    #[error("{id}: {cause} (video {index} of the row)")]
+    Video {
+        /// The row.
+        id: SampleId,
+        /// Which video of the row, starting at 1.
+        index: usize,
+        /// Why.
+        cause: VideoError,
+    },
     /// A picture that cannot be used.
     #[error("{id}: {cause} (image {index} of the row)")]
     Image {
@@ -145,14 +168,14 @@ pub enum SampleError {
         token: String,
     },
     /// The template dropped or invented placeholders.
-    #[error("{id}: the rendered chat has {rendered} image placeholders, expected {images}")]
+    #[error("{id}: the rendered chat has {rendered} media placeholders, expected {media}")]
     RenderedPlaceholders {
         /// The row.
         id: SampleId,
         /// Placeholders in the rendered chat.
         rendered: usize,
-        /// Images of the sample.
-        images: usize,
+        /// Media of the sample.
+        media: usize,
     },
     /// The chat template refused the turns.
     #[error("{id}: {cause}")]
@@ -171,13 +194,13 @@ pub enum SampleError {
         problem: String,
     },
     /// Visual tokens and visual features differ in number.
-    #[error("{id}: {tokens} image tokens after tokenising, expected {expected}")]
+    #[error("{id}: {tokens} media tokens after tokenising, expected {expected}")]
     ImageTokens {
         /// The row.
         id: SampleId,
         /// Found.
         tokens: usize,
-        /// Sum over the images.
+        /// Sum over the media.
         expected: usize,
     },
     /// No assistant turn to answer.
@@ -193,6 +216,12 @@ pub enum SampleError {
         id: SampleId,
         /// Length of the sample.
         num_tokens: usize,
+    },
+    /// A medium is not what its header said a moment before.
+    #[error("{id}: its media changed while the row was read")]
+    MediaChanged {
+        /// The row.
+        id: SampleId,
     },
     /// Longer than `max_length`, and it cannot be cut.
     #[error("{id}: {cause}")]
@@ -217,13 +246,16 @@ impl SampleError {
             Self::UnknownRole { .. } | Self::SystemNotFirst { .. } => "role",
             Self::NotSupported { .. } => "not_supported",
             Self::ImageCount { .. } | Self::RenderedPlaceholders { .. } => "image_count",
+            Self::VideoCount { .. } => "video_count",
             Self::Image { cause, .. } => cause.reason(),
+            Self::Video { cause, .. } => cause.reason(),
             Self::ReservedToken { .. } | Self::ReservedInText { .. } => "reserved_token",
             Self::Template { cause, .. } => cause.reason(),
             Self::Tokenizer { .. } => "tokenizer",
             Self::ImageTokens { .. } => "image_tokens",
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
             Self::NoSupervisedToken { .. } => "no_supervised_token",
+            Self::MediaChanged { .. } => "media_changed",
             Self::Cut { cause, .. } => cause.reason(),
         }
     }
@@ -237,11 +269,14 @@ impl SampleError {
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
             }
+            Self::VideoCount { .. } => {
+                "write one `<video>`, or one part of type `video`, for each video of the row"
+            }
             Self::RenderedPlaceholders { .. } => {
-                "chat templates render images of user turns only: move them there"
+                "chat templates render media of user turns only: move them there"
             }
             Self::ReservedToken { .. } => {
-                "write `<image>` and list the picture in `images`, or take the token out of the text"
+                "write `<image>` or `<video>` and list the medium in `images` or `videos`, or take the token out of the text"
             }
             Self::ReservedInText { .. } => "take the token out of the text",
             Self::SystemNotFirst { .. } => "make it the first turn, or a user turn",
@@ -260,7 +295,9 @@ impl SampleError {
                 "a row needs at least one assistant turn to learn from"
             }
             Self::Image { cause, .. } => cause.hint(),
+            Self::MediaChanged { .. } => "leave the files alone while a run reads them",
             Self::Cut { cause, .. } => cause.hint(),
+            Self::Video { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
         Some(hint.to_owned())
@@ -280,7 +317,9 @@ impl SampleError {
             | Self::SystemNotFirst { id, .. }
             | Self::NotSupported { id, .. }
             | Self::ImageCount { id, .. }
+            | Self::VideoCount { id, .. }
             | Self::Image { id, .. }
+            | Self::Video { id, .. }
             | Self::ReservedToken { id, .. }
             | Self::ReservedInText { id, .. }
             | Self::RenderedPlaceholders { id, .. }
@@ -288,6 +327,7 @@ impl SampleError {
             | Self::Tokenizer { id, .. }
             | Self::ImageTokens { id, .. }
             | Self::NoAssistantTurn { id }
+            | Self::MediaChanged { id }
             | Self::Cut { id, .. }
             | Self::NoSupervisedToken { id, .. } => id,
         }

@@ -21,9 +21,9 @@ const UNREAD_TURN_KEYS: [(&str, &str); 4] = [
 /// Layout of a row; the contract's table of input rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowForm {
-    /// `messages` with `role` and `content`; images, if any, are parts of the content.
+    /// `messages` with `role` and `content`; media, if any, are parts of the content.
     Messages,
-    /// `messages`, and `images` for the `<image>` in their texts.
+    /// `messages`, and `images` or `videos` for the `<image>` and `<video>` in their texts.
     MessagesWithImages,
     /// `conversations` with `from` and `value`.
     Conversations,
@@ -37,7 +37,7 @@ impl fmt::Display for RowForm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Messages => "messages",
-            Self::MessagesWithImages => "messages with a list of images",
+            Self::MessagesWithImages => "messages with a list of media",
             Self::Conversations => "conversations",
             Self::Alpaca => "alpaca",
             Self::Text => "plain text",
@@ -54,7 +54,7 @@ impl RowForm {
     fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
         let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
         if has("messages") {
-            let listed = has("images") || has("image");
+            let listed = ["images", "image", "videos", "video"].into_iter().any(has);
             Ok(if listed { Self::MessagesWithImages } else { Self::Messages })
         } else if has("conversations") {
             Ok(Self::Conversations)

@@ -1,7 +1,7 @@
 //! No token sees a later one, nor another sample; no frame sees another in the tower.
 
 use super::{
-    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Image, Subject, Text, VOCABULARY,
+    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Image, Subject, Text, VOCABULARY, Video,
     Weights, packed, sample, samples,
 };
 use std::ops::Range;
@@ -134,18 +134,22 @@ fn another_samples_text_and_pixels_change_no_bit() {
 }
 
 #[test]
-fn a_pixel_changes_its_sample_from_the_images_first_token_on() {
+fn a_pixel_changes_its_sample_from_its_frames_first_token_on() {
     for head in BOTH_HEADS {
         for backend in BOTH_BACKENDS {
             let subject = Subject::new(&Weights::random(head, 53), backend);
             let batch = packed(&samples());
             let before = subject.hidden(&batch);
-            for (media, frame) in frames(&batch).into_iter().enumerate() {
+            let grids = batch.media.iter().map(|media| media.grid_thw);
+            let of_media = grids.enumerate().flat_map(|(media, [t, h, w])| {
+                (0..t as usize).map(move |time| (media, time, (h * w) as usize))
+            });
+            for ((media, time, patches), frame) in of_media.zip(frames(&batch)) {
                 let end = segment_of(&batch, frame.start).end;
-                for patch in [0, batch.media[media].num_patches() - 1] {
-                    let other = with_other_pixel(&batch, media, 0, patch);
-                    let what = format!("{backend:?}, image {media}, patch {patch}");
-                    // All tokens of the image: attention is full inside a frame.
+                for patch in [0, patches - 1] {
+                    let other = with_other_pixel(&batch, media, time, patch);
+                    let what = format!("{backend:?}, medium {media}, frame {time}, patch {patch}");
+                    // All tokens of the frame, none before it: attention is full inside a frame.
                     assert_changed(&what, &before, &subject.hidden(&other), |i| {
                         (frame.start..end).contains(&i)
                     });
@@ -162,7 +166,7 @@ fn tower(backend: Backend) -> Subject {
 
 #[test]
 fn frames_and_images_do_not_mix_in_the_tower() {
-    let clip = sample(60, &[Text(2), Image([2, 4, 2]), Text(1), Image([1, 2, 4]), Text(3)]);
+    let clip = sample(60, &[Text(2), Video([2, 4, 2]), Text(1), Image([1, 2, 4]), Text(3)]);
     let still = sample(61, &[Image([3, 2, 2]), Text(2)]);
     let batch = packed(&[clip, still]);
     for backend in BOTH_BACKENDS {

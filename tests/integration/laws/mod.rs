@@ -299,19 +299,27 @@ enum Piece {
     Text(usize),
     /// Patches per axis: time, height, width.
     Image([u32; 3]),
+    /// The same, each time between texts, as the frames of a video are.
+    Video([u32; 3]),
 }
-use Piece::{Image, Text};
+use Piece::{Image, Text, Video};
 
 /// A sample of random tokens and pixels; about half of its text is supervised, the last token
 /// always.
 fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
+    let whole = pieces;
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let id = SampleId { file: Path::new("laws.jsonl").into(), line: seed };
     let (mut input_ids, mut labels, mut position_ids) = (vec![], vec![], vec![]);
     let (mut vision_rows, mut media) = (vec![], vec![]);
     let mut next_position = 0;
+    // The frames of a video are images of one patch tensor, with a time before each.
+    let pieces = pieces.iter().flat_map(|piece| match *piece {
+        Video([t, h, w]) => [Text(2), Image([1, h, w])].repeat(t as usize),
+        piece => vec![piece],
+    });
     for piece in pieces {
-        match *piece {
+        match piece {
             Text(tokens) => {
                 for _ in 0..tokens {
                     let token = random_id(&mut rng);
@@ -321,6 +329,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     next_position += 1;
                 }
             }
+            Video(_) => unreachable!("taken apart above"),
             Image(grid) => {
                 let [t, h, w] = grid;
                 for (frame, row, column) in (0..t).flat_map(|frame| {
@@ -342,7 +351,25 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
     if let (Some(label), Some(token)) = (labels.last_mut(), input_ids.last()) {
         *label = i64::from(*token);
     }
-    EncodedSample { id, input_ids, labels, position_ids, vision_rows, media }
+    EncodedSample { id, input_ids, labels, position_ids, vision_rows, media: joined(media, whole) }
+}
+
+/// Joins the frames of each video into one medium.
+fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
+    let mut frames = frames.into_iter();
+    let mut media = Vec::new();
+    for piece in pieces {
+        match *piece {
+            Text(_) => {}
+            Image(_) => media.extend(frames.next()),
+            Video(grid_thw) => {
+                let values = frames.by_ref().take(grid_thw[0] as usize);
+                let pixel_values = values.flat_map(|patches| patches.pixel_values).collect();
+                media.push(Patches { pixel_values, grid_thw });
+            }
+        }
+    }
+    media
 }
 
 /// Any token of text.
@@ -355,11 +382,12 @@ fn random_id(rng: &mut ChaCha8Rng) -> u32 {
     }
 }
 
-/// Text alone; one image; two images of unequal, oblong grids; a single token of question.
+/// Text alone; an image and a video; two images of unequal, oblong grids; a single token of
+/// question.
 fn samples() -> Vec<EncodedSample> {
     vec![
         sample(1, &[Text(9)]),
-        sample(2, &[Text(3), Image([1, 4, 6]), Text(6)]),
+        sample(2, &[Text(3), Image([1, 4, 6]), Text(2), Video([2, 2, 4]), Text(4)]),
         sample(3, &[Text(2), Image([1, 6, 2]), Text(3), Image([1, 2, 4]), Text(5)]),
         sample(4, &[Text(2)]),
     ]

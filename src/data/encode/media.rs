@@ -1,0 +1,202 @@
+//! The media of a sample: how the text shows them, and their patches.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+
+use super::folder::{MediaTokens, VideoTokens};
+use crate::batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
+use crate::data::image::{ImageError, ImageProcessor};
+use crate::data::source::SampleError;
+use crate::data::video::{Clip, VideoError, VideoMarks, VideoProcessor};
+
+/// Reads media with the settings of one model.
+pub(super) struct MediaReader {
+    pub(super) images: ImageProcessor,
+    pub(super) videos: VideoProcessor,
+}
+
+/// A medium as the text shows it: known from headers.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Shown {
+    /// Patches per axis.
+    Image([u32; 3]),
+    /// Patches per axis, and times.
+    Video(Clip),
+}
+
+impl Shown {
+    pub(super) fn grid(&self) -> [u32; 3] {
+        match self {
+            Self::Image(grid) => *grid,
+            Self::Video(clip) => clip.grid_thw,
+        }
+    }
+}
+
+/// A medium before any limit on pictures: known from headers.
+pub(super) enum Seen {
+    /// Upright `[height, width]` in pixels.
+    Image([u32; 2]),
+    /// As the settings for videos have it.
+    Video(Clip),
+}
+
+impl MediaReader {
+    /// From headers alone, pictures as they are.
+    pub(super) fn see(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<Vec<Seen>, SampleError> {
+        each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => Seen::Image(self.images.size(image)?),
+                Medium::Video(video) => Seen::Video(self.videos.clip(video)?),
+            })
+        })
+    }
+
+    /// From headers alone.
+    pub(super) fn look(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<Vec<Shown>, SampleError> {
+        each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => Shown::Image(self.images.grid(image)?),
+                Medium::Video(video) => Shown::Video(self.videos.clip(video)?),
+            })
+        })
+    }
+
+    /// With their pixels.
+    pub(super) fn load(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<(Vec<Shown>, Vec<Patches>), SampleError> {
+        let loaded = each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => {
+                    let patches = self.images.load(image)?;
+                    (Shown::Image(patches.grid_thw), patches)
+                }
+                Medium::Video(video) => {
+                    let (clip, patches) = self.videos.load(video)?;
+                    (Shown::Video(clip), patches)
+                }
+            })
+        });
+        Ok(loaded?.into_iter().unzip())
+    }
+
+    /// Tokens that a medium fills.
+    pub(super) fn num_tokens(&self, shown: &Shown) -> usize {
+        self.images.num_tokens(shown.grid())
+    }
+
+    /// Where `text` has a placeholder, and of what; ascending. Of a video it may include the marks
+    /// around it.
+    pub(super) fn placeholders(
+        &self,
+        text: &str,
+        tokens: &MediaTokens,
+    ) -> Vec<(MediumKind, Range<usize>)> {
+        let find = |token: &str, kind: MediumKind| -> Vec<(MediumKind, Range<usize>)> {
+            let found = text.match_indices(token);
+            found.map(|(at, token)| (kind, at..at + token.len())).collect()
+        };
+        let mut found = find(&tokens.image, MediumKind::Image);
+        let Some(video) = &tokens.video else { return found };
+        let videos = find(&video.pad, MediumKind::Video);
+        found.extend(videos.into_iter().map(|(kind, place)| {
+            let VideoTokens { start, end, .. } = video;
+            let before = text[..place.start].strip_suffix(start.as_str()).map(str::len);
+            let after = text[place.end..].starts_with(end.as_str());
+            match (self.videos.marks(), before, after) {
+                (VideoMarks::Flat, Some(before), true) => (kind, before..place.end + end.len()),
+                _ => (kind, place),
+            }
+        }));
+        found.sort_by_key(|(_, place)| place.start);
+        found
+    }
+
+    /// What stands for a medium in the text.
+    pub(super) fn text(&self, shown: &Shown, tokens: &MediaTokens) -> String {
+        match (shown, &tokens.video) {
+            (Shown::Video(Clip { grid_thw, timestamps }), Some(video)) => {
+                let VideoTokens { pad, start, end, .. } = video;
+                let [_, height, width] = *grid_thw;
+                let pads = pad.repeat(self.images.num_tokens([1, height, width]));
+                let mut text = String::new();
+                for time in timestamps {
+                    // a String takes every write
+                    let _ = write!(text, "<{time:.1} seconds>{start}{pads}{end}");
+                }
+                text
+            }
+            (shown, _) => tokens.image.repeat(self.num_tokens(shown)),
+        }
+    }
+}
+
+/// Kinds of the media that stand in the turns, in order.
+pub(super) fn kinds(messages: &[Message]) -> Vec<MediumKind> {
+    let kind = |part: &Part| match part {
+        Part::Text(_) => None,
+        Part::Image => Some(MediumKind::Image),
+        Part::Video => Some(MediumKind::Video),
+    };
+    let parts = messages.iter().flat_map(|message| match &message.content {
+        Content::Text(_) => [].as_slice(),
+        Content::Parts(parts) => parts,
+    });
+    parts.filter_map(kind).collect()
+}
+
+/// Why a medium cannot be used.
+enum Cause {
+    Image(ImageError),
+    Video(VideoError),
+}
+
+impl From<ImageError> for Cause {
+    fn from(cause: ImageError) -> Self {
+        Self::Image(cause)
+    }
+}
+
+impl From<VideoError> for Cause {
+    fn from(cause: VideoError) -> Self {
+        Self::Video(cause)
+    }
+}
+
+fn each<T>(
+    id: &SampleId,
+    media: &[Medium],
+    tokens: &MediaTokens,
+    read: impl Fn(&Medium) -> Result<T, Cause>,
+) -> Result<Vec<T>, SampleError> {
+    let (mut images, mut videos) = (0, 0);
+    let read_one = |medium: &Medium| {
+        let index = match medium {
+            Medium::Image(_) => &mut images,
+            Medium::Video(_) => &mut videos,
+        };
+        *index += 1;
+        let index = *index;
+        let no_token = medium.kind() == MediumKind::Video && tokens.video.is_none();
+        let result = if no_token { Err(VideoError::NoToken.into()) } else { read(medium) };
+        result.map_err(|cause| match cause {
+            Cause::Image(cause) => SampleError::Image { id: id.clone(), index, cause },
+            Cause::Video(cause) => SampleError::Video { id: id.clone(), index, cause },
+        })
+    };
+    media.iter().map(read_one).collect()
+}
