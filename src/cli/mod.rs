@@ -3,6 +3,7 @@
 
 mod answers;
 mod bench;
+mod cache;
 mod eval;
 mod generate;
 mod hub;
@@ -53,6 +54,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Answer a prompt
     Generate(generate::GenerateArgs),
+    /// Measure every row once, for the runs to come: the offline tokenisation step
+    Cache(cache::CacheArgs),
     /// How fast this machine runs the ops, a step, and the data side
     Bench(bench::BenchArgs),
 }
@@ -105,16 +108,16 @@ impl ConfigArgs {
         encoder: &Arc<Encoder>,
     ) -> anyhow::Result<JsonlRows> {
         let data = &config.data;
-        let (datasets, purpose) = match list {
-            "eval" => (&data.eval, Purpose::Eval),
-            _ => (&data.train, Purpose::Train(config.train.batch_size)),
+        // what is scored is scored whole
+        let (datasets, purpose, cut) = match list {
+            "eval" => (&data.eval, Purpose::Eval, None),
+            _ => (&data.train, Purpose::Train(config.train.batch_size), data.cut()),
         };
-        let output_dir = config.output_dir.as_path();
         let options = CorpusOptions {
             purpose,
             split_at: data.split_at(),
             // Beside a run; a command that only looks makes no folder.
-            cache: output_dir.is_dir().then(|| output_dir.join("cache")),
+            cache: config.output_dir.is_dir().then(|| config.cache_dir()),
             on_error: data.on_error,
             max_rejected: data.max_rejected,
         };
@@ -125,7 +128,8 @@ impl ConfigArgs {
             let keys: Vec<&str> = key.split('.').collect();
             self.refuse(&keys, problem, error.hint().unwrap_or_default()).into()
         };
-        JsonlRows::open_with(datasets, encoder.clone(), &options).map_err(|error| match &error {
+        let rows = JsonlRows::open_with(datasets, encoder.clone(), &options);
+        rows.map(|rows| rows.cut(cut)).map_err(|error| match &error {
             SourceError::Read { path, .. } => refuse(path, "path", &error),
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 refuse(path, &format!("corpus.{key}"), &error)
@@ -137,14 +141,18 @@ impl ConfigArgs {
 
     /// Reads tokenizer, template and image settings of the model folder.
     fn encoder(&self, config: &RunConfig) -> anyhow::Result<Arc<Encoder>> {
-        let ImageConfig { min_pixels, max_pixels } = config.data.image;
+        let ImageConfig { min_pixels, max_pixels, max_tokens } = config.data.image;
         let data = &config.data;
         let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
         encoder.map(Arc::new).map_err(|error| match &error {
             EncoderError::Image(image @ ImageConfigError::Budget { .. })
-                if min_pixels.or(max_pixels).is_some() =>
+                if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
             {
-                let key = if min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
+                let key = match (min_pixels, max_pixels) {
+                    (Some(_), _) => "min_pixels",
+                    (None, Some(_)) => "max_pixels",
+                    (None, None) => "max_tokens",
+                };
                 self.refuse(&["data", "image", key], image, image.hint()).into()
             }
             EncoderError::Video(video @ VideoConfigError::Setting { key, .. }) => {
@@ -250,6 +258,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Inspect(args) => inspect::run(args),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Generate(args) => generate::run(args),
+        Command::Cache(args) => cache::run(args, &logging),
         Command::Bench(args) => bench::run(args),
     }
 }

@@ -105,6 +105,7 @@ mod tests {
             peak_device_reserved_bytes: None,
             rejected: 0,
             rejected_by_reason: std::collections::BTreeMap::new(),
+            rejected_by_file: std::collections::BTreeMap::new(),
             datasets: std::collections::BTreeMap::new(),
         }
     }

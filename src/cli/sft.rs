@@ -1,11 +1,11 @@
 //! `trainer sft`: puts a run together, watches it, and shows what came of it.
 
-use super::ConfigArgs;
 use super::answers::{say_next_steps, show_answers};
 use super::logging::Logging;
 use super::output_dir::{WRITABLE, lock, take_over};
 use super::progress::Progress;
 use super::report::{Exit, Failure};
+use super::{ConfigArgs, cache};
 use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
@@ -17,8 +17,8 @@ use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    DataSet, JsonlRows, LoadedModel, Observer, Outcome, Planned, StepRunner, TrainState, Trainer,
-    TrainerParts, Weights, device_name, trainable, write_rejects,
+    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, StepRunner,
+    TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -329,10 +329,14 @@ fn planned(
     if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
         return Ok(Some(plan));
     }
-    let progress = Progress::items(logging.bars(), "rows measured", order.len());
-    let reader: Arc<dyn RowReader> = rows.clone();
-    let plan = plan(&reader, order, options, epochs, &|done, _| progress.set(done));
-    drop(progress);
+    let (cached, work) = cache::update(config, rows.clone(), logging)?;
+    tracing::info!(measured = work.measured, reused = work.reused, folder = %config.cache_dir().display(), "length cache");
+    for lengths in cached.summaries(options) {
+        let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
+        tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
+    }
+    let reader: Arc<dyn RowReader> = Arc::new(cached);
+    let plan = plan(&reader, order, options, epochs, &|_, _| {});
     let plan = match (plan, resumed) {
         (Ok(plan), _) => plan,
         // The rows that the run would have told step by step.

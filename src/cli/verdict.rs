@@ -5,8 +5,8 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::data::{
-    CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError, LoaderError,
-    OrderError, SampleError, SourceError, TokenizerError,
+    CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
+    LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
 use crate::metrics::JsonlError;
 use crate::model::{ModelConfigError, WeightError};
@@ -102,6 +102,8 @@ fn data(error: &(dyn Error + 'static)) -> Option<Verdict> {
             }
             _ => Some(Verdict::data(error.hint())),
         }
+    } else if let Some(error) = error.downcast_ref::<CacheError>() {
+        Some(Verdict::new(Exit::CannotWrite, error.hint()))
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
         Some(Verdict::new(Exit::Data, error.hint()))
     } else if error.is::<CollateError>() || error.is::<UnpadError>() {

@@ -140,6 +140,11 @@ impl RunConfig {
         Ok(())
     }
 
+    /// Folder of the length caches.
+    pub fn cache_dir(&self) -> PathBuf {
+        self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
+    }
+
     /// Hash of what decides the result: a checkpoint of another fingerprint is of another run.
     ///
     /// Left out is what changes no number (where files lie, the device, `use_rmpad`, `attention`, `recompute`,
@@ -160,6 +165,7 @@ impl RunConfig {
         same.eval = EvalConfig::default();
         same.log = LogConfig::default();
         same.data.eval.clear();
+        same.data.cache_dir = None;
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);

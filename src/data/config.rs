@@ -10,6 +10,7 @@ use super::image::ImageConfig;
 use super::mixture::{Mixture, StoppingStrategy};
 use super::order::RowOrder;
 use super::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
+use super::truncate::{Cut, Keep};
 use super::video::VideoConfig;
 
 /// What is trained on, and how it becomes batches.
@@ -63,6 +64,9 @@ pub struct DataConfig {
     /// Which frames of videos are taken, and to which size they are brought.
     #[serde(default)]
     pub video: VideoConfig,
+    /// Folder of the length caches, for several runs to share; null: `cache` in `output_dir`.
+    #[serde(default)]
+    pub cache_dir: Option<PathBuf>,
     /// Threads that read and encode rows; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
@@ -151,6 +155,10 @@ pub enum Truncation {
     /// It is rejected and counted as `too_long`.
     #[default]
     Delete,
+    /// Its first text tokens are cut off; media stay.
+    Left,
+    /// Its last text tokens are cut off; media stay.
+    Right,
     /// The run stops and names its file and line.
     Error,
     /// A document of a corpus becomes several samples.
@@ -203,6 +211,12 @@ pub enum DataConfigError {
         /// What the config says.
         max_rejected: f64,
     },
+    /// A way to cut, and no length to cut to.
+    #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
+    NoLimit {
+        /// What the config says.
+        truncation: &'static str,
+    },
 }
 
 impl DataConfigError {
@@ -214,6 +228,7 @@ impl DataConfigError {
             Self::Balance => "data.balance".to_owned(),
             Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
+            Self::NoLimit { .. } => "data.truncation".to_owned(),
         }
     }
 
@@ -225,6 +240,9 @@ impl DataConfigError {
             Self::Balance => "leave `balance` out, or pack with `packing_strategy: best_fit`",
             Self::Entry { .. } => "docs/corpora.md says what goes together",
             Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
+            Self::NoLimit { .. } => {
+                "set `data.max_length` to the most tokens that a sample may have"
+            }
         }
     }
 }
@@ -250,7 +268,22 @@ impl DataConfig {
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
         }
-        Ok(())
+        let truncation = match self.truncation {
+            Truncation::Left => "left",
+            Truncation::Right => "right",
+            Truncation::Delete | Truncation::Error | Truncation::Split => return Ok(()),
+        };
+        self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
+    }
+
+    /// How samples longer than `max_length` are cut; `None` if they are not.
+    pub fn cut(&self) -> Option<Cut> {
+        let keep = match self.truncation {
+            Truncation::Left => Keep::End,
+            Truncation::Right => Keep::Beginning,
+            Truncation::Delete | Truncation::Error | Truncation::Split => return None,
+        };
+        self.max_length.map(|max_length| Cut { max_length, keep })
     }
 
     /// Names that are there twice, and what a corpus contradicts.
@@ -380,82 +413,4 @@ fn default_weight() -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(text: &str) -> Result<DataConfig, serde_json::Error> {
-        serde_json::from_str(text)
-    }
-
-    #[test]
-    fn the_defaults_are_those_of_the_contract() {
-        let config = parse(r#"{"train": [{"path": "a.jsonl"}]}"#).unwrap();
-        config.validate().unwrap();
-        assert_eq!(
-            serde_json::to_string(&config).unwrap(),
-            r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
-                .to_owned()
-                + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
-                + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
-                + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
-                + r#""max_length":null,"truncation":"delete","shuffle":true,"#
-                + r#""image":{"min_pixels":null,"max_pixels":null},"#
-                + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
-                + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"workers":2,"on_error":"skip","#
-                + r#""max_rejected":0.01}"#
-        );
-    }
-
-    #[test]
-    fn unknown_keys_and_impossible_values_are_refused() {
-        for text in [
-            r#"{"train": [], "packing_lenght": 1}"#,
-            r#"{"train": [{"path": "a", "wieght": 1.0}]}"#,
-            r#"{"train": [], "packing_length": 0}"#,
-            r#"{"train": [], "workers": 0}"#,
-            r#"{"train": [], "truncation": "middle"}"#,
-            r"{}",
-        ] {
-            assert!(parse(text).is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn weights_and_shares_out_of_range_are_named() {
-        assert_eq!(
-            parse(r#"{"train": []}"#).unwrap().validate(),
-            Err(DataConfigError::NoTrainData)
-        );
-        let mut config = parse(r#"{"train": [{"path": "a"}], "eval": [{"path": "b"}]}"#).unwrap();
-        for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            config.eval[0].weight = weight;
-            let message = config.validate().unwrap_err().to_string();
-            assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
-        }
-        config.eval.clear();
-        config.balance = Balance::Cost;
-        assert_eq!(config.validate(), Ok(()));
-        config.packing_strategy = PackingStrategy::Sequential;
-        assert_eq!(config.validate(), Err(DataConfigError::Balance));
-        config.balance = Balance::None;
-        for max_rejected in [-0.1, 1.1, f64::NAN] {
-            config.max_rejected = max_rejected;
-            assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
-        }
-    }
-
-    #[test]
-    fn the_packing_keys_become_one_value() {
-        let mut config = parse(r#"{"train": [], "filter_overlong": false}"#).unwrap();
-        let length = NonZeroU32::new(8192).unwrap();
-        let strategy = PackingStrategy::BestFit;
-        let expected = Packing::On { length, strategy, overlong: Overlong::Alone };
-        assert_eq!(config.packing(), expected);
-        config.packing = false;
-        assert_eq!(config.packing(), Packing::Off);
-        let step = NonZeroUsize::new(6).unwrap();
-        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
-        config.balance = Balance::Cost;
-        assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));
-    }
-}
+mod tests;

@@ -5,6 +5,7 @@
 //! inference. Offsets then say which tokens lie inside a target.
 
 mod folder;
+mod measure;
 mod media;
 mod plain;
 
@@ -14,6 +15,7 @@ use std::path::Path;
 
 pub use folder::EncoderError;
 use folder::TextFolder;
+pub use measure::Measured;
 use media::{MediaReader, Shown, kinds};
 
 use super::chat::{GenerationPrompt, RenderedPrompt, TemplateError};
@@ -22,6 +24,7 @@ use super::rope_index::position_ids;
 use super::row::Length;
 use super::source::SampleError;
 use super::tokenizer::{TokenizerError, Tokens};
+use super::truncate::{Cut, Outline, kept_tokens};
 use super::video::{VideoConfig, VideoProcessor};
 use crate::batch::{
     Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
@@ -57,24 +60,27 @@ impl Encoder {
 
     /// Everything the model will see of `sample`.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
-        let (text, targets) = self.render_targets(sample)?;
-        let (shown, media) = self.media.load(&sample.id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &shown)?;
-        tokens.check_supervised(&sample.id)?;
-        Ok(tokens.into_sample(sample.id.clone(), media))
+        self.encode_cut(sample, None, |_| Ok(()))
     }
 
-    /// The size that [`Encoder::encode`] would give, with its checks, from headers of media only.
-    pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
+    /// What is left of the sample under `cut`. `admit` sees its size before a picture is decoded, and may
+    /// refuse it.
+    pub fn encode_cut<E: From<SampleError>>(
+        &self,
+        sample: &Sample,
+        cut: Option<Cut>,
+        admit: impl FnOnce(Length) -> Result<(), E>,
+    ) -> Result<EncodedSample, E> {
+        let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let shown = self.media.look(&sample.id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(&sample.id, &text, targets, &shown)?;
-        tokens.check_supervised(&sample.id)?;
-        let patches: u64 =
-            shown.iter().map(|medium| medium.grid().map(u64::from).iter().product::<u64>()).sum();
-        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
-        let pixel_bytes = patches * patch_bytes as u64;
-        Ok(Length { tokens: tokens.input_ids.len(), pixel_bytes })
+        let shown = self.media.look(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &shown)?.cut(id, cut)?;
+        admit(self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid)))?;
+        let (loaded, media) = self.media.load(id, &sample.media, &self.text.media)?;
+        if loaded != shown {
+            return Err(SampleError::MediaChanged { id: id.clone() }.into());
+        }
+        Ok(self.with_media(id, tokens, media))
     }
 
     /// The conversation before its last assistant turn, with that turn's header and no labels, and
@@ -94,7 +100,7 @@ impl Encoder {
         self.check_placeholders(id, &text, media)?;
         let (shown, media) = self.media.load(id, media, &self.text.media)?;
         let tokens = self.tokenise(id, &text, Vec::new(), &shown)?;
-        Ok((tokens.into_sample(id.clone(), media), answer))
+        Ok((self.with_media(id, tokens, media), answer))
     }
 
     /// The rendered chat, each medium still one placeholder.
@@ -213,7 +219,7 @@ impl Encoder {
         let places = self.media.placeholders(text, &self.text.media).into_iter();
         let texts = shown.iter().map(|medium| self.media.text(medium, &self.text.media));
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
-        let text = expand(text, &places, &mut targets);
+        let (text, media) = expand(text, &places, &mut targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
             SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
         })?;
@@ -226,48 +232,102 @@ impl Encoder {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
         }
-        let merge_size = self.media.images.merge_size();
-        let grids: Vec<[u32; 3]> = shown.iter().map(Shown::grid).collect();
         Ok(EncodedText {
             labels: labels(&ids, &offsets, &targets),
-            position_ids: position_ids(ids.len(), &vision_rows, &grids, merge_size),
+            spans: spans(&ids, &offsets, &media, self.text.media.marks),
             input_ids: ids,
             vision_rows,
         })
+    }
+
+    /// The size of a sample of `tokens` tokens and media of these grids.
+    fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
+        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
+        self.length_of_patches(tokens, patches.sum())
+    }
+
+    fn length_of_patches(&self, tokens: usize, patches: u64) -> Length {
+        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
+        Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
+    }
+
+    fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
+        let EncodedText { input_ids, labels, vision_rows, spans: _ } = text;
+        let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
+        let merge_size = self.media.images.merge_size();
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
+        EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
     }
 }
 
 /// An [`EncodedSample`] that lacks its pictures.
 struct EncodedText {
-    input_ids: Vec<u32>,         // [T]
-    labels: Vec<i64>,            // [T]
-    position_ids: Vec<[u32; 3]>, // [T]
-    vision_rows: Vec<u32>,       // [M]
+    input_ids: Vec<u32>,      // [T]
+    labels: Vec<i64>,         // [T]
+    vision_rows: Vec<u32>,    // [M]
+    spans: Vec<Range<usize>>, // one a medium, ascending: all tokens that stand for it
 }
 
 impl EncodedText {
-    fn check_supervised(&self, id: &SampleId) -> Result<(), SampleError> {
-        // The first token of a sample is never a target.
-        if self.labels.iter().skip(1).any(|label| *label != IGNORE_INDEX) {
-            return Ok(());
+    /// What is left of a sample that has something to learn from.
+    fn cut(self, id: &SampleId, cut: Option<Cut>) -> Result<Self, SampleError> {
+        let outline = Outline::of(&self.labels, &self.spans);
+        let kept = measure::kept_text(id, &outline, cut)?;
+        if kept.len() == outline.text_tokens {
+            return Ok(self);
         }
-        Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens: self.labels.len() })
-    }
-
-    fn into_sample(self, id: SampleId, media: Vec<Patches>) -> EncodedSample {
-        let Self { input_ids, labels, position_ids, vision_rows } = self;
-        EncodedSample { id, input_ids, labels, position_ids, vision_rows, media }
+        let Self { input_ids, labels, vision_rows, spans } = self;
+        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
+        let mut moved = Vec::with_capacity(vision_rows.len()); // all of them, as spans stay
+        let mut num_kept = 0;
+        for range in &ranges {
+            let inside = |row: &&u32| range.contains(&(**row as usize));
+            let shift = (range.start - num_kept) as u32;
+            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
+            num_kept += range.len();
+        }
+        Ok(Self {
+            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
+            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
+            vision_rows: moved,
+            spans: Vec::new(), // nobody asks any more
+        })
     }
 }
 
-/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along.
-fn expand(text: &str, places: &[(Range<usize>, String)], targets: &mut [Range<usize>]) -> String {
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the marks right
+/// beside them.
+fn spans(
+    ids: &[u32],
+    offsets: &[(usize, usize)],
+    media: &[Range<usize>],
+    [start_mark, end_mark]: [Option<u32>; 2],
+) -> Vec<Range<usize>> {
+    let is = |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
+    let span = |bytes: &Range<usize>| {
+        let first = offsets.partition_point(|(_, end)| *end <= bytes.start);
+        let end = offsets.partition_point(|(start, _)| *start < bytes.end);
+        let before = usize::from(first > 0 && is(first - 1, start_mark));
+        first - before..end + usize::from(is(end, end_mark))
+    };
+    media.iter().map(span).collect()
+}
+
+/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along. With the
+/// bytes of each in the new text.
+fn expand(
+    text: &str,
+    places: &[(Range<usize>, String)],
+    targets: &mut [Range<usize>],
+) -> (String, Vec<Range<usize>>) {
     let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
     let mut out = String::with_capacity(text.len() + more);
     let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
+    let mut put = Vec::with_capacity(places.len());
     let mut last = 0;
     for (place, with) in places {
         out.push_str(&text[last..place.start]);
+        put.push(out.len()..out.len() + with.len());
         out.push_str(with);
         last = place.end;
         grown.push((last, out.len() as isize - last as isize));
@@ -280,7 +340,7 @@ fn expand(text: &str, places: &[(Range<usize>, String)], targets: &mut [Range<us
     for target in targets {
         *target = moved(target.start)..moved(target.end);
     }
-    out
+    (out, put)
 }
 
 /// The id of each token that lies inside one of `targets` (ascending bytes), else `IGNORE_INDEX`;

@@ -78,6 +78,25 @@ impl ImageProcessor {
         Ok(self.grid_of(self.target(media, upright_size(media)?)?))
     }
 
+    /// Upright `[height, width]` in pixels as the header says, of a picture that has a grid.
+    pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
+        let size = upright_size(media)?;
+        self.target(media, size).map(|_| size)
+    }
+
+    /// The grid of a picture of this upright `[height, width]`; `None` if it is too elongated.
+    pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
+        let factor = self.patch_size * self.merge_size;
+        let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
+        Some(self.grid_of(target))
+    }
+
+    /// Whatever decides the grid of a picture of a given size, in words.
+    pub(super) fn limits(&self) -> String {
+        let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
+        format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
+    }
+
     /// Decodes a picture into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
         let image = upright_pixels(media)?;

@@ -117,13 +117,14 @@ impl Loader {
             bytes: AHEAD_BYTES,
         };
         let encoder = Arc::clone(&reader);
-        let encode = move |row| encoder.read(row);
+        let encode = move |row| {
+            encoder.read_admitted(row, &|length| options.admit(length, || encoder.id(row)))
+        };
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };
         let rows = rows_from(order, &from, options.epochs);
-        let workers = Workers::start(rows, encode, size, limits).map_err(spawn_error)?;
-        let workers = Arc::new(workers);
+        let workers = Arc::new(Workers::start(rows, encode, size, limits).map_err(spawn_error)?);
         self.workers = Some(Arc::clone(&workers));
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);

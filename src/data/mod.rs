@@ -1,5 +1,6 @@
 //! JSONL to token streams, on host threads.
 
+mod cache;
 mod chat;
 mod collate;
 mod config;
@@ -21,9 +22,11 @@ mod steps;
 #[cfg(test)]
 mod test_reader;
 mod tokenizer;
+mod truncate;
 pub mod video;
 mod workers;
 
+pub use cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use collate::{CollateError, collate};
 pub use config::{
     Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
@@ -32,7 +35,7 @@ pub use config::{
 pub use corpus::{
     Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
-pub use encode::{Encoder, EncoderError};
+pub use encode::{Encoder, EncoderError, Measured};
 pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use loader::{Loader, StepData};
 pub use loader_error::LoaderError;
@@ -44,4 +47,5 @@ pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
+pub use truncate::{Cut, CutError, Keep, Outline};
 pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

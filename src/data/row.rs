@@ -85,6 +85,12 @@ impl Rejection {
     }
 }
 
+impl From<SampleError> for Rejection {
+    fn from(error: SampleError) -> Self {
+        Self::of(&error)
+    }
+}
+
 impl fmt::Display for Rejection {
     /// The message, with the place before it unless it begins with that already.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -98,6 +104,17 @@ impl fmt::Display for Rejection {
 pub trait RowReader: Send + Sync {
     /// The sample of a row, encoded.
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
+
+    /// [`RowReader::read`], but for a sample whose size `admit` refuses: a reader that knows it earlier
+    /// spends no memory on its pictures. Whoever relies on `admit` asks it again.
+    fn read_admitted(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<EncodedSample, Rejection> {
+        let sample = self.read(row)?;
+        admit(Length::of(&sample)).map(|()| sample)
+    }
 
     /// [`Length::of`] what [`RowReader::read`] would give, from text and media headers alone.
     ///

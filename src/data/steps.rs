@@ -53,6 +53,28 @@ pub struct LoaderOptions {
     pub max_rejected: f64,
 }
 
+impl LoaderOptions {
+    /// Refuses a sample of a length that is not trained on; `id` names it.
+    pub fn admit(&self, length: Length, id: impl FnOnce() -> SampleId) -> Result<(), Rejection> {
+        let tokens = length.tokens;
+        let refuse = |reason, message| Err(Rejection::new(&id(), reason, message));
+        if tokens == 0 {
+            return refuse("empty", "the sample has no tokens".to_owned());
+        }
+        if let Some(most) = self.max_length.filter(|most| tokens > most.get() as usize) {
+            return refuse(TOO_LONG, format!("{tokens} tokens, `max_length` is {most}"));
+        }
+        match self.packing {
+            Packing::On { length, overlong: Overlong::Reject, .. }
+                if tokens > length.get() as usize =>
+            {
+                refuse("overlong", format!("{tokens} tokens, `packing_length` is {length}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// Which form of a batch the model gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rmpad {
@@ -78,6 +100,9 @@ pub struct DataState {
     pub rows_read: u64,
     /// Rows rejected since the run began, by reason.
     pub rejected: BTreeMap<String, u64>,
+    /// The same by data file and reason.
+    #[serde(default)]
+    pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
 impl DataState {
@@ -190,9 +215,8 @@ impl<T> Assembly<T> {
         let position = self.state.next;
         self.state.next += 1;
         self.state.rows_read += 1;
-        let outcome = outcome.and_then(|(length, value)| match self.refusal(length) {
-            Some((reason, message)) => Err(Rejection::new(&id(), reason, message)),
-            None => Ok(Item { position, length, value }),
+        let outcome = outcome.and_then(|(length, value)| {
+            self.options.admit(length, id).map(|()| Item { position, length, value })
         });
         match outcome {
             Ok(item) => self.ready.extend(self.packer.push(item)),
@@ -254,25 +278,6 @@ impl<T> Assembly<T> {
         }
     }
 
-    /// Why a sample of this length is not trained on.
-    fn refusal(&self, length: Length) -> Option<(&'static str, String)> {
-        let tokens = length.tokens;
-        if tokens == 0 {
-            return Some(("empty", "the sample has no tokens".to_owned()));
-        }
-        if let Some(most) = self.options.max_length.filter(|most| tokens > most.get() as usize) {
-            return Some((TOO_LONG, format!("{tokens} tokens, `max_length` is {most}")));
-        }
-        match self.options.packing {
-            Packing::On { length, overlong: Overlong::Reject, .. }
-                if tokens > length.get() as usize =>
-            {
-                Some(("overlong", format!("{tokens} tokens, `packing_length` is {length}")))
-            }
-            _ => None,
-        }
-    }
-
     fn reject(&mut self, rejection: Rejection) -> Result<(), LoaderError> {
         let too_long = rejection.reason == TOO_LONG;
         if self.options.on_error == OnError::Stop
@@ -280,7 +285,10 @@ impl<T> Assembly<T> {
         {
             return Err(LoaderError::Rejected { rejection });
         }
-        *self.state.rejected.entry(rejection.reason.clone()).or_default() += 1;
+        let Rejection { file, reason, .. } = &rejection;
+        *self.state.rejected.entry(reason.clone()).or_default() += 1;
+        let of_file = self.state.rejected_by_file.entry(file.clone()).or_default();
+        *of_file.entry(reason.clone()).or_default() += 1;
         if self.first_rejections.len() < NUM_EXAMPLES {
             self.first_rejections.push(rejection.clone());
         }

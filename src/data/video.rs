@@ -119,6 +119,12 @@ impl VideoProcessor {
         frames.into_iter().map(Pixels::from).collect()
     }
 
+    /// Whatever decides the clip of a video, in words.
+    pub(super) fn limits(&self) -> String {
+        let Settings { sampling, budget, marks, .. } = &self.settings;
+        format!("{sampling:?} {budget:?} {marks:?}")
+    }
+
     /// What stands around the frames.
     pub(super) fn marks(&self) -> VideoMarks {
         self.settings.marks

@@ -44,6 +44,9 @@ pub struct StepMetrics {
     /// The same by reason; absent while there are none.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_reason: BTreeMap<String, u64>,
+    /// The same by data file and reason.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
     /// `loss/NAME` and counts of each data set, where there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
@@ -162,6 +165,7 @@ mod tests {
             peak_device_reserved_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
+            rejected_by_file: BTreeMap::new(),
             datasets: BTreeMap::new(),
         };
         let row = serde_json::to_value(&row).unwrap();

@@ -1,6 +1,7 @@
 //! The loop, and everything that meets in it: the only place where data, model, loss and optimizer
 //! know each other.
 
+mod cached;
 mod config;
 mod datasets;
 mod device;
@@ -12,6 +13,7 @@ mod state;
 mod step;
 mod trainer;
 
+pub use cached::{CachedRows, LengthSummary};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,

@@ -2,8 +2,8 @@
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
-    RowReader, SampleError, SourceError, dataset_names,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
+    RowReader, SampleError, SourceError, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,11 @@ impl DataSet {
         if Corpus::is_text_file(&set.path) {
             return Err(plain());
         }
-        let file = JsonlFile::open(&set.path, set.image_root.as_deref())?;
+        let image_root = set.image_root.as_deref();
+        let file = match &options.cache {
+            Some(folder) => open_indexed(&set.path, image_root, encoder, folder)?,
+            None => JsonlFile::open(&set.path, image_root)?,
+        };
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
     }
 
@@ -76,6 +80,7 @@ pub struct JsonlRows {
     sets: Vec<DataSet>,
     names: Vec<String>,
     encoder: Arc<Encoder>,
+    cut: Option<Cut>,
 }
 
 impl JsonlRows {
@@ -92,7 +97,18 @@ impl JsonlRows {
     ) -> Result<Self, SourceError> {
         let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options);
         let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { sets, names: dataset_names(datasets), encoder })
+        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
+    }
+
+    /// The same rows, chats that are too long cut to a limit.
+    #[must_use]
+    pub fn cut(self, cut: Option<Cut>) -> Self {
+        Self { cut, ..self }
+    }
+
+    /// How chats that are too long are cut.
+    pub fn cut_of_rows(&self) -> Option<Cut> {
+        self.cut
     }
 
     /// The data sets, in config order.
@@ -160,23 +176,33 @@ impl JsonlRows {
 
 impl RowReader for JsonlRows {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        let encoded = match self.set(row) {
-            DataSet::Corpus(corpus) => corpus.read(row.row),
-            DataSet::Chats(file) => {
-                file.read(row.row as usize).and_then(|sample| self.encoder.encode(&sample))
+        self.read_admitted(row, &|_| Ok(()))
+    }
+
+    fn read_admitted(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<EncodedSample, Rejection> {
+        match self.set(row) {
+            DataSet::Corpus(corpus) => {
+                admit(corpus.length(row.row)?)?;
+                Ok(corpus.read(row.row)?)
             }
-        };
-        encoded.map_err(|error| Rejection::of(&error))
+            DataSet::Chats(file) => {
+                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut, admit)
+            }
+        }
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
         let length = match self.set(row) {
             DataSet::Corpus(corpus) => corpus.length(row.row),
-            DataSet::Chats(file) => {
-                file.read(row.row as usize).and_then(|sample| self.encoder.length(&sample))
-            }
+            DataSet::Chats(file) => file
+                .read(row.row as usize)
+                .and_then(|sample| self.encoder.length_cut(&sample, self.cut)),
         };
-        length.map_err(|error| Rejection::of(&error))
+        Ok(length?)
     }
 
     fn uniform_length(&self, dataset: u32) -> Option<Length> {

@@ -295,6 +295,7 @@ impl Trainer {
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
             rejected: state.data.rejected.values().sum(),
             rejected_by_reason: state.data.rejected.clone(),
+            rejected_by_file: state.data.rejected_by_file.clone(),
             datasets: metric_keys(names, &sets),
         };
         parts.metrics.write(&metrics)?;

@@ -120,7 +120,7 @@ fn reasons(source: &str) -> impl Iterator<Item = &str> {
 
 #[test]
 fn every_reason_of_a_rejection_is_explained() {
-    let sources = ["source/error.rs", "chat.rs", "image.rs", "video.rs"]
+    let sources = ["source/error.rs", "chat.rs", "image.rs", "video.rs", "truncate.rs"]
         .map(|name| text(&format!("src/data/{name}")));
     let mut reasons: BTreeSet<&str> = sources.iter().flat_map(|source| reasons(source)).collect();
     assert!(reasons.len() > 20, "{reasons:?}");

@@ -1,7 +1,9 @@
 //! Encodings of whole rows against transformers, and what must never become a target.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -9,7 +11,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
-use trainer::data::{Encoder, EncoderError, ImageConfig, JsonlFile, Length, SampleError};
+use trainer::data::{
+    Cut, Encoder, EncoderError, ImageConfig, JsonlFile, Keep, Length, SampleError,
+};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -438,4 +442,78 @@ fn templates_find_the_methods_and_functions_that_transformers_offers() {
         rows(&[row(&[user(" a "), assistant("b"), user("stop it"), assistant("c")])]);
     let text = encoder.render(&file.read(0).unwrap()).unwrap();
     assert_eq!(text, "<|endoftext|>USER:a<|im_end|>ASSISTANT:b<|im_end|>");
+}
+
+/// Every limit on a chat with two pictures: what is left has both, fits, is foretold by its length, and
+/// its positions are those of a sample that was never longer.
+#[test]
+fn a_cut_chat_keeps_its_pictures_and_is_foretold_by_its_length() {
+    let pictures = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
+    let picture = |name: &str| json!({"type": "image", "image": name});
+    let text = |text: &str| json!({"type": "text", "text": text});
+    let (_folder, file) = rows(&[json!({"messages": [
+        {"role": "user", "content": [text("First"), picture(pictures[0]), text("and then"), picture(pictures[1]), text("?")]},
+        {"role": "assistant", "content": "One answer"},
+        {"role": "user", "content": "And more?"},
+        {"role": "assistant", "content": "Another one, longer"},
+    ]})]);
+    let sample = file.read(0).unwrap();
+    let whole = encoder().encode(&sample).unwrap();
+    let visual = whole.vision_rows.len();
+    let mut refused = BTreeSet::new();
+    for max_length in 1..=whole.len() as u32 + 1 {
+        for keep in [Keep::Beginning, Keep::End] {
+            let cut = Some(Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep });
+            let encoded = encoder().encode_cut(&sample, cut, |_| Ok::<_, SampleError>(()));
+            assert_eq!(
+                encoder().length_cut(&sample, cut).map_err(|error| error.to_string()),
+                encoded.as_ref().map(Length::of).map_err(ToString::to_string)
+            );
+            let left = match encoded {
+                Ok(left) => left,
+                Err(error) => {
+                    refused.insert(error.reason());
+                    assert_eq!(
+                        error.reason() == "media_exceed_max_length",
+                        (max_length as usize) < visual + 5
+                    );
+                    continue;
+                }
+            };
+            assert_eq!(left.len(), whole.len().min(max_length as usize));
+            assert!(left.num_targets() > 0);
+            assert_eq!(left.media, whole.media);
+            let image_token = whole.input_ids[whole.vision_rows[0] as usize];
+            let of_images = |sample: &EncodedSample| -> Vec<u32> {
+                (0..sample.len() as u32)
+                    .filter(|at| sample.input_ids[*at as usize] == image_token)
+                    .collect()
+            };
+            assert_eq!(left.vision_rows, of_images(&left));
+            assert_eq!(left.vision_rows.len(), visual);
+            for row in [left.vision_rows[0] - 1, left.vision_rows[visual - 1] + 1] {
+                assert!(
+                    !left.input_ids[row as usize].eq(&image_token),
+                    "the marks stay beside them"
+                );
+            }
+            // positions: along the text by one, over a picture by its longer side
+            let mut next = 0;
+            let mut pictures = left.media.iter().map(|patches| patches.grid_thw);
+            let mut token = 0;
+            while token < left.len() {
+                if left.input_ids[token] == image_token {
+                    let [_, height, width] = pictures.next().unwrap();
+                    assert_eq!(left.position_ids[token], [next; 3]);
+                    token += (height * width / 4) as usize;
+                    next += height.max(width) / 2;
+                } else {
+                    assert_eq!(left.position_ids[token], [next; 3]);
+                    (token, next) = (token + 1, next + 1);
+                }
+            }
+        }
+    }
+    let expected = ["media_exceed_max_length", "no_target_after_truncation"];
+    assert_eq!(refused.into_iter().collect::<Vec<_>>(), expected);
 }

@@ -13,6 +13,8 @@ mod harness;
 mod images;
 mod inspect_html;
 mod laws;
+mod length_cache;
+mod length_laws;
 mod memory;
 mod output_dir;
 mod parity;

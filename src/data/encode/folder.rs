@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -130,6 +131,8 @@ pub(super) struct TextFolder {
     pub(super) vocab_size: usize,
     /// SHA-256 of `tokenizer.json`.
     pub(super) tokenizer_fingerprint: [u8; 32],
+    /// Hash of all that decides which tokens a chat becomes.
+    pub(super) key: [u8; 32],
 }
 
 /// Tokens by which the text shows media.
@@ -137,6 +140,8 @@ pub(super) struct TextFolder {
 pub(super) struct MediaTokens {
     pub(super) image: String,
     pub(super) image_id: u32,
+    /// Stand right before and right behind visual tokens, where a model has them.
+    pub(super) marks: [Option<u32>; 2],
     /// Only models that know videos have them.
     pub(super) video: Option<VideoTokens>,
 }
@@ -169,7 +174,8 @@ impl MediaTokens {
             }),
             Err(_) => None,
         };
-        Ok(Self { image, image_id, video })
+        let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
+        Ok(Self { image, image_id, marks, video })
     }
 
     /// The texts that stand for features.
@@ -190,7 +196,8 @@ impl TextFolder {
         let path = folder.join("tokenizer.json");
         let bytes = read(&path)?;
         let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
-        let tokenizer_fingerprint = Sha256::digest(&bytes).into();
+        let tokenizer_fingerprint: [u8; 32] = Sha256::digest(&bytes).into();
+        drop(bytes);
         let media = MediaTokens::read(&config, &tokenizer)?;
         let vocab_size = config.vocab_size()?;
         let max_id = tokenizer.max_id();
@@ -222,9 +229,26 @@ impl TextFolder {
             .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
             .unwrap_or(first_stop);
         let (path, source) = chat_template(folder, &tokenizer_config)?;
+        let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
+        key.update(format!("{source:?} {special_tokens:?} {media:?}"));
+        if source.contains("strftime_now") {
+            // what the template writes depends on the day
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            key.update((now.as_secs() / 86_400).to_le_bytes());
+        }
+        let key = key.finalize().into();
         let template = ChatTemplate::new(source, special_tokens)
             .map_err(|cause| EncoderError::Template { path, cause })?;
-        Ok(Self { tokenizer, template, media, stop_ids, pad_id, vocab_size, tokenizer_fingerprint })
+        Ok(Self {
+            tokenizer,
+            template,
+            media,
+            stop_ids,
+            pad_id,
+            vocab_size,
+            tokenizer_fingerprint,
+            key,
+        })
     }
 }
 

@@ -33,7 +33,30 @@ impl Shown {
     }
 }
 
+/// A medium before any limit on pictures: known from headers.
+pub(super) enum Seen {
+    /// Upright `[height, width]` in pixels.
+    Image([u32; 2]),
+    /// As the settings for videos have it.
+    Video(Clip),
+}
+
 impl MediaReader {
+    /// From headers alone, pictures as they are.
+    pub(super) fn see(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<Vec<Seen>, SampleError> {
+        each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => Seen::Image(self.images.size(image)?),
+                Medium::Video(video) => Seen::Video(self.videos.clip(video)?),
+            })
+        })
+    }
+
     /// From headers alone.
     pub(super) fn look(
         &self,

@@ -1,5 +1,6 @@
 //! What the config and the model folder say about pictures.
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,8 @@ pub struct ImageConfig {
     pub min_pixels: Option<u64>,
     /// Larger pictures are reduced to this area; `null`: as the model folder says.
     pub max_pixels: Option<u64>,
+    /// Most visual tokens of a picture, as if `max_pixels` were their area; `null`: no other bound.
+    pub max_tokens: Option<NonZeroU32>,
 }
 
 /// Why the image processor of a model folder cannot be used.
@@ -189,13 +192,19 @@ impl Settings {
         let max_pixels = config.max_pixels.or(max_pixels).or(size.longest_edge);
         let min_pixels = min_pixels.ok_or_else(|| bad("size.shortest_edge", None, areas))?;
         let max_pixels = max_pixels.ok_or_else(|| bad("size.longest_edge", None, areas))?;
+        let patch_size = count("patch_size", patch_size)?;
+        let merge_size = count("merge_size", merge_size)?;
+        let token_pixels = u64::from(patch_size * merge_size).pow(2); // of one visual token
+        let max_pixels = config
+            .max_tokens
+            .map_or(max_pixels, |tokens| max_pixels.min(u64::from(tokens.get()) * token_pixels));
         if min_pixels == 0 || min_pixels > max_pixels || min_pixels > MAX_PIXELS {
             return Err(ImageConfigError::Budget { min_pixels, max_pixels });
         }
         Ok(Self {
-            patch_size: count("patch_size", patch_size)?,
+            patch_size,
             temporal_patch_size: count("temporal_patch_size", temporal_patch_size)?,
-            merge_size: count("merge_size", merge_size)?,
+            merge_size,
             min_pixels,
             max_pixels,
             mean: triple("image_mean", image_mean, f32::MIN)?,
@@ -284,9 +293,22 @@ mod tests {
         let file = json!({"min_pixels": 4096, "max_pixels": 200704});
         let found = settings(&file).unwrap();
         assert_eq!((found.min_pixels, found.max_pixels), (4096, 200704));
-        let config = ImageConfig { min_pixels: None, max_pixels: Some(100_000) };
+        let config = ImageConfig { max_pixels: Some(100_000), ..ImageConfig::default() };
         let found = settings_in("preprocessor_config.json", &published(), &config).unwrap();
         assert_eq!((found.min_pixels, found.max_pixels), (65536, 100_000));
+    }
+
+    #[test]
+    fn a_number_of_tokens_is_an_area_and_the_smaller_bound_holds() {
+        let settings = |max_tokens, max_pixels| {
+            let max_tokens = NonZeroU32::new(max_tokens);
+            let config = ImageConfig { max_pixels, max_tokens, ..ImageConfig::default() };
+            settings_in("preprocessor_config.json", &published(), &config)
+        };
+        assert_eq!(settings(300, None).unwrap(), settings(0, Some(300 * 1024)).unwrap());
+        assert_eq!(settings(300, Some(100_000)).unwrap().max_pixels, 100_000);
+        assert_eq!(settings(97, Some(100_000)).unwrap().max_pixels, 97 * 1024);
+        assert!(settings(63, None).unwrap_err().contains("`max_pixels` is `64512`"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::batch::SampleId;
 use crate::data::chat::TemplateError;
 use crate::data::image::ImageError;
+use crate::data::truncate::CutError;
 use crate::data::video::VideoError;
 
 /// Why a row of a data file is rejected. The message begins with `file:line`.
@@ -216,6 +217,20 @@ pub enum SampleError {
         /// Length of the sample.
         num_tokens: usize,
     },
+    /// A medium is not what its header said a moment before.
+    #[error("{id}: its media changed while the row was read")]
+    MediaChanged {
+        /// The row.
+        id: SampleId,
+    },
+    /// Longer than `max_length`, and it cannot be cut.
+    #[error("{id}: {cause}")]
+    Cut {
+        /// The row.
+        id: SampleId,
+        /// Why not.
+        cause: CutError,
+    },
 }
 
 impl SampleError {
@@ -240,6 +255,8 @@ impl SampleError {
             Self::ImageTokens { .. } => "image_tokens",
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
             Self::NoSupervisedToken { .. } => "no_supervised_token",
+            Self::MediaChanged { .. } => "media_changed",
+            Self::Cut { cause, .. } => cause.reason(),
         }
     }
 
@@ -278,6 +295,8 @@ impl SampleError {
                 "a row needs at least one assistant turn to learn from"
             }
             Self::Image { cause, .. } => cause.hint(),
+            Self::MediaChanged { .. } => "leave the files alone while a run reads them",
+            Self::Cut { cause, .. } => cause.hint(),
             Self::Video { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
@@ -308,6 +327,8 @@ impl SampleError {
             | Self::Tokenizer { id, .. }
             | Self::ImageTokens { id, .. }
             | Self::NoAssistantTurn { id }
+            | Self::MediaChanged { id }
+            | Self::Cut { id, .. }
             | Self::NoSupervisedToken { id, .. } => id,
         }
     }

@@ -9,10 +9,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use std::time::SystemTime;
+
 use sha2::{Digest, Sha256};
 
 use super::SampleError;
 use super::formats::{RowForm, parse_row, parse_text};
+use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
 use crate::data::corpus::CorpusError;
 
@@ -27,6 +30,7 @@ pub struct JsonlFile {
     path: Arc<Path>,
     image_root: Arc<Path>,
     index: LineIndex,
+    stamp: Option<Stamp>,
     form: RowForm,
 }
 
@@ -104,22 +108,43 @@ impl JsonlFile {
     pub fn open(path: &Path, image_root: Option<&Path>) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
         let file = File::open(path).map_err(unreadable)?;
+        let (read_at, before) = (SystemTime::now(), Stamp::of(&file).map_err(unreadable)?);
         let index =
             LineIndex::scan(BufReader::with_capacity(1 << 20, &file)).map_err(unreadable)?;
+        let unchanged = Stamp::of(&file).map_err(unreadable)? == before;
+        let stamp = Some(before).filter(|stamp| unchanged && stamp.is_settled(read_at));
+        Self::with_index(file, path, image_root, index, stamp)
+    }
+
+    /// An open file whose index is known already. With a `stamp` the file is as it was when it was indexed
+    /// for as long as it bears that.
+    pub(in crate::data) fn with_index(
+        file: File,
+        path: &Path,
+        image_root: Option<&Path>,
+        index: LineIndex,
+        stamp: Option<Stamp>,
+    ) -> Result<Self, SourceError> {
         if index.starts.is_empty() {
             return Err(SourceError::NoRows { path: path.to_owned() });
         }
-        let image_root = image_root.or_else(|| path.parent()).unwrap_or(Path::new(""));
-        let image_root = if image_root == Path::new("") { Path::new(".") } else { image_root };
+        let image_root = Self::image_root_of(path, image_root);
         let mut this = Self {
             file,
             path: path.into(),
             image_root: image_root.into(),
             index,
+            stamp,
             form: RowForm::Messages,
         };
         this.form = this.detect()?;
         Ok(this)
+    }
+
+    /// Folder that relative image paths start from: the given one, or that of the file.
+    pub(in crate::data) fn image_root_of<'a>(path: &'a Path, given: Option<&'a Path>) -> &'a Path {
+        let root = given.or_else(|| path.parent()).unwrap_or(Path::new(""));
+        if root == Path::new("") { Path::new(".") } else { root }
     }
 
     /// Number of rows.
@@ -144,7 +169,32 @@ impl JsonlFile {
 
     /// Reads and parses row `row < len()`.
     pub fn read(&self, row: usize) -> Result<Sample, SampleError> {
-        parse_row(&self.id(row), &self.bytes(row)?, &self.image_root)
+        self.parse(row, &self.bytes(row)?)
+    }
+
+    /// Parses `bytes` as row `row < len()`.
+    pub(in crate::data) fn parse(&self, row: usize, bytes: &[u8]) -> Result<Sample, SampleError> {
+        parse_row(&self.id(row), bytes, &self.image_root)
+    }
+
+    /// Where row `row < len()` begins, in bytes.
+    pub(in crate::data) fn offset(&self, row: usize) -> u64 {
+        self.index.starts[row]
+    }
+
+    /// Length of the file in bytes, as of the scan.
+    pub(in crate::data) fn num_bytes(&self) -> u64 {
+        self.index.num_bytes
+    }
+
+    /// Folder that relative image paths start from.
+    pub(in crate::data) fn image_root(&self) -> &Path {
+        &self.image_root
+    }
+
+    /// What tells that the file has not changed since the scan; `None` if nothing does.
+    pub(in crate::data) fn stamp(&self) -> Option<&Stamp> {
+        self.stamp.as_ref()
     }
 
     /// The document in row `row < len()` of a corpus.
@@ -162,7 +212,8 @@ impl JsonlFile {
         self.form
     }
 
-    fn bytes(&self, row: usize) -> Result<Vec<u8>, SampleError> {
+    /// Row `row < len()` without the line's end.
+    pub(in crate::data) fn bytes(&self, row: usize) -> Result<Vec<u8>, SampleError> {
         let start = self.index.starts[row];
         let end = self.index.starts.get(row + 1).copied().unwrap_or(self.index.num_bytes);
         let mut bytes = vec![0; (end - start) as usize];
@@ -190,7 +241,7 @@ impl JsonlFile {
 
 /// Where the rows of a file begin.
 #[derive(Debug)]
-struct LineIndex {
+pub(in crate::data) struct LineIndex {
     starts: Vec<u64>,        // [rows], byte offsets
     gaps: Vec<(usize, u64)>, // (row, blank lines before it), ascending; only where it changes
     num_bytes: u64,
@@ -198,6 +249,23 @@ struct LineIndex {
 }
 
 impl LineIndex {
+    /// From the first byte and the line of each row, in order.
+    pub(in crate::data) fn of_rows(
+        rows: impl Iterator<Item = (u64, u64)>,
+        num_bytes: u64,
+        sha256: [u8; 32],
+    ) -> Self {
+        let mut index = Self { starts: Vec::new(), gaps: Vec::new(), num_bytes, sha256 };
+        for (start, line) in rows {
+            let row = index.starts.len();
+            if index.line(row) != line {
+                index.gaps.push((row, line.saturating_sub(row as u64 + 1)));
+            }
+            index.starts.push(start);
+        }
+        index
+    }
+
     fn scan(mut reader: impl BufRead) -> io::Result<Self> {
         let mut hasher = Sha256::new();
         let mut starts = Vec::new();

@@ -4,7 +4,10 @@ mod content;
 mod error;
 mod formats;
 mod jsonl;
+mod stamp;
 
 pub use error::SampleError;
 pub use formats::RowForm;
+pub(super) use jsonl::LineIndex;
 pub use jsonl::{JsonlFile, SourceError};
+pub(super) use stamp::{ImageStamp, Stamp};

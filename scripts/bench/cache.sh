@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# The length cache: rows a second by kind of row, memory, the same again, with another max_pixels, and how long a run that resumes
+# near the end of its data takes to its next step, with the cache and without.
+#   scripts/bench/cache.sh [ROWS]
+# TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go. TRAINER=FILE: another
+# binary. COLD=COMMAND: run before each first pass, to empty the page cache. Needs a build: cargo build --release
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3} rows=${1:-1000000} work=${FOLDER:-target/bench_cache} trainer=${TRAINER:-./target/release/trainer}
+PYTHONDONTWRITEBYTECODE=1 "$python" tests/bench/cache_rows.py "$work" --rows "$rows" ${TOKENIZER:+--tokenizer "$TOKENIZER"} >&2
+
+pass() { # NAME ROWS KEY=VALUE..: seconds, memory, what was done
+  local name=$1 file=$2 set=()
+  shift 2
+  for key in "$@"; do set+=(--set "$key"); done
+  cat >"$work/$file.yaml" <<YAML
+output_dir: $work/run-$file
+model: {path: $work/model, weights: random, freeze: [vision, merger]}
+data:
+  train: [{path: $work/$file.jsonl, image_root: $work/images}]
+  packing_length: 4096
+train: {epochs: 1}
+YAML
+  "$python" - "$name" "$rows" "$trainer" cache --config "$work/$file.yaml" "${set[@]}" <<'PY'
+import resource, subprocess, sys, time
+name, rows, command = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+begin = time.perf_counter()
+done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+seconds = time.perf_counter() - begin
+if done.returncode:
+    sys.exit(done.stderr)
+memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+work = next(line.split("cache ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
+print(f"| {name} | {seconds:.2f} | {rows / seconds:,.0f} | {memory:.0f} | {work} |", flush=True)
+PY
+}
+
+echo "| pass | s | rows/s | peak MiB | |"
+echo "|---|---|---|---|---|"
+for file in images text; do
+  rm -rf "$work/run-$file"
+  ${COLD:-true}
+  pass "$file, first" $file
+  pass "$file, again" $file
+  pass "$file, other max_pixels" $file data.image.max_pixels=401408
+done
+
+# A run of two steps whose checkpoint is moved to nine tenths of the data; the log tells when the data is open, when the model is
+# there, and how long the next step waited for its rows.
+run=$work/run-text
+sft() {
+  "$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024 "$@" 2>"$work/sft.log" ||
+    { cat "$work/sft.log" >&2; return 1; }
+}
+sft --resume never --set train.max_steps=2
+"$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
+rm -rf "$work/saved" && cp -r "$run/checkpoints" "$work/saved"
+for cache in "$run/cache" "$work/no-cache"; do
+  rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
+  begin=$(date +%s.%N)
+  sft --set train.max_steps=3 --set data.cache_dir="$cache"
+  "$python" - "$work/sft.log" "$begin" "$cache" <<'PY'
+import datetime, re, sys
+log, begin, cache = open(sys.argv[1]).read(), float(sys.argv[2]), sys.argv[3]
+def at(pattern):
+    line = next(line for line in log.splitlines() if re.search(pattern, line))
+    return datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00")).timestamp()
+wait = float(re.search(r"data_wait_s=([0-9.]+)", log)[1])
+print(f"resumed with {cache}: data open after {at('INFO data ') - begin:.2f} s, model after {at('INFO model ') - begin:.2f} s, "
+      f"then {wait:.3f} s until the first step has its rows")
+PY
+done

@@ -1,0 +1,285 @@
+//! The cache on disk: names, reading, writing, and what a kill leaves behind.
+//!
+//! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
+//! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
+//! written; `.train-<key>.arrow.lock`, held while writing. All but the first may be removed at any time
+//! when nothing runs, the first costs its making again.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use arrow_array::UInt64Array;
+use arrow_ipc::MetadataVersion;
+use arrow_ipc::reader::{FileReader, StreamReader};
+use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
+use arrow_schema::ArrowError;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use crate::data::source::{JsonlFile, LineIndex, Stamp};
+
+/// Version of the layout and of how rows are measured.
+const VERSION: u32 = 1;
+/// Rows of each batch of a file but its last.
+pub(super) const BATCH_ROWS: usize = 4096;
+/// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
+const ALIGNMENT: usize = 64;
+/// Key of our own metadata in the footer.
+const METADATA: &str = "trainer";
+
+/// Why the cache of a data file cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// The system refused.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Write {
+        /// A file in the cache folder, or the folder.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The format's writer refused; most often the disk is full.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What it said.
+        source: ArrowError,
+    },
+}
+
+impl CacheError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        "check free space and permissions, or set `data.cache_dir` to another folder"
+    }
+
+    pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        |source| Self::Write { path: path.to_owned(), source }
+    }
+
+    fn format(path: &Path) -> impl FnOnce(ArrowError) -> Self {
+        |source| Self::Format { path: path.to_owned(), source }
+    }
+}
+
+/// What the footer says about the data file and the limits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Footer {
+    /// For people.
+    data_file: String,
+    rows: u64,
+    bytes: u64,
+    sha256: [u8; 32],
+    /// With it the data file need not be read to tell that it is the same.
+    stamp: Option<Stamp>,
+    /// Under which `length` and `visual_tokens` were computed.
+    pub(super) limits: String,
+}
+
+impl Footer {
+    pub(super) fn of(file: &JsonlFile, limits: String) -> Self {
+        Self {
+            data_file: file.path().display().to_string(),
+            rows: file.len() as u64,
+            bytes: file.num_bytes(),
+            sha256: file.fingerprint(),
+            stamp: file.stamp().cloned(),
+            limits,
+        }
+    }
+
+    /// Whether its rows are those of `file`.
+    pub(super) fn fits(&self, file: &JsonlFile) -> bool {
+        self.sha256 == file.fingerprint() && self.rows == file.len() as u64
+    }
+}
+
+/// Where the cache of one data file is.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    pub(super) path: PathBuf,
+}
+
+impl Place {
+    /// The name holds a hash of the data file's place, of where its pictures are, and of `text_key`.
+    pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
+        let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
+        key.update(text_key);
+        for path in [data, image_root] {
+            // a path that cannot be resolved cannot be read either
+            let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+            let name = path.as_os_str().as_encoded_bytes();
+            key.update((name.len() as u64).to_le_bytes());
+            key.update(name);
+        }
+        let key = format!("{:x}", key.finalize());
+        let mut name = data.file_stem().unwrap_or_default().to_owned();
+        name.push(format!("-{}.arrow", &key[..16]));
+        Self { path: folder.join(name) }
+    }
+
+    fn beside(&self, ending: &str) -> PathBuf {
+        let mut name = OsString::from(".");
+        name.push(self.path.file_name().unwrap_or_default());
+        name.push(ending);
+        self.path.with_file_name(name)
+    }
+
+    /// Makes the folder, and waits for any other process that writes this cache.
+    pub(super) fn lock(&self) -> Result<File, CacheError> {
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        let path = self.beside(".lock");
+        let lock = File::create(&path).map_err(CacheError::write(&path))?;
+        // Some network file systems know no locks.
+        let _ = lock.lock();
+        Ok(lock)
+    }
+
+    /// The cache, if there is a whole one; one that cannot be read counts as none.
+    pub(super) fn read(&self) -> Option<(Footer, Batches)> {
+        let (footer, reader) = self.or_warn(self.open(None))?;
+        Some((footer, Batches { place: self.clone(), reader }))
+    }
+
+    /// The index of the data file that bears `stamp`, if the cache knows it.
+    pub(super) fn index(&self, stamp: &Stamp) -> Option<LineIndex> {
+        let read = || {
+            let Some((footer, reader)) = self.open(Some(INDEX_COLUMNS.to_vec()))? else {
+                return Ok(None);
+            };
+            if footer.stamp.as_ref() != Some(stamp) {
+                return Ok(None);
+            }
+            let mut rows = Vec::with_capacity(footer.rows as usize);
+            for batch in reader {
+                let batch = batch?;
+                let offset: UInt64Array = column(&batch, "offset")?;
+                let line: UInt64Array = column(&batch, "line")?;
+                rows.extend(offset.values().iter().copied().zip(line.values().iter().copied()));
+            }
+            let complete = rows.len() as u64 == footer.rows;
+            let index = LineIndex::of_rows(rows.into_iter(), footer.bytes, footer.sha256);
+            Ok(complete.then_some(index))
+        };
+        self.or_warn(read())
+    }
+
+    /// What killed processes have left, as far as it is whole.
+    pub(super) fn read_partial(&self) -> Vec<Rows> {
+        let [temporary, partial] = [".tmp", ".partial"].map(|ending| self.beside(ending));
+        let [of_temporary, of_partial] = [&temporary, &partial].map(|path| read_stream(path));
+        let more = of_temporary.len() > of_partial.len();
+        if more {
+            // the older one is in the newer one; should this fail, work is lost and nothing else
+            let _ = fs::rename(&temporary, &partial);
+        }
+        if more { of_temporary } else { of_partial }
+    }
+
+    fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
+        let file = match File::open(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let reader = FileReader::try_new(BufReader::with_capacity(1 << 20, file), columns)?;
+        let footer = reader.custom_metadata().get(METADATA).map_or("", String::as_str);
+        let footer = serde_json::from_str(footer);
+        let footer = footer.map_err(|error| ArrowError::ExternalError(error.into()))?;
+        Ok(Some((footer, reader)))
+    }
+
+    fn or_warn<T>(&self, result: Result<Option<T>, ArrowError>) -> Option<T> {
+        result.unwrap_or_else(|error| {
+            let path = self.path.display();
+            tracing::warn!(%path, %error, "the length cache cannot be read: it is made anew");
+            None
+        })
+    }
+}
+
+type Reader = FileReader<BufReader<File>>;
+
+/// The rows of a cache, as far as they can be read.
+pub(super) struct Batches {
+    place: Place,
+    reader: Reader,
+}
+
+impl Iterator for Batches {
+    type Item = Rows;
+
+    fn next(&mut self) -> Option<Rows> {
+        let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
+        self.place.or_warn(rows.map(Some))
+    }
+}
+
+/// The batches at the beginning of a file whose writer was killed.
+fn read_stream(path: &Path) -> Vec<Rows> {
+    let Ok(mut file) = File::open(path) else { return Vec::new() };
+    if file.seek(SeekFrom::Start(ALIGNMENT as u64)).is_err() {
+        return Vec::new();
+    }
+    let Ok(reader) = StreamReader::try_new(BufReader::new(&file), None) else {
+        return Vec::new();
+    };
+    reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()
+}
+
+/// A cache on its way to disk.
+pub(super) struct Writer {
+    place: Place,
+    temporary: PathBuf,
+    file: FileWriter<BufWriter<File>>,
+}
+
+impl Writer {
+    pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
+        let temporary = place.beside(".tmp");
+        let file = File::create(&temporary).map_err(CacheError::write(&temporary))?;
+        let file = BufWriter::with_capacity(1 << 20, file);
+        let format = || {
+            let options = IpcWriteOptions::try_new(ALIGNMENT, false, MetadataVersion::V5)?;
+            FileWriter::try_new_with_options(file, &schema(), options)
+        };
+        let file = format().map_err(CacheError::format(&temporary))?;
+        Ok(Self { place: place.clone(), temporary, file })
+    }
+
+    /// After it a kill no longer costs these rows.
+    pub(super) fn write(&mut self, rows: &Rows) -> Result<(), CacheError> {
+        let mut write = || {
+            self.file.write(&rows.to_batch()?)?;
+            self.file.flush()
+        };
+        write().map_err(CacheError::format(&self.temporary))
+    }
+
+    /// Puts the whole file in the place of an older one.
+    pub(super) fn finish(self, footer: &Footer) -> Result<(), CacheError> {
+        let Self { place, temporary, mut file } = self;
+        let text = serde_json::to_string(footer).expect("plain values");
+        file.write_metadata(METADATA, text);
+        let finish = || {
+            file.finish()?;
+            file.into_inner()
+        };
+        let file = finish().map_err(CacheError::format(&temporary))?;
+        let sync = || {
+            let mut file = file;
+            file.flush()?;
+            file.get_ref().sync_all()?;
+            fs::rename(&temporary, &place.path)?;
+            File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
+        };
+        sync().map_err(CacheError::write(&temporary))?;
+        // all of it is in the new file
+        let _ = fs::remove_file(place.beside(".partial"));
+        Ok(())
+    }
+}

@@ -1,0 +1,95 @@
+//! The keys, their defaults and what they refuse.
+
+use super::*;
+
+fn parse(text: &str) -> Result<DataConfig, serde_json::Error> {
+    serde_json::from_str(text)
+}
+
+#[test]
+fn the_defaults_are_those_of_the_contract() {
+    let config = parse(r#"{"train": [{"path": "a.jsonl"}]}"#).unwrap();
+    config.validate().unwrap();
+    assert_eq!(
+        serde_json::to_string(&config).unwrap(),
+        r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
+            .to_owned()
+            + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
+            + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
+            + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
+            + r#""max_length":null,"truncation":"delete","shuffle":true,"#
+            + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"#
+            + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
+            + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"cache_dir":null,"workers":2,"on_error":"skip","#
+            + r#""max_rejected":0.01}"#
+    );
+}
+
+#[test]
+fn unknown_keys_and_impossible_values_are_refused() {
+    for text in [
+        r#"{"train": [], "packing_lenght": 1}"#,
+        r#"{"train": [{"path": "a", "wieght": 1.0}]}"#,
+        r#"{"train": [], "packing_length": 0}"#,
+        r#"{"train": [], "workers": 0}"#,
+        r#"{"train": [], "truncation": "middle"}"#,
+        r"{}",
+    ] {
+        assert!(parse(text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn weights_and_shares_out_of_range_are_named() {
+    assert_eq!(parse(r#"{"train": []}"#).unwrap().validate(), Err(DataConfigError::NoTrainData));
+    let mut config = parse(r#"{"train": [{"path": "a"}], "eval": [{"path": "b"}]}"#).unwrap();
+    for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        config.eval[0].weight = weight;
+        let message = config.validate().unwrap_err().to_string();
+        assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
+    }
+    config.eval.clear();
+    config.balance = Balance::Cost;
+    assert_eq!(config.validate(), Ok(()));
+    config.packing_strategy = PackingStrategy::Sequential;
+    assert_eq!(config.validate(), Err(DataConfigError::Balance));
+    config.balance = Balance::None;
+    for max_rejected in [-0.1, 1.1, f64::NAN] {
+        config.max_rejected = max_rejected;
+        assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
+    }
+}
+
+#[test]
+fn truncation_is_left_or_right_of_what_stays_and_needs_a_length() {
+    let mut config = parse(r#"{"train": [{"path": "a"}], "max_length": 9}"#).unwrap();
+    let max_length = NonZeroU32::new(9).unwrap();
+    for (truncation, keep) in [
+        (Truncation::Delete, None),
+        (Truncation::Error, None),
+        (Truncation::Left, Some(Keep::End)),
+        (Truncation::Right, Some(Keep::Beginning)),
+    ] {
+        config.truncation = truncation;
+        assert_eq!(config.cut(), keep.map(|keep| Cut { max_length, keep }));
+        assert_eq!(config.validate(), Ok(()));
+    }
+    config.max_length = None;
+    assert_eq!(config.validate(), Err(DataConfigError::NoLimit { truncation: "right" }));
+    assert_eq!(config.cut(), None);
+}
+
+#[test]
+fn the_packing_keys_become_one_value() {
+    let mut config = parse(r#"{"train": [], "filter_overlong": false}"#).unwrap();
+    let length = NonZeroU32::new(8192).unwrap();
+    let strategy = PackingStrategy::BestFit;
+    let expected = Packing::On { length, strategy, overlong: Overlong::Alone };
+    assert_eq!(config.packing(), expected);
+    config.packing = false;
+    assert_eq!(config.packing(), Packing::Off);
+    let step = NonZeroUsize::new(6).unwrap();
+    assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
+    config.balance = Balance::Cost;
+    assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));
+}

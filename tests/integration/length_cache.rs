@@ -1,0 +1,293 @@
+//! The length cache against measuring anew: equal for every limit, whatever was changed, killed or copied
+//! in between.
+
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::Write;
+use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+use tempfile::TempDir;
+use trainer::data::{
+    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Row, RowReader, VideoConfig,
+    open_indexed,
+};
+use trainer::train::{CachedRows, JsonlRows};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+fn encoder(image: &ImageConfig) -> Arc<Encoder> {
+    Arc::new(Encoder::from_folder(&golden("models/small-tied"), image).unwrap())
+}
+
+fn max_tokens(tokens: u32) -> ImageConfig {
+    let max_tokens = NonZeroU32::new(tokens);
+    ImageConfig { min_pixels: Some(1024), max_pixels: None, max_tokens }
+}
+
+/// A folder with a data file, two pictures and a cache.
+struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    fn new(rows: &[Value]) -> Self {
+        let place = Self { folder: TempDir::new().unwrap() };
+        for (name, picture) in
+            [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
+        {
+            std::fs::copy(golden("data/images").join(picture), place.path(name)).unwrap();
+        }
+        place.write(rows);
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, rows: &[Value]) {
+        let text = rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
+        File::create(self.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
+    }
+
+    fn rows(&self, encoder: &Arc<Encoder>) -> Arc<JsonlRows> {
+        let set = DatasetConfig::new(self.path("rows.jsonl"));
+        Arc::new(JsonlRows::open(&[set], encoder.clone()).unwrap())
+    }
+
+    fn update(&self, encoder: &Arc<Encoder>) -> (CachedRows, CacheWork) {
+        CachedRows::update(self.rows(encoder), &self.path("cache"), &|_| ()).unwrap()
+    }
+
+    /// The cache's file.
+    fn cache(&self) -> PathBuf {
+        let files = std::fs::read_dir(self.path("cache")).unwrap();
+        let mut files = files.map(|file| file.unwrap().path());
+        files
+            .find(|path| {
+                path.extension().is_some_and(|ending| ending == "arrow") && !is_hidden(path)
+            })
+            .unwrap()
+    }
+}
+
+fn is_hidden(path: &Path) -> bool {
+    path.file_name().unwrap().to_str().unwrap().starts_with('.')
+}
+
+fn chat(question: &str, answer: &str) -> Value {
+    json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+}
+
+fn with_picture(name: &str, answer: &str) -> Value {
+    json!({"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": answer}], "images": [name]})
+}
+
+/// Rows of every kind: text, pictures, two of them, videos, broken ones.
+fn mixed(count: usize) -> Vec<Value> {
+    let row = |i: usize| match i % 7 {
+        0 => with_picture("a.png", &format!("moon {i}")),
+        1 => with_picture("b.png", "a short one"),
+        2 => json!({"messages": [
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "or"}, {"type": "image", "image": "b.png"}]},
+            {"role": "assistant", "content": format!("the first of {i}")},
+        ]}),
+        3 if i.is_multiple_of(2) => with_picture("no.png", "nothing"),
+        4 if i.is_multiple_of(3) => json!({"messages": []}),
+        5 if i.is_multiple_of(2) => json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "video", "video": ["b.png", "b.png", "b.png"]}, {"type": "image", "image": "a.png"}]},
+            {"role": "assistant", "content": format!("moving {i}")},
+        ]}),
+        _ => chat(&format!("What is {i} + {i}?"), &"It is so. ".repeat(i % 5 + 1)),
+    };
+    (0..count).map(row).collect()
+}
+
+/// Every length and every rejection of the cache is that of measuring now.
+fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
+    for row in rows.rows() {
+        assert_eq!(cached.length(row), rows.length(row), "{}", rows.id(row));
+    }
+}
+
+#[test]
+fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
+    let place = Place::new(&mixed(60));
+    place.update(&encoder(&max_tokens(4)));
+    for tokens in [1, 2, 3, 6, 100] {
+        let encoder = encoder(&max_tokens(tokens));
+        for max_length in [0, 1, 8, 14, 20, 33] {
+            for keep in [Keep::Beginning, Keep::End] {
+                let cut = NonZeroU32::new(max_length).map(|max_length| Cut { max_length, keep });
+                let set = DatasetConfig::new(place.path("rows.jsonl"));
+                let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().cut(cut);
+                let rows = Arc::new(rows);
+                let (cached, work) =
+                    CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();
+                assert_eq!(work.measured, 4, "rows whose picture is missing");
+                assert_as_measured(&cached, &rows);
+            }
+        }
+    }
+}
+
+#[test]
+fn appended_changed_and_moved_rows_cost_only_what_is_new() {
+    let encoder = encoder(&max_tokens(6));
+    let mut rows: Vec<Value> = (0..40).map(|i| chat(&format!("Row {i}"), "yes")).collect();
+    rows[7] = with_picture("a.png", "seven");
+    rows[8] = json!({"messages": []});
+    let place = Place::new(&rows);
+    assert_eq!(place.update(&encoder).1, CacheWork { measured: 40, reused: 0 });
+    assert_eq!(place.update(&encoder).1, CacheWork { measured: 0, reused: 40 });
+    rows.push(chat("One more", "indeed"));
+    rows[3] = chat("Another third", "no");
+    rows.swap(8, 20);
+    place.write(&rows);
+    let (cached, work) = place.update(&encoder);
+    assert_eq!(work, CacheWork { measured: 2, reused: 39 });
+    assert_as_measured(&cached, &place.rows(&encoder));
+    // a copy of the file is another file with the same rows
+    std::fs::rename(place.path("rows.jsonl"), place.path("old.jsonl")).unwrap();
+    std::fs::copy(place.path("old.jsonl"), place.path("rows.jsonl")).unwrap();
+    assert_eq!(place.update(&encoder).1.measured, 0);
+}
+
+#[test]
+fn a_changed_or_repaired_picture_is_measured_again() {
+    let encoder = encoder(&max_tokens(6));
+    let rows =
+        [with_picture("a.png", "yes"), with_picture("b.png", "yes"), with_picture("c.png", "yes")];
+    let place = Place::new(&rows);
+    let tokens = |cached: &CachedRows, row| {
+        cached
+            .length(Row { dataset: 0, row })
+            .map(|length| length.tokens)
+            .map_err(|rejection| rejection.reason)
+    };
+    let (before, _) = place.update(&encoder);
+    assert_eq!(tokens(&before, 2), Err("image_missing".to_owned()));
+    assert_ne!(tokens(&before, 0), tokens(&before, 1));
+    for name in ["a.png", "c.png"] {
+        std::fs::copy(place.path("b.png"), place.path(name)).unwrap();
+    }
+    let (after, work) = place.update(&encoder);
+    assert_eq!(work, CacheWork { measured: 2, reused: 1 });
+    assert_eq!([0, 1, 2].map(|row| tokens(&after, row)), [0; 3].map(|_| tokens(&before, 1)));
+}
+
+#[test]
+fn a_changed_frame_of_a_video_is_seen_and_other_settings_for_videos_are_another_cache() {
+    let model = golden("models/small-tied");
+    let encoder = |fps| {
+        let video = VideoConfig { fps: Some(fps), ..VideoConfig::default() };
+        Arc::new(Encoder::with_video(&model, &max_tokens(6), &video).unwrap())
+    };
+    let video = json!({"type": "video", "video": ["b.png", "b.png", "c.png", "b.png"], "fps": 4.0});
+    let place = Place::new(&[json!({"messages": [
+        {"role": "user", "content": [video]}, {"role": "assistant", "content": "yes"},
+    ]})]);
+    let copy = || std::fs::copy(place.path("b.png"), place.path("c.png")).unwrap();
+    copy();
+    for (fps, measured) in [(4.0, 1), (4.0, 0), (1.0, 1), (4.0, 0)] {
+        let (cached, work) = place.update(&encoder(fps));
+        assert_eq!(work.measured, measured);
+        assert_as_measured(&cached, &place.rows(&encoder(fps)));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    copy();
+    let later = File::options().append(true).open(place.path("c.png")).unwrap();
+    later.set_modified(SystemTime::now()).unwrap();
+    assert_eq!(place.update(&encoder(4.0)).1.measured, 1);
+}
+
+#[test]
+fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
+    let encoder = encoder(&max_tokens(6));
+    let rows: Vec<Value> = (0..9000).map(|i| chat(&format!("{i}"), "yes")).collect();
+    let place = Place::new(&rows);
+    let killed = |after: u64| {
+        let progress = |done| assert!(done < after, "killed");
+        let update =
+            || CachedRows::update(place.rows(&encoder), &place.path("cache"), &progress).map(drop);
+        assert!(catch_unwind(AssertUnwindSafe(update)).is_err());
+    };
+    killed(1);
+    killed(8000);
+    let (cached, work) = place.update(&encoder);
+    assert_eq!(work.measured + work.reused, 9000);
+    assert!(work.reused >= 2 * 4096, "{work:?}");
+    let whole = std::fs::read(place.cache()).unwrap();
+    for row in place.rows(&encoder).rows().step_by(97) {
+        assert_eq!(cached.length(row), place.rows(&encoder).length(row));
+    }
+    // torn in the middle of its rows, without its end, not Arrow at all, and with a row changed on disk
+    for damaged in [&whole[..whole.len() / 2], &whole[..whole.len() - 9], b"nothing of the kind"] {
+        File::create(place.cache()).unwrap().write_all(damaged).unwrap();
+        let (cached, _) = place.update(&encoder);
+        let row = Row { dataset: 0, row: 8999 };
+        assert_eq!(cached.length(row), place.rows(&encoder).length(row));
+        assert_eq!(place.update(&encoder).1, CacheWork { measured: 0, reused: 9000 });
+    }
+}
+
+#[test]
+fn another_tokenizer_or_place_has_a_cache_of_its_own() {
+    let place = Place::new(&[chat("One", "two")]);
+    let names = || {
+        let files = std::fs::read_dir(place.path("cache")).unwrap();
+        files.filter(|file| !is_hidden(&file.as_ref().unwrap().path())).count()
+    };
+    place.update(&encoder(&max_tokens(6)));
+    place.update(&encoder(&max_tokens(1)));
+    assert_eq!(names(), 1, "limits make no other cache");
+    let model = place.path("model");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(golden("models/small-tied")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let template = std::fs::read_to_string(model.join("chat_template.jinja")).unwrap();
+    let other = template.replace("user\\n", "human\\n");
+    assert_ne!(other, template);
+    File::create(model.join("chat_template.jinja")).unwrap().write_all(other.as_bytes()).unwrap();
+    place.update(&Arc::new(Encoder::from_folder(&model, &max_tokens(6)).unwrap()));
+    assert_eq!(names(), 2);
+}
+
+/// The index comes from the cache only while the file bears the same stamp, and is the same index.
+#[test]
+fn a_file_that_the_cache_knows_is_opened_without_a_scan_and_a_changed_one_is_not() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&[]);
+    let text = "\u{feff}\n{\"messages\": []}\r\n\n\n".to_owned()
+        + &chat("a", "b").to_string()
+        + "\n  \n"
+        + &chat("c", "d").to_string();
+    File::create(place.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
+    let open =
+        || open_indexed(&place.path("rows.jsonl"), None, &encoder, &place.path("cache")).unwrap();
+    let settled = SystemTime::now() + Duration::from_millis(2100);
+    place.update(&encoder);
+    let fresh = open();
+    while SystemTime::now() < settled {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    place.update(&encoder); // now the file is old enough to be known by its stamp
+    let known = open();
+    assert!(format!("{fresh:?}").contains("stamp: None"));
+    assert!(format!("{known:?}").contains("stamp: Some"));
+    assert_eq!((known.len(), known.fingerprint()), (fresh.len(), fresh.fingerprint()));
+    for row in 0..known.len() {
+        assert_eq!(known.id(row), fresh.id(row));
+        assert_eq!(known.read(row).ok(), fresh.read(row).ok());
+    }
+    let text = text.replace("\"c\"", "\"e\"");
+    File::create(place.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
+    assert_ne!(open().fingerprint(), known.fingerprint());
+}
