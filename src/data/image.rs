@@ -26,6 +26,7 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use config::Settings;
+pub(super) use config::Size;
 pub use config::{ImageConfig, ImageConfigError};
 pub(super) use decode::Rgb;
 use decode::{DecodeError, decode};
@@ -37,6 +38,7 @@ pub(super) use header::swaps_sides;
 pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
+pub(super) use smart_resize::{Frames, fit};
 use source::open;
 #[cfg(feature = "video")]
 pub(super) use source::resolve;

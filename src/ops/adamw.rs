@@ -8,6 +8,7 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
+use super::blocks::narrow_into;
 use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
 use super::moments::{self, step_seed, tensor_seed};
 use super::simd::kernels;
@@ -95,12 +96,6 @@ kernels! {
         let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
         for i in 0..n {
             update_element(s, grad[i] * grad_scale, &mut p[i], &mut m[i], &mut v[i]);
-        }
-    }
-
-    fn narrow(x: &[f32], y: &mut [bf16]) {
-        for (y, x) in y.iter_mut().zip(x) {
-            *y = bf16::narrow(*x);
         }
     }
 
@@ -256,7 +251,7 @@ fn update_blocks<M: Element>(
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
                         |((index, (((p, m), v), grad)), weight)| {
                             update(index * BLOCK, grad, p, m, v);
-                            narrow(p, weight);
+                            narrow_into(p, weight);
                         },
                     );
                 })

@@ -40,7 +40,7 @@ kernels! {
         }
     }
 
-    pub(super) fn narrow_block_in_place(x: &[f32], y: &mut [bf16]) {
+    pub(super) fn narrow_into(x: &[f32], y: &mut [bf16]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = bf16::narrow(*x);
         }

@@ -3,7 +3,7 @@
 
 #![expect(unsafe_code, reason = "tasks change disjoint parts of several tensors")]
 
-use super::blocks::{ON_STACK, narrow_block_in_place, widen_block};
+use super::blocks::{ON_STACK, narrow_into, widen_block};
 use super::cpu::{self, BLOCK, Element, Shared};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
@@ -88,7 +88,7 @@ fn blocks_bf16<const N: usize>(
             let lent = wide.each_mut().map(|wide| &mut wide[..end - start]);
             f(span.start + start..span.start + end, lent);
             for (wide, part) in wide.iter().zip(&mut parts) {
-                narrow_block_in_place(&wide[..end - start], &mut part[start..end]);
+                narrow_into(&wide[..end - start], &mut part[start..end]);
             }
         }
     });

@@ -59,10 +59,8 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
 /// Rows of text and rows with pictures apart: lengths, and encoding on one core and on all. Before them the
 /// index, after them the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
-    let encoder = {
-        let data = &config.data;
-        Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?)
-    };
+    let data = &config.data;
+    let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
     let begin = Instant::now();
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let seconds = begin.elapsed().as_secs_f64();

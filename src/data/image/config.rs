@@ -108,13 +108,14 @@ struct File {
     do_convert_rgb: Option<bool>,
 }
 
-/// Areas in pixels, in spite of their names; some files use the other pair of names.
+/// Areas of pictures, or volumes of videos, in pixels in spite of their names; some files use the
+/// other pair of names.
 #[derive(Debug, Default, Deserialize)]
-struct Size {
+pub(in crate::data) struct Size {
     #[serde(alias = "min_pixels")]
-    shortest_edge: Option<u64>,
+    pub(in crate::data) shortest_edge: Option<u64>,
     #[serde(alias = "max_pixels")]
-    longest_edge: Option<u64>,
+    pub(in crate::data) longest_edge: Option<u64>,
 }
 
 /// Checked settings.

@@ -23,20 +23,40 @@ pub fn smart_resize(
     if u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width)) {
         return None;
     }
-    let (h, w, f) = (f64::from(height), f64::from(width), f64::from(factor));
-    let sides = [h, w];
+    let sides = [f64::from(height), f64::from(width)];
+    Some(fit(sides, factor, Frames { shown: 1.0, counted: 1.0 }, min_pixels, max_pixels))
+}
+
+/// How many pictures of one size share a budget.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::data) struct Frames {
+    /// As they are: the scale goes by these.
+    pub(in crate::data) shown: f64,
+    /// As the model's own processor counts them to see whether they keep the budget.
+    pub(in crate::data) counted: f64,
+}
+
+/// The multiples of `factor` nearest to `sides`, scaled where all frames together miss the budget.
+pub(in crate::data) fn fit(
+    sides: [f64; 2],
+    factor: u32,
+    frames: Frames,
+    min_pixels: u64,
+    max_pixels: u64,
+) -> [u32; 2] {
+    let ([h, w], f) = (sides, f64::from(factor));
     let rounded = sides.map(|side| (side / f).round_ties_even() * f);
-    let area = rounded[0] * rounded[1];
-    let resized = if area > max_pixels as f64 {
-        let beta = (h * w / max_pixels as f64).sqrt();
+    let pixels = frames.counted * rounded[0] * rounded[1];
+    let resized = if pixels > max_pixels as f64 {
+        let beta = (frames.shown * h * w / max_pixels as f64).sqrt();
         sides.map(|side| f.max((side / beta / f).floor() * f))
-    } else if area < min_pixels as f64 {
-        let beta = (min_pixels as f64 / (h * w)).sqrt();
+    } else if pixels < min_pixels as f64 {
+        let beta = (min_pixels as f64 / (frames.shown * h * w)).sqrt();
         sides.map(|side| (side * beta / f).ceil() * f)
     } else {
         rounded
     };
-    Some(resized.map(|side| side as u32))
+    resized.map(|side| side as u32)
 }
 
 #[cfg(test)]

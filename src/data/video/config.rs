@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::sampling::Sampling;
 use super::smart_resize::Budget;
-use crate::data::image::{ImageProcessor, Normalise};
+use crate::data::image::{ImageProcessor, Normalise, Size};
 
 /// `data.video` of the config; `null` is what the model folder's `video_preprocessor_config.json`
 /// says, else what the published one does.
@@ -156,15 +156,6 @@ struct File {
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
     cap_pixels_per_frame: Option<bool>,
-}
-
-/// Volumes in pixels, in spite of their names.
-#[derive(Debug, Default, Deserialize)]
-struct Size {
-    #[serde(alias = "min_pixels")]
-    shortest_edge: Option<u64>,
-    #[serde(alias = "max_pixels")]
-    longest_edge: Option<u64>,
 }
 
 impl Settings {

@@ -1,5 +1,7 @@
 //! The size that the frames of a video are resized to: the budget is of the whole video.
 
+use crate::data::image::{Frames, fit};
+
 /// Videos more elongated than this are refused, as the model's own processor does.
 const MAX_ASPECT_RATIO: f64 = 200.0;
 
@@ -22,7 +24,7 @@ pub(super) fn smart_resize(
     factor: u32,
     budget: Budget,
 ) -> Option<[u32; 2]> {
-    let (f, frames) = (f64::from(factor), num_frames as f64);
+    let (f, shown) = (f64::from(factor), num_frames as f64);
     let mut sides = [height, width].map(f64::from);
     if height < factor || width < factor {
         let scale = (f / sides[0]).max(f / sides[1]);
@@ -32,19 +34,8 @@ pub(super) fn smart_resize(
     if h.max(w) / h.min(w) > MAX_ASPECT_RATIO {
         return None;
     }
-    let rounded = sides.map(|side| (side / f).round_ties_even() * f);
-    let times = (frames / temporal as f64).round_ties_even() * temporal as f64;
-    let volume = times * rounded[0] * rounded[1];
-    let resized = if volume > budget.max_pixels as f64 {
-        let beta = (frames * h * w / budget.max_pixels as f64).sqrt();
-        sides.map(|side| f.max((side / beta / f).floor() * f))
-    } else if volume < budget.min_pixels as f64 {
-        let beta = (budget.min_pixels as f64 / (frames * h * w)).sqrt();
-        sides.map(|side| (side * beta / f).ceil() * f)
-    } else {
-        rounded
-    };
-    Some(resized.map(|side| side as u32))
+    let counted = (shown / temporal as f64).round_ties_even() * temporal as f64;
+    Some(fit(sides, factor, Frames { shown, counted }, budget.min_pixels, budget.max_pixels))
 }
 
 #[cfg(test)]

@@ -156,18 +156,18 @@ fn update(updates: &[(AdamWTensors<'_>, Scalars)], seed: u32, grad_scale: &Tenso
         bail!("{op}: moments are {dtype:?} and {:?}, expected one dtype", other.exp_avg.dtype());
     }
     for (index, updates) in (0u32..).zip(updates.chunks(MOST_UPDATES)) {
-        let each = |tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
+        let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
             updates.iter().map(move |(tensors, _)| match tensor(tensors) {
-                Some(tensor) => address(op, "a tensor", tensor).map(|at| at.0),
+                Some(tensor) => address(op, name, tensor).map(|at| at.0),
                 None => Ok(0),
             })
         };
         let mut words = Words::new(MOST_UPDATES);
-        words.longs(each(|tensors| Some(tensors.master.unwrap_or(tensors.weight))))?;
-        words.longs(each(|tensors| tensors.master.and(Some(tensors.weight))))?;
-        words.longs(each(|tensors| Some(tensors.exp_avg)))?;
-        words.longs(each(|tensors| Some(tensors.exp_avg_sq)))?;
-        words.longs(each(|tensors| Some(tensors.grad)))?;
+        words.longs(each("weight", |tensors| Some(tensors.master.unwrap_or(tensors.weight))))?;
+        words.longs(each("weight", |tensors| tensors.master.and(Some(tensors.weight))))?;
+        words.longs(each("exp_avg", |tensors| Some(tensors.exp_avg)))?;
+        words.longs(each("exp_avg_sq", |tensors| Some(tensors.exp_avg_sq)))?;
+        words.longs(each("grad", |tensors| Some(tensors.grad)))?;
         words.longs(updates.iter().map(|(tensors, _)| Ok(tensors.weight.elem_count() as u64)))?;
         words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.keep.to_bits()));
         words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.step_size.to_bits()));
