@@ -3,11 +3,12 @@
 # near the end of its data takes to its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
 # TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go. TRAINER=FILE: another
-# binary. COLD=COMMAND: run before each first pass, to empty the page cache. Needs a build: cargo build --release
+# binary. FILES=N: so many pictures, each its own file of 4 KiB and a hole.
+# COLD=COMMAND: run before each first pass, to empty the page cache. Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rows=${1:-1000000} work=${FOLDER:-target/bench_cache} trainer=${TRAINER:-./target/release/trainer}
-PYTHONDONTWRITEBYTECODE=1 "$python" tests/bench/cache_rows.py "$work" --rows "$rows" ${TOKENIZER:+--tokenizer "$TOKENIZER"} >&2
+PYTHONDONTWRITEBYTECODE=1 "$python" tests/bench/cache_rows.py "$work" --rows "$rows" ${FILES:+--files "$FILES" --headers} ${TOKENIZER:+--tokenizer "$TOKENIZER"} >&2
 
 pass() { # NAME ROWS KEY=VALUE..: seconds, memory, what was done
   local name=$1 file=$2 set=()

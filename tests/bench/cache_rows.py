@@ -1,11 +1,12 @@
 """Rows, pictures and a model folder for the bench of the length cache, made up from a seed.
 
-  python tests/bench/cache_rows.py FOLDER [--rows 1000000] [--files 20000] [--tokenizer tokenizer.json]
+  python tests/bench/cache_rows.py FOLDER [--rows 1000000] [--files 20000] [--headers] [--tokenizer tokenizer.json]
 
 FOLDER/model        config, tokenizer and processor files of a small model, no weights; `--tokenizer` puts a published
                     tokenizer of 151,936 entries in the place of the tests' one
 FOLDER/images/      `--files` files, JPEG (with EXIF) and every fourth one a PNG: smooth colours, sides of 200..2000 pixels;
-                    there are 400 different ones, the others are copies: each is a file of its own on the disk
+                    there are 400 different ones, the others are copies: each is a file of its own on the disk; with
+                    `--headers` a hole follows the first 4 KiB of each copy, so that a million of them take 4 GB
 FOLDER/images.jsonl one picture a row, a question and an answer of some 25 tokens; each file serves rows / files rows
 FOLDER/text.jsonl   chats of text alone, about 300 tokens with the published tokenizer
 Nothing is made again for a folder that has it.
@@ -47,7 +48,13 @@ def make_model(folder, tokenizer):
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def make_images(folder, files, rng):
+def copy_header(original, copy):
+    with open(original, "rb") as source, open(copy, "wb") as out:
+        out.write(source.read(4096))
+        out.truncate(original.stat().st_size)
+
+
+def make_images(folder, files, copy, rng):
     originals = []
     for index in range(min(files, 400)):
         small = Image.new("RGB", (4, 4))
@@ -64,7 +71,7 @@ def make_images(folder, files, rng):
         original = originals[index % len(originals)]
         name = f"{index // 1000:03d}/{index:06d}{original.suffix}"
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(original, folder / name)
+        copy(original, folder / name)
         names.append(name)
     return names
 
@@ -85,13 +92,14 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=20_000)
+    parser.add_argument("--headers", action="store_true")
     parser.add_argument("--tokenizer", type=Path)
     a = parser.parse_args()
     rng = random.Random(0)
     if not (a.folder / "model").exists():
         make_model(a.folder / "model", a.tokenizer)
     if not (a.folder / "images.jsonl").exists():
-        names = make_images(a.folder / "images", a.files, rng)
+        names = make_images(a.folder / "images", a.files, copy_header if a.headers else shutil.copyfile, rng)
         short = sentences(rng, 4000, 12)
         chat = lambda i: json.dumps({"id": i, "messages": [{"role": "user", "content": "<image>" + rng.choice(short)}, {"role": "assistant", "content": rng.choice(short)}],
                                      "images": [names[i % len(names)]]})
