@@ -28,6 +28,11 @@ ls -l "$bundle" target/cuda/bundle.tar.xz
 out=target/cuda/smoke
 rm -rf "$out"
 LD_LIBRARY_PATH=$CUDA_HOME/lib/stubs/named RUST_BACKTRACE=0 "$bundle/trainer" sft --config configs/quickstart.yaml --set device=auto \
-  --set "output_dir=$out" --set train.max_steps=5 --set 'data.eval=[]' 2>&1 | tee "$out.log" | grep -m 1 'found no GPU'
-[ -s "$out/final/model.safetensors" ] && echo "the binary starts, and trains where there is no GPU"
+  --set "output_dir=$out" --set train.max_steps=5 --set 'data.eval=[]' >"$out.log" 2>&1 || {
+  cat "$out.log"
+  exit 1
+}
+grep 'found no GPU' "$out.log"
+[ -s "$out/final/model.safetensors" ]
+echo "the binary starts, and trains where there is no GPU"
 
