@@ -61,7 +61,7 @@ fn whole_run(error: &(dyn Error + 'static)) -> Option<Verdict> {
                 return Some(Verdict::data(error.hint()));
             }
             SetupError::MaskedOnGpu => {
-                return Some(Verdict { exit: Exit::Config, hint: error.hint() });
+                return Some(Verdict { exit: Exit::Usage, hint: error.hint() });
             }
             SetupError::Groups(error) => error,
             SetupError::Weights(error) => error,

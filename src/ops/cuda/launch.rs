@@ -83,6 +83,7 @@ pub(super) fn most_shared(device: &Device) -> Result<usize> {
 
 /// Bytes of shared memory that an emulated block can have: those of sm_80.
 #[cfg(not(feature = "cuda"))]
+#[expect(clippy::unnecessary_wraps, reason = "the signature that a GPU needs")]
 pub(super) fn most_shared(_: &Device) -> Result<usize> {
     Ok(163 << 10)
 }
