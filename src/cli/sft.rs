@@ -17,7 +17,7 @@ use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, StepRunner,
+    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, Rejected, StepRunner,
     TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
@@ -209,11 +209,10 @@ fn assemble(
     let config_json = config.model.precision.stamp(&config_json);
     let mut rejects = sink("rejects.jsonl")?;
     if state.step == 0 {
-        for corpus in rows.sets().iter().filter_map(DataSet::corpus) {
-            write_rejects(&mut rejects, 1, corpus.rejected())?;
-        }
+        write_rejects(&mut rejects, 1, rows.rejected_texts())?;
     }
     let dataset_names = rows.names().to_vec();
+    let rejected_texts = Rejected::of_texts(rows.rejected_texts());
     Ok(Trainer::new(TrainerParts {
         loader: Loader::start(rows, order, options, state.data.clone()),
         schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
@@ -228,6 +227,7 @@ fn assemble(
         metrics: sink("metrics.jsonl")?,
         rejects,
         dataset_names,
+        rejected_texts,
         stop,
         runner,
         state,

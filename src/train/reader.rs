@@ -142,6 +142,11 @@ impl JsonlRows {
         })
     }
 
+    /// Texts of corpora that could not be used.
+    pub fn rejected_texts(&self) -> impl Iterator<Item = &Rejection> {
+        self.sets.iter().filter_map(DataSet::corpus).flat_map(Corpus::rejected)
+    }
+
     /// The parsed row; `None` for rows of a corpus, which are no chats.
     pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
         match self.set(row) {

@@ -170,6 +170,31 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
 }
 
 #[test]
+fn texts_that_cannot_be_used_are_counted_with_the_rows_that_cannot() {
+    let place = place();
+    let mut rows = String::from_utf8(place.read("documents.jsonl")).unwrap();
+    rows.push_str("\n{\"text\": 5}\n{\"text\": \"\"}\n");
+    place.write("documents.jsonl", &rows);
+    let set = "{path: documents.jsonl, corpus: {sampling: document}}";
+    let data = format!("{{train: [{set}], packing_length: 64, max_length: 12, max_rejected: 0.9}}");
+    config(&place, &data, "{max_steps: 7}");
+    assert_resumes(&place, 7);
+    let rows = metrics(&place, "run", 0);
+    let mut too_long = 0;
+    for row in &rows {
+        let reasons = &row["rejected_by_reason"];
+        assert_eq!((&reasons["wrong_type"], &reasons["empty"]), (&1.into(), &1.into()), "{row}");
+        let now = reasons["too_long"].as_u64().unwrap_or(0);
+        assert!(now >= too_long);
+        too_long = now;
+        assert_eq!(row["rejected"], 2 + too_long);
+        assert_eq!(row["rejected_by_file"], serde_json::json!({"documents.jsonl": reasons}));
+    }
+    let told = place.rows("run/rejects.jsonl");
+    assert!(too_long > 0 && told.len() as u64 == 2 + too_long, "{told:?}");
+}
+
+#[test]
 fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
     let place = place();
     let corpus = "corpus: {sampling: random, length: 15}";
