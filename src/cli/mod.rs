@@ -116,6 +116,7 @@ impl ConfigArgs {
         let options = CorpusOptions {
             purpose,
             split_at: data.split_at(),
+            cut,
             // Beside a run; a command that only looks makes no folder.
             cache: config.output_dir.is_dir().then(|| config.cache_dir()),
             on_error: data.on_error,

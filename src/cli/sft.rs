@@ -17,8 +17,8 @@ use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, Rejected, StepRunner,
-    TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
+    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, Rejected,
+    StepRunner, TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -249,7 +249,8 @@ fn open_rows(
             }
             DataSet::Corpus(corpus) => {
                 let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
-                tracing::info!(%file, samples = corpus.len(), tokens, documents, "corpus");
+                let (samples, truncated) = (corpus.len(), corpus.num_truncated());
+                tracing::info!(%file, samples, tokens, documents, truncated, "corpus");
                 for rejection in corpus.rejected() {
                     tracing::warn!(row = %rejection, "a text of the corpus cannot be used");
                 }

@@ -14,6 +14,7 @@ mod windows;
 use std::fs::File;
 use std::io;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -32,6 +33,7 @@ use super::config::OnError;
 use super::encode::Encoder;
 use super::row::{Length, Rejection};
 use super::source::{JsonlFile, RowForm, SampleError, SourceError};
+use super::truncate::{Cut, CutError, Outline};
 use crate::batch::{EncodedSample, SampleId};
 
 /// Texts tokenised at a time, in parallel.
@@ -44,6 +46,8 @@ pub struct CorpusOptions {
     pub purpose: Purpose,
     /// Tokens of a piece of a document that is longer, above 1; `None`: documents stay whole.
     pub split_at: Option<NonZeroU32>,
+    /// How documents that are longer than a limit are cut; windows are not.
+    pub cut: Option<Cut>,
     /// Folder in which tokens are kept for the next time; `None`: they go when the process ends.
     pub cache: Option<PathBuf>,
     /// What becomes of the run when a text cannot be used.
@@ -66,6 +70,7 @@ impl Default for CorpusOptions {
         Self {
             purpose: Purpose::Train(NonZeroUsize::MIN),
             split_at: None,
+            cut: None,
             cache: None,
             on_error: OnError::Skip,
             max_rejected: 1.0,
@@ -81,6 +86,7 @@ pub struct Corpus {
     separators: Separators,
     tokens: TokenFile,
     rows: Rows,
+    cut: Option<Cut>,
 }
 
 #[derive(Debug)]
@@ -103,7 +109,7 @@ impl Corpus {
         let tokens = tokens(path, &texts, separators, encoder, options, fingerprint)?;
         judge(path, &tokens, options)?;
         let rows = rows(path, &tokens, config, options)?;
-        Ok(Self { path: path.into(), fingerprint, separators, tokens, rows })
+        Ok(Self { path: path.into(), fingerprint, separators, tokens, rows, cut: options.cut })
     }
 
     /// Whether `path` is read as one text, by its ending.
@@ -171,8 +177,27 @@ impl Corpus {
         Some(Length { tokens, ..Length::default() })
     }
 
-    /// First token of a row in the corpus, and how many it has.
+    /// First token of a row in the corpus, and how many it has after a cut.
     pub fn span(&self, row: u32) -> (u32, u32) {
+        let (start, tokens) = self.whole_span(row);
+        let kept = self.kept(tokens).unwrap_or(0..tokens as usize);
+        (start + kept.start as u32, kept.len() as u32)
+    }
+
+    /// Which of so many tokens of a row stay.
+    fn kept(&self, tokens: u32) -> Result<Range<usize>, CutError> {
+        let cut = self.cut.filter(|_| matches!(self.rows, Rows::Documents(_)));
+        Outline::of_text(tokens as usize).kept_text(cut)
+    }
+
+    /// Documents that are cut.
+    pub fn num_truncated(&self) -> usize {
+        let cut = |row: &u32| self.span(*row).1 < self.whole_span(*row).1;
+        if self.cut.is_some() { self.rows().filter(cut).count() } else { 0 }
+    }
+
+    /// First token of a row in the corpus, and how many it has before a cut.
+    fn whole_span(&self, row: u32) -> (u32, u32) {
         match &self.rows {
             Rows::Windows(windows) => (row, windows.length() + 1),
             Rows::Documents(pieces) => {
@@ -206,11 +231,15 @@ impl Corpus {
         Ok(Length { tokens: self.span(row).1 as usize, ..Length::default() })
     }
 
-    /// A document of one token has nothing to learn from.
+    /// A document of one token has nothing to learn from, nor has one that is cut to one.
     fn check_targets(&self, row: u32) -> Result<(), SampleError> {
-        match self.span(row).1 {
-            0 | 1 => Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 }),
-            _ => Ok(()),
+        let tokens = self.whole_span(row).1;
+        match self.kept(tokens) {
+            _ if tokens < 2 => {
+                Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 })
+            }
+            Err(cause) => Err(SampleError::Cut { id: self.id(row), cause }),
+            Ok(_) => Ok(()),
         }
     }
 }

@@ -123,6 +123,17 @@ impl Outline {
         outline
     }
 
+    /// A text of `num_tokens` tokens, all of them targets but the first.
+    pub fn of_text(num_tokens: usize) -> Self {
+        Self {
+            text_tokens: num_tokens,
+            media_tokens: 0,
+            text_before_media: num_tokens,
+            num_targets: num_tokens.saturating_sub(1),
+            ends: (num_tokens > 1).then(|| (1, num_tokens - 1)),
+        }
+    }
+
     /// Tokens before any cut.
     pub fn num_tokens(&self) -> usize {
         self.text_tokens + self.media_tokens

@@ -84,6 +84,13 @@ fn inspect_shows_the_windows_of_thirty_five_tokens() {
     assert_eq!(starts(&split), [0, 9, 18, 27]);
     let lengths: Vec<_> = split.iter().map(|row| row["length"].as_u64().unwrap()).collect();
     assert_eq!(lengths, [10, 10, 10, 8]);
+    for (truncation, start) in [("right", 0), ("left", 25)] {
+        let data = format!("max_length: 10, truncation: {truncation}");
+        let cut = show("sampling: document", &data);
+        assert_eq!((starts(&cut), &cut[0]["length"]), (vec![start], &10.into()));
+        let ids = |row: &Value| row["input_ids"].as_array().unwrap().clone();
+        assert_eq!(ids(&cut[0]), ids(&document[0])[start..start + 10]);
+    }
     assert!(!place.path("run").exists(), "who only looks leaves nothing");
 }
 
@@ -159,6 +166,12 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
             "packing_length: 64, max_length: 12, truncation: split, packing_strategy: sequential",
             "{max_steps: 8}",
             8,
+        ),
+        (
+            "sampling: document",
+            "packing_length: 64, max_length: 12, truncation: left",
+            "{max_steps: 5}",
+            5,
         ),
     ] {
         let place = place();

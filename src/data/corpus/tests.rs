@@ -5,7 +5,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::batch::IGNORE_INDEX;
-use crate::data::ImageConfig;
+use crate::data::{ImageConfig, Keep};
 
 fn encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/quickstart/model");
@@ -126,6 +126,49 @@ fn long_documents_are_split_and_short_ones_have_nothing_to_learn_from() {
         assert_eq!((error.reason(), error.id().line), ("no_supervised_token", 2));
     }
     assert_eq!(open(&path, DOCUMENTS, &CorpusOptions::default()).len(), 2);
+}
+
+#[test]
+fn long_documents_are_cut_at_the_end_that_the_config_names() {
+    let (_folder, path) = file(
+        "a.jsonl",
+        "{\"text\": \"0123456789\"}\n{\"text\": \"ab\"}\n{\"text\": \"<|endoftext|>\"}\n",
+    );
+    let open_cut = |text: &str, keep, max_length| {
+        let max_length = NonZeroU32::new(max_length).unwrap();
+        let cut = Some(Cut { max_length, keep });
+        open(&path, text, &CorpusOptions { cut, ..CorpusOptions::default() })
+    };
+    let ids = all_ids(&open(&path, DOCUMENTS, &CorpusOptions::default()));
+    for (keep, max_length, span) in [
+        (Keep::Beginning, 11, (0, 11)),
+        (Keep::Beginning, 10, (0, 10)),
+        (Keep::Beginning, 2, (0, 2)),
+        (Keep::End, 11, (0, 11)),
+        (Keep::End, 10, (1, 10)),
+        (Keep::End, 2, (9, 2)),
+    ] {
+        let corpus = open_cut(DOCUMENTS, keep, max_length);
+        assert_eq!((corpus.len(), corpus.span(0)), (3, span), "{keep:?} {max_length}");
+        let sample = corpus.read(0).unwrap();
+        assert_eq!(Length::of(&sample), corpus.length(0).unwrap());
+        assert_eq!(sample.input_ids, ids[span.0 as usize..(span.0 + span.1) as usize]);
+        assert_eq!((sample.labels[0], sample.num_targets() as u32), (IGNORE_INDEX, span.1 - 1));
+        assert_eq!(sample.segment_lengths(), [span.1]);
+        let longer = (0..2).filter(|row| corpus.whole_span(*row).1 > max_length).count();
+        assert_eq!(corpus.num_truncated(), longer);
+        assert_eq!(corpus.length(2).unwrap_err().reason(), "no_supervised_token");
+    }
+    for keep in [Keep::Beginning, Keep::End] {
+        let corpus = open_cut(DOCUMENTS, keep, 1);
+        for result in [corpus.read(0).map(drop), corpus.length(0).map(drop)] {
+            let error = result.unwrap_err();
+            assert_eq!((error.reason(), error.id().line), ("no_target_after_truncation", 1));
+        }
+        // what a window is does not depend on it: the config refuses those that are longer
+        let windows = open_cut(r#"{"sampling": "sliding_window", "length": 5}"#, keep, 3);
+        assert_eq!((windows.span(0), windows.num_truncated()), ((0, 6), 0));
+    }
 }
 
 #[test]
