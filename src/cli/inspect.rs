@@ -1,5 +1,6 @@
 //! `trainer inspect`: what the model will see of each row, and which rows share a pack.
 
+mod cut;
 mod html;
 mod media;
 mod picture;
@@ -84,7 +85,7 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
                     }
                 }
                 if let Some(page) = &mut page {
-                    page.sample(&label, &sample)?;
+                    page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
                 }
                 if args.tensors.is_some() {
                     tensors.extend(as_tensors(rows.encoder(), &label, &sample)?);

@@ -33,7 +33,7 @@ use super::config::OnError;
 use super::encode::Encoder;
 use super::row::{Length, Rejection};
 use super::source::{JsonlFile, RowForm, SampleError, SourceError};
-use super::truncate::{Cut, CutError, Outline};
+use super::truncate::{Cut, CutError, Dropped, Outline, dropped};
 use crate::batch::{EncodedSample, SampleId};
 
 /// Texts tokenised at a time, in parallel.
@@ -194,6 +194,16 @@ impl Corpus {
     pub fn num_truncated(&self) -> usize {
         let cut = |row: &u32| self.span(*row).1 < self.whole_span(*row).1;
         if self.cut.is_some() { self.rows().filter(cut).count() } else { 0 }
+    }
+
+    /// The tokens that the cut takes from a row, by their places in what [`Corpus::read`] gives.
+    pub fn dropped(&self, row: u32) -> Result<Vec<Dropped>, SampleError> {
+        let (start, tokens) = self.whole_span(row);
+        let kept =
+            self.kept(tokens).map_err(|cause| SampleError::Cut { id: self.id(row), cause })?;
+        let read = self.tokens.read(start, tokens);
+        let ids = read.map_err(|cause| SampleError::Read { id: self.id(row), cause })?;
+        Ok(dropped(&ids, &[kept]))
     }
 
     /// First token of a row in the corpus, and how many it has before a cut.

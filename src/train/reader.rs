@@ -2,8 +2,8 @@
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
-    RowReader, SampleError, SourceError, dataset_names, open_indexed,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Rejection, Row,
+    RowForm, RowReader, SampleError, SourceError, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -153,6 +153,17 @@ impl JsonlRows {
             DataSet::Chats(file) => Some(file.read(row.row as usize)),
             DataSet::Corpus(_) => None,
         }
+    }
+
+    /// The tokens that truncation takes from a row, by their places in what is left of it.
+    pub fn dropped(&self, row: Row) -> Result<Vec<Dropped>, Rejection> {
+        Ok(match (self.set(row), self.cut) {
+            (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
+            (DataSet::Chats(file), Some(cut)) => {
+                self.encoder.dropped(&file.read(row.row as usize)?, cut)?
+            }
+            (DataSet::Chats(_), None) => Vec::new(),
+        })
     }
 
     /// What tells a row from all others: file and line, and of a corpus its first token.
