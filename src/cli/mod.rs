@@ -5,6 +5,7 @@ mod answers;
 mod bench;
 mod cache;
 mod eval;
+mod foresight;
 mod generate;
 mod hub;
 mod init;
