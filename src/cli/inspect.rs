@@ -6,6 +6,7 @@ mod media;
 mod picture;
 
 use super::ConfigArgs;
+use super::logging::Logging;
 use super::report::{Exit, Failure};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
@@ -57,10 +58,10 @@ enum Format {
 }
 
 /// Prints rows in training order.
-pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
+pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config, &encoder)?);
+    let rows = Arc::new(args.config.open_rows("train", &config, &encoder, logging)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
     let out = &mut super::stdout::stdout();
     if args.packs {

@@ -141,10 +141,10 @@ fn assemble(
 ) -> anyhow::Result<Trainer> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
-    let rows = Arc::new(open_rows(args, "train", config, &encoder)?);
+    let rows = Arc::new(open_rows(args, "train", config, &encoder, logging)?);
     let eval_rows = match config.data.eval.as_slice() {
         [] => None,
-        _ => Some(open_rows(args, "eval", config, &encoder)?),
+        _ => Some(open_rows(args, "eval", config, &encoder, logging)?),
     };
     let data_fingerprint = rows.fingerprint();
     let hex = format!("{:x}", GenericArray::from(data_fingerprint));
@@ -239,8 +239,9 @@ fn open_rows(
     list: &str,
     config: &RunConfig,
     encoder: &Arc<Encoder>,
+    logging: &Logging,
 ) -> anyhow::Result<JsonlRows> {
-    let rows = args.open_rows(list, config, encoder)?;
+    let rows = args.open_rows(list, config, encoder, logging)?;
     for set in rows.sets() {
         let file = set.path().display();
         match set {

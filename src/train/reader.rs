@@ -21,9 +21,10 @@ impl DataSet {
         set: &DatasetConfig,
         encoder: &Encoder,
         options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
         if let Some(corpus) = &set.corpus {
-            return Corpus::open(&set.path, corpus, encoder, options).map(Self::Corpus);
+            return Corpus::open(&set.path, corpus, encoder, options, progress).map(Self::Corpus);
         }
         let plain = || SourceError::PlainText { path: set.path.clone() };
         if Corpus::is_text_file(&set.path) {
@@ -86,16 +87,18 @@ pub struct JsonlRows {
 impl JsonlRows {
     /// Opens and indexes every data set, corpora with the defaults of their options.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
-        Self::open_with(datasets, encoder, &CorpusOptions::default())
+        Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
     }
 
-    /// Opens and indexes every data set; a corpus is tokenised.
+    /// Opens and indexes every data set; a corpus is tokenised, and `progress` told the bytes of its text that
+    /// are done, and all of them.
     pub fn open_with(
         datasets: &[DatasetConfig],
         encoder: Arc<Encoder>,
         options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
-        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options);
+        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options, progress);
         let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
         Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
     }

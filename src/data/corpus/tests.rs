@@ -1,3 +1,5 @@
+use std::cell::RefCell;
+use std::fs::File;
 use std::io::Write;
 
 use proptest::prelude::*;
@@ -26,7 +28,7 @@ fn config(text: &str) -> CorpusConfig {
 const DOCUMENTS: &str = r#"{"sampling": "document"}"#;
 
 fn open(path: &Path, text: &str, options: &CorpusOptions) -> Corpus {
-    Corpus::open(path, &config(text), &encoder(), options).unwrap()
+    Corpus::open(path, &config(text), &encoder(), options, &|_, _| ()).unwrap()
 }
 
 fn all_ids(corpus: &Corpus) -> Vec<u32> {
@@ -203,6 +205,29 @@ fn tokens_are_kept_for_the_next_time_unless_anything_differs() {
 }
 
 #[test]
+fn progress_ends_at_all_of_the_text_and_kept_tokens_have_none() {
+    let rows = "{\"text\": \"0123456789\"}\n".repeat(150);
+    let text = "\u{feff}".to_owned() + &"some words of a text\n".repeat(200_000);
+    for (name, text) in [("a.jsonl", rows), ("a.txt", text)] {
+        let (folder, path) = file(name, &text);
+        let cache = Some(folder.path().join("cache"));
+        let options = CorpusOptions { cache, ..CorpusOptions::default() };
+        let told = RefCell::new(Vec::new());
+        let open = || {
+            let progress = |done, total| told.borrow_mut().push((done, total));
+            Corpus::open(&path, &config(DOCUMENTS), &encoder(), &options, &progress).unwrap();
+            told.take()
+        };
+        let first = open();
+        assert!(first.len() > 2 && first.is_sorted(), "{name}: {first:?}");
+        let total = text.len() as u64;
+        assert!(first.iter().all(|(done, all)| done <= all && *all == total), "{name}");
+        assert_eq!(first.last().unwrap().0, total, "{name}");
+        assert!(open().is_empty(), "{name}");
+    }
+}
+
+#[test]
 fn texts_that_cannot_be_used_are_named_with_file_and_line() {
     let rows = [
         r#"{"text": "fine"}"#,
@@ -219,7 +244,10 @@ fn texts_that_cannot_be_used_are_named_with_file_and_line() {
         [(2, "wrong_type"), (3, "empty"), (4, "missing_key"), (5, "json"), (6, "reserved_token")];
     assert_eq!(told, expected);
     let open = |path: &Path, text: &str, options: &CorpusOptions| {
-        Corpus::open(path, &config(text), &encoder(), options).map(drop).unwrap_err().to_string()
+        Corpus::open(path, &config(text), &encoder(), options, &|_, _| ())
+            .map(drop)
+            .unwrap_err()
+            .to_string()
     };
     let stop = CorpusOptions { on_error: OnError::Stop, ..CorpusOptions::default() };
     assert!(open(&path, DOCUMENTS, &stop).contains("a.jsonl:2: `text` is a number"));
