@@ -6,10 +6,10 @@
 #   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
 #                                      mix (MIXES=text) has time for all ways
 #   scripts/cuda/gpu_bench.sh table    the table again
-# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped. JSON lines and a table go to $OUT
-# (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b, STEPS=8, PEAK_TFLOPS (the
-# vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with DEVICE=cpu and
-# TRAINER=target/release/trainer shows on any machine that the script runs.
+# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped.
+# JSON lines and a table go to $OUT (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b,
+# STEPS=8, PEAK_TFLOPS (the vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with
+# DEVICE=cpu and TRAINER=target/release/trainer shows on any machine that the script runs.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 part=${1:?ops, step, torch or table}
