@@ -3,16 +3,17 @@
 #   scripts/cuda/gpu_bench.sh ops      each op against the card's measured peaks, f32 and bf16, then the same from PyTorch, if it is there
 #   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes, random weights, made-up rows (numpy and
 #                                      Pillow draw the pictures; without them only the text mix runs)
+#   scripts/cuda/gpu_bench.sh start    seconds from the start of `trainer sft` to the end of its first step, 2B shape, weights in the page cache
 #   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
 #                                      mix (MIXES=text) has time for all ways
 #   scripts/cuda/gpu_bench.sh table    the table again
-# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped. JSON lines and a table go to $OUT
-# (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b, STEPS=8, PEAK_TFLOPS (the
-# vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with DEVICE=cpu and
-# TRAINER=target/release/trainer shows on any machine that the script runs.
+# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped.
+# JSON lines and a table go to $OUT (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b,
+# STEPS=8, PEAK_TFLOPS (the vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with
+# DEVICE=cpu and TRAINER=target/release/trainer shows on any machine that the script runs.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-part=${1:?ops, step, torch or table}
+part=${1:?ops, step, start, torch or table}
 out=${OUT:-target/cuda/bench} device=${DEVICE:-cuda:0} python=${PYTHON:-python3}
 trainer=${TRAINER:-target/cuda/bundle/trainer} work=${WORK:-target/cuda/bench_rows}
 shapes=${SHAPES:-2b 4b 8b} mixes=${MIXES:-text vl hires} steps=${STEPS:-8} limit=${LIMIT_S:-570} most=${RUN_S:-180}
@@ -21,6 +22,7 @@ if [ -n "${TINY:-}" ]; then
   packing=2048 rows=64 words=2000 tiny=(--sizes tiny) torch_tiny=(--side 128) torch_ops_tiny=(--side 128 --divide 256)
 fi
 mkdir -p "$out" "$work"
+[ -d target/cuda/bundle ] || ! [ -f target/cuda/bundle.tar.xz ] || tar -C target/cuda -xJf target/cuda/bundle.tar.xz
 for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$("$python" -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
   if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
 done
@@ -84,7 +86,7 @@ ops() {
   done
   : >"$out/torch_ops.jsonl"
   if "$python" -c 'import torch' 2>/dev/null; then
-    bench "ops PyTorch" "$out/torch_ops.jsonl" "$python" tests/bench/torch_gpu.py ops --device "$device" "${torch_ops_tiny[@]}"
+    bench "ops PyTorch" "$out/torch_ops.jsonl" "$python" scripts/cuda/torch_bench.py ops --device "$device" "${torch_ops_tiny[@]}"
   fi
 }
 
@@ -114,6 +116,35 @@ YAML
   done
 }
 
+# The second of two runs: the first one reads the weights into the page cache.
+start() {
+  local file=$out/start.jsonl shape=${START_SHAPE:-2b} begin line log round pid tokenizer=(--tokenizer "$work/tokenizer" --weights)
+  if [ -n "${TINY:-}" ]; then shape=debug tokenizer=(); fi
+  mixes=text make_rows
+  rm -rf "$work/start"
+  "$trainer" init --preset "$shape" --out "$work/start" "${tokenizer[@]}" 2>/dev/null || exit 1
+  : >"$file"
+  for round in first "page cache warm"; do
+    rm -rf "$work/run"
+    log=$out/start.log
+    begin=$EPOCHREALTIME
+    exec 5< <(exec "$trainer" sft --config <(printf '{output_dir: %s, model: {path: %s, precision: bf16}, data: {train: [{path: %s}], packing_length: %s, max_rejected: 1.0}, train: {max_steps: 1000}, log: {every_steps: 1}, device: "%s"}' \
+      "$work/run" "$work/start" "$work/text.jsonl" "$packing" "$device") 2>&1)
+    pid=$!
+    while read -r line <&5; do
+      echo "$line"
+      [[ $line != *"train step=1 "* ]] || break
+    done >"$log"
+    if [[ ${line:-} == *"train step=1 "* ]]; then
+      row name "start $shape, $round" seconds "$(awk -v a="$begin" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.2f", b - a }')" | tee -a "$file"
+    else
+      row name "start $shape, $round" error "$(tail -n 1 "$log")" | tee -a "$file"
+    fi
+    kill -KILL "$pid" 2>/dev/null || true
+    exec 5<&-
+  done
+}
+
 torch() {
   local file shape mix settings torch_settings what torch_what way
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -129,7 +160,7 @@ torch() {
       for way in "packed --compile" "packed --compile --checkpointing" "packed" "packed --checkpointing" "padded --checkpointing" \
         "padded-mask --checkpointing" "padded-flash --checkpointing" "packed --compile --state bf16" "packed --state bf16"; do
         # shellcheck disable=SC2086
-        bench "$torch_what PyTorch $way" "$file" "$python" tests/bench/torch_gpu.py step "$work/$shape" "$work/$mix.json" --name "$torch_what" --way $way \
+        bench "$torch_what PyTorch $way" "$file" "$python" scripts/cuda/torch_bench.py step "$work/$shape" "$work/$mix.json" --name "$torch_what" --way $way \
           --steps "$steps" --packing-length "$packing" --device "$device" "${torch_settings[@]}" "${torch_tiny[@]}"
       done
     done
@@ -138,9 +169,13 @@ torch() {
 
 case $part in
   ops | step | torch) "$part" ;;
+  start)
+    start
+    exit
+    ;;
   table) ;;
   *)
-    echo "no part is called \`$part\`: ops, step, torch or table" >&2
+    echo "no part is called \`$part\`: ops, step, start, torch or table" >&2
     exit 64
     ;;
 esac

@@ -6,11 +6,14 @@
 #   4. a run that is stopped half way and resumed ends with the same bytes as one that is not
 #   5. 1,000 steps of varying shapes: after the 200th, memory does not grow any more, neither the GPU's nor the host's
 #   6. compute-sanitizer, where it is installed, over the tests of the ops, for four minutes at most
+# All of it ends within LIMIT_S (570) seconds: what has no time left fails by name.
 #   scripts/cuda/gpu_test.sh [DEVICE]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+limit=${LIMIT_S:-570}
 device=${1:-cuda:0}
 bundle=target/cuda/bundle
+[ -d "$bundle" ] || tar -C target/cuda -xJf "$bundle.tar.xz"
 out=target/cuda/test
 rm -rf "$out"
 mkdir -p "$out"
@@ -27,19 +30,20 @@ part() { # name, command..
   shift
   echo "=== $name"
   if "$@"; then echo "ok: $name, $((SECONDS - before)) s"; else
-    echo "FAILED: $name"
+    echo "FAILED: $name, after $((SECONDS - before)) s$([ "$SECONDS" -lt "$limit" ] || echo ": no time left")"
     failed+=("$name")
   fi
 }
 export TRAINER_TEST_DEVICE=$device
+in_time() { [ "$SECONDS" -lt "$limit" ] && timeout --kill-after 10 $((limit - SECONDS)) "$@"; }
 
-ops() { "$bundle/unit_tests" ops:: --test-threads 4; }
-laws() { "$bundle/integration_tests" laws parity --test-threads 4; }
+ops() { in_time "$bundle/unit_tests" ops:: --test-threads 4; }
+laws() { in_time "$bundle/integration_tests" laws parity --test-threads 4; }
 
 train() { # name, steps, settings..
   local name=$1 steps=$2
   shift 2
-  "$bundle/trainer" sft --config configs/quickstart.yaml --set "output_dir=$out/$name" --set 'data.eval=[]' --set "train.max_steps=$steps" "$@" >"$out/$name.log" 2>&1 || {
+  in_time "$bundle/trainer" sft --config configs/quickstart.yaml --set "output_dir=$out/$name" --set 'data.eval=[]' --set "train.max_steps=$steps" "$@" >"$out/$name.log" 2>&1 || {
     tail -n 20 "$out/$name.log"
     return 1
   }
@@ -68,7 +72,7 @@ resume() {
 # may take a little more by then, as the next step's data arrives earlier or later, and allocators one more of their blocks.
 memory() {
   local data=tests/golden/data model=$out/debug_model
-  "$bundle/trainer" init --preset debug --out "$model" >"$out/memory.log" 2>&1 || return 1
+  in_time "$bundle/trainer" init --preset debug --out "$model" >"$out/memory.log" 2>&1 || return 1
   { cat "$data/image_exact.jsonl" && awk 'length($0) < 1500' "$data/text.jsonl"; } | head -n 200 >"$out/rows.jsonl"
   train memory 1000 --set "device=$device" --set model.precision=bf16 --set "model.path=$model" --set model.weights=pretrained --set data.packing=false \
     --set "data.train=[{path: $out/rows.jsonl, image_root: $data}]" --set checkpoint.every_steps=0 || return 1
@@ -85,8 +89,8 @@ peak_memory_bytes 34"
 }
 
 sanitizer() {
-  local ended=0
-  timeout --signal INT --kill-after 10 240 compute-sanitizer --tool memcheck --error-exitcode 1 "$bundle/unit_tests" ops:: --test-threads 1 >"$out/sanitizer.log" 2>&1 || ended=$?
+  local ended=0 seconds=$((limit - SECONDS))
+  timeout --signal INT --kill-after 10 $((seconds > 240 ? 240 : seconds > 1 ? seconds : 1)) compute-sanitizer --tool memcheck --error-exitcode 1 "$bundle/unit_tests" ops:: --test-threads 1 >"$out/sanitizer.log" 2>&1 || ended=$?
   if [ $ended -eq 124 ] || [ $ended -eq 137 ] && ! grep -qE '^=+ (Invalid|Program hit|Error)' "$out/sanitizer.log"; then
     echo "stopped after $(grep -c '\.\.\. ok$' "$out/sanitizer.log") tests, none of them with an error"
     return 0

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:-target/cuda}")
 home=$folder/home
-if ! [ -x "$home/bin/nvcc" ] || ! [ -f "$home/lib/stubs/libcuda.so" ]; then
+if ! [ -x "$home/bin/nvcc" ] || ! [ -e "$home/lib/stubs/named/libcuda.so.1" ]; then
   mkdir -p "$folder"
   {
     python3 -m venv "$folder/venv"
@@ -17,15 +17,18 @@ if ! [ -x "$home/bin/nvcc" ] || ! [ -f "$home/lib/stubs/libcuda.so" ]; then
     ln -sfn "$(echo "$folder"/venv/lib/python3*/site-packages/nvidia/cu13)" "$home"
     ln -sfn lib "$home/lib64"
     ln -sf libcudart.so.13 "$home/lib/libcudart.so"
-    # Names out of the bindings that the build uses; a name is all that the linker needs.
+    # Names out of the bindings that the build uses; a name is all that the linker needs. Called, each says "no device" (100),
+    # so that build.sh can see the binary start.
     cargo fetch -q
     bindings=$(cargo metadata -q --format-version 1 --features cuda | grep -o '"manifest_path":"[^"]*cudarc-[^"]*Cargo.toml"' | head -n 1 | cut -d'"' -f4)
     sources=$(dirname "$bindings")/src
-    mkdir -p "$home/lib/stubs"
+    mkdir -p "$home/lib/stubs/named"
+    ln -sf ../../libcudart.so.13 "$home/lib/stubs/named/libcudart.so.13"
     stub() { # library, soname, folder of its bindings, prefix of its functions
-      grep -rhoE "fn $4[A-Za-z0-9_]*" "$sources/$3/sys" | awk '{print "void " $2 "(void){}"}' | sort -u |
+      grep -rhoE "fn $4[A-Za-z0-9_]*" "$sources/$3/sys" | awk '{print "int " $2 "(void){return 100;}"}' | sort -u |
         gcc -x c -shared -fPIC -w -Wl,-soname,"$2" -o "$home/lib/stubs/lib$1.so" -
       cp "$home/lib/stubs/lib$1.so" "$home/lib/lib$1.so"
+      ln -sf "../lib$1.so" "$home/lib/stubs/named/$2"
     }
     stub cublas libcublas.so.13 cublas cublas
     stub cublasLt libcublasLt.so.13 cublaslt cublasLt

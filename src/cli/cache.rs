@@ -25,7 +25,7 @@ pub(super) struct CacheArgs {
 pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config, &encoder)?);
+    let rows = Arc::new(args.config.open_rows("train", &config, &encoder, logging)?);
     let (cached, work) = update(&config, rows, logging)?;
     let options = super::sft::loader_options(&config, &encoder);
     let CacheWork { measured, reused } = work;

@@ -40,7 +40,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
     }
     let encoder = args.config.encoder(&config)?;
-    let rows = args.config.open_rows("eval", &config, &encoder)?;
+    let rows = args.config.open_rows("eval", &config, &encoder, logging)?;
     let device = super::open_device(config.device)?;
     let loaded = args.config.load_model(&config.model, config.seed, &device)?;
     let evaluator = Evaluator {

@@ -1,10 +1,12 @@
 //! `trainer inspect`: what the model will see of each row, and which rows share a pack.
 
+mod cut;
 mod html;
 mod media;
 mod picture;
 
 use super::ConfigArgs;
+use super::logging::Logging;
 use super::report::{Exit, Failure};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
@@ -56,10 +58,10 @@ enum Format {
 }
 
 /// Prints rows in training order.
-pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
+pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config, &encoder)?);
+    let rows = Arc::new(args.config.open_rows("train", &config, &encoder, logging)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
     let out = &mut super::stdout::stdout();
     if args.packs {
@@ -84,7 +86,7 @@ pub(super) fn run(args: &InspectArgs) -> anyhow::Result<()> {
                     }
                 }
                 if let Some(page) = &mut page {
-                    page.sample(&label, &sample)?;
+                    page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
                 }
                 if args.tensors.is_some() {
                     tensors.extend(as_tensors(rows.encoder(), &label, &sample)?);

@@ -5,6 +5,7 @@ mod answers;
 mod bench;
 mod cache;
 mod eval;
+mod foresight;
 mod generate;
 mod hub;
 mod init;
@@ -18,6 +19,8 @@ mod sft;
 mod stdout;
 mod verdict;
 
+use self::logging::Logging;
+use self::progress::Progress;
 use self::report::{Exit, Failure};
 use crate::checkpoint::CheckpointError;
 use crate::config::{self, ConfigError, RunConfig};
@@ -29,6 +32,7 @@ use crate::optim::Groups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
 use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
+use std::cell::RefCell;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -100,12 +104,13 @@ impl ConfigArgs {
         self.refuse(&["model", "path"], problem, hub::HINT)
     }
 
-    /// Opens the data sets of `data.train` or `data.eval`.
+    /// Opens the data sets of `data.train` or `data.eval`, with a bar while a corpus is tokenised.
     fn open_rows(
         &self,
         list: &str,
         config: &RunConfig,
         encoder: &Arc<Encoder>,
+        logging: &Logging,
     ) -> anyhow::Result<JsonlRows> {
         let data = &config.data;
         // what is scored is scored whole
@@ -116,6 +121,7 @@ impl ConfigArgs {
         let options = CorpusOptions {
             purpose,
             split_at: data.split_at(),
+            cut,
             // Beside a run; a command that only looks makes no folder.
             cache: config.output_dir.is_dir().then(|| config.cache_dir()),
             on_error: data.on_error,
@@ -128,7 +134,16 @@ impl ConfigArgs {
             let keys: Vec<&str> = key.split('.').collect();
             self.refuse(&keys, problem, error.hint().unwrap_or_default()).into()
         };
-        let rows = JsonlRows::open_with(datasets, encoder.clone(), &options);
+        let bar = RefCell::new(None);
+        let progress = |done, total| {
+            let mut bar = bar.borrow_mut();
+            let begin = || Progress::items(logging.bars(), "bytes tokenised", total);
+            bar.get_or_insert_with(begin).set(done);
+            if done == total {
+                *bar = None; // the next corpus has its own
+            }
+        };
+        let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
         rows.map(|rows| rows.cut(cut)).map_err(|error| match &error {
             SourceError::Read { path, .. } => refuse(path, "path", &error),
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
@@ -255,7 +270,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),
-        Command::Inspect(args) => inspect::run(args),
+        Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Generate(args) => generate::run(args),
         Command::Cache(args) => cache::run(args, &logging),

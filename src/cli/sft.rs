@@ -1,24 +1,23 @@
 //! `trainer sft`: puts a run together, watches it, and shows what came of it.
 
+use super::ConfigArgs;
 use super::answers::{say_next_steps, show_answers};
+use super::foresight::{Foresight, foresee};
 use super::logging::Logging;
 use super::output_dir::{WRITABLE, lock, take_over};
 use super::progress::Progress;
 use super::report::{Exit, Failure};
-use super::{ConfigArgs, cache};
 use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
-use crate::data::{
-    Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad, RowReader, plan,
-};
+use crate::data::{Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    DataSet, JsonlRows, LengthSummary, LoadedModel, Observer, Outcome, Planned, StepRunner,
-    TrainState, Trainer, TrainerParts, Weights, device_name, trainable, write_rejects,
+    DataSet, JsonlRows, LoadedModel, Observer, Outcome, Rejected, StepRunner, TrainState, Trainer,
+    TrainerParts, Weights, device_name, trainable, write_rejects,
 };
 use anyhow::Context as _;
 use candle_core::{DType, Device};
@@ -142,10 +141,10 @@ fn assemble(
 ) -> anyhow::Result<Trainer> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
-    let rows = Arc::new(open_rows(args, "train", config, &encoder)?);
+    let rows = Arc::new(open_rows(args, "train", config, &encoder, logging)?);
     let eval_rows = match config.data.eval.as_slice() {
         [] => None,
-        _ => Some(open_rows(args, "eval", config, &encoder)?),
+        _ => Some(open_rows(args, "eval", config, &encoder, logging)?),
     };
     let data_fingerprint = rows.fingerprint();
     let hex = format!("{:x}", GenericArray::from(data_fingerprint));
@@ -162,7 +161,8 @@ fn assemble(
     take_over(config, &checkpointer, found, logging)?;
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
-    let planned = planned(config, &rows, &order, &options, resumed.as_ref(), logging)?;
+    let Foresight { planned, reader } =
+        foresee(config, &rows, &order, &options, resumed.as_ref(), logging)?;
     let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
     let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
     let state = resumed.unwrap_or_else(|| TrainState {
@@ -209,13 +209,12 @@ fn assemble(
     let config_json = config.model.precision.stamp(&config_json);
     let mut rejects = sink("rejects.jsonl")?;
     if state.step == 0 {
-        for corpus in rows.sets().iter().filter_map(DataSet::corpus) {
-            write_rejects(&mut rejects, 1, corpus.rejected())?;
-        }
+        write_rejects(&mut rejects, 1, rows.rejected_texts())?;
     }
     let dataset_names = rows.names().to_vec();
+    let rejected_texts = Rejected::of_texts(rows.rejected_texts());
     Ok(Trainer::new(TrainerParts {
-        loader: Loader::start(rows, order, options, state.data.clone()),
+        loader: Loader::start(reader, order, options, state.data.clone()),
         schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
         checkpointer,
         max_steps,
@@ -228,6 +227,7 @@ fn assemble(
         metrics: sink("metrics.jsonl")?,
         rejects,
         dataset_names,
+        rejected_texts,
         stop,
         runner,
         state,
@@ -239,8 +239,9 @@ fn open_rows(
     list: &str,
     config: &RunConfig,
     encoder: &Arc<Encoder>,
+    logging: &Logging,
 ) -> anyhow::Result<JsonlRows> {
-    let rows = args.open_rows(list, config, encoder)?;
+    let rows = args.open_rows(list, config, encoder, logging)?;
     for set in rows.sets() {
         let file = set.path().display();
         match set {
@@ -249,7 +250,8 @@ fn open_rows(
             }
             DataSet::Corpus(corpus) => {
                 let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
-                tracing::info!(%file, samples = corpus.len(), tokens, documents, "corpus");
+                let (samples, truncated) = (corpus.len(), corpus.num_truncated());
+                tracing::info!(%file, samples, tokens, documents, truncated, "corpus");
                 for rejection in corpus.rejected() {
                     tracing::warn!(row = %rejection, "a text of the corpus cannot be used");
                 }
@@ -312,50 +314,6 @@ pub(super) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
         on_error: data.on_error,
         max_rejected: data.max_rejected,
     }
-}
-
-/// Steps until the data ends, counted by measuring every row once; `None` if it never ends.
-fn planned(
-    config: &RunConfig,
-    rows: &Arc<JsonlRows>,
-    order: &Order,
-    options: &LoaderOptions,
-    resumed: Option<&TrainState>,
-    logging: &Logging,
-) -> anyhow::Result<Option<Planned>> {
-    let Some(epochs) = config.train.epoch_limit() else { return Ok(None) };
-    // A run of the same length has been planned when it began.
-    let same = |plan: &Planned| plan.epochs == epochs;
-    if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
-        return Ok(Some(plan));
-    }
-    let (cached, work) = cache::update(config, rows.clone(), logging)?;
-    tracing::info!(measured = work.measured, reused = work.reused, folder = %config.cache_dir().display(), "length cache");
-    for lengths in cached.summaries(options) {
-        let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
-        tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
-    }
-    let reader: Arc<dyn RowReader> = Arc::new(cached);
-    let plan = plan(&reader, order, options, epochs, &|_, _| {});
-    let plan = match (plan, resumed) {
-        (Ok(plan), _) => plan,
-        // The rows that the run would have told step by step.
-        (Err(error), None) => {
-            let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
-            write_rejects(&mut rejects, 1, error.unreported())?;
-            return Err(error.into());
-        }
-        (Err(error), Some(_)) => return Err(error.into()),
-    };
-    tracing::info!(
-        steps = plan.steps,
-        packs = plan.packs,
-        samples = plan.samples,
-        tokens = plan.tokens,
-        rejected = plan.rejected.values().sum::<u64>(),
-        "plan"
-    );
-    Ok(Some(Planned { epochs, steps: plan.steps }))
 }
 
 /// Model, gradients and optimizer, with the state of `found`.

@@ -60,6 +60,9 @@ fn whole_run(error: &(dyn Error + 'static)) -> Option<Verdict> {
             SetupError::MissingTensors { .. } | SetupError::Shape { .. } => {
                 return Some(Verdict::data(error.hint()));
             }
+            SetupError::MaskedOnGpu => {
+                return Some(Verdict { exit: Exit::Usage, hint: error.hint() });
+            }
             SetupError::Groups(error) => error,
             SetupError::Weights(error) => error,
             SetupError::Candle(_) => return None,

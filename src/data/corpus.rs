@@ -9,33 +9,29 @@ mod documents;
 mod error;
 mod text;
 mod token_file;
+mod tokenise;
 mod windows;
 
-use std::fs::File;
-use std::io;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rayon::prelude::*;
-use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
 pub use config::{CorpusConfig, Sampling};
 use documents::{Pieces, Separators};
 pub use error::CorpusError;
-use text::{Piece, TextFault};
-use token_file::{TokenFile, TokenWriter, TooManyTokens};
+use token_file::TokenFile;
+use tokenise::tokens;
 pub use windows::{Spacing, Windows};
 
 use super::config::OnError;
 use super::encode::Encoder;
 use super::row::{Length, Rejection};
 use super::source::{JsonlFile, RowForm, SampleError, SourceError};
+use super::truncate::{Cut, CutError, Dropped, Outline, dropped};
 use crate::batch::{EncodedSample, SampleId};
-
-/// Texts tokenised at a time, in parallel.
-const TEXTS_AT_A_TIME: usize = 64;
 
 /// What a corpus has to know of the rest of the config.
 #[derive(Debug, Clone)]
@@ -44,6 +40,8 @@ pub struct CorpusOptions {
     pub purpose: Purpose,
     /// Tokens of a piece of a document that is longer, above 1; `None`: documents stay whole.
     pub split_at: Option<NonZeroU32>,
+    /// How documents that are longer than a limit are cut; windows are not.
+    pub cut: Option<Cut>,
     /// Folder in which tokens are kept for the next time; `None`: they go when the process ends.
     pub cache: Option<PathBuf>,
     /// What becomes of the run when a text cannot be used.
@@ -66,6 +64,7 @@ impl Default for CorpusOptions {
         Self {
             purpose: Purpose::Train(NonZeroUsize::MIN),
             split_at: None,
+            cut: None,
             cache: None,
             on_error: OnError::Skip,
             max_rejected: 1.0,
@@ -81,6 +80,7 @@ pub struct Corpus {
     separators: Separators,
     tokens: TokenFile,
     rows: Rows,
+    cut: Option<Cut>,
 }
 
 #[derive(Debug)]
@@ -90,20 +90,22 @@ enum Rows {
 }
 
 impl Corpus {
-    /// Tokenises `path`, a `.txt` file or JSONL with `text`, unless `options.cache` has its tokens.
+    /// Tokenises `path`, a `.txt` file or JSONL with `text`, unless `options.cache` has its tokens. While it
+    /// does, `progress` is told the bytes of text that are done, and all of them.
     pub fn open(
         path: &Path,
         config: &CorpusConfig,
         encoder: &Encoder,
         options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
         let separators = separators(path, config, encoder)?;
         let texts = Texts::open(path)?;
         let fingerprint = key(&texts, separators, encoder);
-        let tokens = tokens(path, &texts, separators, encoder, options, fingerprint)?;
+        let tokens = tokens(path, &texts, separators, encoder, options, fingerprint, progress)?;
         judge(path, &tokens, options)?;
         let rows = rows(path, &tokens, config, options)?;
-        Ok(Self { path: path.into(), fingerprint, separators, tokens, rows })
+        Ok(Self { path: path.into(), fingerprint, separators, tokens, rows, cut: options.cut })
     }
 
     /// Whether `path` is read as one text, by its ending.
@@ -171,8 +173,37 @@ impl Corpus {
         Some(Length { tokens, ..Length::default() })
     }
 
-    /// First token of a row in the corpus, and how many it has.
+    /// First token of a row in the corpus, and how many it has after a cut.
     pub fn span(&self, row: u32) -> (u32, u32) {
+        let (start, tokens) = self.whole_span(row);
+        let kept = self.kept(tokens).unwrap_or(0..tokens as usize);
+        (start + kept.start as u32, kept.len() as u32)
+    }
+
+    /// Which of so many tokens of a row stay.
+    fn kept(&self, tokens: u32) -> Result<Range<usize>, CutError> {
+        let cut = self.cut.filter(|_| matches!(self.rows, Rows::Documents(_)));
+        Outline::of_text(tokens as usize).kept_text(cut)
+    }
+
+    /// Documents that are cut.
+    pub fn num_truncated(&self) -> usize {
+        let cut = |row: &u32| self.span(*row).1 < self.whole_span(*row).1;
+        if self.cut.is_some() { self.rows().filter(cut).count() } else { 0 }
+    }
+
+    /// The tokens that the cut takes from a row, by their places in what [`Corpus::read`] gives.
+    pub fn dropped(&self, row: u32) -> Result<Vec<Dropped>, SampleError> {
+        let (start, tokens) = self.whole_span(row);
+        let kept =
+            self.kept(tokens).map_err(|cause| SampleError::Cut { id: self.id(row), cause })?;
+        let read = self.tokens.read(start, tokens);
+        let ids = read.map_err(|cause| SampleError::Read { id: self.id(row), cause })?;
+        Ok(dropped(&ids, &[kept]))
+    }
+
+    /// First token of a row in the corpus, and how many it has before a cut.
+    fn whole_span(&self, row: u32) -> (u32, u32) {
         match &self.rows {
             Rows::Windows(windows) => (row, windows.length() + 1),
             Rows::Documents(pieces) => {
@@ -206,11 +237,15 @@ impl Corpus {
         Ok(Length { tokens: self.span(row).1 as usize, ..Length::default() })
     }
 
-    /// A document of one token has nothing to learn from.
+    /// A document of one token has nothing to learn from, nor has one that is cut to one.
     fn check_targets(&self, row: u32) -> Result<(), SampleError> {
-        match self.span(row).1 {
-            0 | 1 => Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 }),
-            _ => Ok(()),
+        let tokens = self.whole_span(row).1;
+        match self.kept(tokens) {
+            _ if tokens < 2 => {
+                Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 })
+            }
+            Err(cause) => Err(SampleError::Cut { id: self.id(row), cause }),
+            Ok(_) => Ok(()),
         }
     }
 }
@@ -273,153 +308,6 @@ fn separators(
     let (eos, bos) = (id("eos_token", &config.eos_token)?, id("bos_token", &config.bos_token)?);
     let neither = eos.is_none() && bos.is_none();
     Ok(Separators { eos: if neither { Some(encoder.end_of_document()) } else { eos }, bos })
-}
-
-/// The tokens of earlier, or those of now.
-fn tokens(
-    path: &Path,
-    texts: &Texts,
-    separators: Separators,
-    encoder: &Encoder,
-    options: &CorpusOptions,
-    fingerprint: [u8; 32],
-) -> Result<TokenFile, CorpusError> {
-    let key = format!("{:x}", GenericArray::from(fingerprint));
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let name = format!("{stem}-{}.tokens", &key[..16]);
-    let kept = options.cache.as_ref().map(|folder| folder.join(name));
-    if let Some(kept) = &kept
-        && let Ok(Some(file)) = TokenFile::open(kept, &key)
-    {
-        return Ok(file);
-    }
-    let folder = options.cache.clone().unwrap_or_else(std::env::temp_dir);
-    let failed =
-        |cause| CorpusError::Write { path: path.to_owned(), folder: folder.clone(), cause };
-    tracing::info!(file = %path.display(), "tokenising");
-    let mut writer = TokenWriter::create(&folder, separators, key).map_err(failed)?;
-    match texts {
-        Texts::Rows(file) => tokenise_rows(file, separators, encoder, &mut writer),
-        Texts::File(path, _) => tokenise_file(path, separators, encoder, &mut writer),
-    }
-    .map_err(|fault| fault.of(path, &folder))?;
-    writer.finish(kept.as_deref()).map_err(failed)
-}
-
-/// What ends a tokenisation.
-enum Fault {
-    Read(io::Error),
-    Write(io::Error),
-    Utf8(u64),
-    TooLarge,
-    Text(SampleError),
-}
-
-impl Fault {
-    fn of(self, path: &Path, folder: &Path) -> CorpusError {
-        let (path, folder) = (path.to_owned(), folder.to_owned());
-        match self {
-            Self::Read(cause) => CorpusError::Read { path, cause },
-            Self::Write(cause) => CorpusError::Write { path, folder, cause },
-            Self::Utf8(line) => CorpusError::Utf8 { path, line },
-            Self::TooLarge => CorpusError::TooLarge { path },
-            Self::Text(error) => CorpusError::Rejected(Box::new(Rejection::of(&error))),
-        }
-    }
-}
-
-fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Fault> {
-    match writer.push(id, line) {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(TooManyTokens)) => Err(Fault::TooLarge),
-        Err(cause) => Err(Fault::Write(cause)),
-    }
-}
-
-/// Every row is a text, and at least one document.
-fn tokenise_rows(
-    file: &JsonlFile,
-    separators: Separators,
-    encoder: &Encoder,
-    writer: &mut TokenWriter,
-) -> Result<(), Fault> {
-    let all: Vec<usize> = (0..file.len()).collect();
-    for rows in all.chunks(TEXTS_AT_A_TIME) {
-        let encode = |row: &usize| {
-            let text = file.read_text(*row)?;
-            encoder.encode_text(&file.id(*row), &text).map(|tokens| tokens.ids)
-        };
-        let encoded: Vec<Result<Vec<u32>, SampleError>> = rows.par_iter().map(encode).collect();
-        for (row, ids) in rows.iter().zip(encoded) {
-            let id = file.id(*row);
-            let empty = || Rejection::new(&id, "empty", "the text has no tokens".to_owned());
-            let ids = ids.map_err(|error| Rejection::of(&error));
-            let ids = ids.and_then(|ids| if ids.is_empty() { Err(empty()) } else { Ok(ids) });
-            match ids {
-                Err(rejection) => writer.count(Some(rejection)),
-                Ok(ids) => {
-                    writer.count(None);
-                    let bos = separators.bos.filter(|bos| ids[0] != *bos);
-                    let eos = separators.eos.filter(|eos| ids[ids.len() - 1] != *eos);
-                    for id_of_text in bos.into_iter().chain(ids).chain(eos) {
-                        push(writer, id_of_text, id.line)?;
-                    }
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The file is one text.
-fn tokenise_file(
-    path: &Path,
-    separators: Separators,
-    encoder: &Encoder,
-    writer: &mut TokenWriter,
-) -> Result<(), Fault> {
-    let file: Arc<Path> = path.into();
-    let mut pieces = text::Pieces::new(File::open(path).map_err(Fault::Read)?);
-    let mut line = 1;
-    loop {
-        let some: Vec<Result<Piece, TextFault>> = pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
-        if some.is_empty() {
-            break;
-        }
-        let encode = |piece: Result<Piece, TextFault>| {
-            let piece = piece.map_err(|fault| match fault {
-                TextFault::Read(cause) => Fault::Read(cause),
-                TextFault::Utf8(line) => Fault::Utf8(line),
-            })?;
-            let id = SampleId { file: file.clone(), line: piece.line };
-            let tokens = encoder.encode_text(&id, &piece.text).map_err(Fault::Text)?;
-            Ok((piece, tokens))
-        };
-        let encoded: Vec<Result<_, Fault>> = some.into_par_iter().map(encode).collect();
-        for encoded in encoded {
-            let (piece, tokens) = encoded?;
-            let text_bytes = piece.text.as_bytes();
-            let mut counted = 0; // bytes whose newlines are in `line`
-            line = piece.line;
-            for (id, (start, _)) in tokens.ids.into_iter().zip(tokens.offsets) {
-                line += text::newlines(&text_bytes[counted..start.max(counted)]);
-                counted = counted.max(start);
-                if writer.last().is_none()
-                    && let Some(bos) = separators.bos.filter(|bos| *bos != id)
-                {
-                    push(writer, bos, line)?;
-                }
-                push(writer, id, line)?;
-            }
-        }
-    }
-    if let (Some(last), Some(eos)) = (writer.last(), separators.eos)
-        && last != eos
-    {
-        push(writer, eos, line)?;
-    }
-    writer.count(None);
-    Ok(())
 }
 
 /// Stops a run that loses more of a corpus than the config allows.

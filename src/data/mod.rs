@@ -47,5 +47,5 @@ pub use row::{Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;
-pub use truncate::{Cut, CutError, Keep, Outline};
+pub use truncate::{Cut, CutError, Dropped, Keep, Outline};
 pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};

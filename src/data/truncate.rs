@@ -123,6 +123,17 @@ impl Outline {
         outline
     }
 
+    /// A text of `num_tokens` tokens, all of them targets but the first.
+    pub fn of_text(num_tokens: usize) -> Self {
+        Self {
+            text_tokens: num_tokens,
+            media_tokens: 0,
+            text_before_media: num_tokens,
+            num_targets: num_tokens.saturating_sub(1),
+            ends: (num_tokens > 1).then(|| (1, num_tokens - 1)),
+        }
+    }
+
     /// Tokens before any cut.
     pub fn num_tokens(&self) -> usize {
         self.text_tokens + self.media_tokens
@@ -180,6 +191,28 @@ pub(super) fn kept_tokens(
         (token, text) = (span.end, text + tokens);
     }
     ranges
+}
+
+/// Tokens that a cut took from one place of a sample, for showing it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dropped {
+    /// Tokens of what is left that stand before them.
+    pub before: usize,
+    /// The tokens, never none.
+    pub ids: Vec<u32>,
+}
+
+/// What lies between the ranges of `ids` that stay, in order; the ranges ascend and lie apart.
+pub(super) fn dropped(ids: &[u32], kept: &[Range<usize>]) -> Vec<Dropped> {
+    let mut all = Vec::new();
+    let (mut end, mut before) = (0, 0); // of the range before, and tokens that stay up to it
+    for range in kept.iter().chain([&(ids.len()..ids.len())]) {
+        if end < range.start {
+            all.push(Dropped { before, ids: ids[end..range.start].to_vec() });
+        }
+        (end, before) = (range.end, before + range.len());
+    }
+    all
 }
 
 #[cfg(test)]
@@ -270,6 +303,7 @@ mod tests {
             let keep = if end { Keep::End } else { Keep::Beginning };
             let (labels, spans) = sample(&word);
             let outline = Outline::of(&labels, &spans);
+            let (cut, spans_of_word) = (cut(max_length, keep), spans.clone());
             prop_assert_eq!(outline.num_tokens(), word.len());
             let targets = |word: &str| word.chars().skip(1).filter(|c| c.is_uppercase()).count();
             prop_assert_eq!(outline.num_targets, targets(&word));
@@ -287,7 +321,7 @@ mod tests {
                 letters.remove(at);
             }
             let expected: String = letters.iter().map(|(letter, _)| *letter).collect();
-            match cut_word(&word, cut(max_length, keep)) {
+            match cut_word(&word, cut) {
                 Ok(left) => {
                     prop_assert_eq!(&left, &expected);
                     prop_assert_eq!(left.len(), word.len().min(max_length as usize));
@@ -295,6 +329,16 @@ mod tests {
                     let (_, spans) = sample(&left);
                     let kept: String = spans.iter().map(|span| &left[span.clone()]).collect();
                     prop_assert_eq!(kept, media);
+                    // what was dropped, set back to its places, makes the whole again
+                    let ids: Vec<u32> = word.chars().map(u32::from).collect();
+                    let text = outline.kept_text(Some(cut)).unwrap();
+                    let ranges = kept_tokens(ids.len(), &spans_of_word, &text);
+                    let mut whole: Vec<u32> = left.chars().map(u32::from).collect();
+                    for gap in dropped(&ids, &ranges).into_iter().rev() {
+                        prop_assert!(!gap.ids.is_empty());
+                        whole.splice(gap.before..gap.before, gap.ids);
+                    }
+                    prop_assert_eq!(whole, ids);
                 }
                 Err("media_exceed_max_length") => prop_assert!(media.len() >= max_length as usize),
                 Err(_) => prop_assert_eq!(targets(&expected), 0),

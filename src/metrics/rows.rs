@@ -39,7 +39,7 @@ pub struct StepMetrics {
     /// Most that was held for them, with what lies idle between them: what the GPU must have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_device_reserved_bytes: Option<u64>,
-    /// Rows rejected so far.
+    /// Rows rejected so far, and texts of corpora that could not be used.
     pub rejected: u64,
     /// The same by reason; absent while there are none.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]

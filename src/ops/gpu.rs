@@ -16,10 +16,6 @@ pub struct GpuMemory {
     pub reserved: u64,
     /// What they take now.
     pub used: u64,
-    /// Free now, for everyone.
-    pub free: u64,
-    /// What the GPU has.
-    pub total: u64,
 }
 
 /// GPU `ordinal`, ready for our kernels: one stream for all threads, and freed memory kept for the next tensor.
@@ -82,7 +78,6 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     let Device::Cuda(gpu) = device else { return None };
     let stream = gpu.cuda_stream();
     let context = stream.context();
-    let (free, total) = context.mem_get_info().ok()?;
     let (mut peak, mut reserved, mut used) = (0u64, 0u64, 0u64);
     // SAFETY: as above; the attributes are read into 64-bit numbers.
     unsafe {
@@ -94,7 +89,7 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
         result::mem_pool::get_attribute(pool, attribute, (&raw mut used).cast()).ok()?;
     }
-    Some(GpuMemory { peak, reserved, used, free: free as u64, total: total as u64 })
+    Some(GpuMemory { peak, reserved, used })
 }
 
 /// There is none in this build.

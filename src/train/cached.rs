@@ -66,6 +66,14 @@ impl CachedRows {
         Ok((Self { rows, caches }, work))
     }
 
+    /// Whether `folder` has a cache of each file of chats, up to date or not.
+    pub fn exist(rows: &JsonlRows, folder: &Path) -> bool {
+        rows.sets().iter().all(|set| match set {
+            DataSet::Chats(file) => LengthCache::exists(file, rows.encoder(), folder),
+            DataSet::Corpus(_) => true,
+        })
+    }
+
     /// What becomes of the rows of each file of chats, in config order.
     pub fn summaries(&self, options: &LoaderOptions) -> Vec<LengthSummary> {
         let sets = (0u32..).zip(self.rows.sets().iter().zip(&self.caches));
@@ -132,6 +140,18 @@ impl LengthSummary {
 impl RowReader for CachedRows {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
         self.rows.read(row)
+    }
+
+    /// Reads no row that is known to be refused.
+    fn read_admitted(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<EncodedSample, Rejection> {
+        if self.caches[row.dataset as usize].is_some() {
+            admit(self.length(row)?)?;
+        }
+        self.rows.read_admitted(row, admit)
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {

@@ -1,6 +1,6 @@
 //! Numbers of a step and of a run by data set.
 
-use crate::data::SampleSize;
+use crate::data::{DataState, Rejection, SampleSize};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -38,6 +38,50 @@ impl DatasetLoss {
     pub fn loss(&self) -> Option<f64> {
         let targets = self.counts.num_target_tokens;
         (targets > 0).then(|| self.nll_sum / targets as f64)
+    }
+}
+
+/// Rows and texts that could not be used, in the two ways in which `metrics.jsonl` counts them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rejected {
+    /// By reason.
+    pub by_reason: BTreeMap<String, u64>,
+    /// By data file and reason.
+    pub by_file: BTreeMap<String, BTreeMap<String, u64>>,
+}
+
+impl Rejected {
+    /// Counts the texts of corpora: each once, as they are read before the first step.
+    pub fn of_texts<'a>(texts: impl IntoIterator<Item = &'a Rejection>) -> Self {
+        let mut counts = Self::default();
+        for Rejection { file, reason, .. } in texts {
+            *counts.by_reason.entry(reason.clone()).or_default() += 1;
+            let of_file = counts.by_file.entry(file.clone()).or_default();
+            *of_file.entry(reason.clone()).or_default() += 1;
+        }
+        counts
+    }
+
+    /// Together with the rows that a run has met as of `data`.
+    #[must_use]
+    pub fn with_rows(&self, data: &DataState) -> Self {
+        let mut counts = self.clone();
+        add(&mut counts.by_reason, &data.rejected);
+        for (file, reasons) in &data.rejected_by_file {
+            add(counts.by_file.entry(file.clone()).or_default(), reasons);
+        }
+        counts
+    }
+
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        self.by_reason.values().sum()
+    }
+}
+
+fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
+    for (reason, count) in more {
+        *counts.entry(reason.clone()).or_default() += count;
     }
 }
 

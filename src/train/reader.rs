@@ -2,8 +2,8 @@
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, Cut, DatasetConfig, Encoder, JsonlFile, Length, Rejection, Row, RowForm,
-    RowReader, SampleError, SourceError, dataset_names, open_indexed,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Rejection, Row,
+    RowForm, RowReader, SampleError, SourceError, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -21,9 +21,10 @@ impl DataSet {
         set: &DatasetConfig,
         encoder: &Encoder,
         options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
         if let Some(corpus) = &set.corpus {
-            return Corpus::open(&set.path, corpus, encoder, options).map(Self::Corpus);
+            return Corpus::open(&set.path, corpus, encoder, options, progress).map(Self::Corpus);
         }
         let plain = || SourceError::PlainText { path: set.path.clone() };
         if Corpus::is_text_file(&set.path) {
@@ -86,16 +87,18 @@ pub struct JsonlRows {
 impl JsonlRows {
     /// Opens and indexes every data set, corpora with the defaults of their options.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
-        Self::open_with(datasets, encoder, &CorpusOptions::default())
+        Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
     }
 
-    /// Opens and indexes every data set; a corpus is tokenised.
+    /// Opens and indexes every data set; a corpus is tokenised, and `progress` told the bytes of its text that
+    /// are done, and all of them.
     pub fn open_with(
         datasets: &[DatasetConfig],
         encoder: Arc<Encoder>,
         options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
-        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options);
+        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options, progress);
         let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
         Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
     }
@@ -142,12 +145,28 @@ impl JsonlRows {
         })
     }
 
+    /// Texts of corpora that could not be used.
+    pub fn rejected_texts(&self) -> impl Iterator<Item = &Rejection> {
+        self.sets.iter().filter_map(DataSet::corpus).flat_map(Corpus::rejected)
+    }
+
     /// The parsed row; `None` for rows of a corpus, which are no chats.
     pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
         match self.set(row) {
             DataSet::Chats(file) => Some(file.read(row.row as usize)),
             DataSet::Corpus(_) => None,
         }
+    }
+
+    /// The tokens that truncation takes from a row, by their places in what is left of it.
+    pub fn dropped(&self, row: Row) -> Result<Vec<Dropped>, Rejection> {
+        Ok(match (self.set(row), self.cut) {
+            (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
+            (DataSet::Chats(file), Some(cut)) => {
+                self.encoder.dropped(&file.read(row.row as usize)?, cut)?
+            }
+            (DataSet::Chats(_), None) => Vec::new(),
+        })
     }
 
     /// What tells a row from all others: file and line, and of a corpus its first token.

@@ -1,6 +1,6 @@
 //! A model folder becomes a model in memory.
 
-use super::config::{ModelSection, Precision, Weights};
+use super::config::{AttentionChoice, ModelSection, Precision, Weights};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::metrics::{ModelWork, Passes};
 use crate::model::init::random_tensor;
@@ -17,6 +17,9 @@ use std::path::{Path, PathBuf};
 /// Why a model folder cannot be trained.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
+    /// The reference attention has no kernel there.
+    #[error("`model.attention: masked` is the reference, and computes on the CPU only")]
+    MaskedOnGpu,
     /// `config.json`.
     #[error("model folder `{}` cannot be used", .folder.display())]
     Config {
@@ -78,6 +81,7 @@ impl SetupError {
             Self::Shape { .. } => {
                 "`config.json` and the weights are of two models: copy both again"
             }
+            Self::MaskedOnGpu => "`model.attention: auto`, or `device: cpu`",
             Self::Config { .. }
             | Self::Files { .. }
             | Self::Groups(_)
@@ -213,6 +217,9 @@ pub fn load_model(
     seed: u64,
     device: &Device,
 ) -> Result<LoadedModel, SetupError> {
+    if section.attention == AttentionChoice::Masked && !device.is_cpu() {
+        return Err(SetupError::MaskedOnGpu);
+    }
     let folder = section.path.as_path();
     let (config, config_json) = ModelConfig::from_folder(folder)
         .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;

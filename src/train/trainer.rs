@@ -1,7 +1,7 @@
 //! The loop: steps, evaluations, checkpoints, and the end.
 
 use super::config::EvalConfig;
-use super::datasets::{by_dataset, count, log_shares, metric_keys};
+use super::datasets::{Rejected, by_dataset, count, log_shares, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
 use super::reader::JsonlRows;
 use super::state::TrainState;
@@ -41,6 +41,8 @@ pub struct TrainerParts {
     pub eval_rows: Option<JsonlRows>,
     /// Names of the data sets that are trained on.
     pub dataset_names: Vec<String>,
+    /// Texts of the corpora that are trained on that could not be used.
+    pub rejected_texts: Rejected,
     /// When to.
     pub eval: EvalConfig,
     /// Tokens of one forward pass of an evaluation.
@@ -276,6 +278,7 @@ impl Trainer {
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let step_time_s = asked.elapsed().as_secs_f64();
+        let rejected = parts.rejected_texts.with_rows(&state.data);
         let device_memory = gpu_memory(&parts.runner.device);
         let metrics = StepMetrics {
             step,
@@ -293,9 +296,9 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
-            rejected: state.data.rejected.values().sum(),
-            rejected_by_reason: state.data.rejected.clone(),
-            rejected_by_file: state.data.rejected_by_file.clone(),
+            rejected: rejected.total(),
+            rejected_by_reason: rejected.by_reason,
+            rejected_by_file: rejected.by_file,
             datasets: metric_keys(names, &sets),
         };
         parts.metrics.write(&metrics)?;
@@ -398,12 +401,13 @@ struct RejectRow<'a> {
 }
 
 /// Appends the rows that were found unusable on the way to `step` to `rejects.jsonl`.
-pub fn write_rejects(
+pub fn write_rejects<'a>(
     sink: &mut JsonlSink,
     step: u64,
-    rejections: &[Rejection],
+    rejections: impl IntoIterator<Item = &'a Rejection>,
 ) -> Result<(), JsonlError> {
-    rejections.iter().try_for_each(|rejection| sink.write(&RejectRow { step, rejection }))
+    let mut rejections = rejections.into_iter();
+    rejections.try_for_each(|rejection| sink.write(&RejectRow { step, rejection }))
 }
 
 fn due(step: u64, every: u64) -> bool {

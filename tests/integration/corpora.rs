@@ -84,6 +84,13 @@ fn inspect_shows_the_windows_of_thirty_five_tokens() {
     assert_eq!(starts(&split), [0, 9, 18, 27]);
     let lengths: Vec<_> = split.iter().map(|row| row["length"].as_u64().unwrap()).collect();
     assert_eq!(lengths, [10, 10, 10, 8]);
+    for (truncation, start) in [("right", 0), ("left", 25)] {
+        let data = format!("max_length: 10, truncation: {truncation}");
+        let cut = show("sampling: document", &data);
+        assert_eq!((starts(&cut), &cut[0]["length"]), (vec![start], &10.into()));
+        let ids = |row: &Value| row["input_ids"].as_array().unwrap().clone();
+        assert_eq!(ids(&cut[0]), ids(&document[0])[start..start + 10]);
+    }
     assert!(!place.path("run").exists(), "who only looks leaves nothing");
 }
 
@@ -160,6 +167,12 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
             "{max_steps: 8}",
             8,
         ),
+        (
+            "sampling: document",
+            "packing_length: 64, max_length: 12, truncation: left",
+            "{max_steps: 5}",
+            5,
+        ),
     ] {
         let place = place();
         let set = format!("{{path: documents.jsonl, corpus: {{{corpus}}}}}");
@@ -167,6 +180,31 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
         assert_resumes(&place, last);
         assert!(place.names("run/cache")[0].starts_with("documents-"));
     }
+}
+
+#[test]
+fn texts_that_cannot_be_used_are_counted_with_the_rows_that_cannot() {
+    let place = place();
+    let mut rows = String::from_utf8(place.read("documents.jsonl")).unwrap();
+    rows.push_str("\n{\"text\": 5}\n{\"text\": \"\"}\n");
+    place.write("documents.jsonl", &rows);
+    let set = "{path: documents.jsonl, corpus: {sampling: document}}";
+    let data = format!("{{train: [{set}], packing_length: 64, max_length: 12, max_rejected: 0.9}}");
+    config(&place, &data, "{max_steps: 7}");
+    assert_resumes(&place, 7);
+    let rows = metrics(&place, "run", 0);
+    let mut too_long = 0;
+    for row in &rows {
+        let reasons = &row["rejected_by_reason"];
+        assert_eq!((&reasons["wrong_type"], &reasons["empty"]), (&1.into(), &1.into()), "{row}");
+        let now = reasons["too_long"].as_u64().unwrap_or(0);
+        assert!(now >= too_long);
+        too_long = now;
+        assert_eq!(row["rejected"], 2 + too_long);
+        assert_eq!(row["rejected_by_file"], serde_json::json!({"documents.jsonl": reasons}));
+    }
+    let told = place.rows("run/rejects.jsonl");
+    assert!(too_long > 0 && told.len() as u64 == 2 + too_long, "{told:?}");
 }
 
 #[test]

@@ -177,6 +177,73 @@ fn nothing_of_the_data_is_markup_and_rejected_rows_are_told() {
     assert!(page.contains("default-src 'none'"));
 }
 
+/// Classes and sizes of the boxes of a strip.
+fn strip(article: &str) -> Vec<(&str, usize)> {
+    let strip = article.split("<div class=\"strip\">").nth(1).unwrap().split("</div>").next();
+    let boxes = elements_in(strip.unwrap()).filter(|element| element.starts_with("i "));
+    boxes
+        .map(|element| {
+            let flex = attribute(element, "style").unwrap()["flex:".len()..].split(' ').next();
+            (attribute(element, "class").unwrap_or(""), flex.unwrap().parse().unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn what_truncation_cuts_is_greyed_where_it_stood() {
+    let chat = |user: Value, answer: &str| json!({"messages": [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": user}, {"role": "assistant", "content": answer}]});
+    let picture = json!([{"type": "image", "image": "images/exact_moon_64x64.png"}, {"type": "text", "text": "What is it?"}]);
+    let rows = [
+        chat(json!("What is it?"), "One two three four five six seven eight nine ten"),
+        chat(picture, "One two three four five six seven eight nine ten"),
+        json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+    ];
+    let limit = |truncation: &str, most: usize| {
+        format!("  packing_length: 500\n  max_length: {most}\n  truncation: {truncation}")
+    };
+    let (_, whole) = page(&rows, "  packing_length: 500");
+    let length = |sample: &Value| sample["length"].as_u64().unwrap() as usize;
+    let most = length(&whole[0]).min(length(&whole[1])) - 7;
+    assert!(length(&whole[2]) < most);
+    for (truncation, first, last) in [("left", true, false), ("right", false, true)] {
+        let (page, samples) = page(&rows, &limit(truncation, most));
+        assert_marks(&page, &samples);
+        let articles: Vec<&str> = page.split("<article class=\"sample\"").skip(1).collect();
+        let mut cut_rows = 0;
+        let mut cut_tokens = 0;
+        for ((article, sample), whole) in articles.iter().zip(&samples).zip(&whole) {
+            let strip = strip(article);
+            let gone = |(class, _): &&(&str, usize)| *class == "cut";
+            let tokens: usize = strip.iter().filter(gone).map(|(_, tokens)| tokens).sum();
+            assert_eq!(tokens, length(whole) - length(sample));
+            assert_eq!(strip.iter().map(|(_, tokens)| tokens).sum::<usize>(), length(whole));
+            let says = format!(", cut from the {truncation}: {tokens} tokens</p>");
+            assert_eq!(article.contains(&says), tokens > 0, "{says}");
+            assert_eq!(article.contains("<span class=\"cut\">"), tokens > 0);
+            if tokens > 0 {
+                let at_ends = (strip[0].0 == "cut", strip.last().unwrap().0 == "cut");
+                assert_eq!(at_ends, (first, last), "{truncation}: {strip:?}");
+                cut_rows += 1;
+                cut_tokens += tokens;
+            }
+        }
+        assert_eq!(cut_rows, 2);
+        let says = format!(
+            "<dt>truncation</dt><dd>{truncation}: 2 of 3 rows cut, {cut_tokens} tokens</dd>"
+        );
+        assert!(page.contains(&says), "{says}");
+        // a turn that is cut as a whole is still there, and no markup
+        let system = page.contains("<section class=\"turn system gone\"><h4>system</h4>");
+        assert_eq!(system, truncation == "left");
+        for element in elements(&page) {
+            let name = element.trim_start_matches('/').split(' ').next().unwrap();
+            assert!(TAGS.contains(&name), "`<{element}>`");
+        }
+    }
+    let (page, _) = page(&rows, "  packing_length: 500");
+    assert!(!page.contains("<dt>truncation</dt>") && !page.contains("<span class=\"cut\">"));
+}
+
 #[test]
 fn a_page_of_twenty_rows_with_pictures_is_about_a_megabyte() {
     let (page, samples) = page(&rows_of("data/image_exact.jsonl", 20), "  packing_length: 2048");

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Row, RowReader, VideoConfig,
-    open_indexed,
+    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Length, Rejection, Row, RowReader,
+    VideoConfig, open_indexed,
 };
 use trainer::train::{CachedRows, JsonlRows};
 
@@ -134,6 +134,45 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
             }
         }
     }
+}
+
+#[test]
+fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
+    let place = Place::new(&mixed(60));
+    let encoder = encoder(&max_tokens(6));
+    let (cached, _) = place.update(&encoder);
+    let rows = place.rows(&encoder);
+    let lengths = rows.rows().filter_map(|row| cached.length(row).ok());
+    let mut lengths: Vec<usize> = lengths.map(|length| length.tokens).collect();
+    lengths.sort_unstable();
+    let most = lengths[lengths.len() / 2];
+    let refuse = |length: Length| match length.tokens {
+        tokens if tokens > most => {
+            let id = rows.id(Row { dataset: 0, row: 0 });
+            Err(Rejection::new(&id, "too_long", format!("{tokens} tokens")))
+        }
+        _ => Ok(()),
+    };
+    let results: Vec<_> = rows.rows().map(|row| cached.read_admitted(row, &refuse)).collect();
+    for (row, result) in rows.rows().zip(&results) {
+        assert!(*result == rows.read_admitted(row, &refuse), "{}", rows.id(row));
+    }
+    let usable = results.iter().filter(|result| result.is_ok()).count();
+    assert!((5..55).contains(&usable), "{usable} rows are usable");
+    // without its pictures a row cannot be read, and one that is not read is not found to lack them
+    for name in ["a.png", "b.png"] {
+        std::fs::remove_file(place.path(name)).unwrap();
+    }
+    let mut found_to_lack = 0;
+    for (row, before) in rows.rows().zip(&results) {
+        let now = cached.read_admitted(row, &refuse);
+        if before.is_err() || now.is_ok() {
+            assert!(now == *before, "{}", rows.id(row));
+        } else {
+            found_to_lack += 1;
+        }
+    }
+    assert!(found_to_lack > 0);
 }
 
 #[test]

@@ -121,6 +121,32 @@ fn a_run_continued_from_any_of_its_steps_ends_equal_to_the_bit() {
 }
 
 #[test]
+fn a_run_of_so_many_steps_writes_a_length_cache_and_uses_it() {
+    let place = place();
+    let run = |output: &str| {
+        let output = format!("output_dir={output}");
+        let brief = ["--set", "data.max_length=40", "--set", "train.max_steps=6"];
+        let cache = ["--set", "data.cache_dir=lengths", "--set", &output];
+        place.trainer(&sft(&[brief, cache].concat())).ends_with(0);
+    };
+    let log = |run: &str| String::from_utf8(place.read(&format!("{run}/train.log"))).unwrap();
+    run("run");
+    let first = log("run");
+    assert!(first.contains("length cache") && first.contains(" reused=0 "), "{first}");
+    let place_of = |what: &str| first.find(what).unwrap_or_else(|| panic!("no {what} in {first}"));
+    let (lengths, start) = (place_of(" lengths "), place_of(" start "));
+    assert!(lengths < start && first[lengths..start].contains("too_long"), "{first}");
+    assert!(place_of(" an epoch ") < start);
+    assert!(place.names("lengths").iter().any(|name| name.contains(".arrow")));
+    let rejects = place.rows("run/rejects.jsonl");
+    assert!(rejects.iter().any(|row| row["reason"] == "too_long"));
+    run("again");
+    let again = log("again");
+    assert!(again.contains("length cache") && !again.contains(" reused=0 "), "{again}");
+    assert_same(&place, "again", "run", 6, 0);
+}
+
+#[test]
 fn bf16_with_master_weights_continues_equal_to_the_bit() {
     let place = place();
     let config = String::from_utf8(place.read("config.yaml")).unwrap();

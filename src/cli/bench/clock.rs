@@ -21,6 +21,8 @@ pub(super) struct Clock {
     batch_s: f64,
     min_rounds: usize,
     min_s: f64,
+    /// After which three rounds are enough.
+    max_s: f64,
 }
 
 /// Runs of a batch that need something prepared for each: all of it is in memory at one time.
@@ -32,15 +34,16 @@ impl Clock {
     pub(super) fn new(device: &Device) -> Self {
         let device = device.clone();
         if device.is_cpu() {
-            Self { device, batch_s: 0.0, min_rounds: 5, min_s: 0.6 }
+            Self { device, batch_s: 0.0, min_rounds: 5, min_s: 0.6, max_s: f64::INFINITY }
         } else {
-            Self { device, batch_s: 0.02, min_rounds: 10, min_s: 0.2 }
+            Self { device, batch_s: 0.02, min_rounds: 10, min_s: 0.2, max_s: 2.0 }
         }
     }
 
     /// To see that things run, not how fast.
     pub(super) fn hasty(device: &Device) -> Self {
-        Self { device: device.clone(), batch_s: 1e-9, min_rounds: 1, min_s: 0.0 }
+        let device = device.clone();
+        Self { device, batch_s: 1e-9, min_rounds: 1, min_s: 0.0, max_s: 0.0 }
     }
 
     /// Times `run`, which can be called again and again.
@@ -81,8 +84,13 @@ impl Clock {
         }
         let start = Instant::now();
         let mut rounds = Vec::new();
-        while rounds.len() < self.min_rounds || start.elapsed().as_secs_f64() < self.min_s {
+        loop {
             rounds.push(batch(runs)?);
+            let (count, elapsed) = (rounds.len(), start.elapsed().as_secs_f64());
+            let is_slow = count >= 3 && elapsed > self.max_s;
+            if is_slow || (count >= self.min_rounds && elapsed >= self.min_s) {
+                break;
+            }
         }
         rounds.sort_by(f64::total_cmp);
         Ok(Seconds { best: rounds[0], median: rounds[rounds.len() / 2] })

@@ -1,10 +1,11 @@
 //! The page of `inspect --html`: one file without scripts, in which nothing of the data is markup.
 
+use super::cut::{self, Piece};
 use super::media::{ShownMedium, media_of};
 use super::picture::picture;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{Encoder, Pixels, Rejection, Row};
+use crate::data::{Dropped, Encoder, Pixels, Rejection, Row};
 use crate::train::JsonlRows;
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -27,6 +28,12 @@ pub(super) struct Page<'a> {
     /// Upper bound on one pack, in tokens.
     packing_length: u32,
     samples: u64,
+    /// Where text gives way to `max_length`; none if it does not.
+    side: Option<&'static str>,
+    /// Samples that are cut, and the tokens that they lose.
+    cut: (u64, usize),
+    /// What the first list says.
+    head: String,
     body: String,
 }
 
@@ -34,7 +41,7 @@ impl<'a> Page<'a> {
     /// A page for about `num` samples.
     pub(super) fn new(config: &RunConfig, encoder: &'a Encoder, num: usize) -> Self {
         let data = &config.data;
-        let mut body = String::from("<h1>What the model sees</h1>\n<dl>\n");
+        let mut head = String::new();
         let or_none = |limit: Option<String>| limit.unwrap_or_else(|| "none".to_owned());
         let files: Vec<String> =
             data.train.iter().map(|set| set.path.display().to_string()).collect();
@@ -46,25 +53,37 @@ impl<'a> Page<'a> {
             ("image.max_pixels", or_none(data.image.max_pixels.map(|limit| limit.to_string()))),
             ("video.max_pixels", or_none(data.video.max_pixels.map(|limit| limit.to_string()))),
         ] {
-            push(&mut body, format_args!("<dt>{name}</dt><dd>{}</dd>\n", escaped(&value)));
+            push(&mut head, format_args!("<dt>{name}</dt><dd>{}</dd>\n", escaped(&value)));
         }
-        body.push_str(
-            "</dl>\n<p class=\"legend\">Supervised tokens are <mark class=\"legend\">marked</mark>, one box a token. In the strips:\
-             <i></i>text<i style=\"background:#3aa657\"></i>supervised<i style=\"background:#8a6ff0\"></i>pictures</p>\n",
+        let body = String::from(
+            "<p class=\"legend\">Supervised tokens are <mark class=\"legend\">marked</mark>, one box a token. In the strips:\
+             <i></i>text<i style=\"background:#3aa657\"></i>supervised<i style=\"background:#8a6ff0\"></i>pictures<i class=\"cut\"></i>cut away</p>\n",
         );
         let pixels_a_sample = PAGE_PIXELS / num.clamp(1, 1 << 20) as u64;
         let packing_length = data.packing_length.get();
-        Self { encoder, pixels_a_sample, packing_length, samples: 0, body }
+        let side = data.cut().map(|cut| cut::side(cut.keep));
+        Self { encoder, pixels_a_sample, packing_length, samples: 0, side, cut: (0, 0), head, body }
     }
 
-    /// A row that trains, by its name.
-    pub(super) fn sample(&mut self, label: &str, sample: &EncodedSample) -> anyhow::Result<()> {
+    /// A row that trains, by its name, and what was cut from it.
+    pub(super) fn sample(
+        &mut self,
+        label: &str,
+        sample: &EncodedSample,
+        dropped: &[Dropped],
+    ) -> anyhow::Result<()> {
         self.samples += 1;
+        let mut cut_away = String::new();
+        if let (Some(side), false) = (self.side, dropped.is_empty()) {
+            let tokens = cut::num_tokens(dropped);
+            self.cut = (self.cut.0 + 1, self.cut.1 + tokens);
+            cut_away = format!(", cut from the {side}: {tokens} tokens");
+        }
         let media = media_of(self.encoder, sample);
         push(
             &mut self.body,
             format_args!(
-                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens</p>\n",
+                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens{cut_away}</p>\n",
                 self.samples,
                 escaped(label),
                 sample.len(),
@@ -72,8 +91,8 @@ impl<'a> Page<'a> {
                 sample.vision_rows.len(),
             ),
         );
-        let runs = runs(sample, &media);
-        self.strip(&runs);
+        let pieces = cut::pieces(runs(sample, &media), dropped);
+        self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
         let shown = media.iter().map(|medium| match medium.kind {
             MediumKind::Image => 1,
@@ -81,11 +100,18 @@ impl<'a> Page<'a> {
         });
         let max_pixels = (self.pixels_a_sample / shown.sum::<u64>().max(1)).max(LEAST_PIXELS);
         let mut pixels: (usize, Vec<Pixels>) = (usize::MAX, Vec::new());
-        for (run, range) in runs {
+        for piece in pieces {
+            let (run, range) = match piece {
+                Piece::Kept(run, range) => (run, range),
+                Piece::Cut(ids) => {
+                    turns.text(&self.encoder.decode_with_specials(ids)?, Fate::Cut);
+                    continue;
+                }
+            };
             match run {
                 Run::Text => {
                     let text = self.encoder.decode_with_specials(&sample.input_ids[range])?;
-                    turns.text(&text);
+                    turns.text(&text, Fate::Kept);
                 }
                 Run::Target => {
                     for (text, tokens) in whole_characters(self.encoder, &sample.input_ids[range])?
@@ -169,24 +195,33 @@ impl<'a> Page<'a> {
     pub(super) fn finish(self) -> String {
         // Nothing is loaded and nothing runs, whatever a row says.
         let policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+        let (rows, tokens) = self.cut;
+        let truncation = self.side.map_or_else(String::new, |side| {
+            let of = self.samples;
+            format!(
+                "<dt>truncation</dt><dd>{side}: {rows} of {of} rows cut, {tokens} tokens</dd>\n"
+            )
+        });
         format!(
             "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n\
-             <meta name=\"viewport\" content=\"width=device-width\">\n<title>trainer inspect</title>\n<style>\n{}</style>\n</head>\n<body>\n{}</body>\n</html>\n",
+             <meta name=\"viewport\" content=\"width=device-width\">\n<title>trainer inspect</title>\n<style>\n{}</style>\n</head>\n<body>\n<h1>What the model sees</h1>\n<dl>\n{}{truncation}</dl>\n{}</body>\n</html>\n",
             include_str!("page.css"),
+            self.head,
             self.body
         )
     }
 
     /// The whole sample in one line, to scale.
-    fn strip(&mut self, runs: &[(Run, Range<usize>)]) {
+    fn strip(&mut self, pieces: &[Piece<'_, Run>]) {
         self.body.push_str("<div class=\"strip\">");
-        for (run, range) in runs {
-            let class = match run {
-                Run::Text => "",
-                Run::Target => " class=\"target\"",
-                Run::Medium { .. } => " class=\"vision\"",
+        for piece in pieces {
+            let (class, tokens) = match piece {
+                Piece::Kept(Run::Text, range) => ("", range.len()),
+                Piece::Kept(Run::Target, range) => (" class=\"target\"", range.len()),
+                Piece::Kept(Run::Medium { .. }, range) => (" class=\"vision\"", range.len()),
+                Piece::Cut(ids) => (" class=\"cut\"", ids.len()),
             };
-            push(&mut self.body, format_args!("<i{class} style=\"flex:{} 0 0\"></i>", range.len()));
+            push(&mut self.body, format_args!("<i{class} style=\"flex:{tokens} 0 0\"></i>"));
         }
         self.body.push_str("</div>\n");
     }
@@ -247,6 +282,13 @@ fn whole_characters(encoder: &Encoder, ids: &[u32]) -> anyhow::Result<Vec<(Strin
     Ok(texts)
 }
 
+/// Whether a text is part of the sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Kept,
+    Cut,
+}
+
 /// Writes the turns of a sample.
 struct Turns<'a> {
     out: &'a mut String,
@@ -257,10 +299,14 @@ struct Turns<'a> {
 const TURN: &str = "<|im_start|>";
 
 impl Turns<'_> {
-    fn text(&mut self, text: &str) {
+    fn text(&mut self, text: &str, fate: Fate) {
+        let shown = |text: &str| match (with_specials(text), fate) {
+            (html, Fate::Cut) if !html.is_empty() => format!("<span class=\"cut\">{html}</span>"),
+            (html, _) => html,
+        };
         for (index, piece) in text.split(TURN).enumerate() {
             if index == 0 {
-                self.inline(&with_specials(piece));
+                self.inline(&shown(piece));
                 continue;
             }
             self.close();
@@ -269,13 +315,14 @@ impl Turns<'_> {
             push(
                 self.out,
                 format_args!(
-                    "<section class=\"turn {}\"><h4>{}</h4><div>",
+                    "<section class=\"turn {}{}\"><h4>{}</h4><div>",
                     class.unwrap_or("other"),
+                    if fate == Fate::Cut { " gone" } else { "" },
                     escaped(role)
                 ),
             );
             self.open = true;
-            self.inline(&with_specials(rest));
+            self.inline(&shown(rest));
         }
     }
 
@@ -429,14 +476,16 @@ mod tests {
     fn a_turn_begins_where_the_template_begins_one() {
         let mut out = String::new();
         let mut turns = Turns { out: &mut out, open: false };
-        turns.text("<|im_start|>user\nHi<b><|im_end|>\n<|im_start|>assistant\n");
+        turns.text("<|im_start|>user\nHi<b><|im_end|>\n<|im_start|>assistant\n", Fate::Kept);
         turns.target("Yes", 1);
         turns.target("\u{e9}", 2);
+        turns.text(" No<|im_end|>\n<|im_start|>user\n", Fate::Cut);
         turns.close();
         assert_eq!(
             out,
             "<section class=\"turn user\"><h4>user</h4><div>Hi&lt;b&gt;<span class=\"sp\">&lt;|im_end|&gt;</span>\n</div></section>\n\
-             <section class=\"turn assistant\"><h4>assistant</h4><div><mark>Yes</mark><mark data-tokens=\"2\">\u{e9}</mark></div></section>\n"
+             <section class=\"turn assistant\"><h4>assistant</h4><div><mark>Yes</mark><mark data-tokens=\"2\">\u{e9}</mark><span class=\"cut\"> No<span class=\"sp\">&lt;|im_end|&gt;</span>\n</span></div></section>\n\
+             <section class=\"turn user gone\"><h4>user</h4><div></div></section>\n"
         );
     }
 }

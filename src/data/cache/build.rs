@@ -42,6 +42,12 @@ enum Batch {
 }
 
 impl LengthCache {
+    /// Whether `folder` has a cache of `file`, up to date or not.
+    pub fn exists(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> bool {
+        let place = Place::new(folder, file.path(), file.image_root(), encoder.text_key());
+        place.path.is_file()
+    }
+
     /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
     /// how many rows are done.
     ///

@@ -1,3 +1,5 @@
+use std::cell::RefCell;
+use std::fs::File;
 use std::io::Write;
 
 use proptest::prelude::*;
@@ -5,7 +7,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::batch::IGNORE_INDEX;
-use crate::data::ImageConfig;
+use crate::data::{ImageConfig, Keep};
 
 fn encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/quickstart/model");
@@ -26,7 +28,7 @@ fn config(text: &str) -> CorpusConfig {
 const DOCUMENTS: &str = r#"{"sampling": "document"}"#;
 
 fn open(path: &Path, text: &str, options: &CorpusOptions) -> Corpus {
-    Corpus::open(path, &config(text), &encoder(), options).unwrap()
+    Corpus::open(path, &config(text), &encoder(), options, &|_, _| ()).unwrap()
 }
 
 fn all_ids(corpus: &Corpus) -> Vec<u32> {
@@ -129,6 +131,49 @@ fn long_documents_are_split_and_short_ones_have_nothing_to_learn_from() {
 }
 
 #[test]
+fn long_documents_are_cut_at_the_end_that_the_config_names() {
+    let (_folder, path) = file(
+        "a.jsonl",
+        "{\"text\": \"0123456789\"}\n{\"text\": \"ab\"}\n{\"text\": \"<|endoftext|>\"}\n",
+    );
+    let open_cut = |text: &str, keep, max_length| {
+        let max_length = NonZeroU32::new(max_length).unwrap();
+        let cut = Some(Cut { max_length, keep });
+        open(&path, text, &CorpusOptions { cut, ..CorpusOptions::default() })
+    };
+    let ids = all_ids(&open(&path, DOCUMENTS, &CorpusOptions::default()));
+    for (keep, max_length, span) in [
+        (Keep::Beginning, 11, (0, 11)),
+        (Keep::Beginning, 10, (0, 10)),
+        (Keep::Beginning, 2, (0, 2)),
+        (Keep::End, 11, (0, 11)),
+        (Keep::End, 10, (1, 10)),
+        (Keep::End, 2, (9, 2)),
+    ] {
+        let corpus = open_cut(DOCUMENTS, keep, max_length);
+        assert_eq!((corpus.len(), corpus.span(0)), (3, span), "{keep:?} {max_length}");
+        let sample = corpus.read(0).unwrap();
+        assert_eq!(Length::of(&sample), corpus.length(0).unwrap());
+        assert_eq!(sample.input_ids, ids[span.0 as usize..(span.0 + span.1) as usize]);
+        assert_eq!((sample.labels[0], sample.num_targets() as u32), (IGNORE_INDEX, span.1 - 1));
+        assert_eq!(sample.segment_lengths(), [span.1]);
+        let longer = (0..2).filter(|row| corpus.whole_span(*row).1 > max_length).count();
+        assert_eq!(corpus.num_truncated(), longer);
+        assert_eq!(corpus.length(2).unwrap_err().reason(), "no_supervised_token");
+    }
+    for keep in [Keep::Beginning, Keep::End] {
+        let corpus = open_cut(DOCUMENTS, keep, 1);
+        for result in [corpus.read(0).map(drop), corpus.length(0).map(drop)] {
+            let error = result.unwrap_err();
+            assert_eq!((error.reason(), error.id().line), ("no_target_after_truncation", 1));
+        }
+        // what a window is does not depend on it: the config refuses those that are longer
+        let windows = open_cut(r#"{"sampling": "sliding_window", "length": 5}"#, keep, 3);
+        assert_eq!((windows.span(0), windows.num_truncated()), ((0, 6), 0));
+    }
+}
+
+#[test]
 fn tokens_are_kept_for_the_next_time_unless_anything_differs() {
     let (folder, path) = file("a.jsonl", "{\"text\": \"0123456789\"}\n{\"text\": 5}\n");
     let cache = folder.path().join("cache");
@@ -160,6 +205,29 @@ fn tokens_are_kept_for_the_next_time_unless_anything_differs() {
 }
 
 #[test]
+fn progress_ends_at_all_of_the_text_and_kept_tokens_have_none() {
+    let rows = "{\"text\": \"0123456789\"}\n".repeat(150);
+    let text = "\u{feff}".to_owned() + &"some words of a text\n".repeat(200_000);
+    for (name, text) in [("a.jsonl", rows), ("a.txt", text)] {
+        let (folder, path) = file(name, &text);
+        let cache = Some(folder.path().join("cache"));
+        let options = CorpusOptions { cache, ..CorpusOptions::default() };
+        let told = RefCell::new(Vec::new());
+        let open = || {
+            let progress = |done, total| told.borrow_mut().push((done, total));
+            Corpus::open(&path, &config(DOCUMENTS), &encoder(), &options, &progress).unwrap();
+            told.take()
+        };
+        let first = open();
+        assert!(first.len() > 2 && first.is_sorted(), "{name}: {first:?}");
+        let total = text.len() as u64;
+        assert!(first.iter().all(|(done, all)| done <= all && *all == total), "{name}");
+        assert_eq!(first.last().unwrap().0, total, "{name}");
+        assert!(open().is_empty(), "{name}");
+    }
+}
+
+#[test]
 fn texts_that_cannot_be_used_are_named_with_file_and_line() {
     let rows = [
         r#"{"text": "fine"}"#,
@@ -176,7 +244,10 @@ fn texts_that_cannot_be_used_are_named_with_file_and_line() {
         [(2, "wrong_type"), (3, "empty"), (4, "missing_key"), (5, "json"), (6, "reserved_token")];
     assert_eq!(told, expected);
     let open = |path: &Path, text: &str, options: &CorpusOptions| {
-        Corpus::open(path, &config(text), &encoder(), options).map(drop).unwrap_err().to_string()
+        Corpus::open(path, &config(text), &encoder(), options, &|_, _| ())
+            .map(drop)
+            .unwrap_err()
+            .to_string()
     };
     let stop = CorpusOptions { on_error: OnError::Stop, ..CorpusOptions::default() };
     assert!(open(&path, DOCUMENTS, &stop).contains("a.jsonl:2: `text` is a number"));

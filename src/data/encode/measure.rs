@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::super::row::Length;
 use super::super::source::SampleError;
-use super::super::truncate::{Cut, CutError, Outline};
+use super::super::truncate::{Cut, CutError, Dropped, Outline, dropped, kept_tokens};
 use super::Encoder;
 use super::media::{Seen, Shown};
 use crate::batch::{Sample, SampleId};
@@ -87,6 +87,19 @@ impl Encoder {
         let Measured { text, sizes, video_patches } = self.measure(sample)?;
         let length = self.length_under(text, &sizes, video_patches, cut);
         length.map_err(|cause| SampleError::Cut { id: sample.id.clone(), cause })
+    }
+
+    /// The text tokens that `cut` takes from a sample, by their places in what [`Encoder::encode_cut`]
+    /// leaves.
+    pub fn dropped(&self, sample: &Sample, cut: Cut) -> Result<Vec<Dropped>, SampleError> {
+        let id = &sample.id;
+        let (text, targets) = self.render_targets(sample)?;
+        let shown = self.media.look(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &shown)?;
+        let outline = Outline::of(&tokens.labels, &tokens.spans);
+        let kept = kept_text(id, &outline, Some(cut))?;
+        let kept = kept_tokens(tokens.input_ids.len(), &tokens.spans, &kept);
+        Ok(dropped(&tokens.input_ids, &kept))
     }
 
     /// Hash of all that [`Encoder::measure`] depends on beside the row and the files of its media.

@@ -31,7 +31,7 @@ pub enum Masking {
     Full,
 }
 
-/// Boundaries in a token stream; both lists begin with 0, ascend and end with `T`.
+/// Boundaries in a token stream; both lists begin with 0, do not descend and end with `T`.
 #[derive(Debug, Clone, Copy)]
 pub struct Segments<'a> {
     /// Samples (or frames): no token attends across these.
@@ -139,14 +139,14 @@ impl Sizes {
 }
 
 fn check_ends(op: &str, name: &str, ends: &[u32], t: usize) -> Result<()> {
-    let ascending = ends.windows(2).all(|pair| pair[0] < pair[1]);
+    let ascending = ends.windows(2).all(|pair| pair[0] <= pair[1]);
     if ends.first() != Some(&0) || ends.last().map(|end| *end as usize) != Some(t) || !ascending {
-        bail!("{op}: `{name}` must ascend from 0 to {t}, found {ends:?}");
+        bail!("{op}: `{name}` must go from 0 to {t} and never descend, found {ends:?}");
     }
     Ok(())
 }
 
-/// The token ranges between boundaries.
+/// The token ranges between boundaries, without empty ones.
 fn ranges(ends: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
-    ends.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+    ends.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).filter(|range| !range.is_empty())
 }

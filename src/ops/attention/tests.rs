@@ -232,6 +232,23 @@ fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
     }
 }
 
+#[test]
+fn empty_segments_change_nothing() {
+    let (without, with) = (ends(&[1, 17, 130]), ends(&[0, 1, 0, 0, 17, 130, 0]));
+    let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[148, 2, 32]));
+    for masking in MASKINGS {
+        for backend in [&Flash as &dyn AttentionBackend, &Masked] {
+            let [without, with] = [&without, &with].map(|ends| {
+                let segments = Segments { cu_seqlens: ends, row_ends: &[0, 148] };
+                run(backend, [&q, &k, &v, &d_o], segments, masking)
+            });
+            for (without, with) in without.iter().zip(&with) {
+                assert_eq!(values(without), values(with), "{} {masking:?}", backend.name());
+            }
+        }
+    }
+}
+
 /// The tokens whose rows differ, for tensors `[T, ..]`.
 fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
     let rows = |x: &Tensor| x.flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
@@ -309,7 +326,8 @@ fn boundaries_that_do_not_tile_the_stream_are_refused() {
     let qkv = Qkv { q: &x, k: &x, v: &x };
     for (cu_seqlens, row_ends, word) in [
         (&[0, 3][..], &[0, 4][..], "`cu_seqlens`"),
-        (&[0, 4], &[0, 2, 2, 4], "`row_ends`"),
+        (&[0, 3, 2, 4], &[0, 4], "`cu_seqlens`"),
+        (&[0, 2, 4], &[0, 4, 2, 4], "`row_ends`"),
         (&[0, 4], &[0, 2, 4], "inside a segment"),
     ] {
         let segments = Segments { cu_seqlens, row_ends };

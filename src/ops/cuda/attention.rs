@@ -3,7 +3,7 @@
 //! Tasks: a block owns some rows, queries or keys, of one segment; where those begin and end, and the rows of the other
 //! side, is a list that the host makes and uploads. Lists are kept, since every layer of a step asks for the same ones.
 
-use super::launch::{Address, Launch, address, empty, vectors};
+use super::launch::{Address, Launch, address, empty, most_shared, vectors};
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
 use crate::ops::upload;
 use candle_core::{DType, Result, Tensor, bail};
@@ -112,11 +112,15 @@ impl Kernels {
         if self.padded.is_some() { ROWS } else { PLAIN_ROWS }
     }
 
-    fn launch(self, name: &str, dtype: DType) -> Launch {
+    fn name(self, name: &str) -> String {
         match self.padded {
-            Some(padded) => Launch::new(&format!("{name}_d{padded}"), dtype),
-            None => Launch::new(&format!("{name}_plain"), dtype),
+            Some(padded) => format!("{name}_d{padded}"),
+            None => format!("{name}_plain"),
         }
+    }
+
+    fn launch(self, name: &str, dtype: DType) -> Launch {
+        Launch::new(&self.name(name), dtype)
     }
 
     /// Threads and shared memory of the forward pass.
@@ -127,12 +131,17 @@ impl Kernels {
         }
     }
 
-    /// Threads and shared memory of a backward pass: the shapes are in `attention_backward.cu`.
-    fn backward(self, own: Own) -> (u32, usize) {
+    /// Kernel, threads and shared memory of a backward pass whose blocks have `most_shared` bytes: the shapes are in
+    /// `attention_backward.cu`.
+    fn backward(self, own: Own, most_shared: usize) -> (String, u32, usize) {
+        let name = match own {
+            Own::Keys => self.name("attention_backward_keys"),
+            Own::Queries => self.name("attention_backward_queries"),
+        };
         let (threads, others) = match (self.padded, own) {
             (None, _) => {
                 let tiles = 4 * PLAIN_ROWS * self.row_bytes;
-                return (PLAIN_THREADS, tiles + 2 * 4 * PLAIN_ROWS * 32);
+                return (name, PLAIN_THREADS, tiles + 2 * 4 * PLAIN_ROWS * 32);
             }
             (Some(64), Own::Keys) => (128, 32),
             (Some(_), Own::Keys) => (256, 64),
@@ -141,10 +150,25 @@ impl Kernels {
         };
         // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
         // a tile where two warps share their rows.
-        let given =
-            if (self.padded, own) == (Some(128), Own::Keys) { 4 * ROWS * others } else { 0 };
-        (threads, (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4 + given)
+        let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
+        if (self.padded, own) != (Some(128), Own::Keys) {
+            return (name, threads, bytes(others));
+        }
+        let shared = bytes(others) + 4 * ROWS * others;
+        if shared <= most_shared {
+            (name, threads, shared)
+        } else {
+            (format!("{name}_less"), threads, bytes(32))
+        }
     }
+}
+
+/// Bytes of shared memory of a block in each pass, where it can have `most_shared`.
+#[cfg(all(test, not(feature = "cuda")))]
+pub(super) fn shared_bytes(dtype: DType, dh: usize, most_shared: usize) -> Result<[usize; 3]> {
+    let kernels = Kernels::choose("attention", dtype, dh)?;
+    let backward = |own| kernels.backward(own, most_shared).2;
+    Ok([kernels.forward().1, backward(Own::Keys), backward(Own::Queries)])
 }
 
 /// The kernels of heads of `dh`, as the log calls them.
@@ -221,6 +245,20 @@ pub(in crate::ops) fn flash_attention_backward(
     cu_seqlens: &[u32],
     masking: Masking,
 ) -> Result<QkvGrad> {
+    let most_shared = most_shared(qkv.q.device())?;
+    flash_attention_backward_within(most_shared, qkv, o, lse, d_o, cu_seqlens, masking)
+}
+
+/// As [`flash_attention_backward`], where a block has `most_shared` bytes of shared memory.
+pub(super) fn flash_attention_backward_within(
+    most_shared: usize,
+    qkv: Qkv<'_>,
+    o: &Tensor,
+    lse: &Tensor,
+    d_o: &Tensor,
+    cu_seqlens: &[u32],
+    masking: Masking,
+) -> Result<QkvGrad> {
     let op = "flash_attention_backward";
     let ((t, h, dh), hkv, dtype) = (qkv.q.dims3()?, qkv.k.dim(1)?, qkv.q.dtype());
     let kernels = Kernels::choose(op, dtype, dh)?;
@@ -244,15 +282,15 @@ pub(in crate::ops) fn flash_attention_backward(
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     // Own operands, the others, and the gradients of the own ones. Keys first: their blocks are the longest.
-    for (own, name, operands, own_grads, heads) in [
-        (Own::Keys, "attention_backward_keys", [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
-        (Own::Queries, "attention_backward_queries", [&q, &d_o, &k, &v], [&grads.dq; 2], h),
+    for (own, operands, own_grads, heads) in [
+        (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
+        (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
         let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows: kernels.rows() };
         let tasks = plan.upload(&q)?;
-        let (threads, shared) = kernels.backward(own);
-        let mut launch = kernels.launch(name, dtype);
-        launch = launch.grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
+        let (name, threads, shared) = kernels.backward(own, most_shared);
+        let mut launch =
+            Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {
             launch = launch.address(address(op, "operand", tensor)?);
         }

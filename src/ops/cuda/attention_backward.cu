@@ -222,25 +222,27 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 
 } // namespace
 
-#define BACKWARD(side, D, SHAPE, BLOCKS)                                                                                                   \
+#define BACKWARD(kernel, SHAPE, BLOCKS)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS)                                                                     \
-      attention_backward_##side##_d##D##_bf16(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse, const float *delta, \
+      attention_backward_##kernel##_bf16(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse, const float *delta, \
                                               bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
     backward<SHAPE>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                    \
   }                                                                                                                                        \
-  EXPORT(attention_backward_##side##_d##D##_bf16)
+  EXPORT(attention_backward_##kernel##_bf16)
 
 // Head dim, row tiles of a warp, warps, other rows of a tile, side, warps that share rows: as the registers allow. attention.rs has the same sizes.
 using Keys64 = Shape<64, 2, 4, 32, true>;
 using Keys80 = Shape<80, 1, 8, 64, true>;
 using Keys128 = Shape<128, 2, 8, 64, true, 2>;
+using Keys128Less = Shape<128, 1, 8, 32, true>; // less shared memory: 99 KiB is all that a block has on sm_86, sm_89 and sm_120
 using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;
 
-BACKWARD(keys, 64, Keys64, 2)
-BACKWARD(keys, 80, Keys80, 1)
-BACKWARD(keys, 128, Keys128, 1)
-BACKWARD(queries, 64, Queries64, 2)
-BACKWARD(queries, 80, Queries80, 2)
-BACKWARD(queries, 128, Queries128, 2)
+BACKWARD(keys_d64, Keys64, 2)
+BACKWARD(keys_d80, Keys80, 1)
+BACKWARD(keys_d128, Keys128, 1)
+BACKWARD(keys_d128_less, Keys128Less, 1)
+BACKWARD(queries_d64, Queries64, 2)
+BACKWARD(queries_d80, Queries80, 2)
+BACKWARD(queries_d128, Queries128, 2)

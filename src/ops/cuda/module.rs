@@ -61,6 +61,12 @@ fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
     IMAGES.iter().map(load).collect()
 }
 
+/// Bytes of shared memory that a block can have.
+pub(super) fn most_shared(device: &CudaDevice) -> Result<usize> {
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
 fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<Kernel> {
     for module in modules {
         let function = match module.load_function(name) {
@@ -69,8 +75,7 @@ fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<
             Err(error) => bail!("{name} does not load on this GPU: {error}"),
         };
         // All that a block can have: the sizes of a kernel's launches differ, and the first need not be the largest.
-        let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let most = device.cuda_stream().context().attribute(most).w()?;
+        let most = most_shared(device)? as i32;
         let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, most - own).w()?;

@@ -1,7 +1,7 @@
 """How fast does PyTorch with transformers train the same shapes on the same rows, on the same GPU? (scripts/cuda/gpu_bench.sh torch)
 
-  python tests/bench/torch_gpu.py step MODEL SIZES.json [--way ..] [--compile] [--checkpointing] [--state ..] [--freeze ..]
-  python tests/bench/torch_gpu.py ops                   products, copies, attention, linear_cross_entropy in bf16
+  python scripts/cuda/torch_bench.py step MODEL SIZES.json [--way ..] [--compile] [--checkpointing] [--state ..] [--freeze ..]
+  python scripts/cuda/torch_bench.py ops                   products, copies, attention, linear_cross_entropy in bf16
 
 `step` trains MODEL/config.json with random weights, drawn here, on rows of random tokens (and pixels) with the sizes of SIZES.json
 (tests/bench/gpu_rows.py), as many a step as fill one pack of --packing-length, best fit. Half of the text is supervised; the loss

@@ -1,0 +1,125 @@
+//! What is known of a run before its first step: lengths of rows, and what follows from them.
+
+use super::cache;
+use super::logging::Logging;
+use crate::config::RunConfig;
+use crate::data::{LoaderOptions, Order, Plan, RowReader, plan};
+use crate::metrics::JsonlSink;
+use crate::train::{
+    CachedRows, DataSet, JsonlRows, LengthSummary, Planned, TrainState, write_rejects,
+};
+use std::sync::Arc;
+
+/// Rows that are measured before a run that need not know their lengths: a matter of seconds.
+const FEW_ROWS: usize = 32_768;
+
+/// What [`foresee`] found.
+pub(super) struct Foresight {
+    /// Steps until the data ends; `None` if it never ends.
+    pub(super) planned: Option<Planned>,
+    /// The rows, with their lengths where these are known.
+    pub(super) reader: Arc<dyn RowReader>,
+}
+
+/// Measures the rows that no cache knows, and plans the run with the lengths.
+///
+/// A run of `train.max_steps` alone needs no plan: it measures what is a matter of seconds, or known
+/// already, and says what an epoch would be. What it trains on is the same with and without.
+pub(super) fn foresee(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    order: &Order,
+    options: &LoaderOptions,
+    resumed: Option<&TrainState>,
+    logging: &Logging,
+) -> anyhow::Result<Foresight> {
+    let unmeasured = |planned| Ok(Foresight { planned, reader: rows.clone() });
+    let Some(epochs) = config.train.epoch_limit() else {
+        let exist = || CachedRows::exist(rows, &config.cache_dir());
+        if resumed.is_some() || !is_quick(num_chats(rows), exist) {
+            return unmeasured(None);
+        }
+        return match measured(config, rows, options, logging) {
+            Ok(reader) => {
+                match plan(&reader, order, options, 1, &|_, _| {}) {
+                    Ok(plan) => log_plan(&plan, "an epoch"),
+                    // the run may end before it would come to that
+                    Err(error) => tracing::warn!(%error, "the first epoch will not end"),
+                }
+                Ok(Foresight { planned: None, reader })
+            }
+            Err(error) => {
+                tracing::warn!("there is no length cache: {error:#}");
+                unmeasured(None)
+            }
+        };
+    };
+    // A run of the same length has been planned when it began.
+    let same = |plan: &Planned| plan.epochs == epochs;
+    if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
+        return unmeasured(Some(plan));
+    }
+    let reader = measured(config, rows, options, logging)?;
+    let plan = match (plan(&reader, order, options, epochs, &|_, _| {}), resumed) {
+        (Ok(plan), _) => plan,
+        // The rows that the run would have told step by step.
+        (Err(error), None) => {
+            let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
+            write_rejects(&mut rejects, 1, error.unreported())?;
+            return Err(error.into());
+        }
+        (Err(error), Some(_)) => return Err(error.into()),
+    };
+    log_plan(&plan, "plan");
+    Ok(Foresight { planned: Some(Planned { epochs, steps: plan.steps }), reader })
+}
+
+/// Whether lengths are worth having that nothing depends on; `exist` says whether they are cached.
+fn is_quick(num_rows: usize, exist: impl FnOnce() -> bool) -> bool {
+    num_rows > 0 && (num_rows <= FEW_ROWS || exist())
+}
+
+fn num_chats(rows: &JsonlRows) -> usize {
+    rows.sets().iter().filter(|set| set.corpus().is_none()).map(DataSet::len).sum()
+}
+
+/// Brings the caches up to date, and says what becomes of the rows.
+fn measured(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    options: &LoaderOptions,
+    logging: &Logging,
+) -> anyhow::Result<Arc<dyn RowReader>> {
+    let (cached, work) = cache::update(config, rows.clone(), logging)?;
+    tracing::info!(measured = work.measured, reused = work.reused, folder = %config.cache_dir().display(), "length cache");
+    for lengths in cached.summaries(options) {
+        let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
+        tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
+    }
+    Ok(Arc::new(cached))
+}
+
+fn log_plan(plan: &Plan, what: &str) {
+    tracing::info!(
+        steps = plan.steps,
+        packs = plan.packs,
+        samples = plan.samples,
+        tokens = plan.tokens,
+        rejected = plan.rejected.values().sum::<u64>(),
+        "{what}"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_rows_are_measured_and_many_only_where_they_have_been() {
+        let unasked = || unreachable!("few rows are measured whatever is there");
+        assert!(is_quick(1, unasked) && is_quick(FEW_ROWS, unasked));
+        assert!(is_quick(FEW_ROWS + 1, || true) && !is_quick(FEW_ROWS + 1, || false));
+        // corpora alone have nothing to measure
+        assert!(!is_quick(0, || true));
+    }
+}

@@ -1,0 +1,73 @@
+//! What truncation took from a sample, set back to where it stood.
+
+use crate::data::{Dropped, Keep};
+use std::ops::Range;
+
+/// A piece of a sample before its cut.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Piece<'a, R> {
+    /// Alike tokens of what is left.
+    Kept(R, Range<usize>),
+    /// Tokens that were cut away.
+    Cut(&'a [u32]),
+}
+
+/// The runs of what is left with the dropped tokens between them; a run in which some stood is two.
+pub(super) fn pieces<R: Copy>(
+    runs: Vec<(R, Range<usize>)>,
+    dropped: &[Dropped],
+) -> Vec<Piece<'_, R>> {
+    let mut pieces = Vec::with_capacity(runs.len() + dropped.len());
+    let mut dropped = dropped.iter().peekable();
+    for (run, mut range) in runs {
+        while let Some(cut) = dropped.next_if(|cut| cut.before < range.end) {
+            if range.start < cut.before {
+                pieces.push(Piece::Kept(run, range.start..cut.before));
+                range.start = cut.before;
+            }
+            pieces.push(Piece::Cut(&cut.ids));
+        }
+        pieces.push(Piece::Kept(run, range));
+    }
+    pieces.extend(dropped.map(|cut| Piece::Cut(&cut.ids)));
+    pieces
+}
+
+/// Tokens of all places.
+pub(super) fn num_tokens(dropped: &[Dropped]) -> usize {
+    dropped.iter().map(|cut| cut.ids.len()).sum()
+}
+
+/// Where text gives way, as `data.truncation` calls it.
+pub(super) fn side(keep: Keep) -> &'static str {
+    match keep {
+        Keep::Beginning => "right",
+        Keep::End => "left",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dropped_tokens_stand_where_they_stood() {
+        let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
+        let cut = |before, id| Dropped { before, ids: vec![id] };
+        let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
+        let expected = [
+            Piece::Cut(&[7]),
+            Piece::Kept('a', 0..2),
+            Piece::Cut(&[8]),
+            Piece::Kept('a', 2..3),
+            Piece::Cut(&[9]),
+            Piece::Kept('b', 3..5),
+            Piece::Kept('a', 5..6),
+            Piece::Cut(&[10]),
+        ];
+        assert_eq!(pieces(runs.clone(), &dropped), expected);
+        assert_eq!(num_tokens(&dropped), 4);
+        let whole = runs.iter().map(|(run, range)| Piece::Kept(*run, range.clone()));
+        assert_eq!(pieces(runs.clone(), &[]), whole.collect::<Vec<_>>());
+    }
+}
