@@ -186,6 +186,12 @@ impl Corpus {
         Outline::of_text(tokens as usize).kept_text(cut)
     }
 
+    /// Which tokens of a row stay.
+    fn kept_of(&self, row: u32) -> Result<Range<usize>, SampleError> {
+        let kept = self.kept(self.whole_span(row).1);
+        kept.map_err(|cause| SampleError::Cut { id: self.id(row), cause })
+    }
+
     /// Documents that are cut.
     pub fn num_truncated(&self) -> usize {
         let cut = |row: &u32| self.span(*row).1 < self.whole_span(*row).1;
@@ -195,8 +201,7 @@ impl Corpus {
     /// The tokens that the cut takes from a row, by their places in what [`Corpus::read`] gives.
     pub fn dropped(&self, row: u32) -> Result<Vec<Dropped>, SampleError> {
         let (start, tokens) = self.whole_span(row);
-        let kept =
-            self.kept(tokens).map_err(|cause| SampleError::Cut { id: self.id(row), cause })?;
+        let kept = self.kept_of(row)?;
         let read = self.tokens.read(start, tokens);
         let ids = read.map_err(|cause| SampleError::Read { id: self.id(row), cause })?;
         Ok(dropped(&ids, &[kept]))
@@ -239,14 +244,10 @@ impl Corpus {
 
     /// A document of one token has nothing to learn from, nor has one that is cut to one.
     fn check_targets(&self, row: u32) -> Result<(), SampleError> {
-        let tokens = self.whole_span(row).1;
-        match self.kept(tokens) {
-            _ if tokens < 2 => {
-                Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 })
-            }
-            Err(cause) => Err(SampleError::Cut { id: self.id(row), cause }),
-            Ok(_) => Ok(()),
+        if self.whole_span(row).1 < 2 {
+            return Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 });
         }
+        self.kept_of(row).map(drop)
     }
 }
 
