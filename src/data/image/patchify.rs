@@ -6,18 +6,42 @@
 //! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
+use super::resize::Resized;
 use super::simd::for_each_level;
 use crate::batch::Patches;
 
 /// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
-/// computes it: the 255 times mean and std of each channel.
+/// computes it, for each channel.
 #[derive(Debug, Clone)]
-pub(in crate::data) struct Normalise([[f32; 2]; 3]);
+pub(in crate::data) struct Normalise([Channel; 3]);
+
+#[derive(Debug, Clone, Copy)]
+struct Channel {
+    mean: f32,
+    std: f32,
+    /// Parts of `1 / std` that give each byte its exact quotient; None where there are none.
+    inverse: Option<[f32; 2]>,
+}
 
 impl Normalise {
     /// `scale` is the largest pixel value: 1 / `rescale_factor`.
     pub(in crate::data) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
-        Self(std::array::from_fn(|c| [mean[c] * scale, std[c] * scale]))
+        Self(std::array::from_fn(|c| Channel::new(mean[c] * scale, std[c] * scale)))
+    }
+}
+
+impl Channel {
+    fn new(mean: f32, std: f32) -> Self {
+        // Dividing is slow. Where a byte less the mean has few bits, its product with the first 12 bits
+        // of 1 / std is exact, and adding that with the rest rounds once, as a division does.
+        let high = f32::from_bits((1.0 / std).to_bits() & !0xfff);
+        let low = (1.0 / f64::from(std) - f64::from(high)) as f32;
+        let is_exact = |x: u8| {
+            let d = f32::from(x) - mean;
+            (d * high + d * low).to_bits() == (d / std).to_bits()
+        };
+        let inverse = (0..=u8::MAX).all(is_exact).then_some([high, low]);
+        Self { mean, std, inverse }
     }
 }
 
@@ -39,65 +63,106 @@ pub(in crate::data) fn patchify(
     shape: PatchShape,
     normalise: &Normalise,
 ) -> Vec<f32> {
+    let (height, width) = (frames[0].height, frames[0].width);
+    let times = frames.len().div_ceil(shape.temporal);
+    let mut values = Vec::with_capacity(width * height * 3 * shape.temporal * times);
+    for frames in frames.chunks(shape.temporal) {
+        let frames = frames.iter().map(|frame| Resized::new(frame, height, width)).collect();
+        cut(frames, shape, normalise, &mut values);
+    }
+    values
+}
+
+/// Values of a picture at another size: what [`patchify`] gives for what
+/// [`resize`](super::resize::resize) gives, without the picture in between.
+///
+/// # Panics
+/// If a target side is 0 or not a multiple of `p * m`.
+pub(super) fn resize_and_patchify(
+    image: &Rgb,
+    [height, width]: [u32; 2],
+    shape: PatchShape,
+    normalise: &Normalise,
+) -> Vec<f32> {
+    let resized = Resized::new(image, height as usize, width as usize);
+    let num_values = resized.height() * resized.width() * 3 * shape.temporal;
+    let mut values = Vec::with_capacity(num_values);
+    cut(vec![resized], shape, normalise, &mut values);
+    values
+}
+
+/// Appends the patches of at most `tp` frames: `[gh * gw, 3 * tp * p * p]`.
+fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, values: &mut Vec<f32>) {
     let PatchShape { patch, temporal, merge } = shape;
     let block = patch * merge;
-    let (width, height) = (frames[0].width, frames[0].height);
+    let (width, height) = (frames[0].width(), frames[0].height());
     assert!(
         width.is_multiple_of(block) && height.is_multiple_of(block),
         "smart_resize makes both sides multiples of the merge block"
     );
-    let times = frames.len().div_ceil(temporal);
-    let mut values = Vec::with_capacity(width * height * 3 * temporal * times);
-    let mut cut = vec![0.0; temporal.min(frames.len()) * 3 * patch * patch]; // [frames, 3, p, p]
-    for frames in frames.chunks(temporal) {
-        for top in (0..height).step_by(block) {
-            for left in (0..width).step_by(block) {
-                for y in (top..top + block).step_by(patch) {
-                    for x in (left..left + block).step_by(patch) {
-                        for (frame, cut) in
-                            frames.iter().zip(cut.chunks_exact_mut(3 * patch * patch))
-                        {
-                            cut_patch(frame, y, x, patch, normalise, cut);
-                        }
-                        for channel in 0..3 {
-                            for time in 0..temporal {
-                                let frame = time.min(frames.len() - 1);
-                                let from = (frame * 3 + channel) * patch * patch;
-                                values.extend_from_slice(&cut[from..from + patch * patch]);
-                            }
+    let size = patch * patch;
+    let mut cut = vec![0.0; frames.len() * 3 * size]; // [frames, 3, p, p]
+    for top in (0..height).step_by(block) {
+        let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
+        for left in (0..width).step_by(block) {
+            for y in (0..block).step_by(patch) {
+                for x in (left..left + block).step_by(patch) {
+                    for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
+                        cut_patch(band, width, y, x, patch, normalise, cut);
+                    }
+                    for channel in 0..3 {
+                        for time in 0..temporal {
+                            let frame = time.min(bands.len() - 1);
+                            let from = (frame * 3 + channel) * size;
+                            values.extend_from_slice(&cut[from..from + size]);
                         }
                     }
                 }
             }
         }
     }
-    values
 }
 
 for_each_level! {
-/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x`.
+/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x` of a band
+/// `[rows, 3, width]`.
 fn cut_patch(
-    image: &Rgb,
+    band: &[u8],
+    width: usize,
     y: usize,
     x: usize,
     patch: usize,
     normalise: &Normalise,
     values: &mut [f32],
 ) {
-    let [[mean0, std0], [mean1, std1], [mean2, std2]] = normalise.0;
-    let (red, rest) = values.split_at_mut(patch * patch);
-    let (green, blue) = rest.split_at_mut(patch * patch);
-    let channels = red.chunks_exact_mut(patch).zip(green.chunks_exact_mut(patch));
-    for (row, ((red, green), blue)) in channels.zip(blue.chunks_exact_mut(patch)).enumerate() {
-        let from = ((y + row) * image.width + x) * 3;
-        let pixels = image.data[from..from + patch * 3].as_chunks::<3>().0;
-        for (((pixel, red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
-            *red = (f32::from(pixel[0]) - mean0) / std0;
-            *green = (f32::from(pixel[1]) - mean1) / std1;
-            *blue = (f32::from(pixel[2]) - mean2) / std2;
+    for (c, values) in values.chunks_exact_mut(patch * patch).enumerate() {
+        let channel = normalise.0[c];
+        for (row, values) in values.chunks_exact_mut(patch).enumerate() {
+            let pixels = &band[((y + row) * 3 + c) * width + x..][..patch];
+            let (pixels, last_pixels) = pixels.as_chunks::<LANES>();
+            let (values, last_values) = values.as_chunks_mut::<LANES>();
+            for (values, pixels) in values.iter_mut().zip(pixels) {
+                scale(pixels, channel, values);
+            }
+            scale(last_pixels, channel, last_values);
         }
     }
 }
+}
+
+/// Pixels that fill the widest vector.
+const LANES: usize = 16;
+
+/// Normalises pixels of one channel.
+#[inline(always)]
+fn scale(pixels: &[u8], Channel { mean, std, inverse }: Channel, values: &mut [f32]) {
+    let differences = pixels.iter().map(|pixel| f32::from(*pixel) - mean);
+    match inverse {
+        Some([high, low]) => {
+            values.iter_mut().zip(differences).for_each(|(value, d)| *value = d * high + d * low);
+        }
+        None => values.iter_mut().zip(differences).for_each(|(value, d)| *value = d / std),
+    }
 }
 
 /// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
@@ -120,7 +185,7 @@ pub(in crate::data) fn unpatchify(
             cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
         };
         for [y, x] in blocks.flat_map(inside) {
-            for (c, [mean, std]) in normalise.0.iter().enumerate() {
+            for (c, Channel { mean, std, .. }) in normalise.0.iter().enumerate() {
                 for frame in frames.iter_mut() {
                     for (at, value) in values.by_ref().take(patch * patch).enumerate() {
                         let (row, column) = (y * patch + at / patch, x * patch + at % patch);
