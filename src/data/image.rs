@@ -18,6 +18,7 @@ mod resize;
 mod simd;
 mod smart_resize;
 mod source;
+mod transpose;
 mod weights;
 
 use std::error::Error;

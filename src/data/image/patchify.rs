@@ -10,6 +10,9 @@ use super::resize::Resized;
 use super::simd::for_each_level;
 use crate::batch::Patches;
 
+/// Pixels that are normalised side by side.
+const LANES: usize = 16;
+
 /// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
 /// computes it, for each channel.
 #[derive(Debug, Clone)]
@@ -42,6 +45,21 @@ impl Channel {
         };
         let inverse = (0..=u8::MAX).all(is_exact).then_some([high, low]);
         Self { mean, std, inverse }
+    }
+
+    /// Normalises neighbouring pixels.
+    #[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+    #[inline(always)]
+    fn scale(&self, pixels: &[u8; LANES]) -> [f32; LANES] {
+        let mut values = [0.0; LANES];
+        for (value, pixel) in values.iter_mut().zip(pixels) {
+            let d = f32::from(*pixel) - self.mean;
+            *value = match self.inverse {
+                Some([high, low]) => d * high + d * low,
+                None => d / self.std,
+            };
+        }
+        values
     }
 }
 
@@ -101,14 +119,16 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
         "smart_resize makes both sides multiples of the merge block"
     );
     let size = patch * patch;
-    let mut cut = vec![0.0; frames.len() * 3 * size]; // [frames, 3, p, p]
+    // [frames, 3, p, p]: values are copied from here in order, which is faster than writing the
+    // repeated frames side by side.
+    let mut cut = vec![0.0; frames.len() * 3 * size];
     for top in (0..height).step_by(block) {
         let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
         for left in (0..width).step_by(block) {
             for y in (0..block).step_by(patch) {
                 for x in (left..left + block).step_by(patch) {
                     for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
-                        cut_patch(band, width, y, x, patch, normalise, cut);
+                        cut_patch(band, width, [y, x], patch, normalise, cut);
                     }
                     for channel in 0..3 {
                         for time in 0..temporal {
@@ -124,45 +144,34 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
 }
 
 for_each_level! {
-/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x` of a band
+/// The values `[3, p, p]` of the patch that begins at row and column `at` of a band
 /// `[rows, 3, width]`.
 fn cut_patch(
     band: &[u8],
     width: usize,
-    y: usize,
-    x: usize,
+    at: [usize; 2],
     patch: usize,
     normalise: &Normalise,
     values: &mut [f32],
 ) {
-    for (c, values) in values.chunks_exact_mut(patch * patch).enumerate() {
-        let channel = normalise.0[c];
+    let [y, x] = at;
+    let channels = normalise.0.iter().zip(values.chunks_exact_mut(patch * patch));
+    for (c, (channel, values)) in channels.enumerate() {
         for (row, values) in values.chunks_exact_mut(patch).enumerate() {
             let pixels = &band[((y + row) * 3 + c) * width + x..][..patch];
-            let (pixels, last_pixels) = pixels.as_chunks::<LANES>();
-            let (values, last_values) = values.as_chunks_mut::<LANES>();
-            for (values, pixels) in values.iter_mut().zip(pixels) {
-                scale(pixels, channel, values);
+            for (pixels, values) in pixels.chunks(LANES).zip(values.chunks_mut(LANES)) {
+                match (pixels.as_array(), values.as_mut_array::<LANES>()) {
+                    (Some(pixels), Some(values)) => *values = channel.scale(pixels),
+                    _ => {
+                        let mut lanes = [0; LANES];
+                        lanes[..pixels.len()].copy_from_slice(pixels);
+                        values.copy_from_slice(&channel.scale(&lanes)[..values.len()]);
+                    }
+                }
             }
-            scale(last_pixels, channel, last_values);
         }
     }
 }
-}
-
-/// Pixels that fill the widest vector.
-const LANES: usize = 16;
-
-/// Normalises pixels of one channel.
-#[inline(always)]
-fn scale(pixels: &[u8], Channel { mean, std, inverse }: Channel, values: &mut [f32]) {
-    let differences = pixels.iter().map(|pixel| f32::from(*pixel) - mean);
-    match inverse {
-        Some([high, low]) => {
-            values.iter_mut().zip(differences).for_each(|(value, d)| *value = d * high + d * low);
-        }
-        None => values.iter_mut().zip(differences).for_each(|(value, d)| *value = d / std),
-    }
 }
 
 /// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
@@ -201,7 +210,36 @@ pub(in crate::data) fn unpatchify(
 
 #[cfg(test)]
 mod tests {
+    use super::super::resize::resize;
+    use super::super::resize::tests::{by_definition, noise};
+    use super::super::simd::at_each_level;
     use super::*;
+    use proptest::prelude::*;
+
+    /// What [`patchify`] promises, value by value.
+    fn patches(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
+        let PatchShape { patch: p, temporal, merge: m } = shape;
+        let (rows, columns) = (frames[0].height / p, frames[0].width / p);
+        let mut values = Vec::new();
+        for first in (0..frames.len()).step_by(temporal) {
+            for at in 0..rows * columns {
+                // (gh / m, gw / m, m, m), last first
+                let (at, dx) = (at / m, at % m);
+                let (at, dy) = (at / m, at % m);
+                let (y, x) = (at / (columns / m) * m + dy, at % (columns / m) * m + dx);
+                for value in 0..3 * temporal * p * p {
+                    let (value, column) = (value / p, value % p);
+                    let (value, row) = (value / p, value % p);
+                    let (c, time) = (value / temporal, value % temporal);
+                    let frame = &frames[(first + time).min(frames.len() - 1)];
+                    let pixel = (y * p + row) * frame.width + x * p + column;
+                    let Channel { mean, std, .. } = normalise.0[c];
+                    values.push((f32::from(frame.data[pixel * 3 + c]) - mean) / std);
+                }
+            }
+        }
+        values
+    }
 
     /// One pixel a patch, so that a patch's values name the pixel: red is 10 * row + column.
     #[test]
@@ -222,6 +260,67 @@ mod tests {
             20, 21, 30, 31, 22, 23, 32, 33, 24, 25, 34, 35,
         ];
         assert_eq!(red, expected.map(|value| value as f32));
+    }
+
+    /// Division in f32 is what the reference does; products stand for it only where they are it.
+    #[test]
+    fn products_give_the_quotients_of_all_bytes_or_are_not_used() {
+        for std in (1..2000).map(|std| std as f32 / 1000.0) {
+            for mean in [0.5, 0.0, 0.48145466, 0.4578275, 0.40821073] {
+                let channel = Channel::new(mean * 255.0, std * 255.0);
+                for bytes in (0..=u8::MAX).collect::<Vec<_>>().as_chunks().0 {
+                    let expected = bytes.map(|x| (f32::from(x) - mean * 255.0) / (std * 255.0));
+                    assert_eq!(channel.scale(bytes), expected, "mean {mean}, std {std}");
+                }
+            }
+        }
+        assert!(Channel::new(127.5, 127.5).inverse.is_some());
+    }
+
+    proptest! {
+        /// In one pass and in two, with sides that no vector divides, and the same at each level.
+        #[test]
+        fn patches_of_a_resized_picture_are_those_of_the_resize(
+            sides in [1..90_usize, 1..90_usize],
+            blocks in [1..5_u32, 1..5_u32],
+            patch in prop::sample::select(vec![1_usize, 2, 5, 14, 16, 17]),
+            merge in 1..3_usize,
+            temporal in 1..4_usize,
+            seed: u64,
+        ) {
+            let image = noise(sides, seed);
+            let shape = PatchShape { patch, temporal, merge };
+            let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
+            let target = blocks.map(|blocks| blocks * (patch * merge) as u32);
+            let expected = patches(&[by_definition(&image, target)], shape, &normalise);
+            for (level, found) in at_each_level(|| resize_and_patchify(&image, target, shape, &normalise)) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+            for (level, found) in at_each_level(|| {
+                patchify(&[resize(image.clone(), target[0], target[1])], shape, &normalise)
+            }) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+        }
+
+        #[test]
+        fn patches_of_frames_are_cut_where_the_order_says(
+            grid in [1..4_usize, 1..4_usize],
+            frames in 1..6_u64,
+            patch in prop::sample::select(vec![1_usize, 3, 14, 16]),
+            merge in 1..3_usize,
+            temporal in 1..4_usize,
+            seed: u64,
+        ) {
+            let sides = grid.map(|blocks| blocks * patch * merge);
+            let frames: Vec<_> = (0..frames).map(|frame| noise(sides, seed ^ frame)).collect();
+            let shape = PatchShape { patch, temporal, merge };
+            let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
+            let expected = patches(&frames, shape, &normalise);
+            for (level, found) in at_each_level(|| patchify(&frames, shape, &normalise)) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+        }
     }
 
     #[test]

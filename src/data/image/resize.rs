@@ -9,10 +9,9 @@ use std::ops::Range;
 
 use super::decode::Rgb;
 use super::simd::for_each_level;
+use super::transpose::{LANES, Lanes, transpose};
 use super::weights::{PRECISION_BITS, Weights};
 
-/// Rows that are resized side by side.
-const LANES: usize = 16;
 /// Rows of a band where the caller does not care.
 const BAND: usize = 32;
 /// A half: sums are rounded by it.
@@ -108,26 +107,34 @@ struct Rows<'a> {
     made: Range<usize>,
 }
 
-/// Sixteen rows, transposed.
+/// Sixteen rows while their width changes.
 #[derive(Debug)]
 struct Squares {
-    /// `[width + 3, 3]` of the source: the last windows may reach past the row, with weight 0.
+    /// `[16, 3 * width]` of the source, rows rounded up to whole squares. Read from here: the
+    /// picture itself is not in the cache any more, and is fetched faster in one go.
+    rows: Vec<Lanes>,
+    /// `[width + 3, 3]` of them: the last windows may reach past the row, with weight 0.
     columns: Vec<Lanes>,
     /// `[3, width]` of the target, rounded up to whole squares.
     resized: Vec<Lanes>,
 }
 
+impl Squares {
+    fn new(source_width: usize, width: usize) -> Self {
+        let blocks = (source_width * 3).div_ceil(LANES);
+        let lanes = |num: usize| vec![[0; LANES]; num.next_multiple_of(LANES)];
+        Self {
+            rows: lanes(blocks * LANES),
+            columns: lanes((source_width + 3) * 3),
+            resized: lanes(width * 3),
+        }
+    }
+}
+
 impl<'a> Rows<'a> {
     fn new(source: &'a Rgb, width: usize) -> Self {
         let weights = (source.width != width).then(|| Weights::new(source.width, width));
-        let (columns, resized) = match weights {
-            Some(_) => ((source.width + 3) * 3, width * 3),
-            None => (0, 0),
-        };
-        let squares = Squares {
-            columns: vec![[0; LANES]; columns.next_multiple_of(LANES)],
-            resized: vec![[0; LANES]; resized.next_multiple_of(LANES)],
-        };
+        let squares = Squares::new(source.width, if weights.is_some() { width } else { 0 });
         Self { source, width, weights, squares, planes: Vec::new(), made: 0..0 }
     }
 
@@ -175,32 +182,6 @@ fn finish(sum: i32) -> u8 {
     (sum >> PRECISION_BITS).clamp(0, 255) as u8
 }
 
-/// One byte of sixteen rows, or sixteen neighbouring bytes of one.
-type Lanes = [u8; LANES];
-
-/// Swaps rows and columns of a square of bytes.
-#[inline(always)]
-fn transpose(square: [Lanes; LANES]) -> [Lanes; LANES] {
-    // Each round compiles to byte-unpack instructions; a loop over them would go through memory.
-    zip_halves(zip_halves(zip_halves(zip_halves(square))))
-}
-
-/// Interleaves the bytes of rows `i` and `i + 8` to rows `2 i` and `2 i + 1`.
-#[inline(always)]
-fn zip_halves(square: [Lanes; LANES]) -> [Lanes; LANES] {
-    const HALF: usize = LANES / 2;
-    let mut next = [[0; LANES]; LANES];
-    for i in 0..HALF {
-        for j in 0..HALF {
-            next[2 * i][2 * j] = square[i][j];
-            next[2 * i][2 * j + 1] = square[i + HALF][j];
-            next[2 * i + 1][2 * j] = square[i][j + HALF];
-            next[2 * i + 1][2 * j + 1] = square[i + HALF][j + HALF];
-        }
-    }
-    next
-}
-
 for_each_level! {
 /// Resizes at most sixteen rows `[rows, source_width, 3]` to planes `[rows, 3, width]`, all at once:
 /// they are transposed, so that the sums of one byte in all of them lie side by side.
@@ -213,48 +194,46 @@ fn resize_rows(
     width: usize,
 ) {
     let (source_row, target_row) = (source_width * 3, width * 3);
-    let Squares { columns, resized } = squares;
-    for (block, columns) in columns.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-        let at = block * LANES;
-        if at >= source_row {
-            break;
-        }
-        let mut square = [[0; LANES]; LANES];
-        for (lanes, row) in square.iter_mut().zip(sources.chunks_exact(source_row)) {
-            match row[at..].first_chunk() {
-                Some(bytes) => *lanes = *bytes,
-                None => lanes[..source_row - at].copy_from_slice(&row[at..]),
-            }
-        }
-        *columns = transpose(square);
+    let Squares { rows, columns, resized } = squares;
+    let blocks = source_row.div_ceil(LANES);
+    for (row, lanes) in sources.chunks_exact(source_row).zip(rows.chunks_exact_mut(blocks)) {
+        lanes.as_flattened_mut()[..source_row].copy_from_slice(row);
     }
-    let pixels = columns.as_flattened().as_chunks::<{ 3 * LANES }>().0;
-    let (red, rest) = resized.split_at_mut(width);
-    let (green, blue) = rest.split_at_mut(width);
-    for (x, ((red, green), blue)) in red.iter_mut().zip(green).zip(blue).enumerate() {
+    for (block, columns) in columns.as_chunks_mut::<LANES>().0[..blocks].iter_mut().enumerate() {
+        let rows = &rows[block..block + (LANES - 1) * blocks + 1];
+        transpose(|row| &rows[row * blocks], |i, column| columns[i] = *column);
+    }
+    let pixels = columns.as_chunks::<3>().0;
+    for x in 0..width {
         let quads = weights.quads(x);
         let taps = pixels[weights.window(x).start..].as_chunks::<4>().0;
-        let mut sums = [HALF; 3 * LANES];
-        for (weights, [a, b, c, d]) in quads.iter().zip(taps) {
-            for (i, sum) in sums.iter_mut().enumerate() {
-                *sum = add_products(*sum, [a[i], b[i], c[i], d[i]], *weights);
+        for c in 0..3 {
+            let mut sums = [HALF; LANES];
+            for (weights, [p, q, r, s]) in quads.iter().zip(taps) {
+                for i in 0..LANES {
+                    sums[i] = add_products(sums[i], [p[c][i], q[c][i], r[c][i], s[c][i]], *weights);
+                }
+            }
+            let target = &mut resized[c * width + x];
+            for i in 0..LANES {
+                target[i] = finish(sums[i]);
             }
         }
-        for i in 0..LANES {
-            red[i] = finish(sums[i]);
-            green[i] = finish(sums[LANES + i]);
-            blue[i] = finish(sums[2 * LANES + i]);
-        }
     }
+    let height = targets.len() / target_row;
     for (block, columns) in resized.as_chunks::<LANES>().0.iter().enumerate() {
         let at = block * LANES;
         let len = LANES.min(target_row - at);
-        for (lanes, row) in transpose(*columns).iter().zip(targets.chunks_exact_mut(target_row)) {
-            match row[at..].first_chunk_mut() {
-                Some(bytes) => *bytes = *lanes,
-                None => row[at..].copy_from_slice(&lanes[..len]),
+        let put = |row: usize, lanes: &Lanes| {
+            if row < height {
+                let target = &mut targets[row * target_row + at..][..len];
+                match target.as_mut_array() {
+                    Some(target) => *target = *lanes,
+                    None => target.copy_from_slice(&lanes[..len]),
+                }
             }
-        }
+        };
+        transpose(|column| &columns[column], put);
     }
 }
 
@@ -309,9 +288,89 @@ fn interleave(planes: &[u8], row: &mut [u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::golden;
+    use super::super::simd::at_each_level;
     use super::*;
+    use proptest::prelude::*;
+    use rand::{Rng, SeedableRng};
+
+    /// Random pixels; half of them black or white, so that sums overshoot on both sides.
+    pub(in super::super) fn noise([height, width]: [usize; 2], seed: u64) -> Rgb {
+        let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+        let mut byte = || {
+            let byte: u8 = rng.random();
+            if rng.random() { byte } else { (byte & 1) * 255 }
+        };
+        let data = (0..height * width * 3).map(|_| byte()).collect();
+        Rgb { width, height, data }
+    }
+
+    /// The resize as it is defined: two whole passes, one sum after the other.
+    pub(in super::super) fn by_definition(image: &Rgb, [height, width]: [u32; 2]) -> Rgb {
+        let pass = |image: &Rgb, height: usize, width: usize| {
+            let [across, down] =
+                [Weights::new(image.width, width), Weights::new(image.height, height)];
+            let mut data = Vec::new();
+            for y in 0..height {
+                for x in 0..width {
+                    for c in 0..3 {
+                        let mut sum = 1_i64 << (PRECISION_BITS - 1);
+                        let pixel = |y: usize, x: usize| {
+                            i64::from(image.data[(y * image.width + x) * 3 + c])
+                        };
+                        if width != image.width {
+                            let weights = across.quads(x).as_flattened();
+                            for (from, weight) in across.window(x).zip(weights) {
+                                sum += pixel(y, from) * i64::from(*weight);
+                            }
+                        } else if height != image.height {
+                            let weights = down.quads(y).as_flattened();
+                            for (from, weight) in down.window(y).zip(weights) {
+                                sum += pixel(from, x) * i64::from(*weight);
+                            }
+                        } else {
+                            sum = pixel(y, x) << PRECISION_BITS;
+                        }
+                        data.push((sum >> PRECISION_BITS).clamp(0, 255) as u8);
+                    }
+                }
+            }
+            Rgb { width, height, data }
+        };
+        let wide = pass(image, image.height, width as usize);
+        pass(&wide, height as usize, width as usize)
+    }
+
+    proptest! {
+        #[test]
+        fn bands_of_any_height_are_the_rows_of_two_whole_passes(
+            sides in [1..120_usize, 1..120_usize],
+            target in [1..120_u32, 1..120_u32],
+            heights in prop::collection::vec(1..40_usize, 120),
+            seed: u64,
+        ) {
+            let image = noise(sides, seed);
+            let expected = by_definition(&image, target);
+            let [height, width] = target.map(|side| side as usize);
+            for (level, found) in at_each_level(|| {
+                let mut resized = Resized::new(&image, height, width);
+                let (mut data, mut top) = (vec![0; expected.data.len()], 0);
+                for rows in &heights {
+                    let bottom = height.min(top + rows);
+                    if top < bottom {
+                        for (y, planes) in (top..).zip(resized.band(top..bottom).chunks(width * 3)) {
+                            interleave(planes, &mut data[y * width * 3..][..width * 3]);
+                        }
+                    }
+                    top = bottom;
+                }
+                data
+            }) {
+                prop_assert!(found == expected.data, "{level:?}");
+            }
+        }
+    }
 
     fn source(name: &str) -> Rgb {
         let pictures = golden::pictures("rgb/");
@@ -351,14 +410,6 @@ mod tests {
                 assert!(found.data.as_chunks().0.iter().all(|pixel| *pixel == [7, 130, 255]));
             }
         }
-    }
-
-    #[test]
-    fn transposing_swaps_rows_and_columns() {
-        let square: [Lanes; LANES] =
-            std::array::from_fn(|i| std::array::from_fn(|j| (i * 16 + j) as u8));
-        let found = transpose(square);
-        assert!((0..LANES).all(|i| (0..LANES).all(|j| found[i][j] == square[j][i])));
     }
 
     /// Sums of thousands of taps overflow in one half, and come out right when the halves join.
