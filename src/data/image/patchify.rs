@@ -157,17 +157,18 @@ fn cut_patch(
     let [y, x] = at;
     let channels = normalise.0.iter().zip(values.chunks_exact_mut(patch * patch));
     for (c, (channel, values)) in channels.enumerate() {
-        for (row, values) in values.chunks_exact_mut(patch).enumerate() {
-            let pixels = &band[((y + row) * 3 + c) * width + x..][..patch];
-            for (pixels, values) in pixels.chunks(LANES).zip(values.chunks_mut(LANES)) {
-                match (pixels.as_array(), values.as_mut_array::<LANES>()) {
-                    (Some(pixels), Some(values)) => *values = channel.scale(pixels),
-                    _ => {
-                        let mut lanes = [0; LANES];
-                        lanes[..pixels.len()].copy_from_slice(pixels);
-                        values.copy_from_slice(&channel.scale(&lanes)[..values.len()]);
-                    }
-                }
+        let rows = band[(y * 3 + c) * width + x..].chunks(3 * width);
+        if patch == LANES {
+            for (values, row) in values.as_chunks_mut().0.iter_mut().zip(rows) {
+                *values = channel.scale(row.first_chunk().expect("a patch is inside of its band"));
+            }
+            continue;
+        }
+        for (values, row) in values.chunks_exact_mut(patch).zip(rows) {
+            for (values, pixels) in values.chunks_mut(LANES).zip(row[..patch].chunks(LANES)) {
+                let mut lanes = [0; LANES];
+                lanes[..pixels.len()].copy_from_slice(pixels);
+                values.copy_from_slice(&channel.scale(&lanes)[..values.len()]);
             }
         }
     }
