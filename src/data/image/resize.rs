@@ -100,8 +100,7 @@ struct Rows<'a> {
     source: &'a Rgb,
     width: usize,
     /// None if the width stays.
-    weights: Option<Weights>,
-    squares: Squares,
+    across: Option<(Weights, Squares)>,
     /// Rows `made`, `[rows, 3, width]`, and room.
     planes: Vec<u8>,
     made: Range<usize>,
@@ -133,14 +132,14 @@ impl Squares {
 
 impl<'a> Rows<'a> {
     fn new(source: &'a Rgb, width: usize) -> Self {
-        let weights = (source.width != width).then(|| Weights::new(source.width, width));
-        let squares = Squares::new(source.width, if weights.is_some() { width } else { 0 });
-        Self { source, width, weights, squares, planes: Vec::new(), made: 0..0 }
+        let across = (source.width != width)
+            .then(|| (Weights::new(source.width, width), Squares::new(source.width, width)));
+        Self { source, width, across, planes: Vec::new(), made: 0..0 }
     }
 
     /// The rows `wanted`; forgets those above them.
     fn get(&mut self, wanted: Range<usize>) -> &[u8] {
-        let Self { source, width, weights, squares, planes, made } = self;
+        let Self { source, width, across, planes, made } = self;
         let row = *width * 3;
         assert!(made.start <= wanted.start && wanted.end <= source.height, "rows go downwards");
         let gone = wanted.start.min(made.end) - made.start;
@@ -155,9 +154,9 @@ impl<'a> Rows<'a> {
             let targets = &mut planes[targets];
             let sources =
                 &source.data[rows.start * source.width * 3..][..rows.len() * source.width * 3];
-            match weights {
-                Some(weights) => {
-                    resize_rows(sources, source.width, weights, squares, targets, *width)
+            match across {
+                Some((weights, squares)) => {
+                    resize_rows(sources, source.width, weights, squares, targets, *width);
                 }
                 None => split_planes(sources, targets, *width),
             }
@@ -168,6 +167,7 @@ impl<'a> Rows<'a> {
 }
 
 /// Adds four products to a sum. Wraps: only the sum of all has to fit.
+#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
 #[inline(always)]
 fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> i32 {
     let product = |value: u8, weight: i32| i32::from(value).wrapping_mul(weight);
@@ -177,6 +177,7 @@ fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> 
 }
 
 /// A byte of a sum that began with a half.
+#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
 #[inline(always)]
 fn finish(sum: i32) -> u8 {
     (sum >> PRECISION_BITS).clamp(0, 255) as u8
@@ -200,7 +201,7 @@ fn resize_rows(
         lanes.as_flattened_mut()[..source_row].copy_from_slice(row);
     }
     for (block, columns) in columns.as_chunks_mut::<LANES>().0[..blocks].iter_mut().enumerate() {
-        let rows = &rows[block..block + (LANES - 1) * blocks + 1];
+        let rows = &rows[block..=block + (LANES - 1) * blocks];
         transpose(|row| &rows[row * blocks], |i, column| columns[i] = *column);
     }
     let pixels = columns.as_chunks::<3>().0;

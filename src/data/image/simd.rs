@@ -37,31 +37,6 @@ pub(super) fn level() -> Level {
 #[cfg(test)]
 pub(super) use at_levels::{at_each_level, level};
 
-#[cfg(test)]
-mod at_levels {
-    use super::{Level, best};
-    use std::cell::Cell;
-
-    thread_local! {
-        static HIGHEST: Cell<Level> = const { Cell::new(Level::Avx512) };
-    }
-
-    /// The best level that the running test allows.
-    pub(in super::super) fn level() -> Level {
-        best().min(HIGHEST.get())
-    }
-
-    /// What `body` gives at each level that the CPU has, the best one last.
-    pub(in super::super) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(Level, T)> {
-        let levels = [Level::Baseline, Level::Avx2, Level::Avx512];
-        let run = |level| {
-            HIGHEST.set(level);
-            (level, body())
-        };
-        levels.into_iter().filter(|level| *level <= best()).map(run).collect()
-    }
-}
-
 /// Defines functions whose body is compiled once for each [`Level`].
 ///
 /// What a body calls must be inlined into it, or it is compiled for the baseline.
@@ -98,3 +73,28 @@ macro_rules! for_each_level {
     )* };
 }
 pub(super) use for_each_level;
+
+#[cfg(test)]
+mod at_levels {
+    use super::{Level, best};
+    use std::cell::Cell;
+
+    thread_local! {
+        static HIGHEST: Cell<Level> = const { Cell::new(Level::Avx512) };
+    }
+
+    /// The best level that the running test allows.
+    pub(in super::super) fn level() -> Level {
+        best().min(HIGHEST.get())
+    }
+
+    /// What `body` gives at each level that the CPU has, the best one last.
+    pub(in super::super) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(Level, T)> {
+        let levels = [Level::Baseline, Level::Avx2, Level::Avx512];
+        let run = |level| {
+            HIGHEST.set(level);
+            (level, body())
+        };
+        levels.into_iter().filter(|level| *level <= best()).map(run).collect()
+    }
+}
