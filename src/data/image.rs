@@ -1,7 +1,7 @@
 //! Pictures to patches: decode, orient, resize, normalise, cut.
 //!
 //! ```text
-//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic -> rows of patches
+//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic in bands of rows -> rows of patches
 //! ```
 //!
 //! Shapes: `gh`, `gw` patches a side, `p` patch size in pixels, `tp` temporal patch size;
