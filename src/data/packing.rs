@@ -5,13 +5,15 @@
 
 mod balance;
 mod best_fit;
+mod pair_fit;
 #[cfg(test)]
 mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use balance::in_steps_of_like_cost;
-use best_fit::{Bin, Room, best_fit_decreasing, split_off_emptiest};
+use best_fit::{Bin, Room, split_off_emptiest};
+use pair_fit::fullest;
 
 use super::config::PackingStrategy;
 use super::row::Length;
@@ -155,7 +157,7 @@ impl<T> Packer<T> {
 
     fn bins(&self, length: NonZeroU32) -> Vec<Bin> {
         let sizes: Vec<Room> = self.held.iter().map(|item| self.room_of(item)).collect();
-        best_fit_decreasing(&sizes, self.room(length))
+        fullest(&sizes, self.room(length))
     }
 
     /// What an empty pack has.
