@@ -6,7 +6,7 @@
 //! when nothing runs, the first costs its making again.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use crate::data::encode::Encoder;
 use crate::data::source::{JsonlFile, LineIndex, Stamp};
 
 /// Version of the layout and of how rows are measured.
@@ -122,6 +123,11 @@ impl Place {
         Self { path: folder.join(name) }
     }
 
+    /// Of the cache of `file` in `folder`.
+    pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
+        Self::new(folder, file.path(), file.image_root(), encoder.text_key())
+    }
+
     fn beside(&self, ending: &str) -> PathBuf {
         let mut name = OsString::from(".");
         name.push(self.path.file_name().unwrap_or_default());
@@ -131,13 +137,24 @@ impl Place {
 
     /// Makes the folder, and waits for any other process that writes this cache.
     pub(super) fn lock(&self) -> Result<File, CacheError> {
-        let folder = self.path.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
-        let path = self.beside(".lock");
-        let lock = File::create(&path).map_err(CacheError::write(&path))?;
+        let lock = self.lock_file()?;
         // Some network file systems know no locks.
         let _ = lock.lock();
         Ok(lock)
+    }
+
+    /// Makes the folder; `None` if another process writes this cache.
+    pub(super) fn try_lock(&self) -> Result<Option<File>, CacheError> {
+        let lock = self.lock_file()?;
+        let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
+        Ok(Some(lock).filter(|_| !is_taken))
+    }
+
+    fn lock_file(&self) -> Result<File, CacheError> {
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        let path = self.beside(".lock");
+        File::create(&path).map_err(CacheError::write(&path))
     }
 
     /// The cache, if there is a whole one; one that cannot be read counts as none.

@@ -141,16 +141,88 @@ fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), De
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
+    reader.seek(SeekFrom::Start(at))?;
     while at + 12 <= end {
-        reader.seek(SeekFrom::Start(at))?;
         let length = u32::from_be_bytes(bytes(reader)?);
         let kind: [u8; 4] = bytes(reader)?;
+        // what is no chunk may be read as millions of them, and nothing of the picture stands behind its end
+        if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
+            break;
+        }
         if &kind == b"eXIf" && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
             reader.read_exact(&mut exif)?;
             return Ok((width, height, orientation(&exif)));
         }
         at += 12 + u64::from(length);
+        reader.seek_relative(i64::from(length) + 4)?; // small chunks are read together
     }
     Ok((width, height, Orientation::NoTransforms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::io::{BufReader, Cursor, Read};
+
+    /// Turn by 90 degrees, in EXIF.
+    const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
+
+    fn chunk(kind: &[u8; 4], data: &[u8]) -> Vec<u8> {
+        let length = (data.len() as u32).to_be_bytes();
+        [&length, &kind[..], data, &[0; 4]].concat()
+    }
+
+    /// A PNG of 7 x 5 pixels whose data nobody reads.
+    fn png(chunks: &[Vec<u8>]) -> Vec<u8> {
+        let size = [7u32, 5].map(u32::to_be_bytes).concat();
+        let header = chunk(b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
+        [b"\x89PNG\r\n\x1a\n".to_vec(), header, chunks.concat()].concat()
+    }
+
+    /// A file that counts how often it is asked.
+    struct Counting<'a> {
+        bytes: Cursor<Vec<u8>>,
+        reads: &'a Cell<usize>,
+    }
+
+    impl Read for Counting<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            self.reads.set(self.reads.get() + 1);
+            self.bytes.read(buffer)
+        }
+    }
+
+    impl Seek for Counting<'_> {
+        fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+            self.bytes.seek(to)
+        }
+    }
+
+    /// Upright size, and how many reads it took.
+    fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
+        let reads = Cell::new(0);
+        let file = Counting { bytes: Cursor::new(bytes), reads: &reads };
+        let header = Header::read(&mut BufReader::new(file)).unwrap();
+        (header.upright_size(), reads.get())
+    }
+
+    #[test]
+    fn a_turn_is_found_before_and_behind_the_pixels_and_not_behind_the_end() {
+        let [exif, pixels, end] =
+            [(b"eXIf", TURNED), (b"IDAT", &[0; 20000]), (b"IEND", &[])].map(|(k, d)| chunk(k, d));
+        let all = [exif, pixels, end];
+        let size = |order: [usize; 3]| read(png(&order.map(|at| all[at].clone()))).0;
+        assert_eq!(size([0, 1, 2]), [7, 5]);
+        assert_eq!(size([1, 0, 2]), [7, 5]);
+        assert_eq!(size([1, 2, 0]), [5, 7]);
+    }
+
+    #[test]
+    fn many_small_chunks_are_read_together_and_zeros_are_no_chunks() {
+        let small = vec![chunk(b"tEXt", b"a=b"); 1000];
+        assert!(read(png(&small)).1 <= 4);
+        assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);
+    }
 }
