@@ -169,7 +169,11 @@ impl ImageProcessor {
 /// `[height, width]` of a picture after orientation, from its header.
 pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     let header = match &media.source {
-        MediaSource::File { root, path } => Header::read(&mut open(root, path)?),
+        MediaSource::File { root, path } => {
+            let mut file = open(root, path)?;
+            header::read_little(&file);
+            Header::read(&mut file)
+        }
         MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
     };
     Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())

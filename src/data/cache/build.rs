@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
@@ -70,10 +71,10 @@ impl LengthCache {
         Self::bring_up_to_date(&place, file, encoder, num_threads, &|| true, progress)
     }
 
-    /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it was told
-    /// to stop before all rows were done; the next time goes on from there.
+    /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it ended
+    /// before all rows were done; the next time goes on from there.
     ///
-    /// A cache that another process is writing is left to that: nothing is done.
+    /// It leaves the cache to any other process that writes it or waits for it.
     pub fn update_beside(
         file: &JsonlFile,
         encoder: &Encoder,
@@ -81,9 +82,13 @@ impl LengthCache {
         should_go_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<CacheWork>, CacheError> {
         let place = Place::of(file, encoder, folder);
-        let Some(_lock) = place.try_lock()? else { return Ok(Some(CacheWork::default())) };
+        let Some(_lock) = place.try_lock()? else { return Ok(None) };
+        place.forget_wanted();
+        let is_wanted = AtomicBool::new(false);
+        let should_go_on = || should_go_on() && !is_wanted.load(Relaxed);
+        let progress = |_| is_wanted.store(place.is_wanted(), Relaxed);
         let (cache, work) =
-            Self::bring_up_to_date(&place, file, encoder, 1, should_go_on, &|_| ())?;
+            Self::bring_up_to_date(&place, file, encoder, 1, &should_go_on, &progress)?;
         Ok((cache.len() == file.len()).then_some(work))
     }
 

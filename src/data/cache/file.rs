@@ -2,13 +2,16 @@
 //!
 //! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
 //! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
-//! written; `.train-<key>.arrow.lock`, held while writing. All but the first may be removed at any time
+//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, there while another
+//! process waits for that. All but the first may be removed at any time
 //! when nothing runs, the first costs its making again.
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -28,6 +31,8 @@ const VERSION: u32 = 1;
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
 const ALIGNMENT: usize = 64;
+/// Between two tries for the lock.
+const WAIT: Duration = Duration::from_millis(50);
 /// Key of our own metadata in the footer.
 const METADATA: &str = "trainer";
 
@@ -135,26 +140,39 @@ impl Place {
         self.path.with_file_name(name)
     }
 
-    /// Makes the folder, and waits for any other process that writes this cache.
+    /// Makes the folder, and waits for any other process that writes this cache; one that does so beside a
+    /// run is asked to leave it to this one.
     pub(super) fn lock(&self) -> Result<File, CacheError> {
-        let lock = self.lock_file()?;
-        // Some network file systems know no locks.
-        let _ = lock.lock();
+        let lock = loop {
+            if let Some(lock) = self.try_lock()? {
+                break lock;
+            }
+            let _ = File::create(self.beside(".wanted")); // refused, this only waits for longer
+            thread::sleep(WAIT);
+        };
+        self.forget_wanted();
         Ok(lock)
     }
 
     /// Makes the folder; `None` if another process writes this cache.
     pub(super) fn try_lock(&self) -> Result<Option<File>, CacheError> {
-        let lock = self.lock_file()?;
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        let path = self.beside(".lock");
+        let lock = File::create(&path).map_err(CacheError::write(&path))?;
+        // Some network file systems know no locks: any other answer is a yes.
         let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
         Ok(Some(lock).filter(|_| !is_taken))
     }
 
-    fn lock_file(&self) -> Result<File, CacheError> {
-        let folder = self.path.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
-        let path = self.beside(".lock");
-        File::create(&path).map_err(CacheError::write(&path))
+    /// Whether another process waits in [`Self::lock`].
+    pub(super) fn is_wanted(&self) -> bool {
+        self.beside(".wanted").exists()
+    }
+
+    /// Who still waits will say so again.
+    pub(super) fn forget_wanted(&self) {
+        let _ = fs::remove_file(self.beside(".wanted"));
     }
 
     /// The cache, if there is a whole one; one that cannot be read counts as none.

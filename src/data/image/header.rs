@@ -4,7 +4,8 @@
 //! never from a name. JPEG and PNG are walked by hand: the decoders would read the whole file, or
 //! miss an `eXIf` chunk behind the pixels.
 
-use std::io::{BufRead, Seek, SeekFrom};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
 
 use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
@@ -23,9 +24,35 @@ pub(super) struct Header {
     pub(super) orientation: Orientation,
 }
 
+/// Something to read a picture from.
+pub(super) trait Picture: BufRead + Seek {
+    /// Said before a part of all pages is read; until then few of them are.
+    fn all_pages(&self) {}
+}
+
+impl<T: AsRef<[u8]>> Picture for Cursor<T> {}
+
+impl Picture for BufReader<File> {
+    #[cfg(not(target_vendor = "apple"))]
+    fn all_pages(&self) {
+        let _ = rustix::fs::fadvise(self.get_ref(), 0, None, rustix::fs::Advice::Normal);
+    }
+}
+
+/// Tells the system to read no more of a file than it is asked for, until [`Picture::all_pages`]: reading
+/// ahead is most of the time of a header that is not in memory.
+pub(super) fn read_little(file: &BufReader<File>) {
+    // refused, it only takes longer
+    #[cfg(not(target_vendor = "apple"))]
+    let _ = rustix::fs::fadvise(file.get_ref(), 0, None, rustix::fs::Advice::Random);
+}
+
+/// Chunks of PNG below this are met on all pages that are read.
+const LARGE_CHUNK: u32 = 1 << 15;
+
 impl Header {
     /// Reads the headers from the start of `reader`.
-    pub(super) fn read(reader: &mut (impl BufRead + Seek)) -> Result<Self, DecodeError> {
+    pub(super) fn read(reader: &mut impl Picture) -> Result<Self, DecodeError> {
         let start = reader.fill_buf()?;
         if start.is_empty() {
             return Err(DecodeError::Broken("the file is empty".into()));
@@ -133,7 +160,7 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
 }
 
 /// Width, height and orientation; the `eXIf` chunk may stand behind the pixels.
-fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
+fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
         return Err(DecodeError::Broken("the first chunk is not `IHDR`".into()));
@@ -141,6 +168,7 @@ fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), De
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
+    let mut is_told = false;
     reader.seek(SeekFrom::Start(at))?;
     while at + 12 <= end {
         let length = u32::from_be_bytes(bytes(reader)?);
@@ -148,6 +176,10 @@ fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), De
         // what is no chunk may be read as millions of them, and nothing of the picture stands behind its end
         if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
             break;
+        }
+        if &kind == b"IDAT" && length < LARGE_CHUNK && !is_told {
+            reader.all_pages();
+            is_told = true;
         }
         if &kind == b"eXIf" && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
@@ -164,7 +196,7 @@ fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), De
 mod tests {
     use super::*;
     use std::cell::Cell;
-    use std::io::{BufReader, Cursor, Read};
+    use std::io::Read;
 
     /// Turn by 90 degrees, in EXIF.
     const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
@@ -199,6 +231,8 @@ mod tests {
             self.bytes.seek(to)
         }
     }
+
+    impl Picture for BufReader<Counting<'_>> {}
 
     /// Upright size, and how many reads it took.
     fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
