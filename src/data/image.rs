@@ -170,9 +170,7 @@ impl ImageProcessor {
 pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     let header = match &media.source {
         MediaSource::File { root, path } => {
-            let mut file = open(root, path)?;
-            header::read_little(&file);
-            Header::read(&mut file)
+            Header::read(&mut header::for_headers(open(root, path)?))
         }
         MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
     };

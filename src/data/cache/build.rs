@@ -299,7 +299,7 @@ impl Measurer<'_> {
             let first = part * ROWS_A_WALK;
             let (old, mut walk) = (&old, self.stamps.walk());
             (first..(first + ROWS_A_WALK).min(old.len()))
-                .filter(move |row| !self.is_current(&mut walk, old, *row))
+                .filter(move |row| !is_current(&mut walk, old, *row))
         });
         let stale: Vec<usize> = stale.collect();
         if stale.is_empty() {
@@ -347,20 +347,11 @@ impl Measurer<'_> {
         let hash = bytes.as_ref().map_or([0; HASH_BYTES], |bytes| hash(bytes));
         let (line, offset) = (self.file.id(row).line, self.file.offset(row));
         if let Some((rows, found)) = known.get(hash).filter(|_| bytes.is_ok())
-            && self.is_current(&mut self.stamps.walk(), rows, found)
+            && is_current(&mut self.stamps.walk(), rows, found)
         {
             return (Entry { line, offset, ..rows.entry(found) }, false);
         }
         (Entry { line, offset, hash, outcome: self.outcome(row, bytes) }, true)
-    }
-
-    /// Whether measuring would find the same. A row that was rejected for its pictures may have been
-    /// repaired without a change of its text.
-    fn is_current(&self, walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
-        if let Some((reason, _)) = rows.rejected(row) {
-            return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
-        }
-        rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
     }
 
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
@@ -377,6 +368,15 @@ impl Measurer<'_> {
         });
         measured.unwrap_or_else(rejected)
     }
+}
+
+/// Whether measuring would find the same. A row that was rejected for its pictures may have been
+/// repaired without a change of its text.
+fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
+    if let Some((reason, _)) = rows.rejected(row) {
+        return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
+    }
+    rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
 }
 
 fn rejected(error: SampleError) -> Outcome {

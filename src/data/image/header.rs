@@ -39,13 +39,20 @@ impl Picture for BufReader<File> {
     }
 }
 
-/// Tells the system to read no more of a file than it is asked for, until [`Picture::all_pages`]: reading
-/// ahead is most of the time of a header that is not in memory.
-pub(super) fn read_little(file: &BufReader<File>) {
+/// A file whose headers alone are wanted: of pages that are not in memory, few are read.
+///
+/// The system reads no more than it is asked for until [`Picture::all_pages`]: reading ahead is most of the
+/// time of such a header.
+pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
+    let file = file.into_inner(); // nothing has been read
     // refused, it only takes longer
     #[cfg(not(target_vendor = "apple"))]
-    let _ = rustix::fs::fadvise(file.get_ref(), 0, None, rustix::fs::Advice::Random);
+    let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+    BufReader::with_capacity(BUFFER, file)
 }
+
+/// Bytes read at a time: the places where chunks of a PNG begin are a page each.
+const BUFFER: usize = 1 << 10;
 
 /// Chunks of PNG below this are met on all pages that are read.
 const LARGE_CHUNK: u32 = 1 << 15;
@@ -201,7 +208,7 @@ mod tests {
     /// Turn by 90 degrees, in EXIF.
     const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
 
-    fn chunk(kind: &[u8; 4], data: &[u8]) -> Vec<u8> {
+    fn chunk(kind: [u8; 4], data: &[u8]) -> Vec<u8> {
         let length = (data.len() as u32).to_be_bytes();
         [&length, &kind[..], data, &[0; 4]].concat()
     }
@@ -209,7 +216,7 @@ mod tests {
     /// A PNG of 7 x 5 pixels whose data nobody reads.
     fn png(chunks: &[Vec<u8>]) -> Vec<u8> {
         let size = [7u32, 5].map(u32::to_be_bytes).concat();
-        let header = chunk(b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
+        let header = chunk(*b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
         [b"\x89PNG\r\n\x1a\n".to_vec(), header, chunks.concat()].concat()
     }
 
@@ -245,7 +252,7 @@ mod tests {
     #[test]
     fn a_turn_is_found_before_and_behind_the_pixels_and_not_behind_the_end() {
         let [exif, pixels, end] =
-            [(b"eXIf", TURNED), (b"IDAT", &[0; 20000]), (b"IEND", &[])].map(|(k, d)| chunk(k, d));
+            [(*b"eXIf", TURNED), (*b"IDAT", &[0; 9000]), (*b"IEND", &[])].map(|(k, d)| chunk(k, d));
         let all = [exif, pixels, end];
         let size = |order: [usize; 3]| read(png(&order.map(|at| all[at].clone()))).0;
         assert_eq!(size([0, 1, 2]), [7, 5]);
@@ -255,7 +262,7 @@ mod tests {
 
     #[test]
     fn many_small_chunks_are_read_together_and_zeros_are_no_chunks() {
-        let small = vec![chunk(b"tEXt", b"a=b"); 1000];
+        let small = vec![chunk(*b"tEXt", b"a=b"); 1000];
         assert!(read(png(&small)).1 <= 4);
         assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);
     }
