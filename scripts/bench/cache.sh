@@ -57,7 +57,7 @@ sft() {
 }
 sft --resume never --set train.max_steps=2
 "$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
-rm -rf "$work/saved" && cp -r "$run/checkpoints" "$work/saved"
+rm -rf "$work/saved" "$work/no-cache" && cp -r "$run/checkpoints" "$work/saved"
 for cache in "$run/cache" "$work/no-cache"; do
   rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
   begin=$(date +%s.%N)
