@@ -1,7 +1,7 @@
 //! Pictures to patches: decode, orient, resize, normalise, cut.
 //!
 //! ```text
-//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic -> rows of patches
+//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic in bands of rows -> rows of patches
 //! ```
 //!
 //! Shapes: `gh`, `gw` patches a side, `p` patch size in pixels, `tp` temporal patch size;
@@ -18,6 +18,8 @@ mod resize;
 mod simd;
 mod smart_resize;
 mod source;
+mod transpose;
+mod weights;
 
 use std::error::Error;
 use std::fmt;
@@ -35,6 +37,7 @@ pub(super) use decode::{MAX_PIXELS, upright};
 use header::Header;
 #[cfg(feature = "video")]
 pub(super) use header::swaps_sides;
+use patchify::resize_and_patchify;
 pub(super) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(super) use resize::resize;
 pub use smart_resize::smart_resize;
@@ -102,10 +105,9 @@ impl ImageProcessor {
     /// Decodes a picture into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
         let image = upright_pixels(media)?;
-        let [height, width] = self.target(media, [image.height as u32, image.width as u32])?;
-        let image: Rgb = resize(image, height, width);
-        let pixel_values = patchify(&[image], self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
-        Ok(Patches { pixel_values, grid_thw: self.grid_of([height, width]) })
+        let target = self.target(media, [image.height as u32, image.width as u32])?;
+        let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
+        Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
     }
 
     /// The pixels that a picture's patches were made of: what the model sees, as a person can.

@@ -43,7 +43,7 @@ pub use mixture::{Mixture, StoppingStrategy};
 pub use order::{DatasetShare, Order, OrderError, RowOrder};
 pub use packing::{Overlong, PackRules, Packing};
 pub use plan::{Plan, first_epoch_packs, plan};
-pub use row::{Length, Rejection, Row, RowReader, SampleSize};
+pub use row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use steps::{DataState, LoaderOptions, Rmpad};
 pub use tokenizer::TokenizerError;

@@ -5,21 +5,21 @@
 
 mod balance;
 mod best_fit;
+mod pair_fit;
 #[cfg(test)]
 mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use balance::in_steps_of_like_cost;
-use best_fit::{Bin, Room, best_fit_decreasing, split_off_emptiest};
+use best_fit::{Bin, Room, split_off_emptiest};
+use pair_fit::fullest;
 
 use super::config::PackingStrategy;
 use super::row::Length;
 
 /// New samples after which a window is packed, unless the config says otherwise.
 pub(super) const WINDOW_SAMPLES: usize = 1000;
-/// Bytes of new pixels after which a window is packed; it bounds memory.
-pub(super) const WINDOW_PIXEL_BYTES: u64 = 256 << 20;
 
 /// How samples become packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,13 +93,12 @@ pub(super) struct Packer<T> {
     rules: PackRules,
     held: Vec<Item<T>>, // ascending; sequential: the open pack, best fit: carried ones, new ones
     new: usize,         // the last of `held`, arrived since a window was packed
-    new_pixel_bytes: u64,
 }
 
 impl<T> Packer<T> {
     /// A packer that holds `carry`, as [`Packer::held`] told it at the end of a step.
     pub(super) fn new(packing: Packing, rules: PackRules, carry: Vec<Item<T>>) -> Self {
-        Self { packing, rules, held: carry, new: 0, new_pixel_bytes: 0 }
+        Self { packing, rules, held: carry, new: 0 }
     }
 
     /// Positions of the samples that are in no pack yet.
@@ -125,12 +124,11 @@ impl<T> Packer<T> {
             }
             Packing::On { length, strategy: PackingStrategy::BestFit, .. } => {
                 self.new += 1;
-                self.new_pixel_bytes += item.length.pixel_bytes;
                 self.held.push(item);
-                if self.new < self.rules.window.get() && self.new_pixel_bytes < WINDOW_PIXEL_BYTES {
+                if self.new < self.rules.window.get() {
                     return Vec::new();
                 }
-                (self.new, self.new_pixel_bytes) = (0, 0);
+                self.new = 0;
                 let bins = self.bins(length);
                 let (mut emitted, mut carried) = split_off_emptiest(bins, &self.held, length);
                 if let Some(step) = self.rules.balanced_step {
@@ -144,7 +142,7 @@ impl<T> Packer<T> {
 
     /// Ends the epoch: everything held becomes packs.
     pub(super) fn finish(&mut self) -> Vec<Vec<Item<T>>> {
-        (self.new, self.new_pixel_bytes) = (0, 0);
+        self.new = 0;
         if self.held.is_empty() {
             return Vec::new();
         }
@@ -159,7 +157,7 @@ impl<T> Packer<T> {
 
     fn bins(&self, length: NonZeroU32) -> Vec<Bin> {
         let sizes: Vec<Room> = self.held.iter().map(|item| self.room_of(item)).collect();
-        best_fit_decreasing(&sizes, self.room(length))
+        fullest(&sizes, self.room(length))
     }
 
     /// What an empty pack has.

@@ -100,6 +100,25 @@ impl fmt::Display for Rejection {
     }
 }
 
+/// What is known of a row after a [`RowReader::first_look`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum FirstLook {
+    /// All of it: it has no pictures, so the sample takes little memory.
+    Sample(EncodedSample),
+    /// How long it is; the sample is to be read when it is needed.
+    Length(Length),
+}
+
+impl FirstLook {
+    /// The size of the sample.
+    pub fn length(&self) -> Length {
+        match self {
+            Self::Sample(sample) => Length::of(sample),
+            Self::Length(length) => *length,
+        }
+    }
+}
+
 /// Reads and encodes single rows; the same row gives the same result each time.
 pub trait RowReader: Send + Sync {
     /// The sample of a row, encoded.
@@ -120,6 +139,16 @@ pub trait RowReader: Send + Sync {
     ///
     /// It refuses what `read` refuses, except what only decoding a picture can find out.
     fn length(&self, row: Row) -> Result<Length, Rejection>;
+
+    /// What packing needs of a row: [`RowReader::length`], and the sample along with it where that costs
+    /// nothing more. It refuses what `length` refuses, and may refuse what `admit` does.
+    fn first_look(
+        &self,
+        row: Row,
+        _admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<FirstLook, Rejection> {
+        self.length(row).map(FirstLook::Length)
+    }
 
     /// The length of every row of a data set whose rows are all alike, as windows of a corpus are.
     fn uniform_length(&self, _dataset: u32) -> Option<Length> {

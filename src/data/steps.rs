@@ -18,7 +18,7 @@ use crate::batch::{PaddingSide, SampleId};
 const JUDGED_ROWS: u64 = 100;
 
 /// Rejections that an error names.
-const NUM_EXAMPLES: usize = 5;
+pub(super) const NUM_EXAMPLES: usize = 5;
 
 /// How rows become steps.
 #[derive(Debug, Clone, Copy)]
@@ -72,6 +72,19 @@ impl LoaderOptions {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Whether a run loses too much of its data, as soon as that is certain: in the first epoch the share
+    /// is one of all its rows, so that bad rows at the beginning do not weigh more than others.
+    pub(super) fn too_many_rejected(
+        &self,
+        state: &DataState,
+        epoch_rows: u64,
+        epoch_has_ended: bool,
+    ) -> bool {
+        let num_rejected: u64 = state.rejected.values().sum();
+        let judged = state.rows_read >= JUDGED_ROWS || epoch_has_ended; // enough of them to tell why
+        judged && num_rejected as f64 > self.max_rejected * state.rows_read.max(epoch_rows) as f64
     }
 }
 
@@ -135,29 +148,51 @@ impl DataState {
         Ok(())
     }
 
+    /// Counts rejected rows.
+    pub(super) fn count(&mut self, file: &str, reason: &str, rows: u64) {
+        *self.rejected.entry(reason.to_owned()).or_default() += rows;
+        let of_file = self.rejected_by_file.entry(file.to_owned()).or_default();
+        *of_file.entry(reason.to_owned()).or_default() += rows;
+    }
+
     /// Positions of all samples to encode again on resume, in the order of [`Assembly::resume`].
     pub(super) fn held(&self) -> impl Iterator<Item = u64> + '_ {
         self.ready.iter().flatten().chain(&self.carry).copied()
     }
 }
 
+/// Micro-batches of packs of samples.
+pub(super) type MicroBatches<T> = Vec<Vec<Vec<Item<T>>>>;
+
 /// The packs of one optimizer step, and where the run stands after it.
 #[derive(Debug)]
 pub(super) struct Step<T> {
-    /// Micro-batches of packs of samples.
-    pub(super) micro_batches: Vec<Vec<Vec<Item<T>>>>,
+    pub(super) micro_batches: MicroBatches<T>,
+    /// Rows of its epoch.
+    pub(super) epoch_rows: u64,
     /// Epochs consumed as of the end of this step.
     pub(super) epoch: f64,
-    /// Samples in all packs.
-    pub(super) num_samples: usize,
-    /// Tokens in all packs.
-    pub(super) num_tokens: usize,
-    /// Share of the room in packs or padded rows that tokens take.
-    pub(super) fill: f64,
     /// Rejections met since the step before.
     pub(super) rejected: Vec<Rejection>,
     /// As of the end of this step.
     pub(super) state: DataState,
+}
+
+impl<T> Step<T> {
+    /// Samples in all packs.
+    pub(super) fn samples(&self) -> impl Iterator<Item = &Item<T>> {
+        self.micro_batches.iter().flatten().flatten()
+    }
+
+    /// Tokens in all packs.
+    pub(super) fn num_tokens(&self) -> usize {
+        self.samples().map(|item| item.length.tokens).sum()
+    }
+
+    /// Whether no step of its epoch follows.
+    pub(super) fn ends_epoch(&self) -> bool {
+        self.state.next == 0
+    }
 }
 
 /// Rows of each epoch, by its number.
@@ -246,6 +281,7 @@ impl<T> Assembly<T> {
             micro_batches.push(micro_batch);
         }
         drop(packs);
+        let epoch_rows = self.epoch_rows;
         if self.epoch_has_ended() && self.ready.is_empty() {
             self.state.epoch += 1;
             self.state.next = 0;
@@ -253,16 +289,18 @@ impl<T> Assembly<T> {
         }
         let state = self.state();
         let consumed = state.next - state.held().count() as u64;
-        let samples = || micro_batches.iter().flatten().flatten();
         Some(Step {
+            epoch_rows,
             epoch: (state.epoch * self.epoch_rows + consumed) as f64 / self.epoch_rows as f64,
-            num_samples: samples().count(),
-            num_tokens: samples().map(|item| item.length.tokens).sum(),
-            fill: fill(self.options.packing, &micro_batches),
             rejected: std::mem::take(&mut self.new_rejections),
             state,
             micro_batches,
         })
+    }
+
+    /// The first few rows rejected since the beginning.
+    pub(super) fn first_rejections(&self) -> &[Rejection] {
+        &self.first_rejections
     }
 
     fn epoch_has_ended(&self) -> bool {
@@ -285,10 +323,7 @@ impl<T> Assembly<T> {
         {
             return Err(LoaderError::Rejected { rejection });
         }
-        let Rejection { file, reason, .. } = &rejection;
-        *self.state.rejected.entry(reason.clone()).or_default() += 1;
-        let of_file = self.state.rejected_by_file.entry(file.clone()).or_default();
-        *of_file.entry(reason.clone()).or_default() += 1;
+        self.state.count(&rejection.file, &rejection.reason, 1);
         if self.first_rejections.len() < NUM_EXAMPLES {
             self.first_rejections.push(rejection.clone());
         }
@@ -296,17 +331,13 @@ impl<T> Assembly<T> {
         Ok(())
     }
 
-    /// Stops a run that loses too much of its data, as soon as that is certain: in the first epoch the
-    /// share is one of all its rows, so that bad rows at the beginning do not weigh more than others.
+    /// Stops a run that loses too much of its data.
     fn judge(&mut self) -> Result<(), LoaderError> {
-        let (rows_read, max_rejected) = (self.state.rows_read, self.options.max_rejected);
-        let num_rejected: u64 = self.state.rejected.values().sum();
-        let judged = rows_read >= JUDGED_ROWS || self.epoch_has_ended(); // enough of them to tell why
-        if judged && num_rejected as f64 > max_rejected * rows_read.max(self.epoch_rows) as f64 {
+        if self.options.too_many_rejected(&self.state, self.epoch_rows, self.epoch_has_ended()) {
             return Err(LoaderError::TooManyRejected {
-                rows_read,
+                rows_read: self.state.rows_read,
                 rejected: self.state.rejected.clone(),
-                max_rejected,
+                max_rejected: self.options.max_rejected,
                 first: std::mem::take(&mut self.first_rejections),
                 unreported: std::mem::take(&mut self.new_rejections),
             });
@@ -329,7 +360,7 @@ impl<T> Assembly<T> {
 const TOO_LONG: &str = "too_long";
 
 /// Tokens over the room that they are given: packs of full length, or rows as long as the longest.
-fn fill<T>(packing: Packing, micro_batches: &[Vec<Vec<Item<T>>>]) -> f64 {
+pub(super) fn fill<T>(packing: Packing, micro_batches: &MicroBatches<T>) -> f64 {
     let (mut tokens, mut room) = (0, 0);
     for packs in micro_batches {
         let lengths = || packs.iter().map(|p| p.iter().map(|item| item.length.tokens).sum());

@@ -8,10 +8,11 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::config::{OnError, PackingStrategy, Truncation};
-use super::loader::{LoaderOptions, Rmpad};
+use super::loader::LoaderOptions;
 use super::order::{DatasetShare, Order, RowOrder};
 use super::packing::{Overlong, PackRules, Packing};
-use super::row::{Length, Rejection, Row, RowReader};
+use super::row::{FirstLook, Length, Rejection, Row, RowReader};
+use super::steps::Rmpad;
 use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
 
 /// What a made-up row is.
@@ -23,8 +24,10 @@ pub(super) enum Kind {
     Image(usize),
     /// A row that is rejected.
     Broken,
-    /// A row that is rejected after its header.
-    BrokenPixels,
+    /// [`Kind::Image`], but what decoding finds is broken.
+    BrokenPixels(usize),
+    /// [`Kind::Image`], one token longer than it looks.
+    Grown(usize),
     /// A row that takes a while.
     Slow(Duration),
     /// A row that panics.
@@ -45,7 +48,8 @@ impl RowReader for TestReader {
         let (vision, text) = match self.0[row.row as usize] {
             Kind::Text(tokens) => (0, tokens),
             Kind::Image(tokens) => (2, tokens),
-            Kind::Broken | Kind::BrokenPixels => return Err(self.rejection(row)),
+            Kind::Grown(tokens) => (2, tokens + 1),
+            Kind::Broken | Kind::BrokenPixels(_) => return Err(self.rejection(row)),
             Kind::Slow(duration) => {
                 std::thread::sleep(duration);
                 (0, 1)
@@ -58,8 +62,21 @@ impl RowReader for TestReader {
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {
         match self.0[row.row as usize] {
-            Kind::BrokenPixels => Ok(Length { tokens: 1, pixel_bytes: 0 }),
+            Kind::Image(tokens) | Kind::BrokenPixels(tokens) | Kind::Grown(tokens) => {
+                Ok(Length { tokens: 2 + tokens, pixel_bytes: 8 * 3 * 4 })
+            }
             _ => self.read(row).map(|sample| Length::of(&sample)),
+        }
+    }
+
+    fn first_look(
+        &self,
+        row: Row,
+        _admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<FirstLook, Rejection> {
+        match self.0[row.row as usize] {
+            Kind::Text(_) => self.read(row).map(FirstLook::Sample),
+            _ => self.length(row).map(FirstLook::Length),
         }
     }
 
@@ -120,17 +137,40 @@ pub(super) fn options(strategy: PackingStrategy) -> LoaderOptions {
     }
 }
 
-/// Enough rows for more than two windows, of any kind that neither waits nor panics.
+/// Enough rows for more than two windows, of any kind that neither waits nor panics nor changes.
 pub(super) fn any_rows() -> impl Strategy<Value = Vec<Kind>> {
-    let kind = prop_oneof![
+    rows_of(any_kind(2))
+}
+
+/// [`any_rows`] whose pictures are whole.
+pub(super) fn any_readable_rows() -> impl Strategy<Value = Vec<Kind>> {
+    rows_of(any_kind(0))
+}
+
+/// So many of ten rows have broken pixels.
+fn any_kind(broken: u32) -> BoxedStrategy<Kind> {
+    let whole = prop_oneof![
         6 => (1usize..30).prop_map(Kind::Text),
         2 => (0usize..20).prop_map(Kind::Image),
         1 => Just(Kind::Broken),
         1 => Just(Kind::Text(65)),
     ];
+    match broken {
+        0 => whole.boxed(),
+        _ => prop_oneof![
+            10 - broken => whole,
+            broken => (0usize..20).prop_map(Kind::BrokenPixels),
+        ]
+        .boxed(),
+    }
+}
+
+fn rows_of(kind: impl Strategy<Value = Kind> + Clone) -> impl Strategy<Value = Vec<Kind>> {
     prop_oneof![prop::collection::vec(kind.clone(), 1..12), prop::collection::vec(kind, 500..600)]
         .prop_filter("no usable row", |rows| {
-            let usable = |kind: &Kind| !matches!(kind, Kind::Broken | Kind::Text(65));
+            let usable = |kind: &Kind| {
+                !matches!(kind, Kind::Broken | Kind::BrokenPixels(_) | Kind::Text(65))
+            };
             rows.iter().any(usable)
         })
 }

@@ -1,73 +1,98 @@
-//! A pool that works on rows in parallel and hands the results out in the order of the rows.
+//! A pool that works on items in parallel and hands the results out in the order of the items.
 
 use std::collections::VecDeque;
 use std::io;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::thread::{self, JoinHandle};
-
-use super::row::Row;
 
 /// How far the pool may run ahead of whoever takes its results.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Threads.
     pub(super) workers: NonZeroUsize,
-    /// Rows begun and not taken.
-    pub(super) rows: usize,
-    /// Bytes of results not taken; each worker may exceed it by the row it is at.
+    /// Items begun and not taken.
+    pub(super) items: usize,
+    /// Bytes of results not taken; each worker may exceed it by the item it is at.
     pub(super) bytes: u64,
 }
 
 /// The pool. Dropping it stops and joins its threads.
-pub(super) struct Workers<O> {
-    shared: Arc<Shared<O>>,
+pub(super) struct Workers<I, O> {
+    shared: Arc<Shared<I, O>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Shared<O> {
-    queue: Mutex<Queue<O>>,
-    /// A worker may begin a row, or has to end.
+/// An item and its result, or the message of the panic that the work on it ended in.
+pub(super) type Done<I, O> = (I, Result<O, String>);
+
+struct Shared<I, O> {
+    queue: Mutex<Queue<I, O>>,
+    /// A worker may begin an item, or has to end.
     room: Condvar,
     /// The next result is there, or none will come.
     done: Condvar,
 }
 
-struct Queue<O> {
-    rows: Box<dyn Iterator<Item = Row> + Send>,
-    slots: VecDeque<Slot<O>>, // one for each row begun and not taken, in order
+struct Queue<I, O> {
+    items: Box<dyn Iterator<Item = I> + Send>,
+    fed: VecDeque<I>,            // those that follow
+    is_fed: bool,                // more of them may follow
+    slots: VecDeque<Slot<I, O>>, // one for each item begun and not taken, in order
     num_taken: u64,
     bytes: u64,
     phase: Phase,
 }
 
-struct Slot<O> {
-    row: Row,
+struct Slot<I, O> {
+    item: I,
     result: Option<(u64, Result<O, String>)>, // with its size in bytes; none while in work
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All rows are begun.
+    /// All items are begun.
     Exhausted,
     /// Nobody wants the results.
     Stopped,
-    /// A worker has panicked outside of the work on a row, so a result may be missing for ever.
+    /// A worker has panicked outside of the work on an item, so a result may be missing for ever.
     Broken,
 }
 
-impl<O: Send + 'static> Workers<O> {
-    /// Begins to work; `size` tells the bytes of a result.
+impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
+    /// Begins to work on these items; `size` tells the bytes of a result.
     pub(super) fn start(
-        rows: impl Iterator<Item = Row> + Send + 'static,
-        work: impl Fn(Row) -> O + Send + Sync + 'static,
+        items: impl Iterator<Item = I> + Send + 'static,
+        work: impl Fn(I) -> O + Send + Sync + 'static,
+        size: fn(&O) -> u64,
+        limits: Limits,
+    ) -> io::Result<Self> {
+        Self::spawn(Box::new(items), false, work, size, limits)
+    }
+
+    /// Waits for the items of [`Workers::feed`].
+    pub(super) fn start_fed(
+        work: impl Fn(I) -> O + Send + Sync + 'static,
+        size: fn(&O) -> u64,
+        limits: Limits,
+    ) -> io::Result<Self> {
+        Self::spawn(Box::new(std::iter::empty()), true, work, size, limits)
+    }
+
+    fn spawn(
+        items: Box<dyn Iterator<Item = I> + Send>,
+        is_fed: bool,
+        work: impl Fn(I) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
         limits: Limits,
     ) -> io::Result<Self> {
         let queue = Queue {
-            rows: Box::new(rows),
+            items,
+            fed: VecDeque::new(),
+            is_fed,
             slots: VecDeque::new(),
             num_taken: 0,
             bytes: 0,
@@ -91,38 +116,37 @@ impl<O: Send + 'static> Workers<O> {
         Ok(pool)
     }
 
-    /// The next row and its result, or the message of the panic that it ended in; waits for it.
-    /// `None` after the last row, and once stopped.
-    pub(super) fn next(&self) -> Option<(Row, Result<O, String>)> {
+    /// Appends to the items of [`Workers::start_fed`].
+    pub(super) fn feed(&self, items: impl IntoIterator<Item = I>) {
+        self.shared.lock().fed.extend(items);
+        self.shared.room.notify_all();
+    }
+
+    /// The next result; waits for it. `None` after the last item, and once stopped.
+    pub(super) fn next(&self) -> Option<Done<I, O>> {
         let mut queue = self.shared.lock();
         loop {
-            match queue.phase {
-                Phase::Stopped => return None,
-                Phase::Broken => panic!("a worker of the loader panicked"), // not the data's end
-                Phase::Running | Phase::Exhausted => {}
-            }
-            match queue.slots.pop_front() {
-                Some(Slot { row, result: Some((bytes, result)) }) => {
-                    queue.num_taken += 1;
-                    queue.bytes -= bytes;
-                    self.shared.room.notify_all();
-                    return Some((row, result));
+            match self.shared.take(&mut queue) {
+                Poll::Ready(result) => return result,
+                Poll::Pending => {
+                    queue = self.shared.done.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 }
-                Some(in_work) => queue.slots.push_front(in_work),
-                None if queue.phase == Phase::Exhausted => return None,
-                None => {}
             }
-            queue = self.shared.done.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Lets each worker end after the row it is at, and [`Workers::next`] at once.
+    /// [`Workers::next`], but pending instead of waiting.
+    pub(super) fn try_next(&self) -> Poll<Option<Done<I, O>>> {
+        self.shared.take(&mut self.shared.lock())
+    }
+
+    /// Lets each worker end after the item it is at, and [`Workers::next`] at once.
     pub(super) fn stop(&self) {
         self.shared.end(Phase::Stopped);
     }
 }
 
-impl<O> Drop for Workers<O> {
+impl<I, O> Drop for Workers<I, O> {
     fn drop(&mut self) {
         self.shared.end(Phase::Stopped);
         for thread in self.threads.drain(..) {
@@ -132,21 +156,43 @@ impl<O> Drop for Workers<O> {
     }
 }
 
-impl<O> Shared<O> {
-    fn lock(&self) -> MutexGuard<'_, Queue<O>> {
+impl<I, O> Shared<I, O> {
+    fn lock(&self) -> MutexGuard<'_, Queue<I, O>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No row is begun any more; wakes everyone to see it.
+    /// No item is begun any more; wakes everyone to see it.
     fn end(&self, phase: Phase) {
         self.lock().phase = phase;
         self.room.notify_all();
         self.done.notify_all();
     }
 
-    fn work(&self, work: &impl Fn(Row) -> O, size: fn(&O) -> u64, limits: Limits) {
-        while let Some((row, number)) = self.begin(limits) {
-            let result = catch_unwind(AssertUnwindSafe(|| work(row)))
+    fn take(&self, queue: &mut Queue<I, O>) -> Poll<Option<Done<I, O>>> {
+        match queue.phase {
+            Phase::Stopped => return Poll::Ready(None),
+            Phase::Broken => panic!("a worker of the loader panicked"), // not the data's end
+            Phase::Running | Phase::Exhausted => {}
+        }
+        match queue.slots.pop_front() {
+            Some(Slot { item, result: Some((bytes, result)) }) => {
+                queue.num_taken += 1;
+                queue.bytes -= bytes;
+                self.room.notify_all();
+                return Poll::Ready(Some((item, result)));
+            }
+            Some(in_work) => queue.slots.push_front(in_work),
+            None if queue.phase == Phase::Exhausted => return Poll::Ready(None),
+            None => {}
+        }
+        Poll::Pending
+    }
+}
+
+impl<I: Copy, O> Shared<I, O> {
+    fn work(&self, work: &impl Fn(I) -> O, size: fn(&O) -> u64, limits: Limits) {
+        while let Some((item, number)) = self.begin(limits) {
+            let result = catch_unwind(AssertUnwindSafe(|| work(item)))
                 .map_err(|payload| panic_message(&*payload));
             let bytes = result.as_ref().map_or(0, size);
             let mut queue = self.lock();
@@ -159,25 +205,27 @@ impl<O> Shared<O> {
         }
     }
 
-    /// Waits for room, then gives the next row and how many were begun before it.
+    /// Waits for room, then gives the next item and how many were begun before it.
     ///
-    /// Rows are begun in order, so the one that the taker waits for always has room or is in work.
-    fn begin(&self, limits: Limits) -> Option<(Row, u64)> {
+    /// Items are begun in order, so the one that the taker waits for always has room or is in work.
+    fn begin(&self, limits: Limits) -> Option<(I, u64)> {
         let mut queue = self.lock();
         loop {
             if queue.phase != Phase::Running {
                 return None;
             }
-            if queue.slots.len() < limits.rows.max(1) && queue.bytes < limits.bytes.max(1) {
-                let Some(row) = queue.rows.next() else {
+            if queue.slots.len() < limits.items.max(1) && queue.bytes < limits.bytes.max(1) {
+                if let Some(item) = queue.items.next().or_else(|| queue.fed.pop_front()) {
+                    let number = queue.num_taken + queue.slots.len() as u64;
+                    queue.slots.push_back(Slot { item, result: None });
+                    return Some((item, number));
+                }
+                if !queue.is_fed {
                     queue.phase = Phase::Exhausted; // under the same lock: `Stopped` must stay
                     self.room.notify_all();
                     self.done.notify_all();
                     return None;
-                };
-                let number = queue.num_taken + queue.slots.len() as u64;
-                queue.slots.push_back(Slot { row, result: None });
-                return Some((row, number));
+                }
             }
             queue = self.room.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
@@ -199,21 +247,17 @@ mod tests {
 
     use super::*;
 
-    fn rows(count: u32) -> impl Iterator<Item = Row> + Send {
-        (0..count).map(|row| Row { dataset: 0, row })
-    }
-
-    fn limits(workers: usize, rows: usize, bytes: u64) -> Limits {
-        Limits { workers: NonZeroUsize::new(workers).unwrap(), rows, bytes }
+    fn limits(workers: usize, items: usize, bytes: u64) -> Limits {
+        Limits { workers: NonZeroUsize::new(workers).unwrap(), items, bytes }
     }
 
     #[test]
-    fn results_come_in_the_order_of_the_rows_however_long_each_takes() {
-        let work = |row: Row| {
-            thread::sleep(Duration::from_micros(u64::from(row.row * 7919 % 300)));
-            row.row
+    fn results_come_in_the_order_of_the_items_however_long_each_takes() {
+        let work = |item: u32| {
+            thread::sleep(Duration::from_micros(u64::from(item * 7919 % 300)));
+            item
         };
-        let pool = Workers::start(rows(200), work, |_| 1, limits(4, 9, u64::MAX)).unwrap();
+        let pool = Workers::start(0..200, work, |_| 1, limits(4, 9, u64::MAX)).unwrap();
         let results: Vec<_> =
             std::iter::from_fn(|| pool.next()).map(|(_, result)| result.unwrap()).collect();
         assert_eq!(results, (0..200).collect::<Vec<_>>());
@@ -225,7 +269,7 @@ mod tests {
             let begun = Arc::new(AtomicUsize::new(0));
             let counter = Arc::clone(&begun);
             let work = move |_| counter.fetch_add(1, Ordering::SeqCst);
-            let pool = Workers::start(rows(50), work, |_| 10, limits).unwrap();
+            let pool = Workers::start(0..50, work, |_| 10, limits).unwrap();
             for taken in 0..10 {
                 thread::sleep(Duration::from_millis(5));
                 assert!(begun.load(Ordering::SeqCst) <= taken + most);
@@ -235,30 +279,45 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_the_result_of_its_row_alone() {
-        let work = |row: Row| assert_ne!(row.row, 3, "row three");
-        let pool = Workers::start(rows(6), work, |()| 0, limits(2, 4, 1)).unwrap();
+    fn a_panic_is_the_result_of_its_item_alone() {
+        let work = |item: u32| assert_ne!(item, 3, "item three");
+        let pool = Workers::start(0..6, work, |()| 0, limits(2, 4, 1)).unwrap();
         let failed: Vec<_> = std::iter::from_fn(|| pool.next())
-            .filter_map(|(row, result)| result.err().map(|message| (row.row, message)))
+            .filter_map(|(item, result)| result.err().map(|message| (item, message)))
             .collect();
         assert_eq!(failed.len(), 1);
         assert_eq!(failed[0].0, 3);
-        assert!(failed[0].1.contains("row three"), "{failed:?}");
+        assert!(failed[0].1.contains("item three"), "{failed:?}");
     }
 
     #[test]
     #[should_panic(expected = "a worker of the loader panicked")]
-    fn a_panic_outside_of_the_work_on_a_row_is_neither_a_hang_nor_the_end() {
-        let rows = rows(6).inspect(|row| assert_ne!(row.row, 3));
-        let pool = Workers::start(rows, |_| (), |()| 0, limits(2, 4, 1)).unwrap();
+    fn a_panic_outside_of_the_work_on_an_item_is_neither_a_hang_nor_the_end() {
+        let items = (0..6).inspect(|item| assert_ne!(*item, 3));
+        let pool = Workers::start(items, |_| (), |()| 0, limits(2, 4, 1)).unwrap();
         while pool.next().is_some() {}
     }
 
     #[test]
     fn a_stopped_pool_gives_nothing_more() {
-        let pool = Workers::start(rows(u32::MAX), |_| (), |()| 1, limits(3, 8, 1 << 20)).unwrap();
+        let pool = Workers::start(0..u32::MAX, |_| (), |()| 1, limits(3, 8, 1 << 20)).unwrap();
         pool.next().unwrap().1.unwrap();
         pool.stop();
         assert!(pool.next().is_none());
+    }
+
+    #[test]
+    fn a_fed_pool_waits_for_more_items_and_keeps_their_order() {
+        let pool = Workers::start_fed(|item: u32| item, |_| 1, limits(3, 4, u64::MAX)).unwrap();
+        assert!(pool.try_next().is_pending());
+        for first in [0, 10, 20] {
+            pool.feed(first..first + 10);
+            for expected in first..first + 10 {
+                assert_eq!(pool.next(), Some((expected, Ok(expected))));
+            }
+            assert!(pool.try_next().is_pending());
+        }
+        pool.stop();
+        assert_eq!(pool.try_next(), Poll::Ready(None));
     }
 }

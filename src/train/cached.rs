@@ -3,7 +3,7 @@
 use super::reader::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, Length, LengthCache, LoaderOptions, Rejection, Row, RowReader,
+    CacheError, CacheWork, FirstLook, Length, LengthCache, LoaderOptions, Rejection, Row, RowReader,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -152,6 +152,18 @@ impl RowReader for CachedRows {
             admit(self.length(row)?)?;
         }
         self.rows.read_admitted(row, admit)
+    }
+
+    /// Reads no row at all where its length is known.
+    fn first_look(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<FirstLook, Rejection> {
+        match self.caches[row.dataset as usize] {
+            Some(_) => self.length(row).map(FirstLook::Length),
+            None => self.rows.first_look(row, admit),
+        }
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {

@@ -2,8 +2,8 @@
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Rejection, Row,
-    RowForm, RowReader, SampleError, SourceError, dataset_names, open_indexed,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, FirstLook, JsonlFile, Length,
+    Rejection, Row, RowForm, RowReader, SampleError, SourceError, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -212,6 +212,21 @@ impl RowReader for JsonlRows {
                 self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut, admit)
             }
         }
+    }
+
+    fn first_look(
+        &self,
+        row: Row,
+        admit: &dyn Fn(Length) -> Result<(), Rejection>,
+    ) -> Result<FirstLook, Rejection> {
+        let DataSet::Chats(file) = self.set(row) else {
+            return self.read_admitted(row, admit).map(FirstLook::Sample);
+        };
+        let sample = file.read(row.row as usize)?;
+        if sample.media.is_empty() {
+            return self.encoder.encode_cut(&sample, self.cut, admit).map(FirstLook::Sample);
+        }
+        Ok(FirstLook::Length(self.encoder.length_cut(&sample, self.cut)?))
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {

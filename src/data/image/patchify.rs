@@ -6,18 +6,60 @@
 //! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
+use super::resize::Resized;
 use super::simd::for_each_level;
 use crate::batch::Patches;
 
+/// Pixels that are normalised side by side.
+const LANES: usize = 16;
+
 /// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
-/// computes it: the 255 times mean and std of each channel.
+/// computes it, for each channel.
 #[derive(Debug, Clone)]
-pub(in crate::data) struct Normalise([[f32; 2]; 3]);
+pub(in crate::data) struct Normalise([Channel; 3]);
+
+#[derive(Debug, Clone, Copy)]
+struct Channel {
+    mean: f32,
+    std: f32,
+    /// Parts of `1 / std` that give each byte its exact quotient; None where there are none.
+    inverse: Option<[f32; 2]>,
+}
 
 impl Normalise {
     /// `scale` is the largest pixel value: 1 / `rescale_factor`.
     pub(in crate::data) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
-        Self(std::array::from_fn(|c| [mean[c] * scale, std[c] * scale]))
+        Self(std::array::from_fn(|c| Channel::new(mean[c] * scale, std[c] * scale)))
+    }
+}
+
+impl Channel {
+    fn new(mean: f32, std: f32) -> Self {
+        // Dividing is slow. Where a byte less the mean has few bits, its product with the first 12 bits
+        // of 1 / std is exact, and adding that with the rest rounds once, as a division does.
+        let high = f32::from_bits((1.0 / std).to_bits() & !0xfff);
+        let low = (1.0 / f64::from(std) - f64::from(high)) as f32;
+        let is_exact = |x: u8| {
+            let d = f32::from(x) - mean;
+            (d * high + d * low).to_bits() == (d / std).to_bits()
+        };
+        let inverse = (0..=u8::MAX).all(is_exact).then_some([high, low]);
+        Self { mean, std, inverse }
+    }
+
+    /// Normalises neighbouring pixels.
+    #[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+    #[inline(always)]
+    fn scale(&self, pixels: &[u8; LANES]) -> [f32; LANES] {
+        let mut values = [0.0; LANES];
+        for (value, pixel) in values.iter_mut().zip(pixels) {
+            let d = f32::from(*pixel) - self.mean;
+            *value = match self.inverse {
+                Some([high, low]) => d * high + d * low,
+                None => d / self.std,
+            };
+        }
+        values
     }
 }
 
@@ -39,62 +81,95 @@ pub(in crate::data) fn patchify(
     shape: PatchShape,
     normalise: &Normalise,
 ) -> Vec<f32> {
+    let (height, width) = (frames[0].height, frames[0].width);
+    let times = frames.len().div_ceil(shape.temporal);
+    let mut values = Vec::with_capacity(width * height * 3 * shape.temporal * times);
+    for frames in frames.chunks(shape.temporal) {
+        let frames = frames.iter().map(|frame| Resized::new(frame, height, width)).collect();
+        cut(frames, shape, normalise, &mut values);
+    }
+    values
+}
+
+/// Values of a picture at another size: what [`patchify`] gives for what
+/// [`resize`](super::resize::resize) gives, without the picture in between.
+///
+/// # Panics
+/// If a target side is 0 or not a multiple of `p * m`.
+pub(super) fn resize_and_patchify(
+    image: &Rgb,
+    [height, width]: [u32; 2],
+    shape: PatchShape,
+    normalise: &Normalise,
+) -> Vec<f32> {
+    let resized = Resized::new(image, height as usize, width as usize);
+    let num_values = resized.height() * resized.width() * 3 * shape.temporal;
+    let mut values = Vec::with_capacity(num_values);
+    cut(vec![resized], shape, normalise, &mut values);
+    values
+}
+
+/// Appends the patches of at most `tp` frames: `[gh * gw, 3 * tp * p * p]`.
+fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, values: &mut Vec<f32>) {
     let PatchShape { patch, temporal, merge } = shape;
     let block = patch * merge;
-    let (width, height) = (frames[0].width, frames[0].height);
+    let (width, height) = (frames[0].width(), frames[0].height());
     assert!(
         width.is_multiple_of(block) && height.is_multiple_of(block),
         "smart_resize makes both sides multiples of the merge block"
     );
-    let times = frames.len().div_ceil(temporal);
-    let mut values = Vec::with_capacity(width * height * 3 * temporal * times);
-    let mut cut = vec![0.0; temporal.min(frames.len()) * 3 * patch * patch]; // [frames, 3, p, p]
-    for frames in frames.chunks(temporal) {
-        for top in (0..height).step_by(block) {
-            for left in (0..width).step_by(block) {
-                for y in (top..top + block).step_by(patch) {
-                    for x in (left..left + block).step_by(patch) {
-                        for (frame, cut) in
-                            frames.iter().zip(cut.chunks_exact_mut(3 * patch * patch))
-                        {
-                            cut_patch(frame, y, x, patch, normalise, cut);
-                        }
-                        for channel in 0..3 {
-                            for time in 0..temporal {
-                                let frame = time.min(frames.len() - 1);
-                                let from = (frame * 3 + channel) * patch * patch;
-                                values.extend_from_slice(&cut[from..from + patch * patch]);
-                            }
+    let size = patch * patch;
+    // [frames, 3, p, p]: values are copied from here in order, which is faster than writing the
+    // repeated frames side by side.
+    let mut cut = vec![0.0; frames.len() * 3 * size];
+    for top in (0..height).step_by(block) {
+        let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
+        for left in (0..width).step_by(block) {
+            for y in (0..block).step_by(patch) {
+                for x in (left..left + block).step_by(patch) {
+                    for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
+                        cut_patch(band, width, [y, x], patch, normalise, cut);
+                    }
+                    for channel in 0..3 {
+                        for time in 0..temporal {
+                            let frame = time.min(bands.len() - 1);
+                            let from = (frame * 3 + channel) * size;
+                            values.extend_from_slice(&cut[from..from + size]);
                         }
                     }
                 }
             }
         }
     }
-    values
 }
 
 for_each_level! {
-/// The values `[3, p, p]` of the patch whose first pixel is at row `y` and column `x`.
+/// The values `[3, p, p]` of the patch that begins at row and column `at` of a band
+/// `[rows, 3, width]`.
 fn cut_patch(
-    image: &Rgb,
-    y: usize,
-    x: usize,
+    band: &[u8],
+    width: usize,
+    at: [usize; 2],
     patch: usize,
     normalise: &Normalise,
     values: &mut [f32],
 ) {
-    let [[mean0, std0], [mean1, std1], [mean2, std2]] = normalise.0;
-    let (red, rest) = values.split_at_mut(patch * patch);
-    let (green, blue) = rest.split_at_mut(patch * patch);
-    let channels = red.chunks_exact_mut(patch).zip(green.chunks_exact_mut(patch));
-    for (row, ((red, green), blue)) in channels.zip(blue.chunks_exact_mut(patch)).enumerate() {
-        let from = ((y + row) * image.width + x) * 3;
-        let pixels = image.data[from..from + patch * 3].as_chunks::<3>().0;
-        for (((pixel, red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
-            *red = (f32::from(pixel[0]) - mean0) / std0;
-            *green = (f32::from(pixel[1]) - mean1) / std1;
-            *blue = (f32::from(pixel[2]) - mean2) / std2;
+    let [y, x] = at;
+    let channels = normalise.0.iter().zip(values.chunks_exact_mut(patch * patch));
+    for (c, (channel, values)) in channels.enumerate() {
+        let rows = band[(y * 3 + c) * width + x..].chunks(3 * width);
+        if patch == LANES {
+            for (values, row) in values.as_chunks_mut().0.iter_mut().zip(rows) {
+                *values = channel.scale(row.first_chunk().expect("a patch is inside of its band"));
+            }
+            continue;
+        }
+        for (values, row) in values.chunks_exact_mut(patch).zip(rows) {
+            for (values, pixels) in values.chunks_mut(LANES).zip(row[..patch].chunks(LANES)) {
+                let mut lanes = [0; LANES];
+                lanes[..pixels.len()].copy_from_slice(pixels);
+                values.copy_from_slice(&channel.scale(&lanes)[..values.len()]);
+            }
         }
     }
 }
@@ -120,7 +195,7 @@ pub(in crate::data) fn unpatchify(
             cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
         };
         for [y, x] in blocks.flat_map(inside) {
-            for (c, [mean, std]) in normalise.0.iter().enumerate() {
+            for (c, Channel { mean, std, .. }) in normalise.0.iter().enumerate() {
                 for frame in frames.iter_mut() {
                     for (at, value) in values.by_ref().take(patch * patch).enumerate() {
                         let (row, column) = (y * patch + at / patch, x * patch + at % patch);
@@ -136,7 +211,36 @@ pub(in crate::data) fn unpatchify(
 
 #[cfg(test)]
 mod tests {
+    use super::super::resize::resize;
+    use super::super::resize::tests::{by_definition, noise};
+    use super::super::simd::at_each_level;
     use super::*;
+    use proptest::prelude::*;
+
+    /// What [`patchify`] promises, value by value.
+    fn patches(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
+        let PatchShape { patch: p, temporal, merge: m } = shape;
+        let (rows, columns) = (frames[0].height / p, frames[0].width / p);
+        let mut values = Vec::new();
+        for first in (0..frames.len()).step_by(temporal) {
+            for at in 0..rows * columns {
+                // (gh / m, gw / m, m, m), last first
+                let (at, dx) = (at / m, at % m);
+                let (at, dy) = (at / m, at % m);
+                let (y, x) = (at / (columns / m) * m + dy, at % (columns / m) * m + dx);
+                for value in 0..3 * temporal * p * p {
+                    let (value, column) = (value / p, value % p);
+                    let (value, row) = (value / p, value % p);
+                    let (c, time) = (value / temporal, value % temporal);
+                    let frame = &frames[(first + time).min(frames.len() - 1)];
+                    let pixel = (y * p + row) * frame.width + x * p + column;
+                    let Channel { mean, std, .. } = normalise.0[c];
+                    values.push((f32::from(frame.data[pixel * 3 + c]) - mean) / std);
+                }
+            }
+        }
+        values
+    }
 
     /// One pixel a patch, so that a patch's values name the pixel: red is 10 * row + column.
     #[test]
@@ -157,6 +261,67 @@ mod tests {
             20, 21, 30, 31, 22, 23, 32, 33, 24, 25, 34, 35,
         ];
         assert_eq!(red, expected.map(|value| value as f32));
+    }
+
+    /// Division in f32 is what the reference does; products stand for it only where they are it.
+    #[test]
+    fn products_give_the_quotients_of_all_bytes_or_are_not_used() {
+        for std in (1..2000).map(|std| std as f32 / 1000.0) {
+            for mean in [0.5, 0.0, 0.48145466, 0.4578275, 0.40821073] {
+                let channel = Channel::new(mean * 255.0, std * 255.0);
+                for bytes in (0..=u8::MAX).collect::<Vec<_>>().as_chunks().0 {
+                    let expected = bytes.map(|x| (f32::from(x) - mean * 255.0) / (std * 255.0));
+                    assert_eq!(channel.scale(bytes), expected, "mean {mean}, std {std}");
+                }
+            }
+        }
+        assert!(Channel::new(127.5, 127.5).inverse.is_some());
+    }
+
+    proptest! {
+        /// In one pass and in two, with sides that no vector divides, and the same at each level.
+        #[test]
+        fn patches_of_a_resized_picture_are_those_of_the_resize(
+            sides in [1..90_usize, 1..90_usize],
+            blocks in [1..5_u32, 1..5_u32],
+            patch in prop::sample::select(vec![1_usize, 2, 5, 14, 16, 17]),
+            merge in 1..3_usize,
+            temporal in 1..4_usize,
+            seed: u64,
+        ) {
+            let image = noise(sides, seed);
+            let shape = PatchShape { patch, temporal, merge };
+            let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
+            let target = blocks.map(|blocks| blocks * (patch * merge) as u32);
+            let expected = patches(&[by_definition(&image, target)], shape, &normalise);
+            for (level, found) in at_each_level(|| resize_and_patchify(&image, target, shape, &normalise)) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+            for (level, found) in at_each_level(|| {
+                patchify(&[resize(image.clone(), target[0], target[1])], shape, &normalise)
+            }) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+        }
+
+        #[test]
+        fn patches_of_frames_are_cut_where_the_order_says(
+            grid in [1..4_usize, 1..4_usize],
+            frames in 1..6_u64,
+            patch in prop::sample::select(vec![1_usize, 3, 14, 16]),
+            merge in 1..3_usize,
+            temporal in 1..4_usize,
+            seed: u64,
+        ) {
+            let sides = grid.map(|blocks| blocks * patch * merge);
+            let frames: Vec<_> = (0..frames).map(|frame| noise(sides, seed ^ frame)).collect();
+            let shape = PatchShape { patch, temporal, merge };
+            let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
+            let expected = patches(&frames, shape, &normalise);
+            for (level, found) in at_each_level(|| patchify(&frames, shape, &normalise)) {
+                prop_assert!(found == expected, "{level:?}");
+            }
+        }
     }
 
     #[test]

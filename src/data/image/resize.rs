@@ -1,244 +1,377 @@
-//! Antialiased bicubic resize of 8-bit RGB, bit for bit what Pillow computes.
+//! Antialiased bicubic resize of 8-bit RGB, bit for bit what Pillow computes, made in bands of rows
+//! so that what lies between the two passes stays in the cache.
 //!
-//! Shapes: rows of `width * 3` bytes. Width first, then height; each pass has 22-bit fixed-point
-//! weights, rounds and clamps to `u8`, and is left out when its size does not change.
+//! Shapes: pictures `[height, width, 3]`; bands are planar, `[rows, 3, width]`. Width first, then
+//! height; each pass has 22-bit fixed-point weights, rounds and clamps to `u8`, and is left out when
+//! its size does not change.
+
+use std::ops::Range;
 
 use super::decode::Rgb;
 use super::simd::for_each_level;
+use super::transpose::{LANES, Lanes, transpose};
+use super::weights::{PRECISION_BITS, Weights};
 
-/// Fraction bits of a weight.
-const PRECISION_BITS: u32 = 22;
-/// A weight is kept as `high << SPLIT_BITS | low`: 16-bit factors multiply four to eight at a time
-/// on every x86-64, 32-bit ones do not.
-const SPLIT_BITS: u32 = 11;
-/// Reach of the cubic kernel, in source pixels when not shrinking.
-const SUPPORT: f64 = 2.0;
-/// Bytes that are summed side by side: their sums stay in registers.
-const LANES: usize = 16;
+/// Rows of a band where the caller does not care.
+const BAND: usize = 32;
+/// A half: sums are rounded by it.
+const HALF: i32 = 1 << (PRECISION_BITS - 1);
 
 /// Resizes to `height` x `width`; the picture itself if it has that size.
 ///
 /// # Panics
 /// If a target side is 0.
 pub(in crate::data) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
-    assert!(height > 0 && width > 0, "cannot resize to nothing");
     let (height, width) = (height as usize, width as usize);
-    let image = if image.width == width { image } else { resize_width(&image, width) };
-    if image.height == height { image } else { resize_height(&image, height) }
-}
-
-/// Weights of one pass: for each output position a window of the input.
-struct Weights {
-    /// First input position of each window.
-    starts: Vec<usize>,
-    /// Taps of each window; the table has the longest one's, rounded up to pairs and zero-filled.
-    taps: usize,
-    /// Pairs of taps, `[low, low, high, high]`, `taps / 2` for each output position.
-    pairs: Vec<[i16; 4]>,
-}
-
-impl Weights {
-    fn new(input: usize, output: usize) -> Self {
-        let scale = input as f64 / output as f64;
-        let stretch = scale.max(1.0);
-        let support = SUPPORT * stretch;
-        let windows: Vec<(usize, Vec<i32>)> = (0..output)
-            .map(|position| {
-                let center = (position as f64 + 0.5) * scale;
-                let start = (center - support + 0.5).max(0.0) as usize;
-                let end = ((center + support + 0.5) as usize).min(input);
-                let weight = |x| cubic((x as f64 - center + 0.5) * (1.0 / stretch));
-                let weights: Vec<f64> = (start..end).map(weight).collect();
-                let sum: f64 = weights.iter().sum();
-                (start, weights.iter().map(|weight| fixed_point(weight / sum)).collect())
-            })
-            .collect();
-        let longest = windows.iter().map(|(_, weights)| weights.len()).max().unwrap_or(0);
-        let taps = longest.next_multiple_of(2);
-        let mut pairs = Vec::with_capacity(output * taps / 2);
-        for (_, weights) in &windows {
-            let tap = |i: usize| split(weights.get(i).copied().unwrap_or(0));
-            pairs.extend((0..taps).step_by(2).map(|i| {
-                let ((low0, high0), (low1, high1)) = (tap(i), tap(i + 1));
-                [low0, low1, high0, high1]
-            }));
+    if (image.height, image.width) == (height, width) {
+        return image;
+    }
+    let mut resized = Resized::new(&image, height, width);
+    let mut data = vec![0; height * width * 3];
+    for (top, rows) in (0..height).step_by(BAND).zip(data.chunks_mut(BAND * width * 3)) {
+        let band = resized.band(top..height.min(top + BAND));
+        for (planes, row) in band.chunks_exact(width * 3).zip(rows.chunks_exact_mut(width * 3)) {
+            interleave(planes, row);
         }
-        Self { starts: windows.into_iter().map(|(start, _)| start).collect(), taps, pairs }
+    }
+    Rgb { width, height, data }
+}
+
+/// A picture at another size, whose rows are made as they are asked for, from top to bottom.
+#[derive(Debug)]
+pub(super) struct Resized<'a> {
+    rows: Rows<'a>,
+    height: usize,
+    /// None if the height stays.
+    weights: Option<Weights>,
+    sums: Vec<i32>, // of a row: [3, width]
+    band: Vec<u8>,
+}
+
+impl<'a> Resized<'a> {
+    /// `image` at `height` x `width`, nothing of it made yet.
+    ///
+    /// # Panics
+    /// If a target side is 0.
+    pub(super) fn new(image: &'a Rgb, height: usize, width: usize) -> Self {
+        assert!(height > 0 && width > 0, "cannot resize to nothing");
+        let weights = (image.height != height).then(|| Weights::new(image.height, height));
+        let sums = vec![0; width * 3];
+        Self { rows: Rows::new(image, width), height, weights, sums, band: Vec::new() }
     }
 
-    /// First input position and the weights of each output position.
-    fn windows(&self) -> impl Iterator<Item = (usize, &[[i16; 4]])> {
-        self.starts.iter().copied().zip(self.pairs.chunks_exact(self.taps / 2))
+    /// Pixels a row.
+    pub(super) fn width(&self) -> usize {
+        self.rows.width
+    }
+
+    /// Rows.
+    pub(super) fn height(&self) -> usize {
+        self.height
+    }
+
+    /// The rows `wanted`, planar `[rows, 3, width]`.
+    ///
+    /// # Panics
+    /// If a row is not below the height, or above those that were asked for before.
+    pub(super) fn band(&mut self, wanted: Range<usize>) -> &[u8] {
+        let Some(weights) = &self.weights else { return self.rows.get(wanted) };
+        let row = self.sums.len();
+        self.band.resize(wanted.len() * row, 0);
+        let sources = weights.window(wanted.start).start..weights.window(wanted.end - 1).end;
+        let last = sources.len() - 1;
+        let rows = self.rows.get(sources.clone());
+        for (y, target) in wanted.zip(self.band.chunks_exact_mut(row)) {
+            let quads = weights.quads(y);
+            let first = weights.window(y).start - sources.start;
+            // Taps past the last row have weight 0; any row will do.
+            let source = |tap: usize| &rows[(first + tap).min(last) * row..][..row];
+            let rows: Vec<_> =
+                (0..quads.len()).map(|i| [0, 1, 2, 3].map(|tap| source(4 * i + tap))).collect();
+            sum_rows(&rows, quads, &mut self.sums, target);
+        }
+        &self.band
     }
 }
 
-/// Keys' cubic kernel with a = -0.5.
-fn cubic(x: f64) -> f64 {
-    const A: f64 = -0.5;
-    let x = x.abs();
-    if x < 1.0 {
-        ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0
-    } else if x < 2.0 {
-        (((x - 5.0) * x + 8.0) * x - 4.0) * A
-    } else {
-        0.0
+/// The rows of a picture at their final width, planar, made as they are asked for.
+#[derive(Debug)]
+struct Rows<'a> {
+    source: &'a Rgb,
+    width: usize,
+    /// None if the width stays.
+    across: Option<(Weights, Squares)>,
+    /// Rows `made`, `[rows, 3, width]`, and room.
+    planes: Vec<u8>,
+    made: Range<usize>,
+}
+
+/// Sixteen rows while their width changes.
+#[derive(Debug)]
+struct Squares {
+    /// `[16, 3 * width]` of the source, rows rounded up to whole squares. Read from here: the
+    /// picture itself is not in the cache any more, and is fetched faster in one go.
+    rows: Vec<Lanes>,
+    /// `[width + 3, 3]` of them: the last windows may reach past the row, with weight 0.
+    columns: Vec<Lanes>,
+    /// `[3, width]` of the target, rounded up to whole squares.
+    resized: Vec<Lanes>,
+}
+
+impl Squares {
+    fn new(source_width: usize, width: usize) -> Self {
+        let blocks = (source_width * 3).div_ceil(LANES);
+        let lanes = |num: usize| vec![[0; LANES]; num.next_multiple_of(LANES)];
+        Self {
+            rows: lanes(blocks * LANES),
+            columns: lanes((source_width + 3) * 3),
+            resized: lanes(width * 3),
+        }
     }
 }
 
-/// Rounds half away from zero.
-fn fixed_point(weight: f64) -> i32 {
-    (weight * f64::from(1 << PRECISION_BITS) + 0.5_f64.copysign(weight)) as i32
-}
-
-/// `(low, high)` with `weight == (high << SPLIT_BITS) + low`.
-fn split(weight: i32) -> (i16, i16) {
-    ((weight & ((1 << SPLIT_BITS) - 1)) as i16, (weight >> SPLIT_BITS) as i16)
-}
-
-/// Adds two taps, with their weights `[low, low, high, high]`, to the sums of each lane.
-#[inline]
-fn add_taps(
-    [low, high]: &mut [[i32; LANES]; 2],
-    a: &Lanes,
-    b: &Lanes,
-    [low0, low1, high0, high1]: [i16; 4],
-) {
-    for i in 0..LANES {
-        let (a, b) = (i32::from(a[i]), i32::from(b[i]));
-        low[i] = low[i].wrapping_add(a * i32::from(low0) + b * i32::from(low1));
-        high[i] = high[i].wrapping_add(a * i32::from(high0) + b * i32::from(high1));
+impl<'a> Rows<'a> {
+    fn new(source: &'a Rgb, width: usize) -> Self {
+        let across = (source.width != width)
+            .then(|| (Weights::new(source.width, width), Squares::new(source.width, width)));
+        Self { source, width, across, planes: Vec::new(), made: 0..0 }
     }
-}
 
-/// Joins the two halves of each sum, rounds and clamps. Wraps: only the joined sum has to fit.
-#[inline]
-fn finish([low, high]: &[[i32; LANES]; 2]) -> Lanes {
-    std::array::from_fn(|i| {
-        let sum = (high[i] << SPLIT_BITS).wrapping_add(low[i]);
-        (sum.wrapping_add(1 << (PRECISION_BITS - 1)) >> PRECISION_BITS).clamp(0, 255) as u8
-    })
-}
-
-/// Sixteen neighbouring bytes of a row, or one byte of sixteen rows.
-type Lanes = [u8; LANES];
-
-/// Swaps rows and columns of a square of bytes: log2 rounds of pairwise interleaving, which
-/// compile to byte-unpack instructions.
-fn transpose(mut square: [Lanes; LANES]) -> [Lanes; LANES] {
-    const HALF: usize = LANES / 2;
-    for _ in 0..LANES.ilog2() {
-        let mut next = [[0; LANES]; LANES];
-        for i in 0..HALF {
-            for j in 0..HALF {
-                next[2 * i][2 * j] = square[i][j];
-                next[2 * i][2 * j + 1] = square[i + HALF][j];
-                next[2 * i + 1][2 * j] = square[i][j + HALF];
-                next[2 * i + 1][2 * j + 1] = square[i + HALF][j + HALF];
+    /// The rows `wanted`; forgets those above them.
+    fn get(&mut self, wanted: Range<usize>) -> &[u8] {
+        let Self { source, width, across, planes, made } = self;
+        let row = *width * 3;
+        assert!(made.start <= wanted.start && wanted.end <= source.height, "rows go downwards");
+        let gone = wanted.start.min(made.end) - made.start;
+        planes.copy_within(gone * row..made.len() * row, 0);
+        *made = wanted.start..made.end.max(wanted.start);
+        while made.end < wanted.end {
+            let rows = made.end..source.height.min(made.end + LANES);
+            let targets = made.len() * row..(made.len() + rows.len()) * row;
+            if planes.len() < targets.end {
+                planes.resize(targets.end, 0);
             }
+            let targets = &mut planes[targets];
+            let sources =
+                &source.data[rows.start * source.width * 3..][..rows.len() * source.width * 3];
+            match across {
+                Some((weights, squares)) => {
+                    resize_rows(sources, source.width, weights, squares, targets, *width);
+                }
+                None => split_planes(sources, targets, *width),
+            }
+            made.end = rows.end;
         }
-        square = next;
+        &planes[..wanted.len() * row]
     }
-    square
 }
 
-/// The lanes of a row at `at`.
-#[inline]
-fn lanes(row: &[u8], at: usize) -> &Lanes {
-    row[at..].first_chunk().expect("the target row has lanes here and the source row its length")
+/// Adds four products to a sum. Wraps: only the sum of all has to fit.
+#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+#[inline(always)]
+fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> i32 {
+    let product = |value: u8, weight: i32| i32::from(value).wrapping_mul(weight);
+    let (ab, cd) =
+        (product(a, w0).wrapping_add(product(b, w1)), product(c, w2).wrapping_add(product(d, w3)));
+    sum.wrapping_add(ab.wrapping_add(cd))
 }
 
-/// What is left of a row at `at`, filled up with 0.
-fn tail(row: &[u8], at: usize) -> Lanes {
-    let mut lanes = [0; LANES];
-    lanes[..row.len() - at].copy_from_slice(&row[at..]);
-    lanes
+/// A byte of a sum that began with a half.
+#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+#[inline(always)]
+fn finish(sum: i32) -> u8 {
+    (sum >> PRECISION_BITS).clamp(0, 255) as u8
 }
 
 for_each_level! {
-/// Sums the windows of sixteen rows at once: the rows are transposed, so that the sums of one
-/// output byte in all of them lie side by side.
-fn resize_width(image: &Rgb, width: usize) -> Rgb {
-    let weights = Weights::new(image.width, width);
-    let (source_row, target_row) = (image.width * 3, width * 3);
-    let mut data = vec![0_u8; image.height * target_row];
-    // Windows at the right edge reach past the row: into columns that stay 0, with weight 0.
-    let mut columns = vec![[0; LANES]; (source_row + weights.taps * 3).next_multiple_of(LANES)];
-    let mut resized = vec![[0; LANES]; target_row.next_multiple_of(LANES)];
-    let groups = image.data.chunks(LANES * source_row).zip(data.chunks_mut(LANES * target_row));
-    for (sources, targets) in groups {
-        for (block, columns) in columns.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-            let at = block * LANES;
-            if at >= source_row {
-                break;
-            }
-            let mut square = [[0; LANES]; LANES];
-            for (lanes, row) in square.iter_mut().zip(sources.chunks_exact(source_row)) {
-                match row[at..].first_chunk() {
-                    Some(bytes) => *lanes = *bytes,
-                    None => lanes[..source_row - at].copy_from_slice(&row[at..]),
+/// Resizes at most sixteen rows `[rows, source_width, 3]` to planes `[rows, 3, width]`, all at once:
+/// they are transposed, so that the sums of one byte in all of them lie side by side.
+fn resize_rows(
+    sources: &[u8],
+    source_width: usize,
+    weights: &Weights,
+    squares: &mut Squares,
+    targets: &mut [u8],
+    width: usize,
+) {
+    let (source_row, target_row) = (source_width * 3, width * 3);
+    let Squares { rows, columns, resized } = squares;
+    let blocks = source_row.div_ceil(LANES);
+    for (row, lanes) in sources.chunks_exact(source_row).zip(rows.chunks_exact_mut(blocks)) {
+        lanes.as_flattened_mut()[..source_row].copy_from_slice(row);
+    }
+    for (block, columns) in columns.as_chunks_mut::<LANES>().0[..blocks].iter_mut().enumerate() {
+        let rows = &rows[block..=block + (LANES - 1) * blocks];
+        transpose(|row| &rows[row * blocks], |i, column| columns[i] = *column);
+    }
+    let pixels = columns.as_chunks::<3>().0;
+    for x in 0..width {
+        let quads = weights.quads(x);
+        let taps = pixels[weights.window(x).start..].as_chunks::<4>().0;
+        for c in 0..3 {
+            let mut sums = [HALF; LANES];
+            for (weights, [p, q, r, s]) in quads.iter().zip(taps) {
+                for i in 0..LANES {
+                    sums[i] = add_products(sums[i], [p[c][i], q[c][i], r[c][i], s[c][i]], *weights);
                 }
             }
-            *columns = transpose(square);
-        }
-        for ((start, pairs), pixel) in weights.windows().zip(resized.as_chunks_mut::<3>().0) {
-            for (c, target) in pixel.iter_mut().enumerate() {
-                let mut sums = [[0; LANES]; 2];
-                for (taps, pixels) in pairs.iter().zip(columns[start * 3..].chunks_exact(6)) {
-                    add_taps(&mut sums, &pixels[c], &pixels[c + 3], *taps);
-                }
-                *target = finish(&sums);
-            }
-        }
-        for (block, columns) in resized.as_chunks::<LANES>().0.iter().enumerate() {
-            let at = block * LANES;
-            let len = LANES.min(target_row - at);
-            for (lanes, row) in transpose(*columns).iter().zip(targets.chunks_exact_mut(target_row))
-            {
-                match row[at..].first_chunk_mut() {
-                    Some(bytes) => *bytes = *lanes,
-                    None => row[at..].copy_from_slice(&lanes[..len]),
-                }
+            let target = &mut resized[c * width + x];
+            for i in 0..LANES {
+                target[i] = finish(sums[i]);
             }
         }
     }
-    Rgb { width, height: image.height, data }
+    let height = targets.len() / target_row;
+    for (block, columns) in resized.as_chunks::<LANES>().0.iter().enumerate() {
+        let at = block * LANES;
+        let len = LANES.min(target_row - at);
+        let put = |row: usize, lanes: &Lanes| {
+            if row < height {
+                let target = &mut targets[row * target_row + at..][..len];
+                match target.as_mut_array() {
+                    Some(target) => *target = *lanes,
+                    None => target.copy_from_slice(&lanes[..len]),
+                }
+            }
+        };
+        transpose(|column| &columns[column], put);
+    }
 }
 
-fn resize_height(image: &Rgb, height: usize) -> Rgb {
-    let weights = Weights::new(image.height, height);
-    let row = image.width * 3;
-    let mut data = vec![0_u8; height * row];
-    let last = image.height - 1;
-    // Taps past the last row have weight 0; any row will do.
-    let source = |y: usize| &image.data[y.min(last) * row..][..row];
-    for ((start, pairs), target) in weights.windows().zip(data.chunks_exact_mut(row)) {
-        let rows: Vec<_> = (0..pairs.len())
-            .map(|pair| (source(start + 2 * pair), source(start + 2 * pair + 1)))
-            .collect();
-        for (block, target) in target.chunks_mut(LANES).enumerate() {
-            let at = block * LANES;
-            let mut sums = [[0; LANES]; 2];
-            if let Some(target) = target.as_mut_array::<LANES>() {
-                for ((a, b), taps) in rows.iter().zip(pairs) {
-                    add_taps(&mut sums, lanes(a, at), lanes(b, at), *taps);
-                }
-                *target = finish(&sums);
-            } else {
-                for ((a, b), taps) in rows.iter().zip(pairs) {
-                    add_taps(&mut sums, &tail(a, at), &tail(b, at), *taps);
-                }
-                target.copy_from_slice(&finish(&sums)[..target.len()]);
-            }
+/// Weighted sum of rows, which are as long as `target` and `sums`.
+fn sum_rows(rows: &[[&[u8]; 4]], quads: &[[i32; 4]], sums: &mut [i32], target: &mut [u8]) {
+    let len = target.len();
+    let [first @ .., last] = quads else { return };
+    let sums = &mut sums[..len];
+    let sums_before = !first.is_empty();
+    if sums_before {
+        sums.fill(HALF);
+    }
+    for (rows, weights) in rows.iter().zip(first) {
+        let [a, b, c, d] = rows.map(|row| &row[..len]);
+        for i in 0..len {
+            sums[i] = add_products(sums[i], [a[i], b[i], c[i], d[i]], *weights);
         }
     }
-    Rgb { width: image.width, height, data }
+    let [a, b, c, d] = rows[quads.len() - 1].map(|row| &row[..len]);
+    if sums_before {
+        for i in 0..len {
+            target[i] = finish(add_products(sums[i], [a[i], b[i], c[i], d[i]], *last));
+        }
+    } else {
+        for i in 0..len {
+            target[i] = finish(add_products(HALF, [a[i], b[i], c[i], d[i]], *last));
+        }
+    }
+}
+
+/// Rows `[rows, width, 3]` to planes `[rows, 3, width]`.
+fn split_planes(rows: &[u8], planes: &mut [u8], width: usize) {
+    for (row, planes) in rows.chunks_exact(width * 3).zip(planes.chunks_exact_mut(width * 3)) {
+        let (red, rest) = planes.split_at_mut(width);
+        let (green, blue) = rest.split_at_mut(width);
+        let pixels = row.as_chunks::<3>().0.iter();
+        for (((pixel, red), green), blue) in pixels.zip(red).zip(green).zip(blue) {
+            [*red, *green, *blue] = *pixel;
+        }
+    }
+}
+
+/// Planes `[3, width]` to a row `[width, 3]`.
+fn interleave(planes: &[u8], row: &mut [u8]) {
+    let (red, rest) = planes.split_at(planes.len() / 3);
+    let (green, blue) = rest.split_at(red.len());
+    let pixels = row.as_chunks_mut::<3>().0.iter_mut();
+    for (((pixel, red), green), blue) in pixels.zip(red).zip(green).zip(blue) {
+        *pixel = [*red, *green, *blue];
+    }
 }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::golden;
+    use super::super::simd::at_each_level;
     use super::*;
+    use proptest::prelude::*;
+    use rand::{Rng, SeedableRng};
+
+    /// Random pixels; half of them black or white, so that sums overshoot on both sides.
+    pub(in super::super) fn noise([height, width]: [usize; 2], seed: u64) -> Rgb {
+        let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+        let mut byte = || {
+            let byte: u8 = rng.random();
+            if rng.random() { byte } else { (byte & 1) * 255 }
+        };
+        let data = (0..height * width * 3).map(|_| byte()).collect();
+        Rgb { width, height, data }
+    }
+
+    /// The resize as it is defined: two whole passes, one sum after the other.
+    pub(in super::super) fn by_definition(image: &Rgb, [height, width]: [u32; 2]) -> Rgb {
+        let pass = |image: &Rgb, height: usize, width: usize| {
+            let [across, down] =
+                [Weights::new(image.width, width), Weights::new(image.height, height)];
+            let mut data = Vec::new();
+            for y in 0..height {
+                for x in 0..width {
+                    for c in 0..3 {
+                        let mut sum = 1_i64 << (PRECISION_BITS - 1);
+                        let pixel = |y: usize, x: usize| {
+                            i64::from(image.data[(y * image.width + x) * 3 + c])
+                        };
+                        if width != image.width {
+                            let weights = across.quads(x).as_flattened();
+                            for (from, weight) in across.window(x).zip(weights) {
+                                sum += pixel(y, from) * i64::from(*weight);
+                            }
+                        } else if height != image.height {
+                            let weights = down.quads(y).as_flattened();
+                            for (from, weight) in down.window(y).zip(weights) {
+                                sum += pixel(from, x) * i64::from(*weight);
+                            }
+                        } else {
+                            sum = pixel(y, x) << PRECISION_BITS;
+                        }
+                        data.push((sum >> PRECISION_BITS).clamp(0, 255) as u8);
+                    }
+                }
+            }
+            Rgb { width, height, data }
+        };
+        let wide = pass(image, image.height, width as usize);
+        pass(&wide, height as usize, width as usize)
+    }
+
+    proptest! {
+        #[test]
+        fn bands_of_any_height_are_the_rows_of_two_whole_passes(
+            sides in [1..120_usize, 1..120_usize],
+            target in [1..120_u32, 1..120_u32],
+            heights in prop::collection::vec(1..40_usize, 120),
+            seed: u64,
+        ) {
+            let image = noise(sides, seed);
+            let expected = by_definition(&image, target);
+            let [height, width] = target.map(|side| side as usize);
+            for (level, found) in at_each_level(|| {
+                let mut resized = Resized::new(&image, height, width);
+                let (mut data, mut top) = (vec![0; expected.data.len()], 0);
+                for rows in &heights {
+                    let bottom = height.min(top + rows);
+                    if top < bottom {
+                        for (y, planes) in (top..).zip(resized.band(top..bottom).chunks(width * 3)) {
+                            interleave(planes, &mut data[y * width * 3..][..width * 3]);
+                        }
+                    }
+                    top = bottom;
+                }
+                data
+            }) {
+                prop_assert!(found == expected.data, "{level:?}");
+            }
+        }
+    }
 
     fn source(name: &str) -> Rgb {
         let pictures = golden::pictures("rgb/");
@@ -251,9 +384,11 @@ mod tests {
         assert!(cases.len() > 10);
         for case in cases {
             let [height, width] = ["height", "width"].map(|key| case[key].as_u64().unwrap() as u32);
-            let found = resize(source(case["file"].as_str().unwrap()), height, width);
-            assert_eq!((found.height, found.width), (height as usize, width as usize));
-            assert_eq!(case["sha256"], golden::sha256(&found.data), "{case}");
+            let source = source(case["file"].as_str().unwrap());
+            for (level, found) in at_each_level(|| resize(source.clone(), height, width)) {
+                assert_eq!((found.height, found.width), (height as usize, width as usize));
+                assert_eq!(case["sha256"], golden::sha256(&found.data), "{case} at {level:?}");
+            }
         }
     }
 
@@ -278,14 +413,6 @@ mod tests {
                 assert!(found.data.as_chunks().0.iter().all(|pixel| *pixel == [7, 130, 255]));
             }
         }
-    }
-
-    #[test]
-    fn transposing_swaps_rows_and_columns() {
-        let square: [Lanes; LANES] =
-            std::array::from_fn(|i| std::array::from_fn(|j| (i * 16 + j) as u8));
-        let found = transpose(square);
-        assert!((0..LANES).all(|i| (0..LANES).all(|j| found[i][j] == square[j][i])));
     }
 
     /// Sums of thousands of taps overflow in one half, and come out right when the halves join.

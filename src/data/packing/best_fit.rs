@@ -34,7 +34,7 @@ pub(super) struct Bin {
     pub(super) samples: Vec<usize>,
     /// The one that opened the bin.
     pub(super) longest: usize,
-    free: Room,
+    pub(super) free: Room,
 }
 
 /// Longest first, each into the fullest bin that has room; ties go to the earlier one. A sample that

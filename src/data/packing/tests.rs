@@ -67,18 +67,6 @@ fn best_fit_finds_partners_that_are_no_neighbours() {
     assert_eq!(positions(&packs), [vec![0, 3], vec![1, 2], vec![4], vec![5]]);
 }
 
-#[test]
-fn a_window_is_packed_at_its_bound_of_pixels() {
-    let mut packer = Packer::new(on(10, PackingStrategy::BestFit), rules(256), Vec::new());
-    let with_pixels = |position| {
-        let length = Length { tokens: 10, pixel_bytes: WINDOW_PIXEL_BYTES / 2 };
-        Item { position, length, value: () }
-    };
-    assert!(packer.push(with_pixels(0)).is_empty());
-    assert_eq!(packer.push(with_pixels(1)).len(), 2);
-    assert!(packer.push(with_pixels(2)).is_empty());
-}
-
 /// Lengths of `num` samples, made up like those of three kinds of data: `vl`, chats with pictures of
 /// every size; `text`, chats; `hires`, where most rows have one large picture. (Name, lengths.)
 fn mixes(num: usize) -> [(&'static str, Vec<usize>); 3] {
@@ -112,7 +100,7 @@ fn evenness(packs: &[Vec<Item<()>>], group: usize) -> f64 {
 
 #[test]
 fn best_fit_fills_packs_and_beats_sequential() {
-    for ((name, lengths), least) in mixes(20_000).into_iter().zip([0.998, 0.998, 0.965]) {
+    for ((name, lengths), least) in mixes(20_000).into_iter().zip([0.998, 0.998, 0.98]) {
         let packing = |strategy| on(8192, strategy);
         let best_fit =
             fill(&pack_by(packing(PackingStrategy::BestFit), rules(1000), &lengths), 8192);

@@ -1,0 +1,354 @@
+//! The thread that makes steps: it packs lengths ahead, and fills the packs with samples.
+//!
+//! A row whose pictures turn out to be broken leaves a gap in its pack, so that the packs are those that
+//! the lengths gave, whatever decoding finds. A step is sent when a sample of the next one has been read
+//! or the epoch has ended: what comes of steps without a usable sample is told with the one before them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::mem::take;
+use std::sync::mpsc::SyncSender;
+use std::task::Poll;
+
+use super::{LoaderError, StepData};
+use crate::batch::{EncodedSample, Pack, VarlenBatch};
+use crate::data::collate::collate;
+use crate::data::config::OnError;
+use crate::data::packing::Item;
+use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
+use crate::data::steps::{
+    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, fill,
+};
+use crate::data::workers::{Done, Workers};
+
+/// Workers that look at rows, in the order of the epoch.
+pub(super) type Looks = Workers<Row, Result<FirstLook, Rejection>>;
+/// Workers that read the samples of planned steps.
+pub(super) type Reads = Workers<(Row, Length), Result<EncodedSample, Rejection>>;
+/// Where steps go.
+pub(super) type Sender = SyncSender<Result<StepData, LoaderError>>;
+
+/// Steps that are planned ahead, whatever their size.
+const AHEAD_STEPS: usize = 2;
+/// Samples of small steps that are planned ahead for each worker, so that all have something to read.
+const AHEAD_SAMPLES: usize = 16;
+
+/// A row in a pack.
+struct Planned {
+    row: Row,
+    /// `None` while it is being read.
+    sample: Option<EncodedSample>,
+}
+
+type Tagged = (u32, EncodedSample); // with the index of its data set
+
+/// Makes the steps of a loader.
+pub(super) struct Assembler<'a> {
+    reader: &'a dyn RowReader,
+    looks: &'a Looks,
+    reads: &'a Reads,
+    steps: &'a Sender,
+    options: LoaderOptions,
+    assembly: Assembly<Planned>,
+    planned: VecDeque<Step<Planned>>,
+    num_planned: usize, // samples in `planned`
+    num_unread: usize,  // those among them that are being read
+    /// Why nothing more is planned: the end of the data, or an error.
+    end: Option<Result<(), LoaderError>>,
+    /// Made; sent when it is known whether it is the last of its epoch.
+    ready: Option<StepData>,
+    /// Nothing of the epoch has been usable so far.
+    epoch_is_empty: bool,
+    late: LateRejections,
+    untold: Vec<Rejection>, // of steps without a sample that began their epoch
+}
+
+/// Why no more steps are made.
+enum Stop {
+    /// Nobody receives them.
+    Unwanted,
+    Failed(LoaderError),
+}
+
+impl<E: Into<LoaderError>> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Rows rejected when their step was made: the assembly does not know of them.
+#[derive(Default)]
+struct LateRejections {
+    /// Rows by file and reason.
+    counts: BTreeMap<(String, String), u64>,
+    first: Vec<Rejection>,
+}
+
+impl LateRejections {
+    fn push(&mut self, rejection: &Rejection) {
+        let key = (rejection.file.clone(), rejection.reason.clone());
+        *self.counts.entry(key).or_default() += 1;
+        if self.first.len() < NUM_EXAMPLES {
+            self.first.push(rejection.clone());
+        }
+    }
+
+    fn add_to(&self, state: &mut DataState) {
+        for ((file, reason), rows) in &self.counts {
+            state.count(file, reason, *rows);
+        }
+    }
+
+    /// With them, what the assembly says.
+    fn complete(&self, mut error: LoaderError) -> LoaderError {
+        if let LoaderError::TooManyRejected { rejected, first, .. }
+        | LoaderError::EmptyEpoch { rejected, first, .. } = &mut error
+        {
+            for ((_, reason), rows) in &self.counts {
+                *rejected.entry(reason.clone()).or_default() += rows;
+            }
+            *first = self.examples(first);
+        }
+        error
+    }
+
+    fn examples(&self, early: &[Rejection]) -> Vec<Rejection> {
+        early.iter().chain(&self.first).take(NUM_EXAMPLES).cloned().collect()
+    }
+}
+
+impl<'a> Assembler<'a> {
+    /// Looks again at the samples that `from` holds.
+    pub(super) fn resume(
+        reader: &'a dyn RowReader,
+        (looks, reads): (&'a Looks, &'a Reads),
+        options: LoaderOptions,
+        rows_of: EpochRows,
+        from: DataState,
+        steps: &'a Sender,
+    ) -> Result<Self, LoaderError> {
+        let look_again = |position| {
+            let stopped =
+                || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
+            let (row, look) = looks.next().ok_or_else(stopped)?;
+            let look = look.map_err(|message| panicked(reader, row, message))?;
+            let look = look.map_err(|rejection| LoaderError::Changed { rejection })?;
+            Ok(Item { position, length: look.length(), value: Planned::new(row, look) })
+        };
+        let epoch_is_empty = from.next == 0;
+        Ok(Self {
+            reader,
+            looks,
+            reads,
+            steps,
+            options,
+            assembly: Assembly::resume(options, rows_of, from, look_again)?,
+            planned: VecDeque::new(),
+            num_planned: 0,
+            num_unread: 0,
+            end: None,
+            ready: None,
+            epoch_is_empty,
+            late: LateRejections::default(),
+            untold: Vec::new(),
+        })
+    }
+
+    /// Sends steps until the data ends or nobody receives.
+    pub(super) fn run(mut self) {
+        let Err(Stop::Failed(error)) = self.make_steps() else { return };
+        if self.send_ready().is_ok() {
+            // without a receiver the loader was dropped, and nobody wants to know
+            let _ = self.steps.send(Err(error));
+        }
+    }
+
+    fn make_steps(&mut self) -> Result<(), Stop> {
+        self.take_steps();
+        while let Some(step) = self.next_planned()? {
+            let step = self.fill(step)?;
+            self.finish(step)?;
+        }
+        Ok(())
+    }
+
+    /// The next step of the plan, which is made ahead without waiting where it can be.
+    fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
+        while self.end.is_none() {
+            let look = if self.planned.is_empty() {
+                self.looks.next()
+            } else if !self.wants_more() {
+                break;
+            } else if let Poll::Ready(look) = self.looks.try_next() {
+                look
+            } else {
+                break;
+            };
+            match look.map(|look| self.plan(look)) {
+                Some(Ok(())) => {}
+                Some(Err(error)) => self.end = Some(Err(error)),
+                None => self.end = Some(Ok(())),
+            }
+        }
+        if let Some(step) = self.planned.pop_front() {
+            self.num_planned -= step.samples().count();
+            return Ok(Some(step));
+        }
+        match self.end.take() {
+            Some(Err(error)) => Err(self.late.complete(error).after(take(&mut self.untold))),
+            _ => Ok(None),
+        }
+    }
+
+    fn wants_more(&self) -> bool {
+        let workers = self.options.workers.get();
+        let all_have_work = self.num_unread >= 2 * workers;
+        self.planned.len() < AHEAD_STEPS
+            || (!all_have_work && self.num_planned < AHEAD_SAMPLES * workers)
+    }
+
+    fn plan(
+        &mut self,
+        (row, look): Done<Row, Result<FirstLook, Rejection>>,
+    ) -> Result<(), LoaderError> {
+        let look = look.map_err(|message| panicked(self.reader, row, message))?;
+        let outcome = look.map(|look| (look.length(), Planned::new(row, look)));
+        self.assembly.push(outcome, || self.reader.id(row))?;
+        self.take_steps();
+        Ok(())
+    }
+
+    /// Takes the steps that are certain, and lets their samples be read.
+    fn take_steps(&mut self) {
+        while let Some(step) = self.assembly.pop() {
+            let unread = step.samples().filter(|item| item.value.sample.is_none());
+            let unread: Vec<_> = unread.map(|item| (item.value.row, item.length)).collect();
+            self.num_planned += step.samples().count();
+            self.num_unread += unread.len();
+            self.reads.feed(unread);
+            self.planned.push_back(step);
+        }
+    }
+
+    /// The step with its samples, without those that cannot be used and the packs that have no others.
+    fn fill(&mut self, step: Step<Planned>) -> Result<Step<Tagged>, Stop> {
+        let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
+        let mut filled = Vec::with_capacity(micro_batches.len());
+        for packs in micro_batches {
+            let mut filled_packs = Vec::with_capacity(packs.len());
+            for pack in packs {
+                let mut samples = Vec::with_capacity(pack.len());
+                for Item { position, length, value } in pack {
+                    let dataset = value.row.dataset;
+                    match self.sample(value)? {
+                        Ok(sample) => {
+                            self.send_ready()?; // its epoch goes on
+                            samples.push(Item { position, length, value: (dataset, sample) });
+                        }
+                        Err(rejection) if self.options.on_error == OnError::Stop => {
+                            return Err(LoaderError::Rejected { rejection }.into());
+                        }
+                        Err(rejection) => {
+                            self.late.push(&rejection);
+                            rejected.push(rejection);
+                        }
+                    }
+                }
+                filled_packs.extend(Some(samples).filter(|samples| !samples.is_empty()));
+            }
+            filled.extend(Some(filled_packs).filter(|packs| !packs.is_empty()));
+        }
+        Ok(Step { micro_batches: filled, epoch_rows, epoch, rejected, state })
+    }
+
+    fn sample(&mut self, planned: Planned) -> Result<Result<EncodedSample, Rejection>, Stop> {
+        let Planned { row, sample } = planned;
+        if let Some(sample) = sample {
+            return Ok(Ok(sample));
+        }
+        self.num_unread -= 1;
+        let (_, sample) = self.reads.next().ok_or(Stop::Unwanted)?;
+        Ok(sample.map_err(|message| panicked(self.reader, row, message))?)
+    }
+
+    /// Makes the step ready to be sent. One without a sample is told with the one before it, or after it.
+    fn finish(&mut self, mut step: Step<Tagged>) -> Result<(), Stop> {
+        self.late.add_to(&mut step.state);
+        let ends_epoch = step.ends_epoch();
+        let early = self.assembly.first_rejections();
+        if self.options.too_many_rejected(&step.state, step.epoch_rows, ends_epoch) {
+            let error = LoaderError::TooManyRejected {
+                rows_read: step.state.rows_read,
+                rejected: step.state.rejected,
+                max_rejected: self.options.max_rejected,
+                first: self.late.examples(early),
+                unreported: step.rejected,
+            };
+            return Err(error.after(take(&mut self.untold)).into());
+        }
+        if !step.micro_batches.is_empty() {
+            self.epoch_is_empty = false;
+            let untold = take(&mut self.untold);
+            step.rejected.splice(..0, untold);
+            self.ready = Some(collate_step(step, &self.options)?);
+        } else if let Some(before) = &mut self.ready {
+            before.rejected.append(&mut step.rejected);
+            (before.epoch, before.state) = (step.epoch, step.state);
+        } else if ends_epoch && self.epoch_is_empty {
+            let error = LoaderError::EmptyEpoch {
+                epoch: step.state.epoch - 1,
+                rows: step.epoch_rows,
+                rejected: step.state.rejected,
+                first: self.late.examples(early),
+                unreported: step.rejected,
+            };
+            return Err(error.after(take(&mut self.untold)).into());
+        } else {
+            self.untold.append(&mut step.rejected);
+        }
+        if ends_epoch {
+            self.epoch_is_empty = true;
+            self.send_ready()?;
+        }
+        Ok(())
+    }
+
+    fn send_ready(&mut self) -> Result<(), Stop> {
+        let Some(step) = self.ready.take() else { return Ok(()) };
+        self.steps.send(Ok(step)).map_err(|_| Stop::Unwanted)
+    }
+}
+
+impl Planned {
+    fn new(row: Row, look: FirstLook) -> Self {
+        let sample = match look {
+            FirstLook::Sample(sample) => Some(sample),
+            FirstLook::Length(_) => None,
+        };
+        Self { row, sample }
+    }
+}
+
+fn panicked(reader: &dyn RowReader, row: Row, message: String) -> LoaderError {
+    let id = reader.id(row);
+    LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
+}
+
+fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData, LoaderError> {
+    let samples: Vec<_> =
+        step.samples().map(|item| SampleSize::of(item.value.0, &item.value.1)).collect();
+    let num_tokens = step.num_tokens();
+    let Step { micro_batches, epoch, rejected, state, .. } = step;
+    let fill = fill(options.packing, &micro_batches);
+    let samples_of = |items: Vec<Item<Tagged>>| items.into_iter().map(|i| i.value.1).collect();
+    let batch = |packs: Vec<_>| -> Result<VarlenBatch, LoaderError> {
+        let packs = packs.into_iter().map(|items| Pack { samples: samples_of(items) }).collect();
+        let batch = collate(packs, options.pad_id, options.side, options.merge_size)?;
+        Ok(match options.rmpad {
+            Rmpad::Unpad => batch.unpad()?,
+            Rmpad::KeepPadding => batch.keep_padding()?,
+        })
+    };
+    let micro_batches = micro_batches.into_iter().map(batch).collect::<Result<_, _>>()?;
+    let num_samples = samples.len();
+    Ok(StepData { micro_batches, epoch, num_samples, num_tokens, samples, fill, rejected, state })
+}
