@@ -3,8 +3,8 @@
 # near the end of its data takes to its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
 # TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go. TRAINER=FILE: another
-# binary. FILES=N: so many pictures, each its own file of 4 KiB and a hole.
-# COLD=COMMAND: run before each first pass, to empty the page cache. Needs a build: cargo build --release
+# binary. FILES=N: so many pictures, each its own file, with holes for pixels. COLD=COMMAND: empties the page cache,
+# as root `sync; echo 3 >/proc/sys/vm/drop_caches`; then there are passes after it too. Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rows=${1:-1000000} work=${FOLDER:-target/bench_cache} trainer=${TRAINER:-./target/release/trainer}
@@ -39,11 +39,13 @@ PY
 echo "| pass | s | rows/s | peak MiB | |"
 echo "|---|---|---|---|---|"
 for file in images text; do
-  rm -rf "$work/run-$file"
-  ${COLD:-true}
-  pass "$file, first" $file
-  pass "$file, again" $file
-  pass "$file, other max_pixels" $file data.image.max_pixels=401408
+  for state in ${COLD:+cold} warm; do
+    rm -rf "$work/run-$file"
+    [ $state = warm ] || bash -c "$COLD"
+    pass "$file, first, $state" $file
+    pass "$file, again" $file
+    pass "$file, other max_pixels" $file data.image.max_pixels=401408
+  done
 done
 
 # A run of two steps whose checkpoint is moved to nine tenths of the data; the log tells when the data is open, when the model is
@@ -55,7 +57,7 @@ sft() {
 }
 sft --resume never --set train.max_steps=2
 "$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
-rm -rf "$work/saved" && cp -r "$run/checkpoints" "$work/saved"
+rm -rf "$work/saved" "$work/no-cache" && cp -r "$run/checkpoints" "$work/saved"
 for cache in "$run/cache" "$work/no-cache"; do
   rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
   begin=$(date +%s.%N)

@@ -1,5 +1,6 @@
 //! What is known of a run before its first step: lengths of rows, and what follows from them.
 
+use super::beside::CachesBeside;
 use super::cache;
 use super::logging::Logging;
 use crate::config::RunConfig;
@@ -19,12 +20,15 @@ pub(super) struct Foresight {
     pub(super) planned: Option<Planned>,
     /// The rows, with their lengths where these are known.
     pub(super) reader: Arc<dyn RowReader>,
+    /// Caches for the next start; to be dropped at the end of the run.
+    pub(super) beside: Option<CachesBeside>,
 }
 
 /// Measures the rows that no cache knows, and plans the run with the lengths.
 ///
 /// A run of `train.max_steps` alone needs no plan: it measures what is a matter of seconds, or known
-/// already, and says what an epoch would be. What it trains on is the same with and without.
+/// already, and says what an epoch would be. Otherwise it starts at once, and rows are measured beside it
+/// for the next start. What it trains on is the same in each case.
 pub(super) fn foresee(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
@@ -33,11 +37,13 @@ pub(super) fn foresee(
     resumed: Option<&TrainState>,
     logging: &Logging,
 ) -> anyhow::Result<Foresight> {
-    let unmeasured = |planned| Ok(Foresight { planned, reader: rows.clone() });
+    let unmeasured = |planned| Foresight { planned, reader: rows.clone(), beside: None };
     let Some(epochs) = config.train.epoch_limit() else {
         let exist = || CachedRows::exist(rows, &config.cache_dir());
         if resumed.is_some() || !is_quick(num_chats(rows), exist) {
-            return unmeasured(None);
+            let start = || CachesBeside::start(rows.clone(), config.cache_dir());
+            let beside = (num_chats(rows) > 0).then(start);
+            return Ok(Foresight { beside, ..unmeasured(None) });
         }
         return match measured(config, rows, options, logging) {
             Ok(reader) => {
@@ -46,18 +52,18 @@ pub(super) fn foresee(
                     // the run may end before it would come to that
                     Err(error) => tracing::warn!(%error, "the first epoch will not end"),
                 }
-                Ok(Foresight { planned: None, reader })
+                Ok(Foresight { reader, ..unmeasured(None) })
             }
             Err(error) => {
                 tracing::warn!("there is no length cache: {error:#}");
-                unmeasured(None)
+                Ok(unmeasured(None))
             }
         };
     };
     // A run of the same length has been planned when it began.
     let same = |plan: &Planned| plan.epochs == epochs;
     if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
-        return unmeasured(Some(plan));
+        return Ok(unmeasured(Some(plan)));
     }
     let reader = measured(config, rows, options, logging)?;
     let plan = match (plan(&reader, order, options, epochs, &|_, _| {}), resumed) {
@@ -71,7 +77,8 @@ pub(super) fn foresee(
         (Err(error), Some(_)) => return Err(error.into()),
     };
     log_plan(&plan, "plan");
-    Ok(Foresight { planned: Some(Planned { epochs, steps: plan.steps }), reader })
+    let planned = Some(Planned { epochs, steps: plan.steps });
+    Ok(Foresight { planned, reader, beside: None })
 }
 
 /// Whether lengths are worth having that nothing depends on; `exist` says whether they are cached.

@@ -2,6 +2,7 @@
 
 use super::ConfigArgs;
 use super::answers::{say_next_steps, show_answers};
+use super::beside::CachesBeside;
 use super::foresight::{Foresight, foresee};
 use super::logging::Logging;
 use super::output_dir::{WRITABLE, lock, take_over};
@@ -56,10 +57,11 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     checkpointer.recover()?;
     let found = find_checkpoint(args, &config, &checkpointer)?;
     let stop = stop_on_signals()?;
-    let mut trainer = assemble(&args.config, &config, checkpointer, found.as_ref(), logging, stop)?;
+    let (mut trainer, beside) =
+        assemble(&args.config, &config, checkpointer, found.as_ref(), logging, stop)?;
     let mut watch = Watch::new(logging, &config, &trainer);
     let outcome = trainer.run(&mut watch);
-    drop(watch);
+    drop((watch, beside));
     match outcome? {
         Outcome::Stopped { folder } => Err(Failure::new(
             Exit::Stopped,
@@ -130,7 +132,7 @@ fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Model, data and state of the run, from the beginning or from a checkpoint.
+/// Model, data and state of the run, from the beginning or from a checkpoint, and what goes on beside it.
 fn assemble(
     args: &ConfigArgs,
     config: &RunConfig,
@@ -138,7 +140,7 @@ fn assemble(
     found: Option<&Found>,
     logging: &Logging,
     stop: Arc<AtomicBool>,
-) -> anyhow::Result<Trainer> {
+) -> anyhow::Result<(Trainer, Option<CachesBeside>)> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
     let rows = Arc::new(open_rows(args, "train", config, &encoder, logging)?);
@@ -161,7 +163,7 @@ fn assemble(
     take_over(config, &checkpointer, found, logging)?;
     let options = loader_options(config, &encoder);
     let order = order(config, &rows)?;
-    let Foresight { planned, reader } =
+    let Foresight { planned, reader, beside } =
         foresee(config, &rows, &order, &options, resumed.as_ref(), logging)?;
     let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
     let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
@@ -213,7 +215,7 @@ fn assemble(
     }
     let dataset_names = rows.names().to_vec();
     let rejected_texts = Rejected::of_texts(rows.rejected_texts());
-    Ok(Trainer::new(TrainerParts {
+    let trainer = Trainer::new(TrainerParts {
         loader: Loader::start(reader, order, options, state.data.clone()),
         schedule: Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps),
         checkpointer,
@@ -231,7 +233,8 @@ fn assemble(
         stop,
         runner,
         state,
-    }))
+    });
+    Ok((trainer, beside))
 }
 
 fn open_rows(

@@ -171,7 +171,9 @@ impl ImageProcessor {
 /// `[height, width]` of a picture after orientation, from its header.
 pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     let header = match &media.source {
-        MediaSource::File { root, path } => Header::read(&mut open(root, path)?),
+        MediaSource::File { root, path } => {
+            Header::read(&mut header::for_headers(open(root, path)?))
+        }
         MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
     };
     Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())

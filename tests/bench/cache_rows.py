@@ -6,12 +6,13 @@ FOLDER/model        config, tokenizer and processor files of a small model, no w
                     tokenizer of 151,936 entries in the place of the tests' one
 FOLDER/images/      `--files` files, JPEG (with EXIF) and every fourth one a PNG: smooth colours, sides of 200..2000 pixels;
                     there are 400 different ones, the others are copies: each is a file of its own on the disk; with
-                    `--headers` a hole follows the first 4 KiB of each copy, so that a million of them take 4 GB
+                    `--headers` holes take the place of their pixels, so that a million of them take 9 GB
 FOLDER/images.jsonl one picture a row, a question and an answer of some 25 tokens; each file serves rows / files rows
 FOLDER/text.jsonl   chats of text alone, about 300 tokens with the published tokenizer
 Nothing is made again for a folder that has it.
 """
 import argparse
+import functools
 import json
 import random
 import shutil
@@ -48,10 +49,30 @@ def make_model(folder, tokenizer):
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def copy_header(original, copy):
-    with open(original, "rb") as source, open(copy, "wb") as out:
-        out.write(source.read(4096))
-        out.truncate(original.stat().st_size)
+def headers(picture):
+    """(offset, bytes) of what tells size and orientation: the first 4 KiB, and of a PNG where each chunk begins and its end."""
+    yield 0, picture[:4096]
+    if picture.startswith(b"\x89PNG"):
+        at = 8
+        while at < len(picture):
+            yield at, picture[at : at + 8]
+            at += 12 + int.from_bytes(picture[at : at + 4])
+        yield len(picture) - 12, picture[-12:]
+
+
+@functools.cache
+def kept_of(original):
+    picture = original.read_bytes()
+    return len(picture), list(headers(picture))
+
+
+def copy_headers(original, copy):
+    size, kept = kept_of(original)
+    with open(copy, "wb") as out:
+        for offset, part in kept:
+            out.seek(offset)
+            out.write(part)
+        out.truncate(size)
 
 
 def make_images(folder, files, copy, rng):
@@ -99,7 +120,7 @@ def main():
     if not (a.folder / "model").exists():
         make_model(a.folder / "model", a.tokenizer)
     if not (a.folder / "images.jsonl").exists():
-        names = make_images(a.folder / "images", a.files, copy_header if a.headers else shutil.copyfile, rng)
+        names = make_images(a.folder / "images", a.files, copy_headers if a.headers else shutil.copyfile, rng)
         short = sentences(rng, 4000, 12)
         chat = lambda i: json.dumps({"id": i, "messages": [{"role": "user", "content": "<image>" + rng.choice(short)}, {"role": "assistant", "content": rng.choice(short)}],
                                      "images": [names[i % len(names)]]})

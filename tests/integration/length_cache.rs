@@ -8,13 +8,16 @@ use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Length, Rejection, Row, RowReader,
-    VideoConfig, open_indexed,
+    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Length, LengthCache, Rejection, Row,
+    RowReader, VideoConfig, open_indexed,
 };
-use trainer::train::{CachedRows, JsonlRows};
+use trainer::train::{CachedRows, DataSet, JsonlRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -273,6 +276,40 @@ fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
         assert_eq!(cached.length(row), place.rows(&encoder).length(row));
         assert_eq!(place.update(&encoder).1, CacheWork { measured: 0, reused: 9000 });
     }
+}
+
+#[test]
+fn what_is_written_beside_a_run_is_gone_on_from_and_left_to_who_wants_it() {
+    let encoder = encoder(&max_tokens(6));
+    let rows: Vec<Value> = (0..13_000).map(|i| chat(&format!("{i}"), "yes")).collect();
+    let place = Place::new(&rows);
+    let rows = place.rows(&encoder);
+    let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
+    let cache = place.path("cache");
+    // told to stop in the second batch
+    let left = AtomicUsize::new(5000);
+    let go_on = || left.fetch_sub(1, Relaxed) > 1;
+    assert_eq!(LengthCache::update_beside(file, &encoder, &cache, &go_on).unwrap(), None);
+    assert!(!LengthCache::exists(file, &encoder, &cache));
+    let (cached, work) = thread::scope(|scope| {
+        let (begun, wait) = channel();
+        let slowly = move || {
+            let _ = begun.send(());
+            thread::sleep(Duration::from_micros(100));
+            true
+        };
+        let beside = scope
+            .spawn(|| LengthCache::update_beside(file, &encoder, &cache, &{ slowly }).unwrap());
+        wait.recv().unwrap();
+        let updated = place.update(&encoder);
+        assert_eq!(beside.join().unwrap(), None, "it was wanted by another");
+        updated
+    });
+    assert_eq!(work.measured + work.reused, 13_000);
+    assert!(work.reused >= 4096, "{work:?}");
+    assert_as_measured(&cached, &rows);
+    let work = LengthCache::update_beside(file, &encoder, &cache, &|| true).unwrap();
+    assert_eq!(work, Some(CacheWork { measured: 0, reused: 13_000 }));
 }
 
 #[test]

@@ -147,6 +147,31 @@ fn a_run_of_so_many_steps_writes_a_length_cache_and_uses_it() {
 }
 
 #[test]
+fn many_rows_train_the_same_before_while_and_after_they_are_measured() {
+    let place = place();
+    let rows = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    let rows = rows.trim_end().to_owned() + "\n";
+    place.write("rows.jsonl", &rows.repeat(33_000 / rows.lines().count() + 1));
+    let cache = ["--set", "data.cache_dir=lengths", "--set", "data.max_length=40"];
+    let run = |output: &str| {
+        let output = format!("output_dir={output}");
+        let brief = ["--set", "train.max_steps=4", "--set", &output];
+        place.trainer(&sft(&[cache, brief].concat())).ends_with(0);
+        String::from_utf8(place.read(&format!("{}/train.log", &output[11..]))).unwrap()
+    };
+    let starts_at_once = |log: &str| !log.contains(" lengths ");
+    assert!(starts_at_once(&run("run")));
+    assert!(!place.names("lengths").is_empty(), "nothing was measured beside the run");
+    run("next");
+    place.trainer(&[&["cache", "--config", "config.yaml"], &cache[..]].concat()).ends_with(0);
+    let log = run("last");
+    assert!(!starts_at_once(&log) && !log.contains(" reused=0 "), "{log}");
+    for again in ["next", "last"] {
+        assert_same(&place, again, "run", 4, 0);
+    }
+}
+
+#[test]
 fn bf16_with_master_weights_continues_equal_to_the_bit() {
     let place = place();
     let config = String::from_utf8(place.read("config.yaml")).unwrap();

@@ -1,20 +1,21 @@
 //! Making the cache, and making it again where rows or pictures have changed.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use sha2::{Digest, Sha256};
 
 use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Place, Writer};
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
+use super::stamps::{Stamps, Walk};
 use super::table::LengthCache;
 use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 use crate::data::encode::{Encoder, Measured};
@@ -23,6 +24,12 @@ use crate::data::source::{ImageStamp, JsonlFile, SampleError};
 
 /// Batches that may wait to be written.
 const WAITING: usize = 2;
+/// Most of the time of a picture that was not read lately is waiting for the disk.
+const THREADS_A_CORE: usize = 8;
+/// Batches of an older cache whose pictures are looked at together: no core waits for the last of each.
+const TOGETHER: usize = 8;
+/// Rows whose pictures are looked at one after another.
+const ROWS_A_WALK: usize = 512;
 
 /// What [`LengthCache::update`] had to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -35,7 +42,7 @@ pub struct CacheWork {
 
 /// A batch on its way into the cache.
 enum Batch {
-    /// One of the cache before, as it is.
+    /// One of the cache before, with the lengths of today.
     Kept(Box<Rows>),
     /// One with new entries.
     New(Vec<Entry>),
@@ -44,8 +51,7 @@ enum Batch {
 impl LengthCache {
     /// Whether `folder` has a cache of `file`, up to date or not.
     pub fn exists(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> bool {
-        let place = Place::new(folder, file.path(), file.image_root(), encoder.text_key());
-        place.path.is_file()
+        Place::of(file, encoder, folder).path.is_file()
     }
 
     /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
@@ -59,8 +65,45 @@ impl LengthCache {
         folder: &Path,
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
-        let place = Place::new(folder, file.path(), file.image_root(), encoder.text_key());
+        let place = Place::of(file, encoder, folder);
         let _lock = place.lock()?;
+        let num_threads = THREADS_A_CORE * rayon::current_num_threads();
+        Self::bring_up_to_date(&place, file, encoder, num_threads, &|| true, progress)
+    }
+
+    /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it ended
+    /// before all rows were done; the next time goes on from there.
+    ///
+    /// It leaves the cache to any other process that writes it or waits for it.
+    pub fn update_beside(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        should_go_on: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<CacheWork>, CacheError> {
+        let place = Place::of(file, encoder, folder);
+        let Some(_lock) = place.try_lock()? else { return Ok(None) };
+        place.forget_wanted();
+        let is_wanted = AtomicBool::new(false);
+        let should_go_on = || should_go_on() && !is_wanted.load(Relaxed);
+        let progress = |_| is_wanted.store(place.is_wanted(), Relaxed);
+        let (cache, work) =
+            Self::bring_up_to_date(&place, file, encoder, 1, &should_go_on, &progress)?;
+        Ok((cache.len() == file.len()).then_some(work))
+    }
+
+    /// Under the lock of `place`. The cache has fewer rows than `file` if it was told to stop.
+    fn bring_up_to_date(
+        place: &Place,
+        file: &JsonlFile,
+        encoder: &Encoder,
+        num_threads: usize,
+        should_go_on: &(dyn Fn() -> bool + Sync),
+        progress: &dyn Fn(u64),
+    ) -> Result<(Self, CacheWork), CacheError> {
+        let threads = ThreadPoolBuilder::new().num_threads(num_threads);
+        let threads = threads.thread_name(|thread| format!("cache-{thread}")).build();
+        let threads = threads.map_err(io::Error::other).map_err(CacheError::write(&place.path))?;
         let limits = encoder.image_processor().limits();
         let footer = Footer::of(file, limits);
         let (old_footer, old) = place.read().unzip();
@@ -73,13 +116,13 @@ impl LengthCache {
             }
         };
         let to_write = Output {
-            place: &place,
+            place,
             lengths: &|measured| lengths(encoder, measured),
-            same_limits,
             // a file that is all the same need not be written again
             always: old_footer.as_ref() != Some(&footer),
         };
-        let measurer = Measurer { file, encoder, looked_at: LookedAt::default() };
+        let stamps = Stamps::new(file.image_root());
+        let measurer = Measurer { file, encoder, stamps, same_limits, threads, should_go_on };
         measurer.run(source, &to_write, &footer, progress)
     }
 }
@@ -125,7 +168,6 @@ impl Known {
 struct Output<'a> {
     place: &'a Place,
     lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
-    same_limits: bool,
     always: bool,
 }
 
@@ -143,13 +185,12 @@ impl Output<'_> {
         let format = |source| CacheError::Format { path: self.place.path.clone(), source };
         for batch in batches {
             let (rows, is_new) = match batch {
-                Batch::Kept(rows) if self.same_limits => (*rows, false),
-                Batch::Kept(rows) => (rows.with_lengths(self.lengths), true),
+                Batch::Kept(rows) => (*rows, self.always),
                 Batch::New(entries) => {
                     (Rows::from_entries(&entries, self.lengths).map_err(format)?, true)
                 }
             };
-            if writer.is_none() && (is_new || self.always) {
+            if writer.is_none() && is_new {
                 let mut created = Writer::create(self.place)?;
                 let (_, before) = self.place.read().unzip();
                 let mut before = before.into_iter().flatten().take(num_kept);
@@ -170,115 +211,134 @@ impl Output<'_> {
     }
 }
 
-/// Stamps of pictures, each looked at once an update: rows that share a picture are common, and asking the
-/// system is most of what an unchanged row costs.
-#[derive(Default)]
-struct LookedAt {
-    hasher: RandomState,
-    shards: [Mutex<HashMap<u64, Option<ImageStamp>>>; NUM_SHARDS],
-}
-
-/// Threads rarely meet at one of so many.
-const NUM_SHARDS: usize = 32;
-/// Entries of all shards together: some 50 MB.
-const MOST_LOOKED_AT: usize = 1 << 20;
-
-impl LookedAt {
-    /// Of a picture as a row writes it; `None` if it cannot be looked at.
-    fn stamp(&self, root: &Path, path: &str) -> Option<ImageStamp> {
-        // two paths with one hash, one pair in 2^64, take one for the other
-        let key = self.hasher.hash_one(path);
-        let shard = || {
-            let shard = &self.shards[key as usize % NUM_SHARDS];
-            shard.lock().unwrap_or_else(PoisonError::into_inner)
-        };
-        if let Some(found) = shard().get(&key) {
-            return *found;
-        }
-        let found = ImageStamp::of(&root.join(path)).ok();
-        let mut shard = shard();
-        if shard.len() < MOST_LOOKED_AT / NUM_SHARDS {
-            shard.insert(key, found);
-        }
-        found
-    }
-}
-
 /// Measures rows of a file.
 struct Measurer<'a> {
     file: &'a JsonlFile,
     encoder: &'a Encoder,
-    looked_at: LookedAt,
+    stamps: Stamps<'a>,
+    same_limits: bool,
+    threads: ThreadPool,
+    should_go_on: &'a (dyn Fn() -> bool + Sync),
+}
+
+/// A batch of the cache before, its pictures looked at.
+enum LookedAt {
+    /// Nothing has changed; the lengths are those of today's limits.
+    Current(Rows),
+    /// These rows are to be measured again.
+    Stale(Rows, Vec<usize>),
 }
 
 impl Measurer<'_> {
     fn run(
         &self,
-        mut source: Source,
+        source: Source,
         output: &Output<'_>,
         footer: &Footer,
         progress: &dyn Fn(u64),
     ) -> Result<(LengthCache, CacheWork), CacheError> {
         let num_rows = self.file.len();
+        let (known, old_batches) = match source {
+            Source::SameRows { batches } => (Known::new(Vec::new()), Some(batches)),
+            Source::Other { known } => (known, None),
+        };
+        let start = |name: &str| thread::Builder::new().name(format!("cache-{name}"));
         let (sender, receiver) = sync_channel(WAITING);
+        let (old_sender, old_receiver) = sync_channel(TOGETHER);
         thread::scope(|scope| {
-            let builder = thread::Builder::new().name("cache-writer".to_owned());
-            let writer = builder.spawn_scoped(scope, || output.write(receiver, footer, num_rows));
-            let writer = writer.map_err(CacheError::write(&output.place.path))?;
-            let mut work = CacheWork::default();
-            for first in (0..num_rows).step_by(BATCH_ROWS) {
-                let rows = first..(first + BATCH_ROWS).min(num_rows);
-                let old = match &mut source {
-                    Source::SameRows { batches } => batches.next(),
-                    Source::Other { .. } => None,
-                };
-                let (batch, measured) = match (&source, old.filter(|old| old.len() == rows.len())) {
-                    (_, Some(old)) => self.refresh(first, old),
-                    (Source::Other { known }, None) => self.look_up_all(rows.clone(), known),
-                    // the cache is damaged behind its beginning, which has been warned of
-                    (Source::SameRows { .. }, None) => {
-                        self.look_up_all(rows.clone(), &Known::new(Vec::new()))
+            let failed = || CacheError::write(&output.place.path);
+            let writer =
+                start("writer").spawn_scoped(scope, || output.write(receiver, footer, num_rows));
+            let writer = writer.map_err(failed())?;
+            let read = move || {
+                for old in old_batches.into_iter().flatten() {
+                    if old_sender.send(old).is_err() {
+                        break;
                     }
-                };
-                work.measured += measured as u64;
-                work.reused += (rows.len() - measured) as u64;
-                if sender.send(batch).is_err() {
-                    break; // the writer has failed, and says why below
                 }
-                progress(rows.end as u64);
+            };
+            start("reader").spawn_scoped(scope, read).map_err(failed())?;
+            let mut work = CacheWork::default();
+            let firsts: Vec<usize> = (0..num_rows).step_by(BATCH_ROWS).collect();
+            'all: for firsts in firsts.chunks(TOGETHER) {
+                let with_old = |first: &usize| {
+                    let rows = *first..(first + BATCH_ROWS).min(num_rows);
+                    // none behind the place where the cache is damaged, which has been warned of
+                    let old = old_receiver.recv().ok().filter(|old: &Rows| old.len() == rows.len());
+                    (rows, old)
+                };
+                let parts: Vec<_> = firsts.iter().map(with_old).collect();
+                let look_at =
+                    |(rows, old): (_, Option<Rows>)| (rows, old.map(|old| self.look_at(old)));
+                let parts: Vec<(Range<usize>, _)> =
+                    self.threads.install(|| parts.into_par_iter().map(look_at).collect());
+                for (rows, looked_at) in parts {
+                    let done = self.threads.install(|| match looked_at {
+                        Some(LookedAt::Current(rows)) => Some((Batch::Kept(Box::new(rows)), 0)),
+                        Some(LookedAt::Stale(old, stale)) => self.refresh(rows.start, old, &stale),
+                        None => self.look_up_all(rows.clone(), &known),
+                    });
+                    let Some((batch, measured)) = done else { break 'all }; // told to stop
+                    work.measured += measured as u64;
+                    work.reused += (rows.len() - measured) as u64;
+                    if sender.send(batch).is_err() {
+                        break 'all; // the writer has failed, and says why below
+                    }
+                    progress(rows.end as u64);
+                }
             }
-            drop(sender);
+            drop((sender, old_receiver));
             let table = writer.join().unwrap_or_else(|panic| resume_unwind(panic))?;
             Ok((table, work))
         })
     }
 
-    /// A batch of the same rows as before, and how many of them had to be measured again.
-    fn refresh(&self, first: usize, old: Rows) -> (Batch, usize) {
-        let stale: Vec<usize> =
-            (0..old.len()).into_par_iter().filter(|row| !self.is_current(&old, *row)).collect();
+    fn look_at(&self, old: Rows) -> LookedAt {
+        let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
+        let stale = parts.flat_map_iter(|part| {
+            let first = part * ROWS_A_WALK;
+            let (old, mut walk) = (&old, self.stamps.walk());
+            (first..(first + ROWS_A_WALK).min(old.len()))
+                .filter(move |row| !is_current(&mut walk, old, *row))
+        });
+        let stale: Vec<usize> = stale.collect();
         if stale.is_empty() {
-            return (Batch::Kept(Box::new(old)), 0);
+            LookedAt::Current(self.today(old))
+        } else {
+            LookedAt::Stale(old, stale)
         }
-        let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
-        let anew: Vec<Outcome> = stale
-            .par_iter()
-            .map(|row| self.outcome(first + row, self.file.bytes(first + row)))
-            .collect();
-        let mut changed = false;
-        for (row, outcome) in stale.iter().zip(anew) {
-            changed |= entries[*row].outcome != outcome;
-            entries[*row].outcome = outcome;
-        }
-        (if changed { Batch::New(entries) } else { Batch::Kept(Box::new(old)) }, stale.len())
     }
 
-    /// Rows that may be known, and how many of them had to be measured.
-    fn look_up_all(&self, rows: Range<usize>, known: &Known) -> (Batch, usize) {
-        let row = |row| self.look_up(row, known);
-        let found: Vec<(Entry, bool)> = rows.into_par_iter().map(row).collect();
+    /// Known rows with the lengths of today.
+    fn today(&self, rows: Rows) -> Rows {
+        if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
+    }
+
+    /// A batch of the same rows as before with the `stale` ones measured again, and how many; `None` if
+    /// told to stop.
+    fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Option<(Batch, usize)> {
+        let anew = stale.par_iter().map(|row| {
+            let row = first + row;
+            (self.should_go_on)().then(|| self.outcome(row, self.file.bytes(row)))
+        });
+        let anew: Vec<Outcome> = anew.collect::<Option<_>>()?;
+        let is_new = |(row, outcome): (&usize, &Outcome)| old.entry(*row).outcome != *outcome;
+        if !stale.iter().zip(&anew).any(is_new) {
+            return Some((Batch::Kept(Box::new(self.today(old))), stale.len()));
+        }
+        let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
+        for (row, outcome) in stale.iter().zip(anew) {
+            entries[*row].outcome = outcome;
+        }
+        Some((Batch::New(entries), stale.len()))
+    }
+
+    /// Rows that may be known, and how many of them had to be measured; `None` if told to stop.
+    fn look_up_all(&self, rows: Range<usize>, known: &Known) -> Option<(Batch, usize)> {
+        let row = |row| (self.should_go_on)().then(|| self.look_up(row, known));
+        let found: Vec<(Entry, bool)> = rows.into_par_iter().map(row).collect::<Option<_>>()?;
         let measured = found.iter().filter(|(_, measured)| *measured).count();
-        (Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured)
+        Some((Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured))
     }
 
     /// A row that may be known, and whether it had to be measured.
@@ -287,21 +347,11 @@ impl Measurer<'_> {
         let hash = bytes.as_ref().map_or([0; HASH_BYTES], |bytes| hash(bytes));
         let (line, offset) = (self.file.id(row).line, self.file.offset(row));
         if let Some((rows, found)) = known.get(hash).filter(|_| bytes.is_ok())
-            && self.is_current(rows, found)
+            && is_current(&mut self.stamps.walk(), rows, found)
         {
             return (Entry { line, offset, ..rows.entry(found) }, false);
         }
         (Entry { line, offset, hash, outcome: self.outcome(row, bytes) }, true)
-    }
-
-    /// Whether measuring would find the same. A row that was rejected for its pictures may have been
-    /// repaired without a change of its text.
-    fn is_current(&self, rows: &Rows, row: usize) -> bool {
-        if let Err((reason, _)) = rows.measured(row) {
-            return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
-        }
-        let root = self.file.image_root();
-        rows.files(row).all(|(path, stamp)| self.looked_at.stamp(root, path) == Some(stamp))
     }
 
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
@@ -318,6 +368,15 @@ impl Measurer<'_> {
         });
         measured.unwrap_or_else(rejected)
     }
+}
+
+/// Whether measuring would find the same. A row that was rejected for its pictures may have been
+/// repaired without a change of its text.
+fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
+    if let Some((reason, _)) = rows.rejected(row) {
+        return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
+    }
+    rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
 }
 
 fn rejected(error: SampleError) -> Outcome {

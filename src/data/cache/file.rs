@@ -2,13 +2,16 @@
 //!
 //! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
 //! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
-//! written; `.train-<key>.arrow.lock`, held while writing. All but the first may be removed at any time
+//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, there while another
+//! process waits for that. All but the first may be removed at any time
 //! when nothing runs, the first costs its making again.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -19,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use crate::data::encode::Encoder;
 use crate::data::source::{JsonlFile, LineIndex, Stamp};
 
 /// Version of the layout and of how rows are measured.
@@ -27,6 +31,8 @@ const VERSION: u32 = 1;
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
 const ALIGNMENT: usize = 64;
+/// Between two tries for the lock.
+const WAIT: Duration = Duration::from_millis(50);
 /// Key of our own metadata in the footer.
 const METADATA: &str = "trainer";
 
@@ -122,6 +128,11 @@ impl Place {
         Self { path: folder.join(name) }
     }
 
+    /// Of the cache of `file` in `folder`.
+    pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
+        Self::new(folder, file.path(), file.image_root(), encoder.text_key())
+    }
+
     fn beside(&self, ending: &str) -> PathBuf {
         let mut name = OsString::from(".");
         name.push(self.path.file_name().unwrap_or_default());
@@ -129,15 +140,39 @@ impl Place {
         self.path.with_file_name(name)
     }
 
-    /// Makes the folder, and waits for any other process that writes this cache.
+    /// Makes the folder, and waits for any other process that writes this cache; one that does so beside a
+    /// run is asked to leave it to this one.
     pub(super) fn lock(&self) -> Result<File, CacheError> {
+        let lock = loop {
+            if let Some(lock) = self.try_lock()? {
+                break lock;
+            }
+            let _ = File::create(self.beside(".wanted")); // refused, this only waits for longer
+            thread::sleep(WAIT);
+        };
+        self.forget_wanted();
+        Ok(lock)
+    }
+
+    /// Makes the folder; `None` if another process writes this cache.
+    pub(super) fn try_lock(&self) -> Result<Option<File>, CacheError> {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         let path = self.beside(".lock");
         let lock = File::create(&path).map_err(CacheError::write(&path))?;
-        // Some network file systems know no locks.
-        let _ = lock.lock();
-        Ok(lock)
+        // Some network file systems know no locks: any other answer is a yes.
+        let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
+        Ok(Some(lock).filter(|_| !is_taken))
+    }
+
+    /// Whether another process waits in [`Self::lock`].
+    pub(super) fn is_wanted(&self) -> bool {
+        self.beside(".wanted").exists()
+    }
+
+    /// Who still waits will say so again.
+    pub(super) fn forget_wanted(&self) {
+        let _ = fs::remove_file(self.beside(".wanted"));
     }
 
     /// The cache, if there is a whole one; one that cannot be read counts as none.

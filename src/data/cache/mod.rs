@@ -9,6 +9,7 @@
 mod build;
 mod file;
 mod rows;
+mod stamps;
 mod table;
 
 use std::fs::File;

@@ -295,10 +295,16 @@ impl Rows {
         self.hash.value(row).try_into().expect("the column has this width")
     }
 
+    /// Reason and message of a row's rejection.
+    pub(super) fn rejected(&self, row: usize) -> Option<(&str, &str)> {
+        let is_rejected = self.reject_reason.is_valid(row);
+        is_rejected.then(|| (self.reject_reason.value(row), self.reject_message.value(row)))
+    }
+
     /// What the row is, or reason and message of its rejection.
     pub(super) fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
-        if self.reject_reason.is_valid(row) {
-            return Err((self.reject_reason.value(row), self.reject_message.value(row)));
+        if let Some(rejected) = self.rejected(row) {
+            return Err(rejected);
         }
         let count = |column: &UInt32Array| column.value(row) as usize;
         let is_known = self.first_target.is_valid(row) && self.last_target.is_valid(row);

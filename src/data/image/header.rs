@@ -4,7 +4,8 @@
 //! never from a name. JPEG and PNG are walked by hand: the decoders would read the whole file, or
 //! miss an `eXIf` chunk behind the pixels.
 
-use std::io::{BufRead, Seek, SeekFrom};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
 
 use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
@@ -23,9 +24,42 @@ pub(super) struct Header {
     pub(super) orientation: Orientation,
 }
 
+/// Something to read a picture from.
+pub(super) trait Picture: BufRead + Seek {
+    /// Said before a part of all pages is read; until then few of them are.
+    fn all_pages(&self) {}
+}
+
+impl<T: AsRef<[u8]>> Picture for Cursor<T> {}
+
+impl Picture for BufReader<File> {
+    #[cfg(not(target_vendor = "apple"))]
+    fn all_pages(&self) {
+        let _ = rustix::fs::fadvise(self.get_ref(), 0, None, rustix::fs::Advice::Normal);
+    }
+}
+
+/// A file whose headers alone are wanted: of pages that are not in memory, few are read.
+///
+/// The system reads no more than it is asked for until [`Picture::all_pages`]: reading ahead is most of the
+/// time of such a header.
+pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
+    let file = file.into_inner(); // nothing has been read
+    // refused, it only takes longer
+    #[cfg(not(target_vendor = "apple"))]
+    let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+    BufReader::with_capacity(BUFFER, file)
+}
+
+/// Bytes read at a time: the places where chunks of a PNG begin are a page each.
+const BUFFER: usize = 1 << 10;
+
+/// Chunks of PNG below this are met on all pages that are read.
+const LARGE_CHUNK: u32 = 1 << 15;
+
 impl Header {
     /// Reads the headers from the start of `reader`.
-    pub(super) fn read(reader: &mut (impl BufRead + Seek)) -> Result<Self, DecodeError> {
+    pub(super) fn read(reader: &mut impl Picture) -> Result<Self, DecodeError> {
         let start = reader.fill_buf()?;
         if start.is_empty() {
             return Err(DecodeError::Broken("the file is empty".into()));
@@ -133,7 +167,7 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
 }
 
 /// Width, height and orientation; the `eXIf` chunk may stand behind the pixels.
-fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
+fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
         return Err(DecodeError::Broken("the first chunk is not `IHDR`".into()));
@@ -141,16 +175,95 @@ fn png(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), De
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
+    let mut is_told = false;
+    reader.seek(SeekFrom::Start(at))?;
     while at + 12 <= end {
-        reader.seek(SeekFrom::Start(at))?;
         let length = u32::from_be_bytes(bytes(reader)?);
         let kind: [u8; 4] = bytes(reader)?;
+        // what is no chunk may be read as millions of them, and nothing of the picture stands behind its end
+        if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
+            break;
+        }
+        if &kind == b"IDAT" && length < LARGE_CHUNK && !is_told {
+            reader.all_pages();
+            is_told = true;
+        }
         if &kind == b"eXIf" && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
             reader.read_exact(&mut exif)?;
             return Ok((width, height, orientation(&exif)));
         }
         at += 12 + u64::from(length);
+        reader.seek_relative(i64::from(length) + 4)?; // small chunks are read together
     }
     Ok((width, height, Orientation::NoTransforms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::io::Read;
+
+    /// Turn by 90 degrees, in EXIF.
+    const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
+
+    fn chunk(kind: [u8; 4], data: &[u8]) -> Vec<u8> {
+        let length = (data.len() as u32).to_be_bytes();
+        [&length, &kind[..], data, &[0; 4]].concat()
+    }
+
+    /// A PNG of 7 x 5 pixels whose data nobody reads.
+    fn png(chunks: &[Vec<u8>]) -> Vec<u8> {
+        let size = [7u32, 5].map(u32::to_be_bytes).concat();
+        let header = chunk(*b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
+        [b"\x89PNG\r\n\x1a\n".to_vec(), header, chunks.concat()].concat()
+    }
+
+    /// A file that counts how often it is asked.
+    struct Counting<'a> {
+        bytes: Cursor<Vec<u8>>,
+        reads: &'a Cell<usize>,
+    }
+
+    impl Read for Counting<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            self.reads.set(self.reads.get() + 1);
+            self.bytes.read(buffer)
+        }
+    }
+
+    impl Seek for Counting<'_> {
+        fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+            self.bytes.seek(to)
+        }
+    }
+
+    impl Picture for BufReader<Counting<'_>> {}
+
+    /// Upright size, and how many reads it took.
+    fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
+        let reads = Cell::new(0);
+        let file = Counting { bytes: Cursor::new(bytes), reads: &reads };
+        let header = Header::read(&mut BufReader::new(file)).unwrap();
+        (header.upright_size(), reads.get())
+    }
+
+    #[test]
+    fn a_turn_is_found_before_and_behind_the_pixels_and_not_behind_the_end() {
+        let [exif, pixels, end] =
+            [(*b"eXIf", TURNED), (*b"IDAT", &[0; 9000]), (*b"IEND", &[])].map(|(k, d)| chunk(k, d));
+        let all = [exif, pixels, end];
+        let size = |order: [usize; 3]| read(png(&order.map(|at| all[at].clone()))).0;
+        assert_eq!(size([0, 1, 2]), [7, 5]);
+        assert_eq!(size([1, 0, 2]), [7, 5]);
+        assert_eq!(size([1, 2, 0]), [5, 7]);
+    }
+
+    #[test]
+    fn many_small_chunks_are_read_together_and_zeros_are_no_chunks() {
+        let small = vec![chunk(*b"tEXt", b"a=b"); 1000];
+        assert!(read(png(&small)).1 <= 4);
+        assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);
+    }
 }

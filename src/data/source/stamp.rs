@@ -68,6 +68,14 @@ impl From<&Metadata> for ImageStamp {
     }
 }
 
+impl From<&rustix::fs::Stat> for ImageStamp {
+    fn from(stat: &rustix::fs::Stat) -> Self {
+        let nanoseconds = stat.st_mtime_nsec as i64; // below 2^30, of a type that systems differ in
+        let mtime_ns = stat.st_mtime.wrapping_mul(1_000_000_000).wrapping_add(nanoseconds);
+        Self { bytes: stat.st_size as u64, mtime_ns }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

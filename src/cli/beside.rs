@@ -1,0 +1,146 @@
+//! Length caches beside a run that need not wait for them: the next start has them.
+
+use crate::data::{CacheError, CacheWork, LengthCache};
+use crate::train::{DataSet, JsonlRows};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+/// How long the end of a run waits for the row that is being measured. What is lost then is a batch of
+/// rows: the file is whole at any time.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Caches being brought up to date on one thread of low priority, until they are or this is dropped.
+///
+/// Nothing in the run depends on it; a failure is one warning.
+#[derive(Debug)]
+pub(super) struct CachesBeside {
+    stop: Arc<AtomicBool>,
+    ended: Receiver<()>, // closed when the thread is done
+}
+
+impl CachesBeside {
+    /// Begins with the caches of `rows` in `folder`.
+    pub(super) fn start(rows: Arc<JsonlRows>, folder: PathBuf) -> Self {
+        let (sender, ended) = channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let work = move || {
+            let _open_until_the_end: Sender<()> = sender;
+            yield_to_others();
+            let go_on = || !stopped.load(Relaxed);
+            // a panic has been logged with its row
+            match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
+                Ok(Ok(Some(CacheWork { measured, reused }))) => {
+                    tracing::info!(measured, reused, folder = %folder.display(), "length cache complete: the next start uses it");
+                }
+                Ok(Ok(None)) => tracing::debug!("the length cache goes on in the next run"),
+                Ok(Err(error)) => {
+                    let error = anyhow::Error::from(error);
+                    tracing::warn!("there is no length cache: {error:#}");
+                }
+                Err(_) => tracing::warn!("there is no length cache: measuring failed"),
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("cache".to_owned()).spawn(work) {
+            tracing::warn!(%error, "there is no length cache");
+        }
+        Self { stop, ended }
+    }
+}
+
+impl Drop for CachesBeside {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        // whether it ended or not: the process may end at any time
+        let _ = self.ended.recv_timeout(PATIENCE);
+    }
+}
+
+/// `None` if told to stop.
+fn update(
+    rows: &JsonlRows,
+    folder: &Path,
+    go_on: &(dyn Fn() -> bool + Sync),
+) -> Result<Option<CacheWork>, CacheError> {
+    let mut work = CacheWork::default();
+    for set in rows.sets() {
+        let DataSet::Chats(file) = set else { continue };
+        let Some(more) = LengthCache::update_beside(file, rows.encoder(), folder, go_on)? else {
+            return Ok(None);
+        };
+        work.measured += more.measured;
+        work.reused += more.reused;
+    }
+    Ok(Some(work))
+}
+
+/// This thread and those it starts run when no other wants to.
+#[cfg(target_os = "linux")]
+fn yield_to_others() {
+    // elsewhere it would be the whole process; refused, it is a thread like any other
+    let _ = rustix::process::nice(19);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn yield_to_others() {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{DatasetConfig, Encoder, ImageConfig};
+    use crate::train::CachedRows;
+    use std::fs::File;
+    use std::io::Write;
+    use std::time::Instant;
+
+    fn rows(folder: &Path, count: usize) -> Arc<JsonlRows> {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        let encoder = Arc::new(Encoder::from_folder(&model, &image).unwrap());
+        let path = folder.join("rows.jsonl");
+        let mut file = File::create(&path).unwrap();
+        for row in 0..count {
+            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
+            writeln!(file, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
+        }
+        Arc::new(JsonlRows::open(&[DatasetConfig::new(path)], encoder).unwrap())
+    }
+
+    #[test]
+    fn the_caches_are_made_and_there_for_the_next_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (rows(folder.path(), 100), folder.path().join("cache"));
+        let beside = CachesBeside::start(rows.clone(), caches.clone());
+        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+        assert!(CachedRows::exist(&rows, &caches));
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work, CacheWork { measured: 0, reused: 100 });
+    }
+
+    #[test]
+    fn the_end_of_a_run_does_not_wait_for_them_and_the_next_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (rows(folder.path(), 200_000), folder.path().join("cache"));
+        let beside = CachesBeside::start(rows.clone(), caches.clone());
+        std::thread::sleep(Duration::from_millis(300));
+        let begin = Instant::now();
+        drop(beside);
+        assert!(begin.elapsed() < 2 * PATIENCE);
+        assert!(!CachedRows::exist(&rows, &caches), "200,000 rows in a moment");
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work.measured + work.reused, 200_000);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_fails_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = rows(folder.path(), 3);
+        let beside = CachesBeside::start(rows.clone(), rows.sets()[0].path().join("cache"));
+        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+    }
+}
