@@ -11,7 +11,7 @@ use super::report::{Exit, Failure};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{Encoder, Row, RowReader, first_epoch_packs};
+use crate::data::{Encoder, Length, Row, RowReader, first_epoch_packs};
 use crate::train::JsonlRows;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
@@ -69,6 +69,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     let mut tensors = Vec::new();
     let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
+    let options = super::sft::loader_options(&config, rows.encoder());
     for row in super::sft::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
             Err(rejection) => {
@@ -85,7 +86,13 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                         writeln!(out, "{}", as_json(rows.encoder(), &label, &sample))?;
                     }
                 }
+                // shown all the same: who asks wants to see what is too long
+                let refused = options.admit(Length::of(&sample), || rows.id(row)).err();
+                if let Some(rejection) = &refused {
+                    tracing::warn!(row = %rejection, "rejected");
+                }
                 if let Some(page) = &mut page {
+                    refused.iter().for_each(|rejection| page.rejected(rejection));
                     page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
                 }
                 if args.tensors.is_some() {

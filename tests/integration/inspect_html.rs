@@ -177,6 +177,19 @@ fn nothing_of_the_data_is_markup_and_rejected_rows_are_told() {
     assert!(page.contains("default-src 'none'"));
 }
 
+#[test]
+fn a_row_that_is_too_long_is_shown_with_the_reason_why_it_does_not_train() {
+    let chat = |answer: &str| json!({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]});
+    let rows = [chat("short"), chat(&"much too long ".repeat(40)), chat("short")];
+    let (page, samples) = page(&rows, "  packing_length: 500\n  max_length: 60");
+    assert_eq!(samples.len(), 3);
+    assert_eq!(page.matches("class=\"bad\"").count(), 1);
+    let (before, after) = page.split_once("<b>too_long</b>").unwrap();
+    assert!(after.contains("tokens, `max_length` is 60"), "{page}");
+    assert!(before.contains("rows.jsonl:1<") && !before.contains("rows.jsonl:3<"), "{page}");
+    assert!(after.contains(&format!("{} tokens, ", samples[1]["length"])), "shown whole");
+}
+
 /// Classes and sizes of the boxes of a strip.
 fn strip(article: &str) -> Vec<(&str, usize)> {
     let strip = article.split("<div class=\"strip\">").nth(1).unwrap().split("</div>").next();
