@@ -2,12 +2,13 @@
 # The length cache: rows a second by kind of row, memory, the same again, with another max_pixels, and how long a run that resumes
 # near the end of its data takes to its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
-# TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go. TRAINER=FILE: another
+# TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go, in a folder a size. TRAINER=FILE: another
 # binary. FILES=N: so many pictures, each its own file, with holes for pixels. COLD=COMMAND: empties the page cache,
 # as root `sync; echo 3 >/proc/sys/vm/drop_caches`; then there are passes after it too. Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3} rows=${1:-1000000} work=${FOLDER:-target/bench_cache} trainer=${TRAINER:-./target/release/trainer}
+python=${PYTHON:-python3} rows=${1:-1000000} trainer=${TRAINER:-./target/release/trainer}
+work=${FOLDER:-target/bench_cache}/$rows-rows-${FILES:-default}-files
 PYTHONDONTWRITEBYTECODE=1 "$python" tests/bench/cache_rows.py "$work" --rows "$rows" ${FILES:+--files "$FILES" --headers} ${TOKENIZER:+--tokenizer "$TOKENIZER"} >&2
 
 pass() { # NAME ROWS KEY=VALUE..: seconds, memory, what was done

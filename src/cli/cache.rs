@@ -54,8 +54,24 @@ pub(super) fn update(
     rows: Arc<JsonlRows>,
     logging: &Logging,
 ) -> anyhow::Result<(CachedRows, CacheWork)> {
+    let progress = bar(&rows, logging);
+    Ok(CachedRows::update(rows, &config.cache_dir(), &|done| progress.set(done))?)
+}
+
+/// The same where it takes no long time and measures at most `most` rows.
+pub(super) fn update_if_quick(
+    config: &RunConfig,
+    rows: Arc<JsonlRows>,
+    most: usize,
+    logging: &Logging,
+) -> anyhow::Result<Option<(CachedRows, CacheWork)>> {
+    let progress = bar(&rows, logging);
+    let progress = |done| progress.set(done);
+    Ok(CachedRows::update_if_quick(rows, &config.cache_dir(), most, &progress)?)
+}
+
+fn bar(rows: &JsonlRows, logging: &Logging) -> Progress {
     let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
     let total = chats.map(|set| set.len() as u64).sum();
-    let progress = Progress::items(logging.bars(), "rows measured", total);
-    Ok(CachedRows::update(rows, &config.cache_dir(), &|done| progress.set(done))?)
+    Progress::items(logging.bars(), "rows measured", total)
 }

@@ -4,7 +4,7 @@ use super::beside::CachesBeside;
 use super::cache;
 use super::logging::Logging;
 use crate::config::RunConfig;
-use crate::data::{LoaderOptions, Order, Plan, RowReader, plan};
+use crate::data::{CacheWork, LoaderOptions, Order, Plan, RowReader, plan};
 use crate::metrics::JsonlSink;
 use crate::train::{
     CachedRows, DataSet, JsonlRows, LengthSummary, Planned, TrainState, write_rejects,
@@ -26,8 +26,8 @@ pub(super) struct Foresight {
 
 /// Measures the rows that no cache knows, and plans the run with the lengths.
 ///
-/// A run of `train.max_steps` alone needs no plan: it measures what is a matter of seconds, or known
-/// already, and says what an epoch would be. Otherwise it starts at once, and rows are measured beside it
+/// A run of `train.max_steps` alone needs no plan: where lengths are known already, or are a matter of
+/// seconds, it says what an epoch would be. Otherwise it starts at once, and rows are measured beside it
 /// for the next start. What it trains on is the same in each case.
 pub(super) fn foresee(
     config: &RunConfig,
@@ -39,14 +39,22 @@ pub(super) fn foresee(
 ) -> anyhow::Result<Foresight> {
     let unmeasured = |planned| Foresight { planned, reader: rows.clone(), beside: None };
     let Some(epochs) = config.train.epoch_limit() else {
-        let exist = || CachedRows::exist(rows, &config.cache_dir());
-        if resumed.is_some() || !is_quick(num_chats(rows), exist) {
-            let start = || CachesBeside::start(rows.clone(), config.cache_dir());
-            let beside = (num_chats(rows) > 0).then(start);
-            return Ok(Foresight { beside, ..unmeasured(None) });
-        }
-        return match measured(config, rows, options, logging) {
-            Ok(reader) => {
+        let num_rows = num_chats(rows);
+        let reader = if resumed.is_some() || num_rows == 0 {
+            Ok(None)
+        } else if num_rows <= FEW_ROWS {
+            measured(config, rows, options, logging).map(Some)
+        } else if CachedRows::exist(rows, &config.cache_dir()) {
+            measured_before(config, rows, options, logging)
+        } else {
+            Ok(None)
+        };
+        return match reader {
+            Ok(None) => {
+                let start = || CachesBeside::start(rows.clone(), config.cache_dir());
+                Ok(Foresight { beside: (num_rows > 0).then(start), ..unmeasured(None) })
+            }
+            Ok(Some(reader)) => {
                 match plan(&reader, order, options, 1, &|_, _| {}) {
                     Ok(plan) => log_plan(&plan, "an epoch"),
                     // the run may end before it would come to that
@@ -81,11 +89,6 @@ pub(super) fn foresee(
     Ok(Foresight { planned, reader, beside: None })
 }
 
-/// Whether lengths are worth having that nothing depends on; `exist` says whether they are cached.
-fn is_quick(num_rows: usize, exist: impl FnOnce() -> bool) -> bool {
-    num_rows > 0 && (num_rows <= FEW_ROWS || exist())
-}
-
 fn num_chats(rows: &JsonlRows) -> usize {
     rows.sets().iter().filter(|set| set.corpus().is_none()).map(DataSet::len).sum()
 }
@@ -98,12 +101,33 @@ fn measured(
     logging: &Logging,
 ) -> anyhow::Result<Arc<dyn RowReader>> {
     let (cached, work) = cache::update(config, rows.clone(), logging)?;
+    Ok(told(config, cached, work, options))
+}
+
+/// The same where a moment is enough: the caches are of these rows, none is being written, and few pictures
+/// have changed.
+fn measured_before(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    options: &LoaderOptions,
+    logging: &Logging,
+) -> anyhow::Result<Option<Arc<dyn RowReader>>> {
+    let updated = cache::update_if_quick(config, rows.clone(), FEW_ROWS, logging)?;
+    Ok(updated.map(|(cached, work)| told(config, cached, work, options)))
+}
+
+fn told(
+    config: &RunConfig,
+    cached: CachedRows,
+    work: CacheWork,
+    options: &LoaderOptions,
+) -> Arc<dyn RowReader> {
     tracing::info!(measured = work.measured, reused = work.reused, folder = %config.cache_dir().display(), "length cache");
     for lengths in cached.summaries(options) {
         let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
         tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
     }
-    Ok(Arc::new(cached))
+    Arc::new(cached)
 }
 
 fn log_plan(plan: &Plan, what: &str) {
@@ -115,18 +139,4 @@ fn log_plan(plan: &Plan, what: &str) {
         rejected = plan.rejected.values().sum::<u64>(),
         "{what}"
     );
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn few_rows_are_measured_and_many_only_where_they_have_been() {
-        let unasked = || unreachable!("few rows are measured whatever is there");
-        assert!(is_quick(1, unasked) && is_quick(FEW_ROWS, unasked));
-        assert!(is_quick(FEW_ROWS + 1, || true) && !is_quick(FEW_ROWS + 1, || false));
-        // corpora alone have nothing to measure
-        assert!(!is_quick(0, || true));
-    }
 }

@@ -3,7 +3,8 @@
 use super::reader::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, FirstLook, Length, LengthCache, LoaderOptions, Rejection, Row, RowReader,
+    CacheError, CacheWork, Encoder, FirstLook, JsonlFile, Length, LengthCache, LoaderOptions,
+    Rejection, Row, RowReader,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -47,6 +48,37 @@ impl CachedRows {
         folder: &Path,
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
+        let updated = Self::of_each(rows, progress, |file, encoder, _, progress| {
+            LengthCache::update(file, encoder, folder, progress).map(Some)
+        });
+        Ok(updated?.expect("each has been updated"))
+    }
+
+    /// The same where it takes no long time; `None` where a cache is not of today's rows, where another
+    /// process writes one, or where more than `most` rows would have to be measured.
+    pub fn update_if_quick(
+        rows: Arc<JsonlRows>,
+        folder: &Path,
+        most: usize,
+        progress: &dyn Fn(u64),
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
+        Self::of_each(rows, progress, |file, encoder, before, progress| {
+            let most = most.saturating_sub(before.measured as usize);
+            LengthCache::update_if_quick(file, encoder, folder, most, progress)
+        })
+    }
+
+    /// `update` is told what was done for the files before.
+    fn of_each(
+        rows: Arc<JsonlRows>,
+        progress: &dyn Fn(u64),
+        update: impl Fn(
+            &JsonlFile,
+            &Encoder,
+            CacheWork,
+            &dyn Fn(u64),
+        ) -> Result<Option<(LengthCache, CacheWork)>, CacheError>,
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
         let mut caches = Vec::new();
         let (mut before, mut work) = (0, CacheWork::default());
         for set in rows.sets() {
@@ -55,7 +87,8 @@ impl CachedRows {
                 continue;
             };
             let progress = |done| progress(before + done);
-            let (cache, more) = LengthCache::update(file, rows.encoder(), folder, &progress)?;
+            let updated = update(file, rows.encoder(), work, &progress)?;
+            let Some((cache, more)) = updated else { return Ok(None) };
             caches.push(Some(cache));
             before += file.len() as u64;
             work = CacheWork {
@@ -63,7 +96,7 @@ impl CachedRows {
                 reused: work.reused + more.reused,
             };
         }
-        Ok((Self { rows, caches }, work))
+        Ok(Some((Self { rows, caches }, work)))
     }
 
     /// Whether `folder` has a cache of each file of chats, up to date or not.

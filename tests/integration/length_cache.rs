@@ -23,22 +23,22 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn encoder(image: &ImageConfig) -> Arc<Encoder> {
+pub(crate) fn encoder(image: &ImageConfig) -> Arc<Encoder> {
     Arc::new(Encoder::from_folder(&golden("models/small-tied"), image).unwrap())
 }
 
-fn max_tokens(tokens: u32) -> ImageConfig {
+pub(crate) fn max_tokens(tokens: u32) -> ImageConfig {
     let max_tokens = NonZeroU32::new(tokens);
     ImageConfig { min_pixels: Some(1024), max_pixels: None, max_tokens }
 }
 
 /// A folder with a data file, two pictures and a cache.
-struct Place {
+pub(crate) struct Place {
     folder: TempDir,
 }
 
 impl Place {
-    fn new(rows: &[Value]) -> Self {
+    pub(crate) fn new(rows: &[Value]) -> Self {
         let place = Self { folder: TempDir::new().unwrap() };
         for (name, picture) in
             [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
@@ -49,26 +49,26 @@ impl Place {
         place
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn write(&self, rows: &[Value]) {
+    pub(crate) fn write(&self, rows: &[Value]) {
         let text = rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
         File::create(self.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
-    fn rows(&self, encoder: &Arc<Encoder>) -> Arc<JsonlRows> {
+    pub(crate) fn rows(&self, encoder: &Arc<Encoder>) -> Arc<JsonlRows> {
         let set = DatasetConfig::new(self.path("rows.jsonl"));
         Arc::new(JsonlRows::open(&[set], encoder.clone()).unwrap())
     }
 
-    fn update(&self, encoder: &Arc<Encoder>) -> (CachedRows, CacheWork) {
+    pub(crate) fn update(&self, encoder: &Arc<Encoder>) -> (CachedRows, CacheWork) {
         CachedRows::update(self.rows(encoder), &self.path("cache"), &|_| ()).unwrap()
     }
 
     /// The cache's file.
-    fn cache(&self) -> PathBuf {
+    pub(crate) fn cache(&self) -> PathBuf {
         let files = std::fs::read_dir(self.path("cache")).unwrap();
         let mut files = files.map(|file| file.unwrap().path());
         files
@@ -83,11 +83,11 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().unwrap().to_str().unwrap().starts_with('.')
 }
 
-fn chat(question: &str, answer: &str) -> Value {
+pub(crate) fn chat(question: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
 }
 
-fn with_picture(name: &str, answer: &str) -> Value {
+pub(crate) fn with_picture(name: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": answer}], "images": [name]})
 }
 
@@ -112,7 +112,7 @@ fn mixed(count: usize) -> Vec<Value> {
 }
 
 /// Every length and every rejection of the cache is that of measuring now.
-fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
+pub(crate) fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
     for row in rows.rows() {
         assert_eq!(cached.length(row), rows.length(row), "{}", rows.id(row));
     }
@@ -268,7 +268,7 @@ fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
     for row in place.rows(&encoder).rows().step_by(97) {
         assert_eq!(cached.length(row), place.rows(&encoder).length(row));
     }
-    // torn in the middle of its rows, without its end, not Arrow at all, and with a row changed on disk
+    // torn in the middle of its rows, without its end, and not Arrow at all
     for damaged in [&whole[..whole.len() / 2], &whole[..whole.len() - 9], b"nothing of the kind"] {
         File::create(place.cache()).unwrap().write_all(damaged).unwrap();
         let (cached, _) = place.update(&encoder);

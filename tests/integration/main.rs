@@ -14,6 +14,7 @@ mod images;
 mod inspect_html;
 mod laws;
 mod length_cache;
+mod length_cache_passes;
 mod length_laws;
 mod memory;
 mod output_dir;

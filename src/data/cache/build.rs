@@ -1,35 +1,39 @@
 //! Making the cache, and making it again where rows or pictures have changed.
 
-use std::collections::HashMap;
 use std::io;
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
+
+use std::panic::resume_unwind;
 
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
-use sha2::{Digest, Sha256};
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
+use rustix::process::{Resource, getrlimit};
 
-use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Place, Writer};
-use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
-use super::stamps::{Stamps, Walk};
+use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place, Writer};
+use super::measure::{Batch, Done, Known, LookedAt, Measurer, lengths};
+use super::rows::{Lengths, Rows};
+use super::stamps::Stamps;
 use super::table::LengthCache;
-use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 use crate::data::encode::{Encoder, Measured};
-use crate::data::row::Rejection;
-use crate::data::source::{ImageStamp, JsonlFile, SampleError};
+use crate::data::source::JsonlFile;
 
 /// Batches that may wait to be written.
 const WAITING: usize = 2;
 /// Most of the time of a picture that was not read lately is waiting for the disk.
 const THREADS_A_CORE: usize = 8;
+/// More threads than this make no disk faster.
+const MOST_THREADS: usize = 256;
+/// Each thread has a picture or a folder open, and the rest of the process has files open too.
+const OPEN_FILES_A_THREAD: u64 = 4;
 /// Batches of an older cache whose pictures are looked at together: no core waits for the last of each.
 const TOGETHER: usize = 8;
-/// Rows whose pictures are looked at one after another.
-const ROWS_A_WALK: usize = 512;
+/// Between two looks whether another process waits.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What [`LengthCache::update`] had to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -38,14 +42,6 @@ pub struct CacheWork {
     pub measured: u64,
     /// Rows that were known.
     pub reused: u64,
-}
-
-/// A batch on its way into the cache.
-enum Batch {
-    /// One of the cache before, with the lengths of today.
-    Kept(Box<Rows>),
-    /// One with new entries.
-    New(Vec<Entry>),
 }
 
 impl LengthCache {
@@ -58,7 +54,8 @@ impl LengthCache {
     /// how many rows are done.
     ///
     /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have a picture
-    /// that has changed or could not be used are measured.
+    /// that has changed or could not be used are measured. In a folder that cannot be written a cache that
+    /// is complete is used as it is.
     pub fn update(
         file: &JsonlFile,
         encoder: &Encoder,
@@ -66,9 +63,36 @@ impl LengthCache {
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
         let place = Place::of(file, encoder, folder);
-        let _lock = place.lock()?;
-        let num_threads = THREADS_A_CORE * rayon::current_num_threads();
-        Self::bring_up_to_date(&place, file, encoder, num_threads, &|| true, progress)
+        let lock = place.lock()?;
+        Pass {
+            place: &place,
+            lock: &lock,
+            file,
+            encoder,
+            num_threads: num_threads(),
+            most: usize::MAX,
+        }
+        .run(&|| true, progress)
+    }
+
+    /// The same where it takes no long time; `None` if there is no cache of these very rows, if another
+    /// process writes it, or if more than `most` rows would have to be measured: these are then not lost.
+    pub fn update_if_quick(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        most: usize,
+        progress: &dyn Fn(u64),
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
+        let place = Place::of(file, encoder, folder);
+        if !place.read().is_some_and(|(footer, _)| footer.fits(file)) {
+            return Ok(None);
+        }
+        let Some(lock) = place.try_lock()? else { return Ok(None) };
+        let num_threads = num_threads();
+        let pass = Pass { place: &place, lock: &lock, file, encoder, num_threads, most };
+        let (cache, work) = pass.run(&|| true, progress)?;
+        Ok((cache.len() == file.len()).then_some((cache, work)))
     }
 
     /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it ended
@@ -82,106 +106,111 @@ impl LengthCache {
         should_go_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<CacheWork>, CacheError> {
         let place = Place::of(file, encoder, folder);
-        let Some(_lock) = place.try_lock()? else { return Ok(None) };
-        place.forget_wanted();
-        let is_wanted = AtomicBool::new(false);
-        let should_go_on = || should_go_on() && !is_wanted.load(Relaxed);
-        let progress = |_| is_wanted.store(place.is_wanted(), Relaxed);
-        let (cache, work) =
-            Self::bring_up_to_date(&place, file, encoder, 1, &should_go_on, &progress)?;
+        let Some(lock) = place.try_lock()? else { return Ok(None) };
+        place.forget_wanted(); // of one that was killed; one that waits will say so again
+        let (is_wanted, looked) = (AtomicBool::new(false), Mutex::new(Instant::now()));
+        let should_go_on = || {
+            let mut looked = looked.lock().unwrap_or_else(PoisonError::into_inner);
+            if looked.elapsed() > LOOK {
+                is_wanted.store(place.is_wanted(), Relaxed);
+                *looked = Instant::now();
+            }
+            should_go_on() && !is_wanted.load(Relaxed)
+        };
+        let pass =
+            Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
+        let (cache, work) = pass.run(&should_go_on, &|_| ())?;
         Ok((cache.len() == file.len()).then_some(work))
     }
+}
 
-    /// Under the lock of `place`. The cache has fewer rows than `file` if it was told to stop.
-    fn bring_up_to_date(
-        place: &Place,
-        file: &JsonlFile,
-        encoder: &Encoder,
-        num_threads: usize,
+/// For all cores.
+fn num_threads() -> usize {
+    most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
+}
+
+fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
+    let files = open_files.map_or(MOST_THREADS, |files| (files / OPEN_FILES_A_THREAD) as usize);
+    (THREADS_A_CORE * cores).min(MOST_THREADS).min(files).max(1)
+}
+
+/// As many as the system grants, up to `num`.
+fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
+    loop {
+        let threads = ThreadPoolBuilder::new().num_threads(num);
+        match threads.thread_name(|thread| format!("cache-{thread}")).build() {
+            Err(_) if num > 1 => num /= 2,
+            built => return built,
+        }
+    }
+}
+
+/// One pass over the rows of a file, under the lock of its cache.
+struct Pass<'a> {
+    place: &'a Place,
+    lock: &'a Lock,
+    file: &'a JsonlFile,
+    encoder: &'a Encoder,
+    num_threads: usize,
+    /// Rows that may be measured.
+    most: usize,
+}
+
+impl Pass<'_> {
+    /// The cache has fewer rows than the file if it was told to stop.
+    fn run(
+        &self,
         should_go_on: &(dyn Fn() -> bool + Sync),
         progress: &dyn Fn(u64),
-    ) -> Result<(Self, CacheWork), CacheError> {
-        let threads = ThreadPoolBuilder::new().num_threads(num_threads);
-        let threads = threads.thread_name(|thread| format!("cache-{thread}")).build();
+    ) -> Result<(LengthCache, CacheWork), CacheError> {
+        let Self { place, lock, file, encoder, num_threads, most } = *self;
+        let threads = threads(num_threads);
         let threads = threads.map_err(io::Error::other).map_err(CacheError::write(&place.path))?;
         let limits = encoder.image_processor().limits();
         let footer = Footer::of(file, limits);
         let (old_footer, old) = place.read().unzip();
         let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
-        let source = match (&old_footer, old) {
-            (Some(footer), Some(batches)) if footer.fits(file) => Source::SameRows { batches },
-            (_, old) => {
-                let old = old.into_iter().flatten().chain(place.read_partial());
-                Source::Other { known: Known::new(old.collect()) }
-            }
-        };
-        let to_write = Output {
+        // of the same rows in the same places, or rows that may be anywhere
+        let is_same = old_footer.as_ref().is_some_and(|old| old.fits(file));
+        let (same, other) = if is_same { (old, None) } else { (None, old) };
+        let known = other.into_iter().flatten().chain(place.read_partial(lock)).collect();
+        let output = Output {
             place,
+            lock,
+            file,
             lengths: &|measured| lengths(encoder, measured),
-            // a file that is all the same need not be written again
-            always: old_footer.as_ref() != Some(&footer),
+            // a file that is all the same need not be written again, and one that cannot be written is enough
+            always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
         };
-        let stamps = Stamps::new(file.image_root());
-        let measurer = Measurer { file, encoder, stamps, same_limits, threads, should_go_on };
-        measurer.run(source, &to_write, &footer, progress)
-    }
-}
-
-fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
-    let outline = encoder.outline(measured.text, &measured.sizes);
-    let pictures = outline.media_tokens - measured.text.media_tokens;
-    let merge = encoder.merge_size().get().pow(2);
-    let visual_tokens = pictures + (measured.video_patches / merge) as usize;
-    Lengths { tokens: outline.num_tokens(), visual_tokens }
-}
-
-/// Where known rows come from.
-enum Source {
-    /// The cache before is of the same rows in the same places.
-    SameRows { batches: Batches },
-    /// Rows with the same bytes may be anywhere.
-    Other { known: Known },
-}
-
-/// Rows by the hash of their bytes.
-struct Known {
-    batches: Vec<Rows>,
-    places: HashMap<[u8; HASH_BYTES], (u32, u32)>,
-}
-
-impl Known {
-    fn new(batches: Vec<Rows>) -> Self {
-        let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
-        for (batch, rows) in (0..).zip(&batches) {
-            places.extend((0..rows.len()).map(|row| (rows.hash(row), (batch, row as u32))));
-        }
-        Self { batches, places }
-    }
-
-    fn get(&self, hash: [u8; HASH_BYTES]) -> Option<(&Rows, usize)> {
-        let (batch, row) = *self.places.get(&hash)?;
-        Some((&self.batches[batch as usize], row as usize))
+        let measurer = Measurer {
+            file,
+            encoder,
+            stamps: Stamps::new(file.image_root()),
+            same_limits,
+            known: Known::new(known),
+            should_go_on,
+            left: AtomicUsize::new(most),
+            exhausted: OnceLock::new(),
+        };
+        let done = measure(&measurer, &threads, same, &output, &footer, progress);
+        measurer.exhausted.into_inner().map_or(done, Err)
     }
 }
 
 /// What becomes of the batches.
 struct Output<'a> {
     place: &'a Place,
+    lock: &'a Lock,
+    file: &'a JsonlFile,
     lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
     always: bool,
 }
 
 impl Output<'_> {
     /// Loads the batches and writes them: all of them, or none if nothing is new.
-    fn write(
-        &self,
-        batches: Receiver<Batch>,
-        footer: &Footer,
-        num_rows: usize,
-    ) -> Result<LengthCache, CacheError> {
+    fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<LengthCache, CacheError> {
         let mut writer = None;
-        let mut num_kept = 0;
-        let mut table = LengthCache::with_capacity(self.place.path.clone(), num_rows);
+        let mut table = LengthCache::with_capacity(self.place.path.clone(), self.file.len());
         let format = |source| CacheError::Format { path: self.place.path.clone(), source };
         for batch in batches {
             let (rows, is_new) = match batch {
@@ -191,227 +220,203 @@ impl Output<'_> {
                 }
             };
             if writer.is_none() && is_new {
-                let mut created = Writer::create(self.place)?;
-                let (_, before) = self.place.read().unzip();
-                let mut before = before.into_iter().flatten().take(num_kept);
-                before.try_for_each(|rows| created.write(&rows))?;
-                writer = Some(created);
+                writer = Some(self.begin(table.len())?);
             }
-            match &mut writer {
-                Some(writer) => writer.write(&rows)?,
-                None => num_kept += 1,
+            if let Some(writer) = &mut writer {
+                writer.write(&rows)?;
             }
             table.push(&rows);
         }
-        // fewer rows than there are: a panic has ended the measuring, and what is written can be gone on from
-        match writer.filter(|_| table.len() == num_rows) {
-            Some(writer) => writer.finish(footer).map(|()| table),
-            None => Ok(table),
+        // fewer rows than there are: it was stopped, and what is written can be gone on from
+        if table.len() == self.file.len() {
+            match writer {
+                Some(_) if self.file.has_changed() => {
+                    let path = self.file.path().to_owned();
+                    return Err(CacheError::DataChanged { path });
+                }
+                Some(writer) => writer.finish(footer)?,
+                None => self.place.forget_partial(self.lock),
+            }
         }
+        Ok(table)
+    }
+
+    /// A file with the first `num_kept` rows of the one before.
+    fn begin(&self, num_kept: usize) -> Result<Writer, CacheError> {
+        self.lock.may_write(self.place)?;
+        let mut writer = Writer::create(self.place)?;
+        let (_, mut before) = self.place.read().unzip();
+        let mut num_written = 0;
+        while num_written < num_kept {
+            let rows = before.as_mut().and_then(Iterator::next);
+            let rows = rows.ok_or_else(|| CacheError::Lost { path: self.place.path.clone() })?;
+            writer.write(&rows)?;
+            num_written += rows.len();
+        }
+        Ok(writer)
     }
 }
 
-/// Measures rows of a file.
-struct Measurer<'a> {
-    file: &'a JsonlFile,
-    encoder: &'a Encoder,
-    stamps: Stamps<'a>,
-    same_limits: bool,
-    threads: ThreadPool,
-    should_go_on: &'a (dyn Fn() -> bool + Sync),
-}
-
-/// A batch of the cache before, its pictures looked at.
-enum LookedAt {
-    /// Nothing has changed; the lengths are those of today's limits.
-    Current(Rows),
-    /// These rows are to be measured again.
-    Stale(Rows, Vec<usize>),
-}
-
-impl Measurer<'_> {
-    fn run(
-        &self,
-        source: Source,
-        output: &Output<'_>,
-        footer: &Footer,
-        progress: &dyn Fn(u64),
-    ) -> Result<(LengthCache, CacheWork), CacheError> {
-        let num_rows = self.file.len();
-        let (known, old_batches) = match source {
-            Source::SameRows { batches } => (Known::new(Vec::new()), Some(batches)),
-            Source::Other { known } => (known, None),
-        };
-        let start = |name: &str| thread::Builder::new().name(format!("cache-{name}"));
-        let (sender, receiver) = sync_channel(WAITING);
-        let (old_sender, old_receiver) = sync_channel(TOGETHER);
-        thread::scope(|scope| {
-            let failed = || CacheError::write(&output.place.path);
-            let writer =
-                start("writer").spawn_scoped(scope, || output.write(receiver, footer, num_rows));
-            let writer = writer.map_err(failed())?;
-            let read = move || {
-                for old in old_batches.into_iter().flatten() {
-                    if old_sender.send(old).is_err() {
-                        break;
-                    }
+/// Measures what `same`, a cache of the same rows, does not tell.
+fn measure(
+    measurer: &Measurer<'_>,
+    threads: &ThreadPool,
+    same: Option<Batches>,
+    output: &Output<'_>,
+    footer: &Footer,
+    progress: &dyn Fn(u64),
+) -> Result<(LengthCache, CacheWork), CacheError> {
+    let num_rows = measurer.file.len();
+    let start = |name: &str| thread::Builder::new().name(format!("cache-{name}"));
+    let (sender, receiver) = sync_channel(WAITING);
+    let (old_sender, old_receiver) = sync_channel(TOGETHER);
+    thread::scope(|scope| {
+        let failed = || CacheError::write(&output.place.path);
+        let writer = start("writer").spawn_scoped(scope, || output.write(receiver, footer));
+        let writer = writer.map_err(failed())?;
+        let read = move || {
+            for old in same.into_iter().flatten() {
+                if old_sender.send(old).is_err() {
+                    break;
                 }
+            }
+        };
+        start("reader").spawn_scoped(scope, read).map_err(failed())?;
+        let mut work = CacheWork::default();
+        let firsts: Vec<usize> = (0..num_rows).step_by(BATCH_ROWS).collect();
+        'all: for firsts in firsts.chunks(TOGETHER) {
+            let with_old = |first: &usize| {
+                let rows = *first..(first + BATCH_ROWS).min(num_rows);
+                // none behind the place where the cache is damaged, which has been warned of
+                let old = old_receiver.recv().ok().filter(|old| measurer.is_of(old, &rows));
+                (rows, old)
             };
-            start("reader").spawn_scoped(scope, read).map_err(failed())?;
-            let mut work = CacheWork::default();
-            let firsts: Vec<usize> = (0..num_rows).step_by(BATCH_ROWS).collect();
-            'all: for firsts in firsts.chunks(TOGETHER) {
-                let with_old = |first: &usize| {
-                    let rows = *first..(first + BATCH_ROWS).min(num_rows);
-                    // none behind the place where the cache is damaged, which has been warned of
-                    let old = old_receiver.recv().ok().filter(|old: &Rows| old.len() == rows.len());
-                    (rows, old)
-                };
-                let parts: Vec<_> = firsts.iter().map(with_old).collect();
-                let look_at =
-                    |(rows, old): (_, Option<Rows>)| (rows, old.map(|old| self.look_at(old)));
-                let parts: Vec<(Range<usize>, _)> =
-                    self.threads.install(|| parts.into_par_iter().map(look_at).collect());
-                for (rows, looked_at) in parts {
-                    let done = self.threads.install(|| match looked_at {
-                        Some(LookedAt::Current(rows)) => Some((Batch::Kept(Box::new(rows)), 0)),
-                        Some(LookedAt::Stale(old, stale)) => self.refresh(rows.start, old, &stale),
-                        None => self.look_up_all(rows.clone(), &known),
+            let parts: Vec<_> = firsts.iter().map(with_old).collect();
+            let look_at = |(rows, old): (_, Option<Rows>)| match old {
+                Some(old) => measurer.look_at(old).map(|old| (rows, Some(old))),
+                None => Some((rows, None)),
+            };
+            let parts: Option<Vec<_>> =
+                threads.install(|| parts.into_par_iter().map(look_at).collect());
+            let Some(parts) = parts else { break }; // told to stop
+            for (rows, looked_at) in parts {
+                let Done { batch, measured, rows: num_done } =
+                    threads.install(|| match looked_at {
+                        Some(LookedAt::Current(old)) => {
+                            Done { rows: old.len(), batch: Batch::Kept(Box::new(old)), measured: 0 }
+                        }
+                        Some(LookedAt::Stale(old, stale)) => {
+                            measurer.refresh(rows.start, old, &stale)
+                        }
+                        None => measurer.look_up_all(rows.clone()),
                     });
-                    let Some((batch, measured)) = done else { break 'all }; // told to stop
-                    work.measured += measured as u64;
-                    work.reused += (rows.len() - measured) as u64;
-                    if sender.send(batch).is_err() {
-                        break 'all; // the writer has failed, and says why below
-                    }
-                    progress(rows.end as u64);
+                work.measured += measured as u64;
+                work.reused += (num_done - measured) as u64;
+                let is_stopped = num_done < rows.len();
+                // of a batch that was stopped what is new is written
+                let is_worth_it = match &batch {
+                    Batch::New(entries) => !entries.is_empty(),
+                    Batch::Kept(_) => !is_stopped,
+                };
+                if is_worth_it && sender.send(batch).is_err() || is_stopped {
+                    break 'all; // a writer that has failed says why below
                 }
+                progress(rows.end as u64);
             }
-            drop((sender, old_receiver));
-            let table = writer.join().unwrap_or_else(|panic| resume_unwind(panic))?;
-            Ok((table, work))
-        })
-    }
-
-    fn look_at(&self, old: Rows) -> LookedAt {
-        let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
-        let stale = parts.flat_map_iter(|part| {
-            let first = part * ROWS_A_WALK;
-            let (old, mut walk) = (&old, self.stamps.walk());
-            (first..(first + ROWS_A_WALK).min(old.len()))
-                .filter(move |row| !is_current(&mut walk, old, *row))
-        });
-        let stale: Vec<usize> = stale.collect();
-        if stale.is_empty() {
-            LookedAt::Current(self.today(old))
-        } else {
-            LookedAt::Stale(old, stale)
         }
+        drop((sender, old_receiver));
+        let table = writer.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+        Ok((table, work))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::image::ImageConfig;
+    use std::fs::{self, File};
+    use std::io::Write;
+
+    fn encoder() -> Encoder {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        Encoder::from_folder(&model, &image).unwrap()
     }
 
-    /// Known rows with the lengths of today.
-    fn today(&self, rows: Rows) -> Rows {
-        if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
-    }
-
-    /// A batch of the same rows as before with the `stale` ones measured again, and how many; `None` if
-    /// told to stop.
-    fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Option<(Batch, usize)> {
-        let anew = stale.par_iter().map(|row| {
-            let row = first + row;
-            (self.should_go_on)().then(|| self.outcome(row, self.file.bytes(row)))
-        });
-        let anew: Vec<Outcome> = anew.collect::<Option<_>>()?;
-        let is_new = |(row, outcome): (&usize, &Outcome)| old.entry(*row).outcome != *outcome;
-        if !stale.iter().zip(&anew).any(is_new) {
-            return Some((Batch::Kept(Box::new(self.today(old))), stale.len()));
+    fn rows(folder: &Path, count: usize) -> JsonlFile {
+        let path = folder.join("rows.jsonl");
+        let mut text = Vec::new();
+        for row in 0..count {
+            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
+            writeln!(text, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
         }
-        let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
-        for (row, outcome) in stale.iter().zip(anew) {
-            entries[*row].outcome = outcome;
-        }
-        Some((Batch::New(entries), stale.len()))
+        File::create(&path).unwrap().write_all(&text).unwrap();
+        JsonlFile::open(&path, None).unwrap()
     }
 
-    /// Rows that may be known, and how many of them had to be measured; `None` if told to stop.
-    fn look_up_all(&self, rows: Range<usize>, known: &Known) -> Option<(Batch, usize)> {
-        let row = |row| (self.should_go_on)().then(|| self.look_up(row, known));
-        let found: Vec<(Entry, bool)> = rows.into_par_iter().map(row).collect::<Option<_>>()?;
-        let measured = found.iter().filter(|(_, measured)| *measured).count();
-        Some((Batch::New(found.into_iter().map(|(entry, _)| entry).collect()), measured))
+    #[test]
+    fn threads_leave_most_open_files_to_others() {
+        assert_eq!(most_threads(2, Some(1024)), 16);
+        assert_eq!(most_threads(128, Some(1024)), 256);
+        assert_eq!(most_threads(128, Some(1 << 20)), 256);
+        assert_eq!(most_threads(128, None), 256);
+        assert_eq!(most_threads(128, Some(256)), 64);
+        assert_eq!(most_threads(128, Some(3)), 1);
     }
 
-    /// A row that may be known, and whether it had to be measured.
-    fn look_up(&self, row: usize, known: &Known) -> (Entry, bool) {
-        let bytes = self.file.bytes(row);
-        let hash = bytes.as_ref().map_or([0; HASH_BYTES], |bytes| hash(bytes));
-        let (line, offset) = (self.file.id(row).line, self.file.offset(row));
-        if let Some((rows, found)) = known.get(hash).filter(|_| bytes.is_ok())
-            && is_current(&mut self.stamps.walk(), rows, found)
-        {
-            return (Entry { line, offset, ..rows.entry(found) }, false);
-        }
-        (Entry { line, offset, hash, outcome: self.outcome(row, bytes) }, true)
-    }
-
-    fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Outcome {
-        let measure = |bytes: Vec<u8>| {
-            let sample = self.file.parse(row, &bytes)?;
-            let (pictures, videos) = files(&sample);
-            let measured = self.encoder.measure(&sample)?;
-            Ok(Outcome::Measured { measured, pictures, videos })
+    /// Rows that are kept would be missing in the file.
+    #[test]
+    fn a_cache_whose_kept_rows_are_gone_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let (encoder, caches) = (encoder(), folder.path().join("cache"));
+        let file = rows(folder.path(), BATCH_ROWS + 1);
+        LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+        let place = Place::of(&file, &encoder, &caches);
+        let (footer, batches) = place.read().unwrap();
+        let [first, last]: [Rows; 2] = batches.collect::<Vec<_>>().try_into().unwrap();
+        let lock = place.lock().unwrap();
+        let lengths = |measured: &Measured| lengths(&encoder, measured);
+        let output =
+            Output { place: &place, lock: &lock, file: &file, lengths: &lengths, always: false };
+        let write = || {
+            let (sender, receiver) = sync_channel(2);
+            sender.send(Batch::Kept(Box::new(first.clone()))).unwrap();
+            sender.send(Batch::New(vec![last.entry(0)])).unwrap();
+            drop(sender);
+            output.write(receiver, &footer)
         };
-        let measured = catch_unwind(AssertUnwindSafe(|| bytes.and_then(measure)));
-        let measured = measured.unwrap_or_else(|panic| {
-            tracing::error!(row = %self.file.id(row), "measuring the row panicked");
-            resume_unwind(panic)
-        });
-        measured.unwrap_or_else(rejected)
+        let num_rows = || place.read().unwrap().1.map(|rows| rows.len()).sum::<usize>();
+        assert_eq!(write().unwrap().len(), BATCH_ROWS + 1);
+        assert_eq!(num_rows(), BATCH_ROWS + 1);
+        fs::remove_file(&place.path).unwrap();
+        assert!(matches!(write(), Err(CacheError::Lost { .. })));
+        assert!(!place.path.exists());
     }
-}
 
-/// Whether measuring would find the same. A row that was rejected for its pictures may have been
-/// repaired without a change of its text.
-fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
-    if let Some((reason, _)) = rows.rejected(row) {
-        return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
-    }
-    rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
-}
-
-fn rejected(error: SampleError) -> Outcome {
-    let id = error.id().to_string();
-    let Rejection { reason, message, .. } = error.into();
-    let message = message.strip_prefix(&id).map_or(message.clone(), str::to_owned);
-    Outcome::Rejected { reason, message }
-}
-
-/// The files of pictures, and those of videos, before their headers are read: a change in between shows
-/// the next time.
-fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
-    let file = |root: &Path, path: &Path| {
-        let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };
-        let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
-        ImageFile { path: path.display().to_string(), stamp }
-    };
-    let picture = |media: &MediaRef| match &media.source {
-        MediaSource::DataUri(_) => None,
-        MediaSource::File { root, path } => Some(file(root, path)),
-    };
-    let (mut pictures, mut videos) = (Vec::new(), Vec::new());
-    for medium in &sample.media {
-        match medium {
-            Medium::Image(media) => pictures.push(picture(media)),
-            Medium::Video(VideoRef::Frames { frames, .. }) => {
-                videos.extend(frames.iter().filter_map(picture));
-            }
-            Medium::Video(VideoRef::File { root, path, .. }) => videos.push(file(root, path)),
+    #[test]
+    fn a_cache_that_may_not_be_written_is_used_as_long_as_it_is_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let (encoder, caches) = (encoder(), folder.path().join("cache"));
+        let file = rows(folder.path(), 10);
+        LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+        let run = |file: &JsonlFile, image: &ImageConfig| {
+            let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/models/small-tied");
+            let encoder = Encoder::from_folder(Path::new(model), image).unwrap();
+            let place = Place::of(file, &encoder, &caches);
+            let lock = Lock::ReadOnly(io::ErrorKind::ReadOnlyFilesystem);
+            let (place, lock, encoder) = (&place, &lock, &encoder);
+            let pass = Pass { place, lock, file, encoder, num_threads: 2, most: usize::MAX };
+            pass.run(&|| true, &|_| ())
+        };
+        for max_tokens in [None, std::num::NonZeroU32::new(3)] {
+            let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens };
+            let before = fs::metadata(caches.join(".")).unwrap().modified().unwrap();
+            let (cache, work) = run(&file, &image).unwrap();
+            assert_eq!((cache.len(), work), (10, CacheWork { measured: 0, reused: 10 }));
+            assert_eq!(fs::metadata(caches.join(".")).unwrap().modified().unwrap(), before);
         }
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        let more = run(&rows(folder.path(), 11), &image);
+        assert!(matches!(more, Err(CacheError::Write { .. })), "{more:?}");
     }
-    (pictures, videos)
-}
-
-fn hash(bytes: &[u8]) -> [u8; HASH_BYTES] {
-    let digest = Sha256::digest(bytes);
-    std::array::from_fn(|at| digest[at])
 }

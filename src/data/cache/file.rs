@@ -11,7 +11,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::encode::Encoder;
-use crate::data::source::{JsonlFile, LineIndex, Stamp};
+use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
 
 /// Version of the layout and of how rows are measured.
 const VERSION: u32 = 1;
@@ -33,10 +33,12 @@ pub(super) const BATCH_ROWS: usize = 4096;
 const ALIGNMENT: usize = 64;
 /// Between two tries for the lock.
 const WAIT: Duration = Duration::from_millis(50);
+/// Waiting for the lock is worth a line after so long.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Key of our own metadata in the footer.
 const METADATA: &str = "trainer";
 
-/// Why the cache of a data file cannot be written.
+/// Why the cache of a data file cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
     /// The system refused.
@@ -55,12 +57,39 @@ pub enum CacheError {
         /// What it said.
         source: ArrowError,
     },
+    /// The process may open no more files, or has no memory: no fault of a row.
+    #[error("cannot measure all rows: the process lacks open files or memory")]
+    Exhausted {
+        /// The row at which it showed.
+        source: Box<SampleError>,
+    },
+    /// The cache before is not there any more, or cannot be read any more.
+    #[error("cannot read the length cache `{}` again", .path.display())]
+    Lost {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The data file is not what it was when it was opened.
+    #[error("`{}` was written to while its rows were measured", .path.display())]
+    DataChanged {
+        /// As the config names it.
+        path: PathBuf,
+    },
 }
 
 impl CacheError {
     /// What to do about it.
     pub fn hint(&self) -> &'static str {
-        "check free space and permissions, or set `data.cache_dir` to another folder"
+        match self {
+            Self::Write { .. } | Self::Format { .. } => {
+                "check free space and permissions, or set `data.cache_dir` to another folder"
+            }
+            Self::Exhausted { .. } => "raise the limit of open files (`ulimit -n`), or free memory",
+            Self::Lost { .. } => "run it again: what is lost is measured anew",
+            Self::DataChanged { .. } => {
+                "run it again when the file is complete: known rows are not measured again"
+            }
+        }
     }
 
     pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
@@ -142,10 +171,18 @@ impl Place {
 
     /// Makes the folder, and waits for any other process that writes this cache; one that does so beside a
     /// run is asked to leave it to this one.
-    pub(super) fn lock(&self) -> Result<File, CacheError> {
+    pub(super) fn lock(&self) -> Result<Lock, CacheError> {
+        let (begin, mut is_told) = (Instant::now(), false);
         let lock = loop {
             if let Some(lock) = self.try_lock()? {
                 break lock;
+            }
+            if !is_told && begin.elapsed() > PATIENCE {
+                is_told = true;
+                tracing::info!(
+                    "waiting for `{}`, which another process writes",
+                    self.path.display()
+                );
             }
             let _ = File::create(self.beside(".wanted")); // refused, this only waits for longer
             thread::sleep(WAIT);
@@ -155,14 +192,11 @@ impl Place {
     }
 
     /// Makes the folder; `None` if another process writes this cache.
-    pub(super) fn try_lock(&self) -> Result<Option<File>, CacheError> {
+    pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         let path = self.beside(".lock");
-        let lock = File::create(&path).map_err(CacheError::write(&path))?;
-        // Some network file systems know no locks: any other answer is a yes.
-        let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
-        Ok(Some(lock).filter(|_| !is_taken))
+        Lock::of(File::create(&path)).map_err(CacheError::write(&path))
     }
 
     /// Whether another process waits in [`Self::lock`].
@@ -204,16 +238,26 @@ impl Place {
         self.or_warn(read())
     }
 
-    /// What killed processes have left, as far as it is whole.
-    pub(super) fn read_partial(&self) -> Vec<Rows> {
-        let [temporary, partial] = [".tmp", ".partial"].map(|ending| self.beside(ending));
-        let [of_temporary, of_partial] = [&temporary, &partial].map(|path| read_stream(path));
-        let more = of_temporary.len() > of_partial.len();
-        if more {
-            // the older one is in the newer one; should this fail, work is lost and nothing else
+    /// What killed processes have left, as far as it is whole: the newer rows last.
+    pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
+        let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
+        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
+        if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
+            // of the two the longer one outlives the next kill; refused, work is lost and nothing else
             let _ = fs::rename(&temporary, &partial);
         }
-        if more { of_temporary } else { of_partial }
+        found.extend(newer);
+        found
+    }
+
+    /// Drops what killed processes have left: the cache has all of it.
+    pub(super) fn forget_partial(&self, lock: &Lock) {
+        if lock.may_write(self).is_ok() {
+            for ending in LEFT_BEHIND {
+                let _ = fs::remove_file(self.beside(ending));
+            }
+        }
     }
 
     fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
@@ -234,6 +278,43 @@ impl Place {
             tracing::warn!(%path, %error, "the length cache cannot be read: it is made anew");
             None
         })
+    }
+}
+
+/// Endings of what a kill leaves behind, the older one first.
+const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
+
+/// The right to a cache, until it is dropped.
+#[derive(Debug)]
+pub(super) enum Lock {
+    /// Nobody else writes it.
+    Held { _file: File },
+    /// This process may not write it, and why; it may read it, for what is there is whole.
+    ReadOnly(io::ErrorKind),
+}
+
+impl Lock {
+    /// `None` if another process holds it.
+    fn of(file: io::Result<File>) -> io::Result<Option<Self>> {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match file {
+            Err(error) if matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem) => {
+                Ok(Some(Self::ReadOnly(error.kind())))
+            }
+            file => {
+                let file = file?;
+                // Some network file systems know no locks: any other answer is a yes.
+                let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+                Ok((!is_taken).then_some(Self::Held { _file: file }))
+            }
+        }
+    }
+
+    pub(super) fn may_write(&self, place: &Place) -> Result<(), CacheError> {
+        match self {
+            Self::Held { .. } => Ok(()),
+            Self::ReadOnly(why) => Err(CacheError::write(&place.path)((*why).into())),
+        }
     }
 }
 
@@ -316,5 +397,28 @@ impl Writer {
         // all of it is in the new file
         let _ = fs::remove_file(place.beside(".partial"));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_may_not_be_made_is_the_right_to_read() {
+        use io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
+        for why in [PermissionDenied, ReadOnlyFilesystem] {
+            let lock = Lock::of(Err(why.into())).unwrap().unwrap();
+            let place = Place { path: "a.arrow".into() };
+            assert!(matches!(lock.may_write(&place), Err(CacheError::Write { .. })));
+        }
+        assert!(Lock::of(Err(NotFound.into())).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = Lock::of(File::create(&path)).unwrap().unwrap();
+        assert!(held.may_write(&Place { path: "a.arrow".into() }).is_ok());
+        assert!(Lock::of(File::create(&path)).unwrap().is_none());
+        drop(held);
+        assert!(Lock::of(File::create(&path)).unwrap().is_some());
     }
 }

@@ -8,6 +8,7 @@
 
 mod build;
 mod file;
+mod measure;
 mod rows;
 mod stamps;
 mod table;

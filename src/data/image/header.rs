@@ -54,6 +54,12 @@ pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
 /// Bytes read at a time: the places where chunks of a PNG begin are a page each.
 const BUFFER: usize = 1 << 10;
 
+/// Bytes of a JPEG between segments that are put up with; encoders write a few at most.
+const MOST_FILLING: usize = 1 << 16;
+
+/// An EXIF block is at most 64 KiB in a JPEG; a longer one in a PNG is none.
+const MOST_EXIF: u32 = 1 << 20;
+
 /// Chunks of PNG below this are met on all pages that are read.
 const LARGE_CHUNK: u32 = 1 << 15;
 
@@ -126,17 +132,27 @@ fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> 
     reader.read_exact(&mut bytes).map(|()| bytes)
 }
 
+fn next_byte(reader: &mut impl BufRead, filling: &mut usize) -> Result<u8, DecodeError> {
+    *filling += 1;
+    if *filling > MOST_FILLING {
+        return Err(DecodeError::Broken("there is no segment in 64 KiB".into()));
+    }
+    let [byte] = bytes(reader)?;
+    Ok(byte)
+}
+
 /// Width, height and orientation from the segments before the first scan.
 fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
     let mut exif = None;
     let mut size = None;
     bytes::<2>(reader)?; // start of image
+    let mut filling = 0; // bytes since the last segment
     loop {
-        while bytes(reader)? != [0xff] {} // tolerate bytes between segments
+        while next_byte(reader, &mut filling)? != 0xff {} // tolerate bytes between segments
         let marker = loop {
-            match bytes(reader)? {
-                [0xff] => {}
-                [marker] => break marker,
+            match next_byte(reader, &mut filling)? {
+                0xff => {}
+                marker => break marker,
             }
         };
         if matches!(marker, 0x00 | 0x01 | 0xd0..=0xd8) {
@@ -145,6 +161,7 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
         if matches!(marker, 0xd9 | 0xda) {
             break; // end of image, start of scan
         }
+        filling = 0;
         let length = u16::from_be_bytes(bytes(reader)?).saturating_sub(2);
         match marker {
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) && length >= 5 => {
@@ -188,7 +205,7 @@ fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError
             reader.all_pages();
             is_told = true;
         }
-        if &kind == b"eXIf" && at + 12 + u64::from(length) <= end {
+        if &kind == b"eXIf" && length <= MOST_EXIF && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
             reader.read_exact(&mut exif)?;
             return Ok((width, height, orientation(&exif)));
@@ -202,6 +219,7 @@ fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::image::golden;
     use std::cell::Cell;
     use std::io::Read;
 
@@ -243,10 +261,36 @@ mod tests {
 
     /// Upright size, and how many reads it took.
     fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
+        let (header, reads) = try_read(bytes);
+        (header.unwrap().upright_size(), reads)
+    }
+
+    fn try_read(bytes: Vec<u8>) -> (Result<Header, DecodeError>, usize) {
         let reads = Cell::new(0);
         let file = Counting { bytes: Cursor::new(bytes), reads: &reads };
-        let header = Header::read(&mut BufReader::new(file)).unwrap();
-        (header.upright_size(), reads.get())
+        let header = Header::read(&mut BufReader::new(file));
+        (header, reads.get())
+    }
+
+    #[test]
+    fn a_jpeg_is_given_up_after_many_bytes_that_are_no_segment_and_read_after_a_few() {
+        let jpeg = golden::fixture("rgb.jpg");
+        let with = |filling: usize| [&jpeg[..2], &vec![7; filling], &jpeg[2..]].concat();
+        let size = read(jpeg.clone()).0;
+        assert_eq!(read(with(1000)).0, size);
+        let (given_up, reads) = try_read(with(1 << 22));
+        assert!(given_up.is_err() && reads < 200, "{reads} reads");
+    }
+
+    #[test]
+    fn an_exif_chunk_of_more_than_a_megabyte_is_none() {
+        let size = |length: usize| {
+            let mut exif = TURNED.to_vec();
+            exif.resize(length, 0);
+            read(png(&[chunk(*b"eXIf", &exif)])).0
+        };
+        assert_eq!(size(1 << 20), [7, 5]);
+        assert_eq!(size((1 << 20) + 1), [5, 7]);
     }
 
     #[test]

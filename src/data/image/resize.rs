@@ -415,11 +415,15 @@ pub(super) mod tests {
         }
     }
 
-    /// Sums of thousands of taps overflow in one half, and come out right when the halves join.
+    /// Sums of a hundred thousand taps, across and down.
     #[test]
     fn a_very_long_strip_keeps_its_mean() {
-        let (width, data) = (200_000, [255, 0, 1].repeat(200_000));
-        let found = resize(Rgb { height: 1, width, data }, 1, 2);
-        assert_eq!(found.data, [255, 0, 1, 255, 0, 1]);
+        let length = 200_000;
+        let data = [255, 0, 1].repeat(length);
+        let wide = resize(Rgb { height: 1, width: length, data: data.clone() }, 1, 2);
+        let tall = resize(Rgb { height: length, width: 1, data }, 2, 1);
+        for found in [wide, tall] {
+            assert_eq!(found.data, [255, 0, 1, 255, 0, 1]);
+        }
     }
 }

@@ -51,9 +51,12 @@ pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMu
     }
 }
 
-/// Hands the columns of sixteen rows to `put`, in order.
 #[cfg(not(target_arch = "x86_64"))]
-pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
+pub(super) use portable as transpose;
+
+/// The same on any CPU.
+#[cfg(any(test, not(target_arch = "x86_64")))]
+pub(super) fn portable<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
     for column in 0..LANES {
         put(column, &std::array::from_fn(|i| row(i)[column]));
     }
@@ -67,8 +70,10 @@ mod tests {
     fn rows_become_columns() {
         let square: [Lanes; LANES] =
             std::array::from_fn(|i| std::array::from_fn(|j| (i * 16 + j) as u8));
-        let mut found = [[0; LANES]; LANES];
+        let [mut found, mut portably] = [[[0; LANES]; LANES]; 2];
         transpose(|i| &square[i], |j, column| found[j] = *column);
+        portable(|i| &square[i], |j, column| portably[j] = *column);
         assert!((0..LANES).all(|i| (0..LANES).all(|j| found[i][j] == square[j][i])));
+        assert_eq!(found, portably);
     }
 }

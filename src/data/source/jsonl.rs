@@ -31,6 +31,7 @@ pub struct JsonlFile {
     image_root: Arc<Path>,
     index: LineIndex,
     stamp: Option<Stamp>,
+    opened: Option<Box<Stamp>>, // as it was when its rows were known, settled or not
     form: RowForm,
 }
 
@@ -130,6 +131,7 @@ impl JsonlFile {
         }
         let image_root = Self::image_root_of(path, image_root);
         let mut this = Self {
+            opened: stamp.clone().or_else(|| Stamp::of(&file).ok()).map(Box::new),
             file,
             path: path.into(),
             image_root: image_root.into(),
@@ -195,6 +197,11 @@ impl JsonlFile {
     /// What tells that the file has not changed since the scan; `None` if nothing does.
     pub(in crate::data) fn stamp(&self) -> Option<&Stamp> {
         self.stamp.as_ref()
+    }
+
+    /// Whether the open file was written to since it was opened; another one by its name is another file.
+    pub(in crate::data) fn has_changed(&self) -> bool {
+        Stamp::of(&self.file).ok().as_ref() != self.opened.as_deref()
     }
 
     /// The document in row `row < len()` of a corpus.

@@ -32,7 +32,7 @@ pub(super) struct Engine {
     lengths: Vec<u32>,             // by id, of model tokens: bytes
     special: Vec<bool>,            // by id
     added_ids: Vec<u32>,
-    idle: Mutex<Vec<Memory>>, // as many as threads ever ran at once
+    idle: Mutex<Vec<Memory>>, // at most as many as there are cores
 }
 
 /// What a thread works with.
@@ -118,7 +118,12 @@ impl Engine {
                 }
             }
         });
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        // threads that wait for disks are many times the cores, and each memory is a MiB
+        if idle.len() < rayon::current_num_threads() {
+            idle.push(memory);
+        }
+        drop(idle);
         tokens
     }
 

@@ -1,0 +1,189 @@
+//! Passes over the length cache that are damaged, stopped, waited for or overtaken: no row gets the lengths
+//! of another, and no work is lost twice.
+
+use crate::length_cache::{Place, assert_as_measured, chat, encoder, max_tokens, with_picture};
+use arrow_ipc::reader::FileReader;
+use arrow_ipc::writer::FileWriter;
+use serde_json::Value;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, SystemTime};
+use trainer::data::{CacheError, CacheWork, Encoder, JsonlFile, LengthCache};
+use trainer::train::{CachedRows, DataSet, JsonlRows};
+
+fn file(rows: &JsonlRows) -> &JsonlFile {
+    let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
+    file
+}
+
+/// Rows of many lengths, none twice.
+fn texts(from: usize, count: usize) -> Vec<Value> {
+    let row = |i: usize| chat(&format!("{i}"), &"yes ".repeat(i % 7 + 1));
+    (from..from + count).map(row).collect()
+}
+
+/// Measures beside a run until it has asked `count` times whether to go on.
+fn stopped_after(count: usize, place: &Place, encoder: &Encoder, rows: &JsonlRows) {
+    let left = AtomicUsize::new(count);
+    let go_on = || left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok();
+    let done = LengthCache::update_beside(file(rows), encoder, &place.path("cache"), &go_on);
+    assert_eq!(done.unwrap(), None);
+}
+
+/// A hidden file beside the cache `path`.
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    path.with_file_name(format!(".{}{ending}", path.file_name().unwrap().to_str().unwrap()))
+}
+
+fn touch(path: &Path) {
+    thread::sleep(Duration::from_millis(20));
+    File::options().append(true).open(path).unwrap().set_modified(SystemTime::now()).unwrap();
+}
+
+fn quick(rows: &Arc<JsonlRows>, place: &Place, most: usize) -> Option<(CachedRows, CacheWork)> {
+    CachedRows::update_if_quick(rows.clone(), &place.path("cache"), most, &|_| ()).unwrap()
+}
+
+#[test]
+fn a_cache_that_lacks_a_batch_moves_no_row() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&texts(0, 9000));
+    let rows = place.rows(&encoder);
+    let path = {
+        place.update(&encoder);
+        place.cache()
+    };
+    let whole = std::fs::read(&path).unwrap();
+    for lacking in 0..3 {
+        let reader = FileReader::try_new(std::io::Cursor::new(&whole), None).unwrap();
+        let mut writer =
+            FileWriter::try_new(File::create(&path).unwrap(), &reader.schema()).unwrap();
+        writer.write_metadata("trainer", &reader.custom_metadata()["trainer"]);
+        for (at, batch) in reader.enumerate() {
+            if at != lacking {
+                writer.write(&batch.unwrap()).unwrap();
+            }
+        }
+        writer.finish().unwrap();
+        let (cached, work) = place.update(&encoder);
+        assert!(work.measured >= 808, "{work:?}");
+        assert_as_measured(&cached, &rows);
+        let (cached, work) = place.update(&encoder);
+        assert_eq!(work, CacheWork { measured: 0, reused: 9000 });
+        assert_as_measured(&cached, &rows);
+    }
+}
+
+#[test]
+fn a_stopped_pass_over_changed_pictures_is_gone_on_from_to_the_row() {
+    let encoder = encoder(&max_tokens(6));
+    let row = |i| with_picture("a.png", &format!("moon {i}"));
+    let place = Place::new(&(0..9000).map(row).collect::<Vec<_>>());
+    let rows = place.rows(&encoder);
+    place.update(&encoder);
+    std::fs::copy(place.path("b.png"), place.path("a.png")).unwrap();
+    touch(&place.path("a.png"));
+    // some of the answers are for parts of batches whose pictures are looked at
+    stopped_after(3000, &place, &encoder, &rows);
+    stopped_after(3000 + 3000, &place, &encoder, &rows);
+    let (cached, work) = place.update(&encoder);
+    assert!(work.reused > 5900, "{work:?}");
+    assert_as_measured(&cached, &rows);
+    assert_eq!(place.update(&encoder).1, CacheWork { measured: 0, reused: 9000 });
+}
+
+#[test]
+fn of_two_stopped_passes_neither_is_lost() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&texts(0, 7000));
+    stopped_after(6000, &place, &encoder, &place.rows(&encoder));
+    place.write(&texts(100_000, 7000));
+    stopped_after(3000, &place, &encoder, &place.rows(&encoder));
+    // half of the rows of each
+    let mut rows = texts(0, 7000);
+    rows.truncate(3500);
+    rows.extend(texts(100_000, 3500));
+    place.write(&rows);
+    let (cached, work) = place.update(&encoder);
+    assert!(work.reused >= 3500 + 2999, "{work:?}");
+    assert_as_measured(&cached, &place.rows(&encoder));
+}
+
+#[test]
+fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_pictures_have_changed() {
+    let encoder = encoder(&max_tokens(6));
+    let mut texts: Vec<Value> = texts(0, 100);
+    texts.extend((0..50).map(|i| with_picture("a.png", &format!("moon {i}"))));
+    let place = Place::new(&texts);
+    let rows = place.rows(&encoder);
+    assert!(quick(&rows, &place, 999).is_none() && !place.path("cache").exists());
+    place.update(&encoder);
+    let (cached, work) = quick(&rows, &place, 0).unwrap();
+    assert_eq!(work, CacheWork { measured: 0, reused: 150 });
+    assert_as_measured(&cached, &rows);
+    let lock = File::create(beside(&place.cache(), ".lock")).unwrap();
+    lock.lock().unwrap();
+    assert!(quick(&rows, &place, 999).is_none());
+    drop(lock);
+    touch(&place.path("a.png"));
+    assert!(quick(&rows, &place, 49).is_none());
+    let (cached, work) = quick(&rows, &place, 1).unwrap();
+    assert_eq!(work, CacheWork { measured: 1, reused: 149 }, "the others were measured before");
+    assert_as_measured(&cached, &rows);
+    texts.push(chat("One more", "indeed"));
+    place.write(&texts);
+    assert!(quick(&place.rows(&encoder), &place, 999).is_none());
+}
+
+#[test]
+fn who_waits_has_the_cache_at_the_next_row_and_a_killed_one_stops_nobody() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&texts(0, 200));
+    let rows = place.rows(&encoder);
+    place.update(&encoder);
+    let cache = place.cache();
+    std::fs::remove_file(&cache).unwrap();
+    let wanted = beside(&cache, ".wanted");
+    let asked = AtomicUsize::new(0);
+    let waited_for = || {
+        asked.fetch_add(1, Relaxed);
+        File::create(&wanted).unwrap();
+        thread::sleep(Duration::from_millis(20));
+        true
+    };
+    let update = |go_on: &(dyn Fn() -> bool + Sync)| {
+        LengthCache::update_beside(file(&rows), &encoder, &place.path("cache"), go_on).unwrap()
+    };
+    assert_eq!(update(&waited_for), None);
+    let asked = asked.into_inner();
+    assert!(asked < 100, "asked {asked} times");
+    assert!(wanted.exists());
+    let slowly = || {
+        thread::sleep(Duration::from_millis(1));
+        true
+    };
+    let work = update(&slowly).unwrap();
+    assert!(work.reused > 0 && work.reused < 100 && work.measured + work.reused == 200, "{work:?}");
+}
+
+#[test]
+fn a_data_file_that_is_written_to_meanwhile_gets_no_cache() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&texts(0, 100));
+    let rows = place.rows(&encoder);
+    let cache = place.path("cache");
+    let append = || {
+        let mut data = File::options().append(true).open(place.path("rows.jsonl")).unwrap();
+        data.write_all(b"\n").is_ok()
+    };
+    let done = LengthCache::update_beside(file(&rows), &encoder, &cache, &append);
+    assert!(matches!(done, Err(CacheError::DataChanged { .. })), "{done:?}");
+    assert!(!LengthCache::exists(file(&rows), &encoder, &cache));
+    let (cached, work) = place.update(&encoder);
+    assert_eq!(work, CacheWork { measured: 0, reused: 100 });
+    assert_as_measured(&cached, &place.rows(&encoder));
+}
