@@ -115,7 +115,7 @@ impl LengthCache {
                 is_wanted.store(place.is_wanted(), Relaxed);
                 *looked = Instant::now();
             }
-            should_go_on() && !is_wanted.load(Relaxed)
+            !is_wanted.load(Relaxed) && should_go_on()
         };
         let pass =
             Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
@@ -190,6 +190,7 @@ impl Pass<'_> {
             known: Known::new(known),
             should_go_on,
             left: AtomicUsize::new(most),
+            is_stopped: AtomicBool::new(false),
             exhausted: OnceLock::new(),
         };
         let done = measure(&measurer, &threads, same, &output, &footer, progress);
@@ -408,7 +409,7 @@ mod tests {
             let pass = Pass { place, lock, file, encoder, num_threads: 2, most: usize::MAX };
             pass.run(&|| true, &|_| ())
         };
-        for max_tokens in [None, std::num::NonZeroU32::new(3)] {
+        for max_tokens in [None, std::num::NonZeroU32::new(9)] {
             let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens };
             let before = fs::metadata(caches.join(".")).unwrap().modified().unwrap();
             let (cache, work) = run(&file, &image).unwrap();

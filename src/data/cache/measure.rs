@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 use rustix::io::Errno;
@@ -83,6 +83,8 @@ pub(super) struct Measurer<'a> {
     pub(super) should_go_on: &'a (dyn Fn() -> bool + Sync),
     /// Rows that may still be measured.
     pub(super) left: AtomicUsize,
+    /// Whether it was told to stop, or has to.
+    pub(super) is_stopped: AtomicBool,
     /// Why nothing more can be read.
     pub(super) exhausted: OnceLock<CacheError>,
 }
@@ -96,8 +98,13 @@ pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
 }
 
 impl Measurer<'_> {
+    /// Once it does not, it never does again.
     fn goes_on(&self) -> bool {
-        self.exhausted.get().is_none() && (self.should_go_on)()
+        let goes_on = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
+        if !goes_on {
+            self.is_stopped.store(true, Relaxed);
+        }
+        goes_on
     }
 
     /// Whether `old` is of these rows of the file: a damaged cache may lack a batch.
@@ -176,7 +183,10 @@ impl Measurer<'_> {
         {
             return Some((Entry { line, offset, ..rows.entry(found) }, false));
         }
-        self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).ok()?;
+        if self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_err() {
+            self.is_stopped.store(true, Relaxed);
+            return None;
+        }
         Some((Entry { line, offset, hash, outcome: self.outcome(row, bytes)? }, true))
     }
 
@@ -196,6 +206,7 @@ impl Measurer<'_> {
         match measured {
             Ok(outcome) => Some(outcome),
             Err(error) if is_exhausted(&error) => {
+                self.is_stopped.store(true, Relaxed);
                 let _ = self.exhausted.set(CacheError::Exhausted { source: Box::new(error) });
                 None
             }
