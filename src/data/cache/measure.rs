@@ -61,7 +61,7 @@ pub(super) struct Done {
     pub(super) batch: Batch,
     /// Rows that had to be measured.
     pub(super) measured: usize,
-    /// Rows from the beginning of the batch that are done: fewer than it has if told to stop.
+    /// Rows that are done, fewer than the batch has if told to stop; it is then of what is new, wherever.
     pub(super) rows: usize,
 }
 
@@ -142,20 +142,27 @@ impl Measurer<'_> {
 
     /// A batch of the same rows as before, from row `first` of the file, with the `stale` ones anew.
     pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Done {
-        let anew: Vec<_> = stale.par_iter().map(|row| self.look_up(first + row)).collect();
-        let rows = anew.iter().position(Option::is_none).map_or(old.len(), |at| stale[at]);
-        let anew: Vec<(usize, (Entry, bool))> =
-            stale.iter().copied().zip(anew.into_iter().map_while(|found| found)).collect();
+        let look_up = |row: &usize| Some((*row, self.look_up(first + row)?));
+        let anew: Vec<Option<(usize, (Entry, bool))>> = stale.par_iter().map(look_up).collect();
+        let is_stopped = anew.iter().any(Option::is_none);
+        let anew: Vec<_> = anew.into_iter().flatten().collect();
         let measured = anew.iter().filter(|(_, (_, measured))| *measured).count();
-        let is_new = anew.iter().any(|(row, (entry, _))| old.entry(*row) != *entry);
-        let batch = if is_new {
+        let anew = anew.into_iter().map(|(row, (entry, _))| (row, entry));
+        let new: Vec<(usize, Entry)> =
+            anew.filter(|(row, entry)| old.entry(*row) != *entry).collect();
+        if is_stopped {
+            let new: Vec<Entry> = new.into_iter().map(|(_, entry)| entry).collect();
+            return Done { rows: measured, batch: Batch::New(new), measured };
+        }
+        let rows = old.len();
+        let batch = if new.is_empty() {
+            Batch::Kept(Box::new(self.today(old)))
+        } else {
             let mut entries: Vec<Entry> = (0..rows).map(|row| old.entry(row)).collect();
-            for (row, (entry, _)) in anew {
+            for (row, entry) in new {
                 entries[row] = entry;
             }
             Batch::New(entries)
-        } else {
-            Batch::Kept(Box::new(self.today(old)))
         };
         Done { batch, measured, rows }
     }
@@ -163,7 +170,7 @@ impl Measurer<'_> {
     /// Rows that may be known, from wherever.
     pub(super) fn look_up_all(&self, rows: Range<usize>) -> Done {
         let found: Vec<_> = rows.into_par_iter().map(|row| self.look_up(row)).collect();
-        let found: Vec<(Entry, bool)> = found.into_iter().map_while(|found| found).collect();
+        let found: Vec<(Entry, bool)> = found.into_iter().flatten().collect();
         let measured = found.iter().filter(|(_, measured)| *measured).count();
         let rows = found.len();
         let batch = Batch::New(found.into_iter().map(|(entry, _)| entry).collect());
