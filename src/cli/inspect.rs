@@ -92,7 +92,9 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     tracing::warn!(row = %rejection, "rejected");
                 }
                 if let Some(page) = &mut page {
-                    refused.iter().for_each(|rejection| page.rejected(rejection));
+                    if let Some(rejection) = &refused {
+                        page.rejected(rejection);
+                    }
                     page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
                 }
                 if args.tensors.is_some() {

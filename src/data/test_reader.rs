@@ -57,13 +57,12 @@ impl RowReader for TestReader {
                 std::thread::sleep(duration);
                 (2, 1)
             }
-            Kind::PanicPixels => panic!("made-up panic"),
             Kind::Broken | Kind::BrokenPixels(_) => return Err(self.rejection(row)),
             Kind::Slow(duration) => {
                 std::thread::sleep(duration);
                 (0, 1)
             }
-            Kind::Panic => panic!("made-up panic"),
+            Kind::Panic | Kind::PanicPixels => panic!("made-up panic"),
         };
         let patches = Patches { pixel_values: vec![row.row as f32; 8 * 3], grid_thw: [1, 2, 4] };
         Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
