@@ -67,7 +67,7 @@ pub struct DataConfig {
     /// Folder of the length caches, for several runs to share; null: `cache` in `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
-    /// Threads that read and encode rows; they change the speed and nothing else.
+    /// Threads that look at rows, and as many that read those of the next steps; they change the speed and nothing else.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
     /// What becomes of the run when a row cannot be used.

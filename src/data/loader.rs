@@ -4,7 +4,7 @@
 //! tells other workers which samples the next steps need, in the order of the packs; it collates and
 //! unpads what they read. The steps are a function of order, options and start alone. Memory is bounded:
 //! samples without pictures ahead (by bytes), those of one packing window, samples with pictures
-//! ahead (by bytes), and three steps. However many pictures share a window, their pixels do not wait for it.
+//! ahead (by bytes), and the few steps that are planned or made. However many pictures share a window, their pixels do not wait for it.
 
 mod assembler;
 #[cfg(test)]
@@ -31,7 +31,8 @@ const AHEAD_BYTES: u64 = 256 << 20;
 /// The data of one optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepData {
-    /// `gradient_accumulation_steps` of them, fewer at the end of an epoch.
+    /// `gradient_accumulation_steps` of them, fewer at the end of an epoch or where all rows of one
+    /// were found broken.
     pub micro_batches: Vec<VarlenBatch>,
     /// Epochs consumed as of the end of this step, fractional by rows.
     pub epoch: f64,

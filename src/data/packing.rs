@@ -47,12 +47,17 @@ pub enum Overlong {
 }
 
 impl Packing {
-    /// Tokens that a pack of `num_tokens` offers room for; `None` with packing off.
-    pub fn capacity(self, num_tokens: usize) -> Option<usize> {
+    /// Tokens that samples may share; `None` with packing off.
+    pub(super) fn room(self) -> Option<usize> {
         match self {
             Self::Off => None,
-            Self::On { length, .. } => Some(num_tokens.max(length.get() as usize)),
+            Self::On { length, .. } => Some(length.get() as usize),
         }
+    }
+
+    /// Tokens that a pack of `num_tokens` offers room for; `None` with packing off.
+    pub fn capacity(self, num_tokens: usize) -> Option<usize> {
+        self.room().map(|room| num_tokens.max(room))
     }
 }
 

@@ -35,7 +35,7 @@ pub struct LoaderOptions {
     pub batch_size: NonZeroUsize,
     /// Micro-batches a step.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Threads that read and encode; they change no result.
+    /// Threads that look at rows, and as many that read those of the next steps; they change no result.
     pub workers: NonZeroUsize,
     /// Id that fills short rows up.
     pub pad_id: u32,
@@ -76,13 +76,15 @@ impl LoaderOptions {
 
     /// Whether a run loses too much of its data, as soon as that is certain: in the first epoch the share
     /// is one of all its rows, so that bad rows at the beginning do not weigh more than others.
+    /// `without` of the rejected rows do not count.
     pub(super) fn too_many_rejected(
         &self,
         state: &DataState,
+        without: u64,
         epoch_rows: u64,
         epoch_has_ended: bool,
     ) -> bool {
-        let num_rejected: u64 = state.rejected.values().sum();
+        let num_rejected: u64 = state.rejected.values().sum::<u64>() - without;
         let judged = state.rows_read >= JUDGED_ROWS || epoch_has_ended; // enough of them to tell why
         judged && num_rejected as f64 > self.max_rejected * state.rows_read.max(epoch_rows) as f64
     }
@@ -116,6 +118,9 @@ pub struct DataState {
     /// The same by data file and reason.
     #[serde(default)]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
+    /// How many of them had been measured, and were found unusable when their step was made.
+    #[serde(default)]
+    pub rejected_late: u64,
 }
 
 impl DataState {
@@ -155,7 +160,7 @@ impl DataState {
         *of_file.entry(reason.to_owned()).or_default() += rows;
     }
 
-    /// Positions of all samples to encode again on resume, in the order of [`Assembly::resume`].
+    /// Positions of all samples to look at again on resume, in the order of [`Assembly::resume`].
     pub(super) fn held(&self) -> impl Iterator<Item = u64> + '_ {
         self.ready.iter().flatten().chain(&self.carry).copied()
     }
@@ -222,10 +227,18 @@ impl<T> Assembly<T> {
         mut read: impl FnMut(u64) -> Result<Item<T>, LoaderError>,
     ) -> Result<Self, LoaderError> {
         let ready = std::mem::take(&mut from.ready);
-        let ready = ready
+        let ready: VecDeque<Vec<_>> = ready
             .into_iter()
             .map(|pack| pack.into_iter().map(&mut read).collect())
             .collect::<Result<_, _>>()?;
+        let overfull = |pack: &Vec<Item<T>>| {
+            let tokens: usize = pack.iter().map(|item| item.length.tokens).sum();
+            pack.len() > 1 && options.packing.room().is_some_and(|room| tokens > room)
+        };
+        if ready.iter().any(overfull) {
+            let problem = "rows that share a pack have become longer than it".to_owned();
+            return Err(LoaderError::State { problem });
+        }
         let carry = std::mem::take(&mut from.carry);
         let carry = carry.into_iter().map(read).collect::<Result<_, _>>()?;
         Ok(Self {
@@ -298,11 +311,6 @@ impl<T> Assembly<T> {
         })
     }
 
-    /// The first few rows rejected since the beginning.
-    pub(super) fn first_rejections(&self) -> &[Rejection] {
-        &self.first_rejections
-    }
-
     fn epoch_has_ended(&self) -> bool {
         self.state.next == self.epoch_rows
     }
@@ -333,7 +341,10 @@ impl<T> Assembly<T> {
 
     /// Stops a run that loses too much of its data.
     fn judge(&mut self) -> Result<(), LoaderError> {
-        if self.options.too_many_rejected(&self.state, self.epoch_rows, self.epoch_has_ended()) {
+        // Those that a resumed run knows of, and one that was not stopped does not, are judged with their step.
+        let late = self.state.rejected_late;
+        let ended = self.epoch_has_ended();
+        if self.options.too_many_rejected(&self.state, late, self.epoch_rows, ended) {
             return Err(LoaderError::TooManyRejected {
                 rows_read: self.state.rows_read,
                 rejected: self.state.rejected.clone(),

@@ -28,6 +28,10 @@ pub(super) enum Kind {
     BrokenPixels(usize),
     /// [`Kind::Image`], one token longer than it looks.
     Grown(usize),
+    /// [`Kind::Image`] of one token that takes a while to decode.
+    SlowPixels(Duration),
+    /// [`Kind::Image`] of one token that panics when it is decoded.
+    PanicPixels,
     /// A row that takes a while.
     Slow(Duration),
     /// A row that panics.
@@ -49,12 +53,16 @@ impl RowReader for TestReader {
             Kind::Text(tokens) => (0, tokens),
             Kind::Image(tokens) => (2, tokens),
             Kind::Grown(tokens) => (2, tokens + 1),
+            Kind::SlowPixels(duration) => {
+                std::thread::sleep(duration);
+                (2, 1)
+            }
             Kind::Broken | Kind::BrokenPixels(_) => return Err(self.rejection(row)),
             Kind::Slow(duration) => {
                 std::thread::sleep(duration);
                 (0, 1)
             }
-            Kind::Panic => panic!("made-up panic"),
+            Kind::Panic | Kind::PanicPixels => panic!("made-up panic"),
         };
         let patches = Patches { pixel_values: vec![row.row as f32; 8 * 3], grid_thw: [1, 2, 4] };
         Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
@@ -64,6 +72,9 @@ impl RowReader for TestReader {
         match self.0[row.row as usize] {
             Kind::Image(tokens) | Kind::BrokenPixels(tokens) | Kind::Grown(tokens) => {
                 Ok(Length { tokens: 2 + tokens, pixel_bytes: 8 * 3 * 4 })
+            }
+            Kind::SlowPixels(_) | Kind::PanicPixels => {
+                Ok(Length { tokens: 3, pixel_bytes: 8 * 3 * 4 })
             }
             _ => self.read(row).map(|sample| Length::of(&sample)),
         }
@@ -188,9 +199,19 @@ pub(super) fn any_options() -> impl Strategy<Value = LoaderOptions> {
         }),
     ];
     let rules = (1usize..300, prop::option::of(8u32..40), any::<bool>());
-    (packing, rules, 1usize..5, 1usize..4, 1usize..5, any::<bool>(), any::<bool>()).prop_map(
-        |(packing, rules, batch_size, accumulation, workers, keep_padding, limited)| {
+    let max_rejected = prop_oneof![3 => Just(1.0), 1 => 0.0..0.5];
+    let sizes = (1usize..5, 1usize..4, 1usize..5);
+    (packing, rules, sizes, any::<bool>(), any::<bool>(), max_rejected).prop_map(
+        |(
+            packing,
+            rules,
+            (batch_size, accumulation, workers),
+            keep_padding,
+            limited,
+            max_rejected,
+        )| {
             LoaderOptions {
+                max_rejected,
                 packing,
                 pack_rules: PackRules {
                     window: NonZeroUsize::new(rules.0).unwrap(),

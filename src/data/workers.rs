@@ -43,6 +43,7 @@ struct Queue<I, O> {
     slots: VecDeque<Slot<I, O>>, // one for each item begun and not taken, in order
     num_taken: u64,
     bytes: u64,
+    is_full: bool, // a worker waits until a result is taken
     phase: Phase,
 }
 
@@ -96,6 +97,7 @@ impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
             slots: VecDeque::new(),
             num_taken: 0,
             bytes: 0,
+            is_full: false,
             phase: Phase::Running,
         };
         let shared =
@@ -178,7 +180,9 @@ impl<I, O> Shared<I, O> {
             Some(Slot { item, result: Some((bytes, result)) }) => {
                 queue.num_taken += 1;
                 queue.bytes -= bytes;
-                self.room.notify_all();
+                if std::mem::take(&mut queue.is_full) {
+                    self.room.notify_all();
+                }
                 return Poll::Ready(Some((item, result)));
             }
             Some(in_work) => queue.slots.push_front(in_work),
@@ -226,6 +230,8 @@ impl<I: Copy, O> Shared<I, O> {
                     self.done.notify_all();
                     return None;
                 }
+            } else {
+                queue.is_full = true;
             }
             queue = self.room.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }

@@ -197,7 +197,7 @@ impl Trainer {
 
     /// Trains until the planned steps are done, the data ends, or a signal comes.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        // Not the planned number: a picture that turns out broken may shift a pack.
+        // Not the planned number: a step of nothing but broken pictures is left out.
         while self.parts.state.step < self.parts.max_steps {
             let asked = Instant::now();
             let ready = match self.ahead.take() {

@@ -2,7 +2,8 @@
 //!
 //! A row whose pictures turn out to be broken leaves a gap in its pack, so that the packs are those that
 //! the lengths gave, whatever decoding finds. A step is sent when a sample of the next one has been read
-//! or the epoch has ended: what comes of steps without a usable sample is told with the one before them.
+//! or the epoch has ended: what comes of steps without a usable sample is told with the one before them,
+//! at the beginning of an epoch with the one after them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
@@ -59,7 +60,8 @@ pub(super) struct Assembler<'a> {
     /// Nothing of the epoch has been usable so far.
     epoch_is_empty: bool,
     late: LateRejections,
-    untold: Vec<Rejection>, // of steps without a sample that began their epoch
+    first_rejections: Vec<Rejection>, // of steps that are made
+    untold: Vec<Rejection>,           // of steps without a sample that began their epoch
 }
 
 /// Why no more steps are made.
@@ -75,44 +77,21 @@ impl<E: Into<LoaderError>> From<E> for Stop {
     }
 }
 
-/// Rows rejected when their step was made: the assembly does not know of them.
+/// Rows rejected when their step was made, by file and reason: the assembly does not know of them.
 #[derive(Default)]
-struct LateRejections {
-    /// Rows by file and reason.
-    counts: BTreeMap<(String, String), u64>,
-    first: Vec<Rejection>,
-}
+struct LateRejections(BTreeMap<(String, String), u64>);
 
 impl LateRejections {
-    fn push(&mut self, rejection: &Rejection) {
+    fn count(&mut self, rejection: &Rejection) {
         let key = (rejection.file.clone(), rejection.reason.clone());
-        *self.counts.entry(key).or_default() += 1;
-        if self.first.len() < NUM_EXAMPLES {
-            self.first.push(rejection.clone());
-        }
+        *self.0.entry(key).or_default() += 1;
     }
 
     fn add_to(&self, state: &mut DataState) {
-        for ((file, reason), rows) in &self.counts {
+        for ((file, reason), rows) in &self.0 {
             state.count(file, reason, *rows);
+            state.rejected_late += rows;
         }
-    }
-
-    /// With them, what the assembly says.
-    fn complete(&self, mut error: LoaderError) -> LoaderError {
-        if let LoaderError::TooManyRejected { rejected, first, .. }
-        | LoaderError::EmptyEpoch { rejected, first, .. } = &mut error
-        {
-            for ((_, reason), rows) in &self.counts {
-                *rejected.entry(reason.clone()).or_default() += rows;
-            }
-            *first = self.examples(first);
-        }
-        error
-    }
-
-    fn examples(&self, early: &[Rejection]) -> Vec<Rejection> {
-        early.iter().chain(&self.first).take(NUM_EXAMPLES).cloned().collect()
     }
 }
 
@@ -131,7 +110,9 @@ impl<'a> Assembler<'a> {
                 || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
             let (row, look) = looks.next().ok_or_else(stopped)?;
             let look = look.map_err(|message| panicked(reader, row, message))?;
-            let look = look.map_err(|rejection| LoaderError::Changed { rejection })?;
+            let admitted = look
+                .and_then(|look| options.admit(look.length(), || reader.id(row)).map(|()| look));
+            let look = admitted.map_err(|rejection| LoaderError::Changed { rejection })?;
             Ok(Item { position, length: look.length(), value: Planned::new(row, look) })
         };
         let epoch_is_empty = from.next == 0;
@@ -149,6 +130,7 @@ impl<'a> Assembler<'a> {
             ready: None,
             epoch_is_empty,
             late: LateRejections::default(),
+            first_rejections: Vec::new(),
             untold: Vec::new(),
         })
     }
@@ -163,7 +145,6 @@ impl<'a> Assembler<'a> {
     }
 
     fn make_steps(&mut self) -> Result<(), Stop> {
-        self.take_steps();
         while let Some(step) = self.next_planned()? {
             let step = self.fill(step)?;
             self.finish(step)?;
@@ -173,15 +154,18 @@ impl<'a> Assembler<'a> {
 
     /// The next step of the plan, which is made ahead without waiting where it can be.
     fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
-        while self.end.is_none() {
-            let look = if self.planned.is_empty() {
-                self.looks.next()
-            } else if !self.wants_more() {
-                break;
-            } else if let Poll::Ready(look) = self.looks.try_next() {
-                look
-            } else {
-                break;
+        while self.wants_more() && !matches!(self.end, Some(Err(_))) {
+            if let Some(step) = self.assembly.pop() {
+                self.add(step);
+                continue;
+            }
+            let look = match &self.end {
+                Some(_) => break,
+                None if self.planned.is_empty() => self.looks.next(),
+                None => match self.looks.try_next() {
+                    Poll::Ready(look) => look,
+                    Poll::Pending => break,
+                },
             };
             match look.map(|look| self.plan(look)) {
                 Some(Ok(())) => {}
@@ -194,7 +178,7 @@ impl<'a> Assembler<'a> {
             return Ok(Some(step));
         }
         match self.end.take() {
-            Some(Err(error)) => Err(self.late.complete(error).after(take(&mut self.untold))),
+            Some(Err(error)) => Err(self.complete(error)),
             _ => Ok(None),
         }
     }
@@ -212,21 +196,37 @@ impl<'a> Assembler<'a> {
     ) -> Result<(), LoaderError> {
         let look = look.map_err(|message| panicked(self.reader, row, message))?;
         let outcome = look.map(|look| (look.length(), Planned::new(row, look)));
-        self.assembly.push(outcome, || self.reader.id(row))?;
-        self.take_steps();
-        Ok(())
+        self.assembly.push(outcome, || self.reader.id(row))
     }
 
-    /// Takes the steps that are certain, and lets their samples be read.
-    fn take_steps(&mut self) {
-        while let Some(step) = self.assembly.pop() {
-            let unread = step.samples().filter(|item| item.value.sample.is_none());
-            let unread: Vec<_> = unread.map(|item| (item.value.row, item.length)).collect();
-            self.num_planned += step.samples().count();
-            self.num_unread += unread.len();
-            self.reads.feed(unread);
-            self.planned.push_back(step);
+    /// Adds a step to the plan, and lets its samples be read.
+    fn add(&mut self, step: Step<Planned>) {
+        let unread = step.samples().filter(|item| item.value.sample.is_none());
+        let unread: Vec<_> = unread.map(|item| (item.value.row, item.length)).collect();
+        self.num_planned += step.samples().count();
+        self.num_unread += unread.len();
+        self.reads.feed(unread);
+        self.planned.push_back(step);
+    }
+
+    /// What the assembly says, with what it does not know. All steps that it gave are made.
+    fn complete(&mut self, mut error: LoaderError) -> LoaderError {
+        self.note(error.unreported());
+        if let LoaderError::TooManyRejected { rejected, first, .. }
+        | LoaderError::EmptyEpoch { rejected, first, .. } = &mut error
+        {
+            for ((_, reason), rows) in &self.late.0 {
+                *rejected.entry(reason.clone()).or_default() += rows;
+            }
+            *first = take(&mut self.first_rejections);
         }
+        error.after(take(&mut self.untold))
+    }
+
+    /// Keeps the first few rejections, for errors.
+    fn note(&mut self, rejections: &[Rejection]) {
+        let room = NUM_EXAMPLES - self.first_rejections.len();
+        self.first_rejections.extend(rejections.iter().take(room).cloned());
     }
 
     /// The step with its samples, without those that cannot be used and the packs that have no others.
@@ -248,7 +248,7 @@ impl<'a> Assembler<'a> {
                             return Err(LoaderError::Rejected { rejection }.into());
                         }
                         Err(rejection) => {
-                            self.late.push(&rejection);
+                            self.late.count(&rejection);
                             rejected.push(rejection);
                         }
                     }
@@ -273,14 +273,14 @@ impl<'a> Assembler<'a> {
     /// Makes the step ready to be sent. One without a sample is told with the one before it, or after it.
     fn finish(&mut self, mut step: Step<Tagged>) -> Result<(), Stop> {
         self.late.add_to(&mut step.state);
+        self.note(&step.rejected);
         let ends_epoch = step.ends_epoch();
-        let early = self.assembly.first_rejections();
-        if self.options.too_many_rejected(&step.state, step.epoch_rows, ends_epoch) {
+        if self.options.too_many_rejected(&step.state, 0, step.epoch_rows, ends_epoch) {
             let error = LoaderError::TooManyRejected {
                 rows_read: step.state.rows_read,
                 rejected: step.state.rejected,
                 max_rejected: self.options.max_rejected,
-                first: self.late.examples(early),
+                first: take(&mut self.first_rejections),
                 unreported: step.rejected,
             };
             return Err(error.after(take(&mut self.untold)).into());
@@ -298,7 +298,7 @@ impl<'a> Assembler<'a> {
                 epoch: step.state.epoch - 1,
                 rows: step.epoch_rows,
                 rejected: step.state.rejected,
-                first: self.late.examples(early),
+                first: take(&mut self.first_rejections),
                 unreported: step.rejected,
             };
             return Err(error.after(take(&mut self.untold)).into());
@@ -351,4 +351,48 @@ fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData,
     let micro_batches = micro_batches.into_iter().map(batch).collect::<Result<_, _>>()?;
     let num_samples = samples.len();
     Ok(StepData { micro_batches, epoch, num_samples, num_tokens, samples, fill, rejected, state })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::sync::mpsc::sync_channel;
+
+    use super::*;
+    use crate::data::config::PackingStrategy;
+    use crate::data::test_reader::{Kind, TestReader, options};
+    use crate::data::workers::Limits;
+
+    /// A step that waits has a state with all packs of the window in it: a window of them would take
+    /// memory that is quadratic in its length.
+    #[test]
+    fn few_steps_of_a_window_are_planned_at_once() {
+        let (one, num_rows) = (NonZeroUsize::MIN, 400);
+        let options = LoaderOptions {
+            batch_size: one,
+            gradient_accumulation_steps: one,
+            workers: one,
+            ..options(PackingStrategy::BestFit)
+        };
+        for (kind, most) in [(Kind::Text(60), 16), (Kind::Image(58), 2)] {
+            let reader = || TestReader(vec![kind; num_rows]);
+            let rows = (0..num_rows as u32).map(|row| Row { dataset: 0, row });
+            let limits = Limits { workers: one, items: num_rows, bytes: u64::MAX };
+            let looker = reader();
+            let look = move |row| looker.first_look(row, &|_| Ok(()));
+            let looks = Looks::start(rows, look, |_| 0, limits).unwrap();
+            let encoder = reader();
+            let read = move |(row, _): (Row, Length)| encoder.read(row);
+            let reads = Reads::start_fed(read, |_| 0, limits).unwrap();
+            let (sender, _receiver) = sync_channel(1);
+            let rows_of = Box::new(move |_| num_rows as u64);
+            let from = DataState::default();
+            let (reader, pools) = (reader(), (&looks, &reads));
+            let assembler = Assembler::resume(&reader, pools, options, rows_of, from, &sender);
+            let mut assembler = assembler.unwrap();
+            let first = assembler.next_planned().unwrap().unwrap();
+            assert_eq!(first.state.ready.len(), 149, "a window of 200 packs, a quarter carried");
+            assert!(assembler.planned.len() <= most, "{} steps", assembler.planned.len());
+        }
+    }
 }

@@ -24,15 +24,46 @@ fn all_steps(rows: &[Kind], options: LoaderOptions) -> Vec<StepData> {
     collect(start(rows, RowOrder::Shuffled, options, DataState::default()))
 }
 
-fn collect(mut loader: Loader) -> Vec<StepData> {
-    std::iter::from_fn(|| loader.next_step()).map(Result::unwrap).collect()
+fn collect(loader: Loader) -> Vec<StepData> {
+    let (steps, error) = outcome(loader);
+    assert_eq!(error, None);
+    steps
 }
 
-/// The steps of a loader that starts where `step` ends; its state went through a file.
-fn resumed_after(rows: &[Kind], options: LoaderOptions, step: &StepData) -> Vec<StepData> {
+/// All steps, and the error that ended them. Its examples are left out: those since the loader started.
+fn outcome(mut loader: Loader) -> (Vec<StepData>, Option<LoaderError>) {
+    let mut steps = Vec::new();
+    while let Some(step) = loader.next_step() {
+        match step {
+            Ok(step) => steps.push(step),
+            Err(mut error) => {
+                if let LoaderError::TooManyRejected { first, .. }
+                | LoaderError::EmptyEpoch { first, .. } = &mut error
+                {
+                    first.clear();
+                }
+                assert!(loader.next_step().is_none(), "nothing follows an error");
+                return (steps, Some(error));
+            }
+        }
+    }
+    (steps, None)
+}
+
+/// Of a run from the beginning.
+fn whole_run(rows: &[Kind], options: LoaderOptions) -> (Vec<StepData>, Option<LoaderError>) {
+    outcome(start(rows, RowOrder::Shuffled, options, DataState::default()))
+}
+
+/// What comes of a loader that starts where `step` ends; its state went through a file.
+fn resumed_after(
+    rows: &[Kind],
+    options: LoaderOptions,
+    step: &StepData,
+) -> (Vec<StepData>, Option<LoaderError>) {
     let text = serde_json::to_string(&step.state).unwrap();
     let from = serde_json::from_str(&text).unwrap();
-    collect(start(rows, RowOrder::Shuffled, options, from))
+    outcome(start(rows, RowOrder::Shuffled, options, from))
 }
 
 /// The steps before the error, and the error.
@@ -74,7 +105,7 @@ proptest! {
     fn every_usable_row_comes_once_an_epoch_and_every_other_is_reported(
         rows in any_rows(), options in any_options()
     ) {
-        let steps = all_steps(&rows, options);
+        let steps = all_steps(&rows, LoaderOptions { max_rejected: 1.0, ..options });
         for epoch in 0..2u64 {
             let of_epoch = |step: &&StepData| (step.epoch.ceil() as u64).max(1) - 1 == epoch;
             let steps: Vec<_> = steps.iter().filter(of_epoch).collect();
@@ -92,19 +123,21 @@ proptest! {
     }
 
     #[test]
-    fn a_loader_started_from_any_step_yields_the_steps_that_follow(
+    fn a_loader_started_from_any_step_yields_the_steps_that_follow_and_ends_alike(
         rows in any_rows(), options in any_options(), first in 0usize..9
     ) {
-        let steps = all_steps(&rows, options);
+        let (steps, error) = whole_run(&rows, options);
         for index in (first..steps.len()).step_by(steps.len() / 8 + 1) {
-            prop_assert!(resumed_after(&rows, options, &steps[index]) == steps[index + 1..]);
+            let (rest, end) = resumed_after(&rows, options, &steps[index]);
+            prop_assert!(rest == steps[index + 1..], "resumed after step {}", index);
+            prop_assert_eq!(&end, &error, "resumed after step {}", index);
         }
     }
 
     #[test]
     fn the_number_of_workers_changes_nothing(rows in any_rows(), options in any_options()) {
         let workers = |n| LoaderOptions { workers: NonZeroUsize::new(n).unwrap(), ..options };
-        prop_assert!(all_steps(&rows, workers(1)) == all_steps(&rows, workers(4)));
+        prop_assert!(whole_run(&rows, workers(1)) == whole_run(&rows, workers(4)));
     }
 
     #[test]
@@ -113,7 +146,7 @@ proptest! {
     ) {
         let reader: Arc<dyn RowReader> = Arc::new(TestReader(rows.clone()));
         let order = order(rows.len(), RowOrder::Shuffled);
-        let options = LoaderOptions { epochs: NonZeroU64::new(1), ..options };
+        let options = LoaderOptions { epochs: NonZeroU64::new(1), max_rejected: 1.0, ..options };
         let packs = first_epoch_packs(&reader, &order, &options, &|_, _| ()).unwrap();
         let planned = packs.into_iter().flatten().map(|(row, _)| row.row);
         let whole = |row: &u32| !matches!(rows[*row as usize], Kind::BrokenPixels(_));
@@ -130,7 +163,7 @@ proptest! {
     fn steps_have_their_size_and_packs_their_limit(
         rows in any_readable_rows(), options in any_options()
     ) {
-        for step in all_steps(&rows, options) {
+        for step in whole_run(&rows, options).0 {
             let ends_epoch = step.state.next == 0;
             let micro_batches = options.gradient_accumulation_steps.get();
             prop_assert!(step.micro_batches.len() == micro_batches || ends_epoch);
@@ -159,7 +192,7 @@ fn a_run_may_be_resumed_after_every_one_of_its_steps() {
         assert!(steps.len() > 20 && steps.iter().any(|step| !step.rejected.is_empty()));
         for (index, step) in steps.iter().enumerate() {
             assert!(
-                resumed_after(&rows, options(strategy), step) == steps[index + 1..],
+                resumed_after(&rows, options(strategy), step).0 == steps[index + 1..],
                 "{strategy:?}, resumed after step {index}"
             );
         }
@@ -190,6 +223,8 @@ fn a_panic_in_a_worker_is_an_error_that_names_the_row() {
     assert_eq!(steps, 1); // the second waits for the third row
     let message = error.to_string();
     assert_eq!(message, "made-up.jsonl:3: reading the row panicked: made-up panic");
+    let decoded = until_error(&[Kind::Text(3), Kind::Image(3), Kind::PanicPixels], one_a_step());
+    assert_eq!(decoded, (2, error));
 }
 
 #[test]
@@ -275,10 +310,12 @@ fn a_loader_after_its_last_epoch_yields_nothing() {
 
 #[test]
 fn dropping_a_loader_in_the_middle_does_not_wait_for_the_data() {
-    let slow = Kind::Slow(Duration::from_millis(20));
+    let [slow, slow_pixels] =
+        [Kind::Slow, Kind::SlowPixels].map(|kind| kind(Duration::from_millis(20)));
     for (rows, packing) in [
         (vec![Kind::Text(1); 100_000], Packing::Off), // the assembler waits for a receiver
         (vec![slow; 100_000], options(PackingStrategy::BestFit).packing), // .. for rows
+        (vec![slow_pixels; 100_000], Packing::Off),   // .. for pictures
     ] {
         let options = LoaderOptions { packing, ..one_a_step() };
         let mut loader = start(&rows, RowOrder::File, options, DataState::default());
@@ -360,6 +397,31 @@ fn a_row_that_has_changed_since_it_was_measured_is_rejected() {
         rejection.message.contains("7 tokens and 96 bytes of pixels, and had 6 tokens"),
         "{rejection}"
     );
+}
+
+#[test]
+fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
+    let rows = [Kind::Text(40), Kind::Text(30), Kind::Text(30), Kind::Image(20), Kind::Image(30)];
+    let options = LoaderOptions {
+        batch_size: NonZeroUsize::MIN,
+        gradient_accumulation_steps: NonZeroUsize::MIN,
+        max_length: NonZeroU32::new(60),
+        ..options(PackingStrategy::BestFit)
+    };
+    let step = all_steps(&rows, options).swap_remove(0);
+    let held = step.state.ready.clone();
+    assert!(held.iter().any(|pack| pack.len() == 2), "{held:?}");
+    let with = |picture| {
+        let rows: Vec<Kind> = rows
+            .iter()
+            .map(|kind| if matches!(kind, Kind::Image(_)) { picture } else { *kind })
+            .collect();
+        resumed_after(&rows, options, &step)
+    };
+    let (steps, error) = with(Kind::Image(59));
+    assert!(steps.is_empty() && matches!(error, Some(LoaderError::Changed { .. })), "{error:?}");
+    let (steps, error) = with(Kind::Image(45));
+    assert!(steps.is_empty() && matches!(error, Some(LoaderError::State { .. })), "{error:?}");
 }
 
 /// Counts the pictures that are decoded.

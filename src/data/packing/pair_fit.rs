@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 
 use super::best_fit::{Bin, Room, best_fit_decreasing};
 
-/// Larger windows are left to best fit: finding pairs takes a time of the window's size for each bin.
+/// Larger windows are left to best fit: finding a pair takes up to the window's length.
 const MOST_SAMPLES: usize = 4096;
 /// Packs whose room is used to one part in so many less are full enough.
 const FULL: usize = 200;
@@ -137,6 +137,12 @@ fn pair_fit(mut ascending: Vec<Key>, room: u32, spare: u32) -> Flat {
 /// leave at most `enough` are as good as any. The shorter one is named first.
 fn best_pair(ascending: &[Key], free: u32, mut left: u32, enough: u32) -> Option<(usize, usize)> {
     let (mut short, mut long) = (0, ascending.len() - 1);
+    // where even the two longest leave more, as short ones do, none do better
+    let longest = free.checked_sub(ascending[long].tokens)?;
+    let second = ascending[long.checked_sub(1)?].tokens;
+    if longest.checked_sub(second).is_some_and(|rest| rest >= left) {
+        return None;
+    }
     let mut best = None;
     while short < long {
         let rest = (free - ascending[long].tokens).checked_sub(ascending[short].tokens);
