@@ -314,12 +314,8 @@ fn measure(
                 work.measured += measured as u64;
                 work.reused += (num_done - measured) as u64;
                 let is_stopped = num_done < rows.len();
-                // of a batch that was stopped what is new is written
-                let is_worth_it = match &batch {
-                    Batch::New(entries) => !entries.is_empty(),
-                    Batch::Kept(_) => !is_stopped,
-                };
-                if is_worth_it && sender.send(batch).is_err() || is_stopped {
+                let is_empty = matches!(&batch, Batch::New(entries) if entries.is_empty());
+                if !is_empty && sender.send(batch).is_err() || is_stopped {
                     break 'all; // a writer that has failed says why below
                 }
                 progress(rows.end as u64);
