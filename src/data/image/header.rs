@@ -54,8 +54,8 @@ pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
 /// Bytes read at a time: the places where chunks of a PNG begin are a page each.
 const BUFFER: usize = 1 << 10;
 
-/// Bytes of a JPEG between segments that are put up with; encoders write a few at most.
-const MOST_FILLING: usize = 1 << 16;
+/// Bytes of a JPEG between segments that are put up with; encoders write a few at most. The decoder takes any number.
+const MOST_FILLING: usize = 1 << 20;
 
 /// An EXIF block is at most 64 KiB in a JPEG; a longer one in a PNG is none.
 const MOST_EXIF: u32 = 1 << 20;
