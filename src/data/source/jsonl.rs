@@ -201,7 +201,8 @@ impl JsonlFile {
 
     /// Whether the open file was written to since it was opened; another one by its name is another file.
     pub(in crate::data) fn has_changed(&self) -> bool {
-        Stamp::of(&self.file).ok().as_ref() != self.opened.as_deref()
+        let now = Stamp::of(&self.file).ok();
+        !now.zip(self.opened.as_deref()).is_some_and(|(now, opened)| now.has_the_bytes_of(opened))
     }
 
     /// The document in row `row < len()` of a corpus.

@@ -38,6 +38,11 @@ impl Stamp {
         })
     }
 
+    /// Whether the file has not been written to; a new name, link or owner of it is no change.
+    pub(in crate::data) fn has_the_bytes_of(&self, before: &Self) -> bool {
+        (self.bytes, self.mtime_ns) == (before.bytes, before.mtime_ns)
+    }
+
     /// Whether a change of the file after `read_at` would show in its times.
     pub(in crate::data) fn is_settled(&self, read_at: SystemTime) -> bool {
         let since = read_at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
