@@ -135,7 +135,7 @@ fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> 
 fn next_byte(reader: &mut impl BufRead, filling: &mut usize) -> Result<u8, DecodeError> {
     *filling += 1;
     if *filling > MOST_FILLING {
-        return Err(DecodeError::Broken("there is no segment in 64 KiB".into()));
+        return Err(DecodeError::Broken("there is no segment in 1 MiB".into()));
     }
     let [byte] = bytes(reader)?;
     Ok(byte)
