@@ -154,7 +154,7 @@ impl DataState {
     }
 
     /// Counts rejected rows.
-    pub(super) fn count(&mut self, file: &str, reason: &str, rows: u64) {
+    pub fn count(&mut self, file: &str, reason: &str, rows: u64) {
         *self.rejected.entry(reason.to_owned()).or_default() += rows;
         let of_file = self.rejected_by_file.entry(file.to_owned()).or_default();
         *of_file.entry(reason.to_owned()).or_default() += rows;

@@ -53,13 +53,11 @@ pub struct Rejected {
 impl Rejected {
     /// Counts the texts of corpora: each once, as they are read before the first step.
     pub fn of_texts<'a>(texts: impl IntoIterator<Item = &'a Rejection>) -> Self {
-        let mut counts = Self::default();
+        let mut counts = DataState::default();
         for Rejection { file, reason, .. } in texts {
-            *counts.by_reason.entry(reason.clone()).or_default() += 1;
-            let of_file = counts.by_file.entry(file.clone()).or_default();
-            *of_file.entry(reason.clone()).or_default() += 1;
+            counts.count(file, reason, 1);
         }
-        counts
+        Self { by_reason: counts.rejected, by_file: counts.rejected_by_file }
     }
 
     /// Together with the rows that a run has met as of `data`.
