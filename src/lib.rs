@@ -25,4 +25,4 @@ pub mod train;
 
 /// A step runs in the memory of the step before it.
 #[global_allocator]
-static ALLOCATOR: ops::Recycler = ops::Recycler::new();
+static ALLOCATOR: ops::CachingAllocator = ops::CachingAllocator::new();

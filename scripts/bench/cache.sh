@@ -3,7 +3,7 @@
 # near the end of its data takes to its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
 # TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go, in a folder a size. TRAINER=FILE: another
-# binary. FILES=N: so many pictures, each its own file, with holes for pixels. COLD=COMMAND: empties the page cache,
+# binary. FILES=N: so many images, each its own file, with holes for pixels. COLD=COMMAND: empties the page cache,
 # as root `sync; echo 3 >/proc/sys/vm/drop_caches`; then there are passes after it too. Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."

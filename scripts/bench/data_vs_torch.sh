@@ -29,7 +29,7 @@ done
 "$python" - "$work" <<'PY'
 import json, sys
 print(f"{'one core':24}{'rows/s':>10}{'tokens/s':>12}{'tokens/cpu_s':>14}{'MPix/s':>8}{'MPix/cpu_s':>12}")
-for rows, kind in (("text", "text"), ("rows", "pictures"), ("jpeg", "jpeg")):
+for rows, kind in (("text", "text"), ("rows", "images"), ("jpeg", "jpeg")):
     t, ours = ([json.loads(line) for line in open(f"{sys.argv[1]}/data_{side}.{rows}.jsonl")] for side in ("torch", "trainer"))
     o = [row for row in ours if row["name"].endswith(": encode, one core")]
     everywhere = [row for row in ours if row["name"].endswith(": encode, all cores")]

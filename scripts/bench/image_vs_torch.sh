@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An image model of 20 M parameters, the same rows and weights in PyTorch and in `trainer`, taking turns in one run. Both read
-# the pictures inside of the timed steps; that both do the same work is asserted from tokens, first loss and gradient norm.
+# the images inside of the timed steps; that both do the same work is asserted from tokens, first loss and gradient norm.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/image_vs_torch.sh [ROUNDS] [STEPS]
 # Needs a build: cargo build --release
 set -euo pipefail
@@ -22,7 +22,7 @@ YAML
 : >"$work/torch.jsonl"
 : >"$work/trainer.jsonl"
 ours=(./target/release/trainer bench --step --json --config "$work/config.yaml")
-# The same pixels to the bit, on both sides: lossless pictures, resized by Pillow's arithmetic.
+# The same pixels to the bit, on both sides: lossless images, resized by Pillow's arithmetic.
 "$python" tests/bench/torch_image_step.py "$work/model" "$work/exact.jsonl" --way pillow --samples 2 --steps 1 2>/dev/null >"$work/exact.torch.json"
 "${ours[@]}" --steps 1 --set "data.train=[{path: $work/exact.jsonl}]" --set train.batch_size=2 --set train.gradient_accumulation_steps=1 >"$work/exact.trainer.json"
 for _ in $(seq "$rounds"); do
@@ -41,8 +41,8 @@ a, b = theirs[0], ours[0]
 for x, y, loss, norm in ((*exact, 1e-5, 1e-4), (a, b, 2e-3, 2e-2)):  # other decoders of JPEG and another resize move the second pair
     for key, bound in (("first_loss", loss), ("first_grad_norm", norm)):
         assert abs(x[key] - y[key]) <= bound * abs(x[key]), f"{key} differ: {x[key]} and {y[key]}"
-        print(f"{key}, {'lossless pictures' if x is exact[0] else 'all pictures':18} {x[key]:.6f} and {y[key]:.6f}")
-print(f"{a['parameters'] / 1e6:.1f} M parameters, {a['steps']} steps, {a['tokens']} tokens ({a['vision_tokens']} of pictures, {a['targets']} targets), PyTorch {a['torch']}, pictures by {a['way']}")
+        print(f"{key}, {'lossless images' if x is exact[0] else 'all images':18} {x[key]:.6f} and {y[key]:.6f}")
+print(f"{a['parameters'] / 1e6:.1f} M parameters, {a['steps']} steps, {a['tokens']} tokens ({a['vision_tokens']} of images, {a['targets']} targets), PyTorch {a['torch']}, images by {a['way']}")
 best = lambda rows, key: max(row[key] for row in rows)
 least = lambda rows, key: min(row[key] for row in rows)
 figures = lambda rows: [best(rows, "tokens/s"), best(rows, "tokens/cpu_s"), least(rows, "peak_memory_gib")]

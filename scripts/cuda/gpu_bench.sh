@@ -2,7 +2,7 @@
 # How fast this GPU is, in a checkout with target/cuda/bundle (scripts/cuda/build.sh) and nothing installed but python3:
 #   scripts/cuda/gpu_bench.sh ops      each op against the card's measured peaks, f32 and bf16, then the same from PyTorch, if it is there
 #   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes, random weights, made-up rows (numpy and
-#                                      Pillow draw the pictures; without them only the text mix runs)
+#                                      Pillow draw the images; without them only the text mix runs)
 #   scripts/cuda/gpu_bench.sh start    seconds from the start of `trainer sft` to the end of its first step, 2B shape, weights in the page cache
 #   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
 #                                      mix (MIXES=text) has time for all ways
@@ -50,7 +50,7 @@ bench() {
 
 make_rows() { # the mixes that can be made
   if ! "$python" -c 'import numpy, PIL' 2>/dev/null; then
-    echo "no numpy or no Pillow: no pictures, so only the mix of text" >&2
+    echo "no numpy or no Pillow: no images, so only the mix of text" >&2
     mixes=text
   fi
   "$python" tests/bench/gpu_rows.py "$work" --mixes "${mixes// /,}" --rows "$rows" --words "$words" | tee "$out/rows.jsonl" || exit 1

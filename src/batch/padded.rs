@@ -99,7 +99,7 @@ impl Batch {
             input_ids: kept.iter().map(|flat| self.input_ids[*flat]).collect(),
             labels: kept.iter().map(|flat| self.labels[*flat]).collect(),
             position_ids: kept.iter().map(|flat| self.position_ids[*flat]).collect(),
-            row_ends: CuSeqlens::from_lengths(&[num_tokens as u32])?,
+            mask_boundaries: CuSeqlens::from_lengths(&[num_tokens as u32])?,
             num_samples: cu_seqlens.num_segments(),
             cu_seqlens,
             vision_rows,
@@ -127,7 +127,7 @@ impl Batch {
         Ok(VarlenBatch {
             labels: labels.map(|(l, real)| if *real { *l } else { IGNORE_INDEX }).collect(),
             cu_seqlens: CuSeqlens::from_lengths(&lengths)?,
-            row_ends: CuSeqlens::from_lengths(&vec![self.length as u32; self.num_rows()])?,
+            mask_boundaries: CuSeqlens::from_lengths(&vec![self.length as u32; self.num_rows()])?,
             num_samples: self.segment_lengths.iter().map(Vec::len).sum(),
             input_ids: self.input_ids,
             position_ids: self.position_ids,
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(stream.labels, [-100, 9, 2, -100, 9, 4, -100, 5]);
         assert_eq!(stream.position_ids, [0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]));
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 8]);
-        assert_eq!(stream.row_ends.as_slice(), [0, 8]);
+        assert_eq!(stream.mask_boundaries.as_slice(), [0, 8]);
         assert_eq!(stream.vision_rows, [1, 4, 6]); // the tokens of rows 3, 6 and 8 before
         assert_eq!(stream.media, batch().media);
         assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
@@ -199,7 +199,7 @@ mod tests {
         padded.labels[0] = 9; // a batch made elsewhere may label its padding
         let stream = padded.keep_padding().unwrap();
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 4, 5, 10]);
-        assert_eq!(stream.row_ends.as_slice(), [0, 5, 10]);
+        assert_eq!(stream.mask_boundaries.as_slice(), [0, 5, 10]);
         assert_eq!(stream.input_ids, batch().input_ids);
         assert_eq!(stream.labels, batch().labels);
         assert_eq!(stream.vision_rows, [3, 6, 8]);

@@ -59,7 +59,7 @@ pub enum Content {
 pub enum Part {
     /// Text.
     Text(String),
-    /// The next of [`Sample::media`], a picture.
+    /// The next of [`Sample::media`], an image.
     Image,
     /// The next of [`Sample::media`], a video.
     Video,
@@ -68,9 +68,9 @@ pub enum Part {
 /// What a part of a turn stands for.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Medium {
-    /// A picture.
+    /// An image.
     Image(MediaRef),
-    /// Pictures in time.
+    /// Images in time.
     Video(VideoRef),
 }
 
@@ -87,16 +87,16 @@ impl Medium {
 /// Kind of a medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MediumKind {
-    /// A picture.
+    /// An image.
     Image,
-    /// Pictures in time.
+    /// Images in time.
     Video,
 }
 
 /// A reference to a video; nothing is read before encoding.
 #[derive(Debug, Clone, PartialEq)]
 pub enum VideoRef {
-    /// Its frames, one picture each, in order.
+    /// Its frames, one image each, in order.
     Frames {
         /// All of them.
         frames: Vec<MediaRef>,
@@ -114,14 +114,14 @@ pub enum VideoRef {
     },
 }
 
-/// A reference to a picture; nothing is read before encoding.
+/// A reference to an image; nothing is read before encoding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MediaRef {
     /// Where the bytes are.
     pub source: MediaSource,
 }
 
-/// Where the bytes of a picture are.
+/// Where the bytes of an image are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MediaSource {
     /// A file, as written in the row, and the folder that it must stay inside of.

@@ -1,7 +1,7 @@
 //! The token stream: what the model eats, and the only layout behind its door.
 //!
 //! Shapes: `T` tokens of all samples, end to end; `M` merged vision tokens.
-//! Invariants: `cu_seqlens` and `row_ends` tile `0..T`, and each segment lies inside one row;
+//! Invariants: `cu_seqlens` and `mask_boundaries` tile `0..T`, and each segment lies inside one row;
 //! `vision_rows` ascends and holds one row for each merged token of `media`, in order.
 
 use super::{CuSeqlens, Patches};
@@ -22,7 +22,7 @@ pub struct VarlenBatch {
     /// Boundaries of the samples.
     pub cu_seqlens: CuSeqlens,
     /// Boundaries of the rows that a dense mask covers: `[0, T]`, or multiples of the padded length.
-    pub row_ends: CuSeqlens,
+    pub mask_boundaries: CuSeqlens,
     /// Rows that visual features fill; `[M]`.
     pub vision_rows: Vec<u32>,
     /// Patches of all images and videos.

@@ -45,7 +45,7 @@ pub(super) fn show_answers(
         let Some(sample) = rows.sample(row) else { continue };
         let sample = sample?;
         let (prompt, expected) = encoder.encode_prompt(&sample)?;
-        let pictures = prompt.media.len();
+        let images = prompt.media.len();
         let ids = generate(&runner.model, prompt, &options, &runner.device)?;
         let answer = encoder.decode(&ids)?;
         let is_cut = ids.len() == MAX_NEW_TOKENS;
@@ -54,9 +54,9 @@ pub(super) fn show_answers(
         let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
         let _ = writeln!(
             text,
-            "  {mark}  {}  ({pictures} picture{})  expected `{}`, answered `{}`",
+            "  {mark}  {}  ({images} image{})  expected `{}`, answered `{}`",
             sample.id,
-            if pictures == 1 { "" } else { "s" },
+            if images == 1 { "" } else { "s" },
             cut(&expected),
             cut(&answer)
         ); // a String takes every write
@@ -70,7 +70,7 @@ pub(super) fn say_next_steps(config: &Path, folder: &Path) {
     let folder = folder.display();
     say(&format!(
         "\nThe trained model is in {folder}. Next:\n  \
-         trainer generate --model {folder} --prompt \"What is this?\" --image picture.png\n  \
+         trainer generate --model {folder} --prompt \"What is this?\" --image cat.png\n  \
          trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
          your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
         config.display()

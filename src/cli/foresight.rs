@@ -104,7 +104,7 @@ fn measured(
     Ok(told(config, cached, work, options))
 }
 
-/// The same where a moment is enough: the caches are of these rows, none is being written, and few pictures
+/// The same where a moment is enough: the caches are of these rows, none is being written, and few images
 /// have changed.
 fn measured_before(
     config: &RunConfig,

@@ -1,4 +1,4 @@
-//! `trainer generate`: an answer to a prompt with pictures.
+//! `trainer generate`: an answer to a prompt with images.
 
 use super::report::{Exit, Failure};
 use crate::batch::{Content, MediaRef, MediaSource, Medium, Message, Part, Sample, SampleId};
@@ -24,7 +24,7 @@ pub(super) struct GenerateArgs {
     /// What the user says
     #[arg(long)]
     prompt: String,
-    /// Pictures, before the text; may be given several times
+    /// Images, before the text; may be given several times
     #[arg(long = "image", value_name = "FILE")]
     images: Vec<PathBuf>,
     /// System message

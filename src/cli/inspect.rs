@@ -3,7 +3,7 @@
 mod cut;
 mod html;
 mod media;
-mod picture;
+mod thumbnail;
 
 use super::ConfigArgs;
 use super::logging::Logging;
@@ -40,7 +40,7 @@ pub(super) struct InspectArgs {
     /// Also store tensors of the shown rows in this safetensors file
     #[arg(long, value_name = "FILE")]
     tensors: Option<PathBuf>,
-    /// Also write a page that shows these rows, their pictures and packs, for a browser
+    /// Also write a page that shows these rows, their images and packs, for a browser
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Show packs instead of rows: one object a pack, the ids and lengths in it
@@ -144,15 +144,15 @@ fn show_text(
     let mut start = 0;
     while start < sample.len() {
         let supervised = sample.labels[start] != IGNORE_INDEX;
-        let picture = sample.vision_rows.binary_search(&(start as u32)).is_ok();
+        let image = sample.vision_rows.binary_search(&(start as u32)).is_ok();
         let same = |at: &usize| {
             (sample.labels[*at] != IGNORE_INDEX) == supervised
-                && sample.vision_rows.binary_search(&(*at as u32)).is_ok() == picture
+                && sample.vision_rows.binary_search(&(*at as u32)).is_ok() == image
         };
         let end = (start..sample.len()).find(|at| !same(at)).unwrap_or(sample.len());
-        if picture {
+        if image {
             let what =
-                if encoder.is_video_token(sample.input_ids[start]) { "video" } else { "picture" };
+                if encoder.is_video_token(sample.input_ids[start]) { "video" } else { "image" };
             write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
@@ -182,7 +182,7 @@ fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
     })
 }
 
-/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`. Pictures are
+/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`. Images are
 /// `pixel_values`, videos `pixel_values_videos`, as in transformers.
 fn as_tensors(
     encoder: &Encoder,

@@ -11,7 +11,7 @@ thread_local! {
 
 /// Runs `run`; its panic becomes an error.
 ///
-/// Panics of other threads, and those of decoders that a damaged picture sets off, are caught where
+/// Panics of other threads, and those of decoders that a damaged image sets off, are caught where
 /// they can be told with the row: here they leave a line in the log of level `debug`.
 pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     panic::set_hook(Box::new(|info| {

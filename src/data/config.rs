@@ -37,7 +37,7 @@ pub struct DataConfig {
     /// Which samples share a pack.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
-    /// Samples that `packing_strategy: best_fit` looks at together, or fewer where pictures are large.
+    /// Samples that `packing_strategy: best_fit` looks at together, or fewer where images are large.
     #[serde(default = "default_packing_window")]
     pub packing_window: NonZeroUsize,
     /// Upper bound on the visual patches of one pack, before merging; null: none.
@@ -144,7 +144,7 @@ pub enum Balance {
     /// No: by the arrival of their longest samples.
     #[default]
     None,
-    /// Yes: tokens, attention and pictures are weighed.
+    /// Yes: tokens, attention and images are weighed.
     Cost,
 }
 

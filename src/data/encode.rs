@@ -63,7 +63,7 @@ impl Encoder {
         self.encode_cut(sample, None, |_| Ok(()))
     }
 
-    /// What is left of the sample under `cut`. `admit` sees its size before a picture is decoded, and may
+    /// What is left of the sample under `cut`. `admit` sees its size before an image is decoded, and may
     /// refuse it.
     pub fn encode_cut<E: From<SampleError>>(
         &self,
@@ -156,7 +156,7 @@ impl Encoder {
         self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 
-    /// Rendered chat and its targets, after every check that needs no picture.
+    /// Rendered chat and its targets, after every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Vec<Range<usize>>), SampleError> {
         self.check_texts(sample)?;
         let chat = self
@@ -260,7 +260,7 @@ impl Encoder {
     }
 }
 
-/// An [`EncodedSample`] that lacks its pictures.
+/// An [`EncodedSample`] that lacks its images.
 struct EncodedText {
     input_ids: Vec<u32>,      // [T]
     labels: Vec<i64>,         // [T]

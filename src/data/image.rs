@@ -1,4 +1,4 @@
-//! Pictures to patches: decode, orient, resize, normalise, cut.
+//! Images to patches: decode, orient, resize, normalise, cut.
 //!
 //! ```text
 //! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic in bands of rows -> rows of patches
@@ -8,7 +8,7 @@
 //! `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
 //! Choices where libraries differ: EXIF orientation is applied, transparency is composited on
 //! white, 16-bit values are divided by 257, an animation gives its first frame, and the resize is
-//! Pillow's, bit for bit. An incomplete file is an error, not a half-grey picture.
+//! Pillow's, bit for bit. An incomplete file is an error, not a half-grey image.
 
 mod config;
 mod decode;
@@ -48,7 +48,7 @@ pub(super) use source::resolve;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
 
-/// Turns references to pictures into patches, with the settings of one model. Shared by all
+/// Turns references to images into patches, with the settings of one model. Shared by all
 /// loader workers; each call runs on the calling thread alone.
 #[derive(Debug, Clone)]
 pub struct ImageProcessor {
@@ -83,26 +83,26 @@ impl ImageProcessor {
         Ok(self.grid_of(self.target(media, upright_size(media)?)?))
     }
 
-    /// Upright `[height, width]` in pixels as the header says, of a picture that has a grid.
+    /// Upright `[height, width]` in pixels as the header says, of an image that has a grid.
     pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
         let size = upright_size(media)?;
         self.target(media, size).map(|_| size)
     }
 
-    /// The grid of a picture of this upright `[height, width]`; `None` if it is too elongated.
+    /// The grid of an image of this upright `[height, width]`; `None` if it is too elongated.
     pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
         let factor = self.patch_size * self.merge_size;
         let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
         Some(self.grid_of(target))
     }
 
-    /// Whatever decides the grid of a picture of a given size, in words.
+    /// Whatever decides the grid of an image of a given size, in words.
     pub(super) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
         format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
     }
 
-    /// Decodes a picture into normalised patches.
+    /// Decodes an image into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
         let image = upright_pixels(media)?;
         let target = self.target(media, [image.height as u32, image.width as u32])?;
@@ -110,7 +110,7 @@ impl ImageProcessor {
         Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
     }
 
-    /// The pixels that a picture's patches were made of: what the model sees, as a person can.
+    /// The pixels that an image's patches were made of: what the model sees, as a person can.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
         frames.truncate(1); // the others are repeated
@@ -168,7 +168,7 @@ impl ImageProcessor {
     }
 }
 
-/// `[height, width]` of a picture after orientation, from its header.
+/// `[height, width]` of an image after orientation, from its header.
 pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     let header = match &media.source {
         MediaSource::File { root, path } => {
@@ -179,7 +179,7 @@ pub(super) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
 }
 
-/// A picture, decoded and turned upright.
+/// An image, decoded and turned upright.
 pub(super) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
     let bytes = match &media.source {
         MediaSource::File { root, path } => {
@@ -194,7 +194,7 @@ pub(super) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
     decode(&bytes).map_err(|error| ImageError::of(media, error))
 }
 
-/// A picture in 8-bit RGB.
+/// An image in 8-bit RGB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pixels {
     /// In pixels.
@@ -211,7 +211,7 @@ impl From<Rgb> for Pixels {
     }
 }
 
-/// What to call a picture in a message.
+/// What to call an image in a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageName {
     /// As the row writes it.
@@ -238,7 +238,7 @@ impl fmt::Display for ImageName {
     }
 }
 
-/// Why a picture cannot be used.
+/// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// There is no such file.
@@ -280,15 +280,15 @@ pub enum ImageError {
         problem: String,
     },
     /// The bytes are none of the formats that are decoded.
-    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP picture")]
+    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
     UnknownFormat {
-        /// Which picture.
+        /// Which image.
         image: ImageName,
     },
-    /// The picture is damaged or incomplete.
+    /// The image is damaged or incomplete.
     #[error("image {image} is broken: {source}")]
     Broken {
-        /// Which picture.
+        /// Which image.
         image: ImageName,
         /// What the decoder found.
         source: Box<dyn Error + Send + Sync>,
@@ -296,7 +296,7 @@ pub enum ImageError {
     /// Too elongated for the model.
     #[error("image {image} is {width} x {height}, expected sides of a ratio of at most 200")]
     AspectRatio {
-        /// Which picture.
+        /// Which image.
         image: ImageName,
         /// In pixels, upright.
         width: u32,
@@ -309,7 +309,7 @@ pub enum ImageError {
         limit = decode::MAX_PIXELS
     )]
     TooLarge {
-        /// Which picture.
+        /// Which image.
         image: ImageName,
         /// In pixels, as stored.
         width: u32,
@@ -336,13 +336,13 @@ impl ImageError {
             }
             Self::Root { .. } => "check `image_root` of the data set",
             Self::EscapesRoot { .. } => {
-                "move the picture, or set `image_root` to a folder above it"
+                "move the image, or set `image_root` to a folder above it"
             }
             Self::Read { .. } => "the path must lead to a file that you may read",
             Self::DataUri { .. } => "write `data:image/png;base64,` and the encoded file",
             Self::UnknownFormat { .. } => "convert it to PNG or JPEG",
-            Self::Broken { .. } => "copy or make the picture again",
-            Self::AspectRatio { .. } | Self::TooLarge { .. } => "cut or scale the picture",
+            Self::Broken { .. } => "copy or make the image again",
+            Self::AspectRatio { .. } | Self::TooLarge { .. } => "cut or scale the image",
         }
     }
 
@@ -376,19 +376,19 @@ mod golden {
         std::fs::read(format!("{folder}{name}")).unwrap()
     }
 
-    /// All tensors whose name starts with `prefix`, by the rest of their names, as pictures.
-    pub(super) fn pictures(prefix: &str) -> Vec<(String, Rgb)> {
+    /// All tensors whose name starts with `prefix`, by the rest of their names, as images.
+    pub(super) fn images(prefix: &str) -> Vec<(String, Rgb)> {
         let tensors = SafeTensors::deserialize(TENSORS).unwrap();
-        let mut pictures: Vec<(String, Rgb)> = tensors
+        let mut images: Vec<(String, Rgb)> = tensors
             .iter()
             .filter_map(|(name, view)| {
                 let [height, width, 3] = *view.shape() else { return None };
-                let picture = Rgb { width, height, data: view.data().to_vec() };
-                Some((name.strip_prefix(prefix)?.to_owned(), picture))
+                let image = Rgb { width, height, data: view.data().to_vec() };
+                Some((name.strip_prefix(prefix)?.to_owned(), image))
             })
             .collect();
-        pictures.sort_by(|a, b| a.0.cmp(&b.0));
-        pictures
+        images.sort_by(|a, b| a.0.cmp(&b.0));
+        images
     }
 
     pub(super) fn json() -> serde_json::Value {

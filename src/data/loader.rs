@@ -3,8 +3,8 @@
 //! Some workers look at rows in the order of the epoch: how long each is. One thread packs the lengths and
 //! tells other workers which samples the next steps need, in the order of the packs; it collates and
 //! unpads what they read. The steps are a function of order, options and start alone. Memory is bounded:
-//! samples without pictures ahead (by bytes), those of one packing window, samples with pictures
-//! ahead (by bytes), and the few steps that are planned or made. However many pictures share a window, their pixels do not wait for it.
+//! samples without images ahead (by bytes), those of one packing window, samples with images
+//! ahead (by bytes), and the few steps that are planned or made. However many images share a window, their pixels do not wait for it.
 
 mod assembler;
 #[cfg(test)]

@@ -34,7 +34,7 @@ pub struct Plan {
 
 /// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
 ///
-/// The numbers are exact but for rows that only decoding a picture finds broken, which leave gaps in their
+/// The numbers are exact but for rows that only decoding an image finds broken, which leave gaps in their
 /// packs: steps are fewer only if one of them has no other row. It fails where the loader would, and its
 /// error has the rejections of all the steps before. `epochs` counts instead of those of `options`;
 /// `progress` is told rows measured and rows in all.

@@ -16,7 +16,7 @@ pub struct Row {
     pub row: u32,
 }
 
-/// The size of a sample: all that packing looks at, known without decoding a picture.
+/// The size of a sample: all that packing looks at, known without decoding an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Length {
     /// Length in tokens, vision tokens included.
@@ -103,7 +103,7 @@ impl fmt::Display for Rejection {
 /// What is known of a row after a [`RowReader::first_look`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum FirstLook {
-    /// All of it: it has no pictures, so the sample takes little memory.
+    /// All of it: it has no images, so the sample takes little memory.
     Sample(EncodedSample),
     /// How long it is; the sample is to be read when it is needed.
     Length(Length),
@@ -125,7 +125,7 @@ pub trait RowReader: Send + Sync {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
 
     /// [`RowReader::read`], but for a sample whose size `admit` refuses: a reader that knows it earlier
-    /// spends no memory on its pictures. Whoever relies on `admit` asks it again.
+    /// spends no memory on its images. Whoever relies on `admit` asks it again.
     fn read_admitted(
         &self,
         row: Row,
@@ -137,7 +137,7 @@ pub trait RowReader: Send + Sync {
 
     /// [`Length::of`] what [`RowReader::read`] would give, from text and media headers alone.
     ///
-    /// It refuses what `read` refuses, except what only decoding a picture can find out.
+    /// It refuses what `read` refuses, except what only decoding an image can find out.
     fn length(&self, row: Row) -> Result<Length, Rejection>;
 
     /// What packing needs of a row: [`RowReader::length`], and the sample along with it where that costs

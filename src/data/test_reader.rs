@@ -153,7 +153,7 @@ pub(super) fn any_rows() -> impl Strategy<Value = Vec<Kind>> {
     rows_of(any_kind(2))
 }
 
-/// [`any_rows`] whose pictures are whole.
+/// [`any_rows`] whose images are whole.
 pub(super) fn any_readable_rows() -> impl Strategy<Value = Vec<Kind>> {
     rows_of(any_kind(0))
 }

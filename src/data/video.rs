@@ -59,7 +59,7 @@ struct Plan {
 }
 
 impl VideoProcessor {
-    /// Reads the settings of a model folder, whose pictures `images` reads; `config` wins.
+    /// Reads the settings of a model folder, whose images `images` reads; `config` wins.
     pub fn from_folder(
         folder: &Path,
         config: &VideoConfig,
@@ -322,7 +322,7 @@ impl VideoError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NotBuilt { .. } => {
-                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list its frames as pictures"
+                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list its frames as images"
             }
             Self::Missing { .. } => {
                 "paths are relative to `image_root` of the data set, by default the folder of its file"
@@ -336,7 +336,7 @@ impl VideoError {
             Self::NoToken => "use a model folder that knows videos, or remove the row",
             Self::Frame { cause, .. } => cause.hint(),
             Self::FrameSize { .. } => "bring all frames of the list to one size",
-            Self::TooShort { .. } => "give more frames, or use a picture",
+            Self::TooShort { .. } => "give more frames, or use an image",
             Self::AspectRatio { .. } => "cut or scale the video",
         }
     }

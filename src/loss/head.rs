@@ -46,7 +46,7 @@ pub fn loss_and_gradient(
     let (nll, d_selected) =
         ops::linear_cross_entropy_backward(&selected, weight, &ids, scale, dw, true)?;
     let d_selected = d_selected.ok_or_else(|| candle_core::Error::msg("dh was asked for"))?;
-    let d_hidden = ops::spread_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
+    let d_hidden = ops::scatter_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
     Ok(Some(LossOutput { nll, d_hidden }))
 }
 

@@ -50,7 +50,7 @@ mod tests {
             input_ids: vec![0; num_tokens],
             labels: labels.to_vec(),
             position_ids: vec![[0; 3]; num_tokens],
-            row_ends: CuSeqlens::from_lengths(&[num_tokens as u32]).unwrap(),
+            mask_boundaries: CuSeqlens::from_lengths(&[num_tokens as u32]).unwrap(),
             num_samples: lengths.len(),
             cu_seqlens,
             vision_rows: vec![],

@@ -36,7 +36,7 @@ impl Model {
             input_ids: vec![id],
             labels: vec![crate::batch::IGNORE_INDEX],
             position_ids: vec![[position; 3]],
-            row_ends: one.clone(),
+            mask_boundaries: one.clone(),
             cu_seqlens: one,
             vision_rows: vec![],
             media: vec![],

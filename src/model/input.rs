@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor};
 pub(super) struct TextContext {
     pub(super) rope: RopeTable,
     pub(super) cu_seqlens: Vec<u32>,
-    pub(super) row_ends: Vec<u32>,
+    pub(super) mask_boundaries: Vec<u32>,
 }
 
 /// What the vision blocks read besides their input.
@@ -22,10 +22,10 @@ pub(super) struct VisionContext {
     /// Frame boundaries: attention is full inside one frame.
     pub(super) cu_seqlens: Vec<u32>,
     /// `[0, P]`.
-    pub(super) row_ends: Vec<u32>,
+    pub(super) mask_boundaries: Vec<u32>,
 }
 
-/// The pictures of a micro-batch.
+/// The images of a micro-batch.
 pub(super) struct VisionInput {
     /// `[P, patch_values]`.
     pub(super) pixel_values: Tensor,
@@ -38,7 +38,7 @@ pub(super) struct VisionInput {
 pub struct ModelInput {
     pub(super) input_ids: Tensor, // [T] u32
     pub(super) text: TextContext,
-    pub(super) vision: Option<VisionInput>, // None: a batch without pictures
+    pub(super) vision: Option<VisionInput>, // None: a batch without images
 }
 
 impl ModelInput {
@@ -62,7 +62,7 @@ impl ModelInput {
         let text = TextContext {
             rope,
             cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),
-            row_ends: batch.row_ends.as_slice().to_vec(),
+            mask_boundaries: batch.mask_boundaries.as_slice().to_vec(),
         };
         let input_ids = ops::upload(batch.input_ids, num_rows, device)?; // [T]
         if batch.media.is_empty() {
@@ -79,7 +79,7 @@ impl ModelInput {
         }
         let mut pixels = Vec::with_capacity(num_patches * config.vision.patch_values());
         for patches in batch.media {
-            pixels.extend_from_slice(&patches.pixel_values); // each picture is freed as it is copied
+            pixels.extend_from_slice(&patches.pixel_values); // each image is freed as it is copied
         }
         let shape = (num_patches, config.vision.patch_values());
         let pixel_values = ops::upload(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
@@ -95,7 +95,7 @@ impl ModelInput {
             position_index: ops::upload(index, (num_patches, 4), device)?,
             position_weight: ops::upload(weight, (num_patches, 4), device)?,
             cu_seqlens,
-            row_ends: vec![0, num_patches as u32],
+            mask_boundaries: vec![0, num_patches as u32],
         };
         let rows = ops::upload(batch.vision_rows, merged, device)?; // [M]
         Ok(Self { input_ids, text, vision: Some(VisionInput { pixel_values, context, rows }) })

@@ -70,7 +70,7 @@ pub struct Tape {
     norm: Kept<RmsNorm>,
 }
 
-/// Features of a micro-batch's pictures: `[M, D]` each.
+/// Features of a micro-batch's images: `[M, D]` each.
 pub(super) struct Features {
     main: Tensor,
     deepstack: Vec<Tensor>,
@@ -215,12 +215,12 @@ impl Model {
         }
     }
 
-    /// Features of the pictures, keeping nothing; `None` without pictures.
+    /// Features of the images, keeping nothing; `None` without images.
     pub(super) fn features(&self, input: &ModelInput) -> Result<Option<Features>> {
         input.vision.as_ref().map(|vision| self.vision.features(vision)).transpose()
     }
 
-    /// Adds deepstack feature `k` to the rows of the pictures, after decoder layer `k`.
+    /// Adds deepstack feature `k` to the rows of the images, after decoder layer `k`.
     pub(super) fn inject(
         h: &Tensor,
         input: &ModelInput,
@@ -228,7 +228,7 @@ impl Model {
         k: usize,
     ) -> Result<()> {
         match (&input.vision, features.and_then(|features| features.deepstack.get(k))) {
-            (Some(vision), Some(feature)) => ops::add_to_rows(h, &vision.rows, feature),
+            (Some(vision), Some(feature)) => ops::index_add(h, &vision.rows, feature),
             _ => Ok(()),
         }
     }
@@ -245,7 +245,7 @@ impl Model {
     pub(super) fn embed(&self, input: &ModelInput, features: Option<&Features>) -> Result<Tensor> {
         let h = ops::embedding(&input.input_ids, self.text.embed_tokens.tensor())?;
         if let (Some(vision), Some(features)) = (&input.vision, features) {
-            ops::set_rows(&h, &vision.rows, &features.main)?;
+            ops::index_copy(&h, &vision.rows, &features.main)?;
         }
         Ok(h)
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 impl TextContext {
     fn segments(&self) -> Segments<'_> {
-        Segments { cu_seqlens: &self.cu_seqlens, row_ends: &self.row_ends }
+        Segments { cu_seqlens: &self.cu_seqlens, mask_boundaries: &self.mask_boundaries }
     }
 }
 

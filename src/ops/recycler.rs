@@ -25,7 +25,7 @@ const SLACK: usize = 64 << 20;
 
 /// A global allocator that keeps large blocks.
 #[derive(Debug)]
-pub struct Recycler(Mutex<Kept>);
+pub struct CachingAllocator(Mutex<Kept>);
 
 /// Free blocks by class, each list linked through the blocks themselves.
 #[derive(Debug)]
@@ -177,7 +177,7 @@ fn size_of_class(class: usize) -> usize {
     power + (class % STEPS + 1) * (power / STEPS)
 }
 
-impl Recycler {
+impl CachingAllocator {
     /// Without kept blocks.
     pub const fn new() -> Self {
         Self(Mutex::new(Kept { heads: [ptr::null_mut(); NUM_CLASSES], live: 0, peak: 0, free: 0 }))
@@ -206,7 +206,7 @@ impl Recycler {
     }
 }
 
-impl Default for Recycler {
+impl Default for CachingAllocator {
     fn default() -> Self {
         Self::new()
     }
@@ -214,7 +214,7 @@ impl Default for Recycler {
 
 // SAFETY: blocks of our classes are got with the size of their class and given back with the same;
 // a block is in a list or with an owner, never both, as the lock orders every change.
-unsafe impl GlobalAlloc for Recycler {
+unsafe impl GlobalAlloc for CachingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_ours(layout) {
             // SAFETY: the caller's promise, passed on.
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_freed_block_comes_back_for_its_size_and_zeroed_if_asked() {
-        let recycler = Recycler::new();
+        let recycler = CachingAllocator::new();
         let layout = Layout::from_size_align(SMALLEST + 5, 4).unwrap();
         // SAFETY: each block is used within its size and freed once with its layout.
         unsafe {
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn growing_keeps_the_content_and_crosses_from_the_system_to_here_and_back() {
-        let recycler = Recycler::new();
+        let recycler = CachingAllocator::new();
         let mut layout = Layout::from_size_align(1000, 8).unwrap();
         // SAFETY: as above.
         unsafe {
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn memory_follows_the_highest_demand_and_not_the_sum_of_sizes() {
-        let recycler = Recycler::new();
+        let recycler = CachingAllocator::new();
         for step in 0..200 {
             let size = SMALLEST * 100 + step * 300_000; // another class every few steps
             let layout = Layout::from_size_align(size, 4).unwrap();
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn threads_share_it() {
-        let recycler = Recycler::new();
+        let recycler = CachingAllocator::new();
         std::thread::scope(|scope| {
             for thread in 0..4u8 {
                 let recycler = &recycler;

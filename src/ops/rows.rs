@@ -83,24 +83,24 @@ fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
 }
 
 /// `[num_rows, D]` with `src [M, D]` at `rows` and zeros elsewhere.
-pub fn spread_rows(src: &Tensor, rows: &Tensor, num_rows: usize) -> Result<Tensor> {
+pub fn scatter_rows(src: &Tensor, rows: &Tensor, num_rows: usize) -> Result<Tensor> {
     let (_, d) = src.dims2()?;
-    compute_dtype("spread_rows", &[("src", src)])?;
+    compute_dtype("scatter_rows", &[("src", src)])?;
     let y = Tensor::zeros((num_rows, d), src.dtype(), src.device())?;
-    set_rows(&y, rows, src)?;
+    index_copy(&y, rows, src)?;
     Ok(y)
 }
 
 /// `x[rows] = src`, in place.
-pub fn set_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
-    by_dtype!(x, update("set_rows", x, rows, src, |x, src| *x = src))
+pub fn index_copy(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
+    by_dtype!(x, update("index_copy", x, rows, src, |x, src| *x = src))
 }
 
 /// `x[rows] += src`, in place.
-pub fn add_to_rows(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
+pub fn index_add(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     match x.dtype() {
-        DType::BF16 => update::<bf16>("add_to_rows", x, rows, src, add_element),
-        _ => update::<f32>("add_to_rows", x, rows, src, add_element),
+        DType::BF16 => update::<bf16>("index_add", x, rows, src, add_element),
+        _ => update::<f32>("index_add", x, rows, src, add_element),
     }
 }
 
@@ -196,12 +196,12 @@ mod tests {
             let two = gather_rows(&x, &rows).unwrap();
             assert_eq!(first_column(&two), [3.0, 0.0]);
             assert_eq!(
-                first_column(&spread_rows(&two, &ids(&[1, 2]), 4).unwrap()),
+                first_column(&scatter_rows(&two, &ids(&[1, 2]), 4).unwrap()),
                 [0., 3., 0., 0.]
             );
-            set_rows(&x, &ids(&[4, 1]), &two).unwrap();
+            index_copy(&x, &ids(&[4, 1]), &two).unwrap();
             assert_eq!(first_column(&x), [0., 0., 2., 3., 3.]);
-            add_to_rows(&x, &ids(&[2, 3]), &two).unwrap();
+            index_add(&x, &ids(&[2, 3]), &two).unwrap();
             assert_eq!(first_column(&x), [0., 0., 5., 3., 3.]);
             zero_rows(&x, &ids(&[4, 2])).unwrap();
             assert_eq!(first_column(&x), [0., 0., 0., 3., 0.]);
@@ -217,7 +217,7 @@ mod tests {
         let moved = |num_threads| {
             with_threads(num_threads, || {
                 let y = Tensor::zeros((500, 7), DType::F32, &device()).unwrap();
-                set_rows(&y, &ids(&chosen), &gather_rows(&x, &ids(&chosen)).unwrap()).unwrap();
+                index_copy(&y, &ids(&chosen), &gather_rows(&x, &ids(&chosen)).unwrap()).unwrap();
                 add_in_place(&y, &x).unwrap();
                 y.to_vec2::<f32>().unwrap()
             })
@@ -250,7 +250,7 @@ mod tests {
         }
         let said = message(gather_rows(&x, &ids(&[0, 3])));
         assert!(said.contains("row `3` at 1"), "{said}");
-        let said = message(set_rows(&x, &ids(&[1, 1]), &src));
+        let said = message(index_copy(&x, &ids(&[1, 1]), &src));
         assert!(said.contains("row `1` is named twice"), "{said}");
     }
 }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 /// What AdamW keeps of one trained parameter.
 #[derive(Debug)]
-pub struct Slot {
+pub struct ParamState {
     /// The parameter; in a lower precision, a copy of `master`.
     pub param: Param,
     /// The weight that is updated, `f32`; absent when the parameter itself is `f32`.
@@ -29,7 +29,7 @@ pub struct AdamW {
     hyper: ops::AdamW,
     max_grad_norm: f64,
     place: Place,
-    slots: Vec<Slot>,
+    slots: Vec<ParamState>,
 }
 
 /// Where state is kept and updates run.
@@ -108,7 +108,7 @@ impl AdamW {
             params.iter().zip(groups.iter()).filter(|(_, setting)| !setting.frozen).collect();
         let slots = trained.into_par_iter().map(|(param, setting)| {
             let shape = param.tensor().shape();
-            Ok(Slot {
+            Ok(ParamState {
                 param: param.clone(),
                 master: match param.tensor().dtype() {
                     DType::F32 => None,
@@ -131,12 +131,12 @@ impl AdamW {
     }
 
     /// State of each trained parameter.
-    pub fn slots(&self) -> &[Slot] {
+    pub fn slots(&self) -> &[ParamState] {
         &self.slots
     }
 
     /// The same, to restore a checkpoint.
-    pub fn slots_mut(&mut self) -> &mut [Slot] {
+    pub fn slots_mut(&mut self) -> &mut [ParamState] {
         &mut self.slots
     }
 
@@ -185,7 +185,7 @@ impl AdamW {
         let squares = update.squares.to_vec1::<f64>()?;
         let grad_norm = squares.iter().sum::<f64>().sqrt();
         if !grad_norm.is_finite() {
-            let bad: Vec<&Slot> = squares
+            let bad: Vec<&ParamState> = squares
                 .iter()
                 .zip(&self.slots)
                 .filter_map(|(square, slot)| (!square.is_finite()).then_some(slot))
@@ -218,7 +218,7 @@ fn on_host(t: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn gradient<'a>(grads: &'a Gradients, slot: &Slot) -> Result<&'a Tensor> {
+fn gradient<'a>(grads: &'a Gradients, slot: &ParamState) -> Result<&'a Tensor> {
     grads.get(slot.param.index()).ok_or_else(|| {
         candle_core::Error::msg(format!("no gradient buffer for `{}`", slot.param.name()))
     })

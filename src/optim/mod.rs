@@ -4,7 +4,7 @@ mod adamw;
 mod groups;
 mod schedule;
 
-pub use adamw::{AdamW, OptimError, Slot, StepNorm, Update};
+pub use adamw::{AdamW, OptimError, ParamState, StepNorm, Update};
 pub use groups::{GroupError, Groups, Named, Setting};
 pub use schedule::{Schedule, ScheduleConfig, Warmup};
 

@@ -115,18 +115,18 @@ pub enum TrainError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Audit {
     Due,
-    DueWithPictures,
+    DueWithImages,
     Done,
 }
 
 impl Audit {
     /// Whether this step is to be audited; the answer is remembered.
-    fn is_due(&mut self, has_pictures: bool) -> bool {
+    fn is_due(&mut self, has_images: bool) -> bool {
         let before = *self;
-        if has_pictures {
+        if has_images {
             *self = Self::Done;
         } else if before == Self::Due {
-            *self = Self::DueWithPictures;
+            *self = Self::DueWithImages;
         }
         *self != before
     }
@@ -147,14 +147,14 @@ pub struct Trainer {
 struct ReadyStep {
     data: StepData,
     prepared: PreparedStep,
-    has_pictures: bool,
+    has_images: bool,
 }
 
 impl ReadyStep {
     fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
         let micro_batches = std::mem::take(&mut data.micro_batches);
-        let has_pictures = micro_batches.iter().any(|batch| !batch.media.is_empty());
-        Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_pictures })
+        let has_images = micro_batches.iter().any(|batch| !batch.media.is_empty());
+        Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_images })
     }
 }
 
@@ -197,7 +197,7 @@ impl Trainer {
 
     /// Trains until the planned steps are done, the data ends, or a signal comes.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        // Not the planned number: a step of nothing but broken pictures is left out.
+        // Not the planned number: a step of nothing but broken images is left out.
         while self.parts.state.step < self.parts.max_steps {
             let asked = Instant::now();
             let ready = match self.ahead.take() {
@@ -257,7 +257,7 @@ impl Trainer {
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
         let data_wait_s = asked.elapsed().as_secs_f64();
-        let ReadyStep { data, prepared, has_pictures } = ready;
+        let ReadyStep { data, prepared, has_images } = ready;
         let step = self.parts.state.step + 1;
         let lr = self.parts.schedule.lr(step);
         write_rejects(&mut self.parts.rejects, step, &data.rejected)?;
@@ -265,8 +265,8 @@ impl Trainer {
         self.look_ahead();
         let parts = &mut self.parts;
         let outcome = parts.runner.finish(&launched)?;
-        if self.audit.is_due(has_pictures) {
-            audit(&parts.runner, step, has_pictures)?;
+        if self.audit.is_due(has_images) {
+            audit(&parts.runner, step, has_images)?;
         }
         let state = &mut parts.state;
         state.step = step;
@@ -414,16 +414,16 @@ fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-/// After the first backward, and again after the first with pictures: every trained tensor has a
+/// After the first backward, and again after the first with images: every trained tensor has a
 /// gradient, or is named.
-fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<(), TrainError> {
+fn audit(runner: &StepRunner, step: u64, has_images: bool) -> Result<(), TrainError> {
     let silent = runner.without_gradient()?;
     let expected: Vec<&&str> =
-        silent.iter().filter(|name| has_pictures || !name.starts_with("model.visual.")).collect();
+        silent.iter().filter(|name| has_images || !name.starts_with("model.visual.")).collect();
     let trained = runner.grads.iter().flatten().count();
     if expected.is_empty() {
-        let heard = trained - silent.len();
-        tracing::info!(step, heard, trained, "audit: trained tensors with a finite gradient");
+        let with_gradient = trained - silent.len();
+        tracing::info!(step, with_gradient, trained, "audit: trained tensors with a finite gradient");
     } else {
         tracing::warn!(
             step,
@@ -435,7 +435,7 @@ fn audit(runner: &StepRunner, step: u64, has_pictures: bool) -> Result<(), Train
         tracing::info!(
             step,
             tensors = silent.len() - expected.len(),
-            "audit: the vision tower and its mergers are looked at in the first step with pictures"
+            "audit: the vision tower and its mergers are looked at in the first step with images"
         );
     }
     Ok(())

@@ -1,4 +1,4 @@
-"""Rows, pictures and a model folder for the bench of the length cache, made up from a seed.
+"""Rows, images and a model folder for the bench of the length cache, made up from a seed.
 
   python tests/bench/cache_rows.py FOLDER [--rows 1000000] [--files 20000] [--headers] [--tokenizer tokenizer.json]
 
@@ -7,7 +7,7 @@ FOLDER/model        config, tokenizer and processor files of a small model, no w
 FOLDER/images/      `--files` files, JPEG (with EXIF) and every fourth one a PNG: smooth colours, sides of 200..2000 pixels;
                     there are 400 different ones, the others are copies: each is a file of its own on the disk; with
                     `--headers` holes take the place of their pixels, so that a million of them take 9 GB
-FOLDER/images.jsonl one picture a row, a question and an answer of some 25 tokens; each file serves rows / files rows
+FOLDER/images.jsonl one image a row, a question and an answer of some 25 tokens; each file serves rows / files rows
 FOLDER/text.jsonl   chats of text alone, about 300 tokens with the published tokenizer
 Nothing is made again for a folder that has it.
 """
@@ -49,21 +49,21 @@ def make_model(folder, tokenizer):
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def headers(picture):
+def headers(image):
     """(offset, bytes) of what tells size and orientation: the first 4 KiB, and of a PNG where each chunk begins and its end."""
-    yield 0, picture[:4096]
-    if picture.startswith(b"\x89PNG"):
+    yield 0, image[:4096]
+    if image.startswith(b"\x89PNG"):
         at = 8
-        while at < len(picture):
-            yield at, picture[at : at + 8]
-            at += 12 + int.from_bytes(picture[at : at + 4])
-        yield len(picture) - 12, picture[-12:]
+        while at < len(image):
+            yield at, image[at : at + 8]
+            at += 12 + int.from_bytes(image[at : at + 4])
+        yield len(image) - 12, image[-12:]
 
 
 @functools.cache
 def kept_of(original):
-    picture = original.read_bytes()
-    return len(picture), list(headers(picture))
+    image = original.read_bytes()
+    return len(image), list(headers(image))
 
 
 def copy_headers(original, copy):
@@ -80,12 +80,12 @@ def make_images(folder, files, copy, rng):
     for index in range(min(files, 400)):
         small = Image.new("RGB", (4, 4))
         small.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
-        picture = small.resize((rng.randint(200, 2000), rng.randint(200, 2000)), Image.BICUBIC)
+        image = small.resize((rng.randint(200, 2000), rng.randint(200, 2000)), Image.BICUBIC)
         name = folder / "originals" / f"{index}.{'png' if index % 4 == 3 else 'jpg'}"
         name.parent.mkdir(parents=True, exist_ok=True)
         exif = Image.Exif()
         exif[0x0112], exif[0x010F], exif[0x0131] = rng.choice([1, 1, 1, 6]), "Maker " * 20, "Software " * 40
-        picture.save(name, quality=75, exif=exif) if name.suffix == ".jpg" else picture.save(name)
+        image.save(name, quality=75, exif=exif) if name.suffix == ".jpg" else image.save(name)
         originals.append(name)
     names = []
     for index in range(files):

@@ -1,15 +1,15 @@
-"""Made-up rows, tokenizer and pictures for the benches of whole steps on a GPU: no network, nothing downloaded.
+"""Made-up rows, tokenizer and images for the benches of whole steps on a GPU: no network, nothing downloaded.
 
   python tests/bench/gpu_rows.py FOLDER [--mixes text,vl,hires] [--rows 1500] [--words 151643] [--shrink MODEL]
 
 FOLDER/tokenizer    a word a token: `0` .. `151642`, then the published special tokens at their published ids; the template is
                     that of the tests. Give it to `trainer init --tokenizer`. Words follow Zipf's law, as text does
 FOLDER/MIX.jsonl    the rows, FOLDER/MIX.json their sizes, for PyTorch: [tokens, patches down, patches across] a row
-FOLDER/images       JPEG files for the mixes with pictures, which need numpy and Pillow
+FOLDER/images       JPEG files for the mixes with images, which need numpy and Pillow
 
 text   log-normal lengths, median 380, sigma 1.0, 16..8192 tokens
-vl     log-normal text, median 200, sigma 1.0, 64..4096; six rows of ten have a picture, median 1000 tokens, sigma 1.1, 64..4096
-hires  a picture and as much text as a third of it, log-normal, median 3400, sigma 0.28, 256..8192 tokens
+vl     log-normal text, median 200, sigma 1.0, 64..4096; six rows of ten have an image, median 1000 tokens, sigma 1.1, 64..4096
+hires  an image and as much text as a third of it, log-normal, median 3400, sigma 0.28, 256..8192 tokens
 
 Half of the text is supervised. The parameters are fitted to what the project knows of three length mixes of training sets: the
 share of tokens that is real when 8 rows are padded to the longest (0.33, 0.34, 0.70), and when packs of 8,192 are filled in order
@@ -68,7 +68,7 @@ def log_normal(rng, median, sigma, low, high):
 
 
 def draw(mix, rng):
-    """Tokens of text with the template's, and tokens of a picture or 0."""
+    """Tokens of text with the template's, and tokens of an image or 0."""
     if mix == "text":
         return log_normal(rng, 380, 1.0, 16, 8192), 0
     if mix == "vl":
@@ -77,7 +77,7 @@ def draw(mix, rng):
     return tokens // 4, tokens - tokens // 4
 
 
-def make_pictures(folder, rng, mix):
+def make_images(folder, rng, mix):
     """[(tokens, name, patches down, patches across)] by tokens: a token is 32 x 32 pixels."""
     import numpy as np
     from image_rows import photo
@@ -89,17 +89,17 @@ def make_pictures(folder, rng, mix):
         if tokens:
             width = max(2, round(math.sqrt(tokens) * rng.uniform(0.7, 1.4)))
             sizes.append((width, max(2, math.ceil(max(64, tokens) / width))))
-    pictures, pixels = [], np.random.default_rng(0)
+    images, pixels = [], np.random.default_rng(0)
     for i, (width, height) in enumerate(sizes):
         name = f"images/{mix}-{i}.jpg"
         photo(pixels, 32 * width, 32 * height).save(folder / name, quality=90)
-        pictures.append((width * height, name, 2 * height, 2 * width))
-    return sorted(pictures)
+        images.append((width * height, name, 2 * height, 2 * width))
+    return sorted(images)
 
 
 def write_mix(folder, mix, num_rows, words):
     rng = random.Random(mix)
-    pictures = [] if mix == "text" else make_pictures(folder, rng, mix)
+    images = [] if mix == "text" else make_images(folder, rng, mix)
     most = math.log(words)
 
     def text(count):
@@ -108,18 +108,18 @@ def write_mix(folder, mix, num_rows, words):
     sizes = []
     with open(folder / f"{mix}.jsonl", "w") as file:
         for i in range(num_rows):
-            num_text, num_picture = draw(mix, rng)
+            num_text, num_image = draw(mix, rng)
             content = max(2, num_text - TEMPLATE_TOKENS)
             question, answer = text(content // 2), text(content - content // 2)
-            down = across = num_picture_tokens = 0
-            if num_picture:
-                at = min(len(pictures) - 1, bisect.bisect_left(pictures, (num_picture,)))
-                num_picture_tokens, name, down, across = pictures[at]
+            down = across = num_image_tokens = 0
+            if num_image:
+                at = min(len(images) - 1, bisect.bisect_left(images, (num_image,)))
+                num_image_tokens, name, down, across = images[at]
                 question = [{"type": "image", "image": name}, {"type": "text", "text": " " + question}]
-                num_picture_tokens += 2  # where it begins and ends
+                num_image_tokens += 2  # where it begins and ends
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"{mix}-{i}", "messages": messages}) + "\n")
-            sizes.append([content + TEMPLATE_TOKENS + num_picture_tokens, down, across])
+            sizes.append([content + TEMPLATE_TOKENS + num_image_tokens, down, across])
     (folder / f"{mix}.json").write_text(json.dumps(sizes))
     lengths = [size[0] for size in sizes]
     padded = sum(8 * max(lengths[at:at + 8]) for at in range(0, len(lengths) // 8 * 8, 8))

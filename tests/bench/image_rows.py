@@ -4,9 +4,9 @@
 
 FOLDER/model        a Qwen3-VL of about 20 M random weights with the tests' tokenizer and the published pixel budget
 FOLDER/images       JPEG files, every fourth one a PNG: blurs at several scales, discs and grain, sides of 256..1024 pixels
-FOLDER/rows.jsonl   one picture a row and about as many text tokens as it has vision tokens, half of them supervised
-FOLDER/exact.jsonl  the first two of them whose picture is a PNG: decoders of JPEG differ, so only these prove equal work
-FOLDER/jpeg.jsonl   24 rows with a JPEG of 1,000 pixels and few words: picture work and nothing else
+FOLDER/rows.jsonl   one image a row and about as many text tokens as it has vision tokens, half of them supervised
+FOLDER/exact.jsonl  the first two of them whose image is a PNG: decoders of JPEG differ, so only these prove equal work
+FOLDER/jpeg.jsonl   24 rows with a JPEG of 1,000 pixels and few words: image work and nothing else
 FOLDER/text.jsonl   rows of text alone, 64..1024 tokens
 Nothing is made again for a folder that has them.
 """

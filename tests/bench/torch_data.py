@@ -2,7 +2,7 @@
 
   python tests/bench/torch_data.py MODEL ROWS.jsonl [--threads 1] [--way auto]
 
-Everything from a row's JSON to the tensors that a model is called with: chat template, tokenizer, picture files. A way says
+Everything from a row's JSON to the tensors that a model is called with: chat template, tokenizer, image files. A way says
 who decodes and who resizes; `auto` times each on the first rows and takes the quickest.
 Prints one JSON line for the rows.
 """

@@ -1,4 +1,4 @@
-"""How fast does PyTorch train a small Qwen3-VL on pictures and text? One forward and backward a sample, no padding.
+"""How fast does PyTorch train a small Qwen3-VL on images and text? One forward and backward a sample, no padding.
 
   python tests/bench/torch_image_step.py MODEL ROWS.jsonl [--steps 3] [--samples 8] [--threads 2] [--lr 1e-4]
 

@@ -230,7 +230,7 @@ fn sft(config: &Path, more: &[&str]) -> Output {
     trainer(&[&["sft", "--config", config.to_str().unwrap()], more].concat())
 }
 
-/// Rows that train: texts of one length, every fourth with a picture. Ends with a newline.
+/// Rows that train: texts of one length, every fourth with an image. Ends with a newline.
 fn good_rows(num: usize) -> String {
     let row = |index: usize| match index % 4 {
         0 => json!({"messages": [{"role": "user", "content": "<image>What is it?"},
@@ -509,7 +509,7 @@ fn other_commands_refuse_bad_input_as_well() {
     break_models(folder);
     write(&folder.join("rows.jsonl"), good_rows(4));
     write(&folder.join("bad.jsonl"), "{\"messages\": []}\n".repeat(3));
-    write(&folder.join("picture.png"), "no picture");
+    write(&folder.join("image.png"), "no image");
     row_config(
         folder,
         "  eval: [{path: \"@TMP@/bad.jsonl\"}]\n"
@@ -567,7 +567,7 @@ fn other_commands_refuse_bad_input_as_well() {
             (&plain("@TMP@/qwen2-vl"), 65, &["`model_type` is `qwen2_vl`"]),
             (&plain("@TMP@/missing-tensor"), 65, &["11 of 74 tensors are missing"]),
             (&generate("@TMP@/good", "nowhere.png"), 65, &["cannot read `nowhere.png`"]),
-            (&generate("@TMP@/good", "@TMP@/picture.png"), 65, &["is not a PNG, JPEG"]),
+            (&generate("@TMP@/good", "@TMP@/image.png"), 65, &["is not a PNG, JPEG"]),
             (
                 &[
                     "generate",

@@ -163,7 +163,7 @@ fn inspect_prints_the_fields_of_the_contract_and_stores_what_they_sum_up() {
 
     let text = place.trainer(&arguments).ends_with(0).stdout;
     assert_eq!(text.matches(" targets, image grids").count(), 5, "{text}");
-    assert!(text.contains(" picture tokens>") && text.contains("[["), "{text}");
+    assert!(text.contains(" image tokens>") && text.contains("[["), "{text}");
 }
 
 #[test]

@@ -105,9 +105,9 @@ fn every_example_row_is_read() {
     let data = JsonlRows::open(&[set], Arc::new(encoder)).unwrap();
     for (row, example) in data.rows().zip(&examples) {
         let sample = data.read(row).unwrap_or_else(|rejection| panic!("{rejection}: {example}"));
-        let pictures = example.matches(".png").count() + example.matches(".jpg").count();
+        let images = example.matches(".png").count() + example.matches(".jpg").count();
         let is_video = example.contains("video");
-        assert_eq!(sample.media.len(), if is_video { 1 } else { pictures }, "{example}");
+        assert_eq!(sample.media.len(), if is_video { 1 } else { images }, "{example}");
     }
 }
 

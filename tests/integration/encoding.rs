@@ -444,15 +444,15 @@ fn templates_find_the_methods_and_functions_that_transformers_offers() {
     assert_eq!(text, "<|endoftext|>USER:a<|im_end|>ASSISTANT:b<|im_end|>");
 }
 
-/// Every limit on a chat with two pictures: what is left has both, fits, is foretold by its length, and
+/// Every limit on a chat with two images: what is left has both, fits, is foretold by its length, and
 /// its positions are those of a sample that was never longer.
 #[test]
-fn a_cut_chat_keeps_its_pictures_and_is_foretold_by_its_length() {
-    let pictures = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
-    let picture = |name: &str| json!({"type": "image", "image": name});
+fn a_cut_chat_keeps_its_images_and_is_foretold_by_its_length() {
+    let images = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
+    let image = |name: &str| json!({"type": "image", "image": name});
     let text = |text: &str| json!({"type": "text", "text": text});
     let (_folder, file) = rows(&[json!({"messages": [
-        {"role": "user", "content": [text("First"), picture(pictures[0]), text("and then"), picture(pictures[1]), text("?")]},
+        {"role": "user", "content": [text("First"), image(images[0]), text("and then"), image(images[1]), text("?")]},
         {"role": "assistant", "content": "One answer"},
         {"role": "user", "content": "And more?"},
         {"role": "assistant", "content": "Another one, longer"},
@@ -497,13 +497,13 @@ fn a_cut_chat_keeps_its_pictures_and_is_foretold_by_its_length() {
                     "the marks stay beside them"
                 );
             }
-            // positions: along the text by one, over a picture by its longer side
+            // positions: along the text by one, over an image by its longer side
             let mut next = 0;
-            let mut pictures = left.media.iter().map(|patches| patches.grid_thw);
+            let mut images = left.media.iter().map(|patches| patches.grid_thw);
             let mut token = 0;
             while token < left.len() {
                 if left.input_ids[token] == image_token {
-                    let [_, height, width] = pictures.next().unwrap();
+                    let [_, height, width] = images.next().unwrap();
                     assert_eq!(left.position_ids[token], [next; 3]);
                     token += (height * width / 4) as usize;
                     next += height.max(width) / 2;

@@ -1,4 +1,4 @@
-//! Pictures to patches, against transformers' `Qwen2VLImageProcessor` and through every kind of
+//! Images to patches, against transformers' `Qwen2VLImageProcessor` and through every kind of
 //! reference. Fixtures and expected values come from `scripts/golden/image_fixtures.py`.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
@@ -119,7 +119,7 @@ fn orientation_turns_the_grid() {
     assert_eq!(late, [1, 3, 2]);
 }
 
-/// An uncompressed picture of any size, black.
+/// An uncompressed image of any size, black.
 fn bmp(width: u32, height: u32) -> Vec<u8> {
     let row = (width * 3).next_multiple_of(4);
     let mut bytes = b"BM".to_vec();
@@ -131,7 +131,7 @@ fn bmp(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn each_unusable_picture_has_its_reason_and_its_name() {
+fn each_unusable_image_has_its_reason_and_its_name() {
     let mut bomb = fixture("rgb.png");
     bomb[16..24].fill(0x7f);
     let data_uri = |text: &str| MediaRef { source: MediaSource::DataUri(text.into()) };

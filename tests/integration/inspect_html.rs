@@ -1,4 +1,4 @@
-//! The page of `inspect --html`: everything supervised is marked, pictures are what the model sees,
+//! The page of `inspect --html`: everything supervised is marked, images are what the model sees,
 //! and nothing of the data is markup.
 
 use crate::harness::{Place, golden, json_lines};
@@ -69,18 +69,18 @@ fn attribute<'a>(element: &'a str, name: &str) -> Option<&'a str> {
     element.split(&format!(" {name}=\"")).nth(1)?.split('"').next()
 }
 
-/// Width and height of each picture, as the page says and as the PNG is.
-fn pictures(page: &str) -> Vec<image::RgbImage> {
+/// Width and height of each image, as the page says and as the PNG is.
+fn images(page: &str) -> Vec<image::RgbImage> {
     let images = elements(page).into_iter().filter(|element| element.starts_with("img "));
     images
         .map(|element| {
             let uri = attribute(element, "src").unwrap();
             let text = uri.strip_prefix("data:image/png;base64,").unwrap();
             let png = base64::engine::general_purpose::STANDARD.decode(text).unwrap();
-            let picture = image::load_from_memory(&png).unwrap().into_rgb8();
+            let image = image::load_from_memory(&png).unwrap().into_rgb8();
             let stated = ["width", "height"].map(|side| attribute(element, side).unwrap().parse());
-            assert_eq!(stated, [Ok(picture.width()), Ok(picture.height())]);
-            picture
+            assert_eq!(stated, [Ok(image.width()), Ok(image.height())]);
+            image
         })
         .collect()
 }
@@ -104,12 +104,12 @@ fn elements_in(html: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn every_supervised_token_is_marked_and_pictures_are_those_of_the_model() {
+fn every_supervised_token_is_marked_and_images_are_those_of_the_model() {
     let (page, samples) = page(&rows_of("data/video.jsonl", 20), "  packing_length: 200");
     assert_marks(&page, &samples);
     assert!(samples.iter().any(|sample| !sample["video_grid_thw"].as_array().unwrap().is_empty()));
-    let found = pictures(&page);
-    // Each group has two frames; a still picture is one.
+    let found = images(&page);
+    // Each group has two frames; a still image is one.
     let groups = samples.iter().flat_map(|sample| sample["video_grid_thw"].as_array().unwrap());
     let frames: u64 = groups.map(|grid| 2 * grid[0].as_u64().unwrap()).sum();
     assert_eq!(found.len() as u64, frames + 1);
@@ -205,10 +205,10 @@ fn strip(article: &str) -> Vec<(&str, usize)> {
 #[test]
 fn what_truncation_cuts_is_greyed_where_it_stood() {
     let chat = |user: Value, answer: &str| json!({"messages": [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": user}, {"role": "assistant", "content": answer}]});
-    let picture = json!([{"type": "image", "image": "images/exact_moon_64x64.png"}, {"type": "text", "text": "What is it?"}]);
+    let image = json!([{"type": "image", "image": "images/exact_moon_64x64.png"}, {"type": "text", "text": "What is it?"}]);
     let rows = [
         chat(json!("What is it?"), "One two three four five six seven eight nine ten"),
-        chat(picture, "One two three four five six seven eight nine ten"),
+        chat(image, "One two three four five six seven eight nine ten"),
         json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
     ];
     let limit = |truncation: &str, most: usize| {
@@ -258,11 +258,11 @@ fn what_truncation_cuts_is_greyed_where_it_stood() {
 }
 
 #[test]
-fn a_page_of_twenty_rows_with_pictures_is_about_a_megabyte() {
+fn a_page_of_twenty_rows_with_images_is_about_a_megabyte() {
     let (page, samples) = page(&rows_of("data/image_exact.jsonl", 20), "  packing_length: 2048");
     assert_marks(&page, &samples);
     assert_eq!(samples.len(), 20);
     let images = samples.iter().map(|sample| sample["image_grid_thw"].as_array().unwrap().len());
-    assert_eq!(pictures(&page).len(), images.sum::<usize>());
+    assert_eq!(images(&page).len(), images.sum::<usize>());
     assert!(page.len() < 1_200_000, "{} bytes", page.len());
 }

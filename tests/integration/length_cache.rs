@@ -32,7 +32,7 @@ pub(crate) fn max_tokens(tokens: u32) -> ImageConfig {
     ImageConfig { min_pixels: Some(1024), max_pixels: None, max_tokens }
 }
 
-/// A folder with a data file, two pictures and a cache.
+/// A folder with a data file, two images and a cache.
 pub(crate) struct Place {
     folder: TempDir,
 }
@@ -40,10 +40,10 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(rows: &[Value]) -> Self {
         let place = Self { folder: TempDir::new().unwrap() };
-        for (name, picture) in
+        for (name, image) in
             [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
         {
-            std::fs::copy(golden("data/images").join(picture), place.path(name)).unwrap();
+            std::fs::copy(golden("data/images").join(image), place.path(name)).unwrap();
         }
         place.write(rows);
         place
@@ -87,20 +87,20 @@ pub(crate) fn chat(question: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
 }
 
-pub(crate) fn with_picture(name: &str, answer: &str) -> Value {
+pub(crate) fn with_image(name: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": answer}], "images": [name]})
 }
 
-/// Rows of every kind: text, pictures, two of them, videos, broken ones.
+/// Rows of every kind: text, images, two of them, videos, broken ones.
 fn mixed(count: usize) -> Vec<Value> {
     let row = |i: usize| match i % 7 {
-        0 => with_picture("a.png", &format!("moon {i}")),
-        1 => with_picture("b.png", "a short one"),
+        0 => with_image("a.png", &format!("moon {i}")),
+        1 => with_image("b.png", "a short one"),
         2 => json!({"messages": [
             {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "or"}, {"type": "image", "image": "b.png"}]},
             {"role": "assistant", "content": format!("the first of {i}")},
         ]}),
-        3 if i.is_multiple_of(2) => with_picture("no.png", "nothing"),
+        3 if i.is_multiple_of(2) => with_image("no.png", "nothing"),
         4 if i.is_multiple_of(3) => json!({"messages": []}),
         5 if i.is_multiple_of(2) => json!({"messages": [
             {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "video", "video": ["b.png", "b.png", "b.png"]}, {"type": "image", "image": "a.png"}]},
@@ -132,7 +132,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
                 let rows = Arc::new(rows);
                 let (cached, work) =
                     CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();
-                assert_eq!(work.measured, 4, "rows whose picture is missing");
+                assert_eq!(work.measured, 4, "rows whose image is missing");
                 assert_as_measured(&cached, &rows);
             }
         }
@@ -162,7 +162,7 @@ fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
     }
     let usable = results.iter().filter(|result| result.is_ok()).count();
     assert!((5..55).contains(&usable), "{usable} rows are usable");
-    // without its pictures a row cannot be read, and one that is not read is not found to lack them
+    // without its images a row cannot be read, and one that is not read is not found to lack them
     for name in ["a.png", "b.png"] {
         std::fs::remove_file(place.path(name)).unwrap();
     }
@@ -182,7 +182,7 @@ fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
 fn appended_changed_and_moved_rows_cost_only_what_is_new() {
     let encoder = encoder(&max_tokens(6));
     let mut rows: Vec<Value> = (0..40).map(|i| chat(&format!("Row {i}"), "yes")).collect();
-    rows[7] = with_picture("a.png", "seven");
+    rows[7] = with_image("a.png", "seven");
     rows[8] = json!({"messages": []});
     let place = Place::new(&rows);
     assert_eq!(place.update(&encoder).1, CacheWork { measured: 40, reused: 0 });
@@ -201,10 +201,10 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
 }
 
 #[test]
-fn a_changed_or_repaired_picture_is_measured_again() {
+fn a_changed_or_repaired_image_is_measured_again() {
     let encoder = encoder(&max_tokens(6));
     let rows =
-        [with_picture("a.png", "yes"), with_picture("b.png", "yes"), with_picture("c.png", "yes")];
+        [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached

@@ -1,7 +1,7 @@
 //! Passes over the length cache that are damaged, stopped, waited for or overtaken: no row gets the lengths
 //! of another, and no work is lost twice.
 
-use crate::length_cache::{Place, assert_as_measured, chat, encoder, max_tokens, with_picture};
+use crate::length_cache::{Place, assert_as_measured, chat, encoder, max_tokens, with_image};
 use arrow_ipc::reader::FileReader;
 use arrow_ipc::writer::FileWriter;
 use serde_json::Value;
@@ -79,15 +79,15 @@ fn a_cache_that_lacks_a_batch_moves_no_row() {
 }
 
 #[test]
-fn a_stopped_pass_over_changed_pictures_is_gone_on_from_to_the_row() {
+fn a_stopped_pass_over_changed_images_is_gone_on_from_to_the_row() {
     let encoder = encoder(&max_tokens(6));
-    let row = |i| with_picture("a.png", &format!("moon {i}"));
+    let row = |i| with_image("a.png", &format!("moon {i}"));
     let place = Place::new(&(0..9000).map(row).collect::<Vec<_>>());
     let rows = place.rows(&encoder);
     place.update(&encoder);
     std::fs::copy(place.path("b.png"), place.path("a.png")).unwrap();
     touch(&place.path("a.png"));
-    // some of the answers are for parts of batches whose pictures are looked at
+    // some of the answers are for parts of batches whose images are looked at
     stopped_after(3000, &place, &encoder, &rows);
     stopped_after(3000 + 3000, &place, &encoder, &rows);
     let (cached, work) = place.update(&encoder);
@@ -114,10 +114,10 @@ fn of_two_stopped_passes_neither_is_lost() {
 }
 
 #[test]
-fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_pictures_have_changed() {
+fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_images_have_changed() {
     let encoder = encoder(&max_tokens(6));
     let mut texts: Vec<Value> = texts(0, 100);
-    texts.extend((0..50).map(|i| with_picture("a.png", &format!("moon {i}"))));
+    texts.extend((0..50).map(|i| with_image("a.png", &format!("moon {i}"))));
     let place = Place::new(&texts);
     let rows = place.rows(&encoder);
     assert!(quick(&rows, &place, 999).is_none() && !place.path("cache").exists());

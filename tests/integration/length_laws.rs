@@ -21,7 +21,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// Pictures of four and of one visual token.
+/// Images of four and of one visual token.
 fn encoder() -> Arc<Encoder> {
     static ENCODER: OnceLock<Arc<Encoder>> = OnceLock::new();
     let image = ImageConfig { min_pixels: Some(1024), ..ImageConfig::default() };
@@ -182,8 +182,8 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
             Ok(sample) => {
                 prop_assert!(case.max_length.is_none_or(|most| sample.len() <= most as usize));
                 prop_assert!(sample.num_targets() > 0);
-                let pictures = rows.sample(row).unwrap().unwrap().media.len();
-                prop_assert_eq!(sample.media.len(), pictures);
+                let images = rows.sample(row).unwrap().unwrap().media.len();
+                prop_assert_eq!(sample.media.len(), images);
                 let visual: usize =
                     sample.media.iter().map(|patches| patches.num_patches() / 4).sum();
                 prop_assert_eq!(sample.vision_rows.len(), visual);

@@ -56,7 +56,7 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
     table.row(name, &figures)
 }
 
-/// Rows of text and rows with pictures apart: lengths, and encoding on one core and on all. Before them the
+/// Rows of text and rows with images apart: lengths, and encoding on one core and on all. Before them the
 /// index, after them the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let data = &config.data;
@@ -71,18 +71,18 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
         let length = rows.length(*row).ok()?;
         Some(Totals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
     };
-    // A patch holds three channels of each of its frames; a picture repeats one frame.
+    // A patch holds three channels of each of its frames; an image repeats one frame.
     let patch = f64::from(encoder.image_processor().patch_size()).powi(2);
     let encode = |row: &Row| {
         let sample = rows.read(*row).ok()?;
         let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
         Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
-    let has_pictures = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
-    let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_pictures).collect();
-    for (name, pictures) in [("text", false), ("pictures", true)] {
+    let has_images = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
+    let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_images).collect();
+    for (name, images) in [("text", false), ("images", true)] {
         let some: Vec<_> =
-            kinds.iter().filter(|kind| kind.0 == pictures).map(|kind| kind.1).collect();
+            kinds.iter().filter(|kind| kind.0 == images).map(|kind| kind.1).collect();
         let some = &some[..some.len().min(MAX_ROWS)];
         if some.is_empty() {
             continue;

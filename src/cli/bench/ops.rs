@@ -271,7 +271,7 @@ impl Bench {
             let (k, v) =
                 (self.random(&[tokens, kv_heads, dim])?, self.random(&[tokens, kv_heads, dim])?);
             let ends: Vec<u32> = (0..=segments).map(|i| (i * length) as u32).collect();
-            let boundaries = Segments { cu_seqlens: &ends, row_ends: &[0, tokens as u32] };
+            let boundaries = Segments { cu_seqlens: &ends, mask_boundaries: &[0, tokens as u32] };
             let qkv = || Qkv { q: &q, k: &k, v: &v };
             let (o, lse) = Flash.forward(qkv(), boundaries, masking)?;
             let half = if masking == Masking::Causal { 0.5 } else { 1.0 };

@@ -2,7 +2,7 @@
 
 use super::cut::{self, Piece};
 use super::media::{ShownMedium, media_of};
-use super::picture::picture;
+use super::thumbnail::thumbnail;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind};
 use crate::config::RunConfig;
 use crate::data::{Dropped, Encoder, Pixels, Rejection, Row};
@@ -10,15 +10,15 @@ use crate::train::JsonlRows;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-/// Pixels that the pictures of a page may have together: about 1 MB as PNG.
+/// Pixels that the images of a page may have together: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
-/// Pixels that one picture always may have.
+/// Pixels that one image always may have.
 const LEAST_PIXELS: u64 = 64 * 64;
 /// Groups of frames shown of a video.
 const SHOWN_GROUPS: usize = 8;
 /// Packs drawn.
 const SHOWN_PACKS: usize = 16;
-/// Side to which a small picture is enlarged by the browser.
+/// Side to which a small image is enlarged by the browser.
 const LEAST_SIDE: u32 = 128;
 
 /// A page that grows sample by sample.
@@ -57,7 +57,7 @@ impl<'a> Page<'a> {
         }
         let body = String::from(
             "<p class=\"legend\">Supervised tokens are <mark class=\"legend\">marked</mark>, one box a token. In the strips:\
-             <i></i>text<i style=\"background:#3aa657\"></i>supervised<i style=\"background:#8a6ff0\"></i>pictures<i class=\"cut\"></i>cut away</p>\n",
+             <i></i>text<i style=\"background:#3aa657\"></i>supervised<i style=\"background:#8a6ff0\"></i>images<i class=\"cut\"></i>cut away</p>\n",
         );
         let pixels_a_sample = PAGE_PIXELS / num.clamp(1, 1 << 20) as u64;
         let packing_length = data.packing_length.get();
@@ -239,7 +239,7 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
 enum Run {
     Text,
     Target,
-    /// A picture, or a group of frames of a video.
+    /// An image, or a group of frames of a video.
     Medium {
         index: usize,
         group: usize,
@@ -354,7 +354,7 @@ impl Turns<'_> {
     }
 }
 
-/// A picture or a group of frames.
+/// An image or a group of frames.
 struct Figure<'a> {
     media: &'a [ShownMedium<'a>],
     index: usize,
@@ -383,24 +383,24 @@ impl Figure<'_> {
             html.push_str("<figure>");
             let mut caption = String::new();
             for frame in shown {
-                let picture = picture(frame, self.max_pixels)?;
-                let scale = (LEAST_SIDE / picture.width.max(picture.height).max(1)).max(1);
+                let thumbnail = thumbnail(frame, self.max_pixels)?;
+                let scale = (LEAST_SIDE / thumbnail.width.max(thumbnail.height).max(1)).max(1);
                 push(
                     &mut html,
                     format_args!(
                         "<span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\"></span>",
-                        picture.uri,
-                        picture.width,
-                        picture.height,
-                        picture.width * scale,
+                        thumbnail.uri,
+                        thumbnail.width,
+                        thumbnail.height,
+                        thumbnail.width * scale,
                     ),
                 );
                 caption = format!(
                     "{} x {} px, grid (t, h, w) {times} x {rows} x {columns}",
                     frame.width, frame.height
                 );
-                if picture.reduced > 1 {
-                    push(&mut caption, format_args!(", shown 1 : {}", picture.reduced));
+                if thumbnail.reduced > 1 {
+                    push(&mut caption, format_args!(", shown 1 : {}", thumbnail.reduced));
                 }
             }
             push(&mut html, format_args!("<figcaption>{caption}</figcaption></figure>"));

@@ -1,4 +1,4 @@
-//! Making the cache, and making it again where rows or pictures have changed.
+//! Making the cache, and making it again where rows or images have changed.
 
 use std::io;
 use std::path::Path;
@@ -24,13 +24,13 @@ use crate::data::source::JsonlFile;
 
 /// Batches that may wait to be written.
 const WAITING: usize = 2;
-/// Most of the time of a picture that was not read lately is waiting for the disk.
+/// Most of the time of an image that was not read lately is waiting for the disk.
 const THREADS_A_CORE: usize = 8;
 /// More threads than this make no disk faster.
 const MOST_THREADS: usize = 256;
-/// Each thread has a picture or a folder open, and the rest of the process has files open too.
+/// Each thread has an image or a folder open, and the rest of the process has files open too.
 const OPEN_FILES_A_THREAD: u64 = 4;
-/// Batches of an older cache whose pictures are looked at together: no core waits for the last of each.
+/// Batches of an older cache whose images are looked at together: no core waits for the last of each.
 const TOGETHER: usize = 8;
 /// Between two looks whether another process waits.
 const LOOK: Duration = Duration::from_millis(50);
@@ -53,7 +53,7 @@ impl LengthCache {
     /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
     /// how many rows are done.
     ///
-    /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have a picture
+    /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have an image
     /// that has changed or could not be used are measured. In a folder that cannot be written a cache that
     /// is complete is used as it is.
     pub fn update(

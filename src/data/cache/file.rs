@@ -140,7 +140,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The name holds a hash of the data file's place, of where its pictures are, and of `text_key`.
+    /// The name holds a hash of the data file's place, of where its images are, and of `text_key`.
     pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);

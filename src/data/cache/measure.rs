@@ -23,7 +23,7 @@ use crate::data::row::Rejection;
 use crate::data::source::{ImageStamp, JsonlFile, SampleError};
 use crate::data::video::VideoError;
 
-/// Rows whose pictures are looked at one after another.
+/// Rows whose images are looked at one after another.
 const ROWS_A_WALK: usize = 512;
 
 /// Rows by the hash of their bytes.
@@ -65,7 +65,7 @@ pub(super) struct Done {
     pub(super) rows: usize,
 }
 
-/// A batch of the cache before, its pictures looked at.
+/// A batch of the cache before, its images looked at.
 pub(super) enum LookedAt {
     /// Nothing has changed; the lengths are those of today's limits.
     Current(Rows),
@@ -91,9 +91,9 @@ pub(super) struct Measurer<'a> {
 
 pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
     let outline = encoder.outline(measured.text, &measured.sizes);
-    let pictures = outline.media_tokens - measured.text.media_tokens;
+    let images = outline.media_tokens - measured.text.media_tokens;
     let merge = encoder.merge_size().get().pow(2);
-    let visual_tokens = pictures + (measured.video_patches / merge) as usize;
+    let visual_tokens = images + (measured.video_patches / merge) as usize;
     Lengths { tokens: outline.num_tokens(), visual_tokens }
 }
 
@@ -201,9 +201,9 @@ impl Measurer<'_> {
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Option<Outcome> {
         let measure = |bytes: Vec<u8>| {
             let sample = self.file.parse(row, &bytes)?;
-            let (pictures, videos) = files(&sample);
+            let (images, videos) = files(&sample);
             let measured = self.encoder.measure(&sample)?;
-            Ok(Outcome::Measured { measured, pictures, videos })
+            Ok(Outcome::Measured { measured, images, videos })
         };
         let measured = catch_unwind(AssertUnwindSafe(|| bytes.and_then(measure)));
         let measured = measured.unwrap_or_else(|panic| {
@@ -236,7 +236,7 @@ fn is_exhausted(error: &SampleError) -> bool {
         .any(is_exhausted)
 }
 
-/// Whether measuring would find the same. A row that was rejected for its pictures may have been
+/// Whether measuring would find the same. A row that was rejected for its images may have been
 /// repaired without a change of its text.
 fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
@@ -252,7 +252,7 @@ fn rejected(error: SampleError) -> Outcome {
     Outcome::Rejected { reason, message }
 }
 
-/// The files of pictures, and those of videos, before their headers are read: a change in between shows
+/// The files of images, and those of videos, before their headers are read: a change in between shows
 /// the next time.
 fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
     let file = |root: &Path, path: &Path| {
@@ -260,21 +260,21 @@ fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
         let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
         ImageFile { path: path.display().to_string(), stamp }
     };
-    let picture = |media: &MediaRef| match &media.source {
+    let image = |media: &MediaRef| match &media.source {
         MediaSource::DataUri(_) => None,
         MediaSource::File { root, path } => Some(file(root, path)),
     };
-    let (mut pictures, mut videos) = (Vec::new(), Vec::new());
+    let (mut images, mut videos) = (Vec::new(), Vec::new());
     for medium in &sample.media {
         match medium {
-            Medium::Image(media) => pictures.push(picture(media)),
+            Medium::Image(media) => images.push(image(media)),
             Medium::Video(VideoRef::Frames { frames, .. }) => {
-                videos.extend(frames.iter().filter_map(picture));
+                videos.extend(frames.iter().filter_map(image));
             }
             Medium::Video(VideoRef::File { root, path, .. }) => videos.push(file(root, path)),
         }
     }
-    (pictures, videos)
+    (images, videos)
 }
 
 fn hash(bytes: &[u8]) -> [u8; HASH_BYTES] {

@@ -2,8 +2,8 @@
 //! schedules are known without reading the rows again.
 //!
 //! It holds a row's tokens without the visual ones, what of them is supervised, and the sizes of its
-//! pictures. Limits on pixels and tokens are arithmetic on that. A row is known by the hash of its
-//! bytes, a picture by size and modification time of its file, and the whole by the tokenizer, the chat
+//! images. Limits on pixels and tokens are arithmetic on that. A row is known by the hash of its
+//! bytes, an image by size and modification time of its file, and the whole by the tokenizer, the chat
 //! template and the places of the files.
 
 mod build;

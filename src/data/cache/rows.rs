@@ -36,8 +36,8 @@ pub(super) enum Outcome {
     Measured {
         /// Its counts.
         measured: Measured,
-        /// The file of each picture; none of those in data URIs.
-        pictures: Vec<Option<ImageFile>>,
+        /// The file of each image; none of those in data URIs.
+        images: Vec<Option<ImageFile>>,
         /// The files of its videos: frames, or the video itself.
         videos: Vec<ImageFile>,
     },
@@ -50,7 +50,7 @@ pub(super) enum Outcome {
     },
 }
 
-/// The file of a picture, a frame or a video.
+/// The file of an image, a frame or a video.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ImageFile {
     /// As the row writes it.
@@ -65,7 +65,7 @@ pub(super) struct Lengths {
     pub(super) visual_tokens: usize,
 }
 
-/// Sides of the files of videos in the list of pictures.
+/// Sides of the files of videos in the list of images.
 const NO_PICTURE: [u32; 2] = [0, 0];
 
 fn image_fields() -> Fields {
@@ -203,8 +203,8 @@ impl Rows {
             offset.append_value(entry.offset);
             hash.append_value(entry.hash)?;
             let (text_of, row_lengths) = match &entry.outcome {
-                Outcome::Measured { measured, pictures, videos } => {
-                    for (size, file) in measured.sizes.iter().zip(pictures) {
+                Outcome::Measured { measured, images, videos } => {
+                    for (size, file) in measured.sizes.iter().zip(images) {
                         append_image(images.values(), *size, file.as_ref());
                     }
                     for file in videos {
@@ -346,7 +346,7 @@ impl Rows {
                 };
                 let first_video = self.images(row).start + measured.sizes.len();
                 Outcome::Measured {
-                    pictures: (self.images(row).start..first_video).map(file).collect(),
+                    images: (self.images(row).start..first_video).map(file).collect(),
                     videos: (first_video..self.images(row).end).filter_map(file).collect(),
                     measured,
                 }
@@ -394,9 +394,9 @@ mod tests {
                 let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
                 let text =
                     Outline { text_tokens, media_tokens, text_before_media, num_targets, ends };
-                let (sizes, pictures) = images.into_iter().unzip();
+                let (sizes, images) = images.into_iter().unzip();
                 let measured = Measured { text, sizes, video_patches };
-                Outcome::Measured { measured, pictures, videos }
+                Outcome::Measured { measured, images, videos }
             },
         );
         let rejected = ("[a-z_]{1,9}", ".{0,9}")

@@ -1,7 +1,7 @@
-//! How the files of pictures look from outside: asking is most of what an unchanged row costs.
+//! How the files of images look from outside: asking is most of what an unchanged row costs.
 //!
-//! The system resolves a path part by part, so it is asked relative to the folder of all pictures, and for
-//! pictures of one folder after one another relative to that. The answer is that of the whole path: links,
+//! The system resolves a path part by part, so it is asked relative to the folder of all images, and for
+//! images of one folder after one another relative to that. The answer is that of the whole path: links,
 //! `..` and absolute paths are followed by the system.
 
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, statat};
 
 use crate::data::source::ImageStamp;
 
-/// Stamps of the pictures of one data set, during one pass over its rows.
+/// Stamps of the images of one data set, during one pass over its rows.
 pub(super) struct Stamps<'a> {
     root: &'a Path,
     opened: Option<OwnedFd>, // `root`; without it whole paths are asked for
@@ -23,7 +23,7 @@ pub(super) struct Stamps<'a> {
 }
 
 impl<'a> Stamps<'a> {
-    /// Of pictures whose relative paths start from `root`.
+    /// Of images whose relative paths start from `root`.
     pub(super) fn new(root: &'a Path) -> Self {
         Self {
             root,
@@ -32,22 +32,22 @@ impl<'a> Stamps<'a> {
         }
     }
 
-    /// To look at the pictures of rows that follow one another.
+    /// To look at the images of rows that follow one another.
     pub(super) fn walk(&self) -> Walk<'_> {
         Walk { stamps: self, folder: String::new(), opened: Opened::NotYet }
     }
 }
 
-/// Looks at pictures one after another. It holds a folder open, so it should be short.
+/// Looks at images one after another. It holds a folder open, so it should be short.
 pub(super) struct Walk<'a> {
     stamps: &'a Stamps<'a>,
-    folder: String, // of the last picture, with its `/`, as the row writes it
+    folder: String, // of the last image, with its `/`, as the row writes it
     opened: Opened,
 }
 
-/// The folder of the last picture.
+/// The folder of the last image.
 enum Opened {
-    /// One picture is not worth the opening.
+    /// One image is not worth the opening.
     NotYet,
     /// It may be searched, but not listed.
     Refused,
@@ -57,7 +57,7 @@ enum Opened {
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 impl Walk<'_> {
-    /// Of a picture as a row writes it, links followed; `None` if it cannot be looked at.
+    /// Of an image as a row writes it, links followed; `None` if it cannot be looked at.
     pub(super) fn stamp(&mut self, path: &str) -> Option<ImageStamp> {
         let stamps = self.stamps;
         stamps.repeats.get_or(path, || self.look(path))
@@ -75,7 +75,7 @@ impl Walk<'_> {
         stat.ok().map(|stat| ImageStamp::from(&stat))
     }
 
-    /// `folder`, open, if the last picture was in it too.
+    /// `folder`, open, if the last image was in it too.
     fn folder(&mut self, root: &OwnedFd, folder: &str) -> Option<&OwnedFd> {
         if folder != self.folder {
             folder.clone_into(&mut self.folder);
@@ -96,10 +96,10 @@ impl Walk<'_> {
     }
 }
 
-/// Stamps that are known already: rows that share a picture are common, and each is looked at once.
+/// Stamps that are known already: rows that share an image are common, and each is looked at once.
 ///
-/// Where no picture comes twice remembering them would only cost, so some are remembered until these have
-/// shown that pictures come again.
+/// Where no image comes twice remembering them would only cost, so some are remembered until these have
+/// shown that images come again.
 #[derive(Default)]
 struct Repeats {
     hasher: RandomState,
@@ -163,8 +163,8 @@ mod tests {
         File::create(path).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
-    /// `folder/root` with pictures, and links in it to what lies beside it.
-    fn pictures(folder: &Path) -> std::path::PathBuf {
+    /// `folder/root` with images, and links in it to what lies beside it.
+    fn images(folder: &Path) -> std::path::PathBuf {
         let root = folder.join("root");
         for inner in ["root/a/b", "beside"] {
             fs::create_dir_all(folder.join(inner)).unwrap();
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_stamp_is_that_of_the_whole_path_whatever_the_path() {
         let folder = tempfile::tempdir().unwrap();
-        let root = pictures(folder.path());
+        let root = images(folder.path());
         let absolute = |name: &str| root.join(name).to_str().unwrap().to_owned();
         let mut paths: Vec<String> = [
             "x",
@@ -233,9 +233,9 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_that_is_replaced_in_place_has_another_stamp_in_the_next_pass() {
+    fn an_image_that_is_replaced_in_place_has_another_stamp_in_the_next_pass() {
         let folder = tempfile::tempdir().unwrap();
-        let root = pictures(folder.path());
+        let root = images(folder.path());
         let look = || {
             let stamps = Stamps::new(&root);
             let mut walk = stamps.walk();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_are_looked_at_once_where_they_come_again_and_little_is_kept_where_not() {
+    fn images_are_looked_at_once_where_they_come_again_and_little_is_kept_where_not() {
         let look = |again: usize| {
             let (repeats, mut num_looks) = (Repeats::default(), 0);
             for path in (0..100_000).map(|row| (row / again).to_string()) {
@@ -278,6 +278,6 @@ mod tests {
         let (num_looks, kept) = look(1);
         assert!(num_looks == 100_000 && kept < 100_000 / SAMPLE as usize * 2, "{kept} kept");
         let (num_looks, _) = look(10);
-        assert!(num_looks < 12_000, "{num_looks} of 10,000 pictures");
+        assert!(num_looks < 12_000, "{num_looks} of 10,000 images");
     }
 }

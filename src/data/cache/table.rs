@@ -15,7 +15,7 @@ use crate::data::truncate::{Cut, Outline};
 pub struct LengthCache {
     path: PathBuf,
     counts: Vec<Counts>,                         // [rows]
-    sizes: Vec<[u32; 2]>,                        // of all pictures, in the order of the rows
+    sizes: Vec<[u32; 2]>,                        // of all images, in the order of the rows
     rejected: BTreeMap<usize, (String, String)>, // reason and message without its place
 }
 

@@ -1,5 +1,5 @@
 //! The size of a sample before its media are decoded, in two halves: what depends on the row alone, and
-//! the arithmetic under limits on the pixels and tokens of pictures.
+//! the arithmetic under limits on the pixels and tokens of images.
 
 use std::ops::Range;
 
@@ -12,12 +12,12 @@ use super::Encoder;
 use super::media::{Seen, Shown};
 use crate::batch::{Sample, SampleId};
 
-/// What a row is before any limit on pictures: its tokens without those of pictures, and their sizes.
+/// What a row is before any limit on images: its tokens without those of images, and their sizes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Measured {
-    /// Its `media_tokens` are those of videos and the marks of pictures.
+    /// Its `media_tokens` are those of videos and the marks of images.
     pub text: Outline,
-    /// Upright `[height, width]` in pixels of each picture, in order.
+    /// Upright `[height, width]` in pixels of each image, in order.
     pub sizes: Vec<[u32; 2]>,
     /// Patches of all videos.
     pub video_patches: u32,
@@ -55,7 +55,7 @@ impl Encoder {
         Ok(Measured { text, sizes, video_patches })
     }
 
-    /// [`Measured::text`] with the visual tokens of pictures of these sizes.
+    /// [`Measured::text`] with the visual tokens of images of these sizes.
     pub fn outline(&self, text: Outline, sizes: &[[u32; 2]]) -> Outline {
         let images = &self.media.images;
         let visual = self.grids_of(sizes).map(|grid| images.num_tokens(grid)).sum::<usize>();

@@ -33,7 +33,7 @@ impl Shown {
     }
 }
 
-/// A medium before any limit on pictures: known from headers.
+/// A medium before any limit on images: known from headers.
 pub(super) enum Seen {
     /// Upright `[height, width]` in pixels.
     Image([u32; 2]),
@@ -42,7 +42,7 @@ pub(super) enum Seen {
 }
 
 impl MediaReader {
-    /// From headers alone, pictures as they are.
+    /// From headers alone, images as they are.
     pub(super) fn see(
         &self,
         id: &SampleId,

@@ -1,4 +1,4 @@
-//! The encoder for plain text: no chat, no template, no pictures.
+//! The encoder for plain text: no chat, no template, no images.
 
 use super::Encoder;
 use crate::batch::SampleId;

@@ -1,4 +1,4 @@
-//! What the config and the model folder say about pictures.
+//! What the config and the model folder say about images.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use super::decode::MAX_PIXELS;
 
-/// `data.image` of the config: the budget of one picture, in pixels after resizing.
+/// `data.image` of the config: the budget of one image, in pixels after resizing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ImageConfig {
-    /// Smaller pictures are enlarged to this area; `null`: as the model folder says.
+    /// Smaller images are enlarged to this area; `null`: as the model folder says.
     pub min_pixels: Option<u64>,
-    /// Larger pictures are reduced to this area; `null`: as the model folder says.
+    /// Larger images are reduced to this area; `null`: as the model folder says.
     pub max_pixels: Option<u64>,
-    /// Most visual tokens of a picture, as if `max_pixels` were their area; `null`: no other bound.
+    /// Most visual tokens of an image, as if `max_pixels` were their area; `null`: no other bound.
     pub max_tokens: Option<NonZeroU32>,
 }
 
@@ -59,7 +59,7 @@ pub enum ImageConfigError {
         /// What would work.
         expected: &'static str,
     },
-    /// The budget of one picture is impossible.
+    /// The budget of one image is impossible.
     #[error(
         "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
          1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
@@ -108,7 +108,7 @@ struct File {
     do_convert_rgb: Option<bool>,
 }
 
-/// Areas of pictures, or volumes of videos, in pixels in spite of their names; some files use the
+/// Areas of images, or volumes of videos, in pixels in spite of their names; some files use the
 /// other pair of names.
 #[derive(Debug, Default, Deserialize)]
 pub(in crate::data) struct Size {

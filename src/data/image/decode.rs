@@ -1,4 +1,4 @@
-//! Bytes of a picture to upright RGB.
+//! Bytes of an image to upright RGB.
 //!
 //! Colour: grey is repeated, palettes are looked up, 16-bit values become `round(value / 257)`,
 //! and every kind of transparency is composited on white with Pillow's `alpha_composite`
@@ -14,7 +14,7 @@ use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 
 use super::header::{Header, swaps_sides};
 
-/// Larger pictures are refused from their header, before memory is spent on them.
+/// Larger images are refused from their header, before memory is spent on them.
 pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
 
 /// 8-bit RGB, `[height, width, 3]`.
@@ -25,7 +25,7 @@ pub(in crate::data) struct Rgb {
     pub(in crate::data) data: Vec<u8>,
 }
 
-/// Why bytes are not a picture; the caller knows which one.
+/// Why bytes are not an image; the caller knows which one.
 #[derive(Debug)]
 pub(super) enum DecodeError {
     /// None of the formats that are decoded here.
@@ -53,7 +53,7 @@ impl From<std::io::Error> for DecodeError {
 
 /// Decodes a whole file.
 pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
-    // A bug in a decoder that a damaged picture sets off costs that picture, not the run.
+    // A bug in a decoder that a damaged image sets off costs that image, not the run.
     catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes)))
         .unwrap_or_else(|_| Err(DecodeError::Broken("the decoder panicked".into())))
 }
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn every_format_and_colour_kind_gives_the_reference_rgb() {
-        let expected = golden::pictures("rgb/");
+        let expected = golden::images("rgb/");
         assert!(expected.len() > 50);
         for (name, expected) in expected {
             let found = decode(&golden::fixture(&name)).unwrap();
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_truncated_file_is_an_error_or_lacks_nothing_that_shows() {
-        for (name, _) in golden::pictures("rgb/") {
+        for (name, _) in golden::images("rgb/") {
             let bytes = golden::fixture(&name);
             let whole = decode(&bytes).unwrap();
             // Each length takes a while in the long ones; these are spread over the whole file.
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn damaged_bytes_never_make_a_decoder_panic() {
-        for (name, _) in golden::pictures("rgb/") {
+        for (name, _) in golden::images("rgb/") {
             let bytes = golden::fixture(&name);
             for at in (0..bytes.len()).step_by(1 + bytes.len() / 60) {
                 let mut damaged = bytes.clone();
@@ -277,13 +277,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_picture_is_told_from_a_damaged_one() {
+    fn what_is_no_image_is_told_from_a_damaged_one() {
         let broken = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::Broken(_)));
         let unknown = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::UnknownFormat));
         assert!(broken(b""));
         assert!(broken(&golden::fixture("rgb.png")[..20]));
         assert!(broken(b"\xff\xd8\xff\xd9"));
         assert!(unknown(b"<html>404</html>"));
-        assert!(unknown(b"II*\0 a TIFF picture"));
+        assert!(unknown(b"II*\0 a TIFF image"));
     }
 }

@@ -1,4 +1,4 @@
-//! Format, size and orientation of a picture, from its headers alone.
+//! Format, size and orientation of an image, from its headers alone.
 //!
 //! `grid` and `load` both ask here, so they cannot disagree. The format comes from the first bytes,
 //! never from a name. JPEG and PNG are walked by hand: the decoders would read the whole file, or
@@ -24,15 +24,15 @@ pub(super) struct Header {
     pub(super) orientation: Orientation,
 }
 
-/// Something to read a picture from.
-pub(super) trait Picture: BufRead + Seek {
+/// Something to read an image from.
+pub(super) trait Image: BufRead + Seek {
     /// Said before a part of all pages is read; until then few of them are.
     fn all_pages(&self) {}
 }
 
-impl<T: AsRef<[u8]>> Picture for Cursor<T> {}
+impl<T: AsRef<[u8]>> Image for Cursor<T> {}
 
-impl Picture for BufReader<File> {
+impl Image for BufReader<File> {
     #[cfg(not(target_vendor = "apple"))]
     fn all_pages(&self) {
         let _ = rustix::fs::fadvise(self.get_ref(), 0, None, rustix::fs::Advice::Normal);
@@ -41,7 +41,7 @@ impl Picture for BufReader<File> {
 
 /// A file whose headers alone are wanted: of pages that are not in memory, few are read.
 ///
-/// The system reads no more than it is asked for until [`Picture::all_pages`]: reading ahead is most of the
+/// The system reads no more than it is asked for until [`Image::all_pages`]: reading ahead is most of the
 /// time of such a header.
 pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
     let file = file.into_inner(); // nothing has been read
@@ -65,7 +65,7 @@ const LARGE_CHUNK: u32 = 1 << 15;
 
 impl Header {
     /// Reads the headers from the start of `reader`.
-    pub(super) fn read(reader: &mut impl Picture) -> Result<Self, DecodeError> {
+    pub(super) fn read(reader: &mut impl Image) -> Result<Self, DecodeError> {
         let start = reader.fill_buf()?;
         if start.is_empty() {
             return Err(DecodeError::Broken("the file is empty".into()));
@@ -103,7 +103,7 @@ impl Header {
     }
 }
 
-/// Whether the orientation turns the picture on its side.
+/// Whether the orientation turns the image on its side.
 pub(in crate::data) fn swaps_sides(orientation: Orientation) -> bool {
     matches!(
         orientation,
@@ -184,7 +184,7 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
 }
 
 /// Width, height and orientation; the `eXIf` chunk may stand behind the pixels.
-fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError> {
+fn png(reader: &mut impl Image) -> Result<(u32, u32, Orientation), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
         return Err(DecodeError::Broken("the first chunk is not `IHDR`".into()));
@@ -197,7 +197,7 @@ fn png(reader: &mut impl Picture) -> Result<(u32, u32, Orientation), DecodeError
     while at + 12 <= end {
         let length = u32::from_be_bytes(bytes(reader)?);
         let kind: [u8; 4] = bytes(reader)?;
-        // what is no chunk may be read as millions of them, and nothing of the picture stands behind its end
+        // what is no chunk may be read as millions of them, and nothing of the image stands behind its end
         if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
             break;
         }
@@ -257,7 +257,7 @@ mod tests {
         }
     }
 
-    impl Picture for BufReader<Counting<'_>> {}
+    impl Image for BufReader<Counting<'_>> {}
 
     /// Upright size, and how many reads it took.
     fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` patches a side.
 //! Rows: `(t, gh/m, gw/m, m, m)`, so that the patches that merge into one token are neighbours;
-//! columns: `(3, tp, p, p)`. A picture is one frame, repeated `tp` times; the last frame of a video
+//! columns: `(3, tp, p, p)`. An image is one frame, repeated `tp` times; the last frame of a video
 //! is repeated until their number is a multiple of `tp`.
 
 use super::decode::Rgb;
@@ -91,8 +91,8 @@ pub(in crate::data) fn patchify(
     values
 }
 
-/// Values of a picture at another size: what [`patchify`] gives for what
-/// [`resize`](super::resize::resize) gives, without the picture in between.
+/// Values of an image at another size: what [`patchify`] gives for what
+/// [`resize`](super::resize::resize) gives, without the image in between.
 ///
 /// # Panics
 /// If a target side is 0 or not a multiple of `p * m`.
@@ -281,7 +281,7 @@ mod tests {
     proptest! {
         /// In one pass and in two, with sides that no vector divides, and the same at each level.
         #[test]
-        fn patches_of_a_resized_picture_are_those_of_the_resize(
+        fn patches_of_a_resized_image_are_those_of_the_resize(
             sides in [1..90_usize, 1..90_usize],
             blocks in [1..5_u32, 1..5_u32],
             patch in prop::sample::select(vec![1_usize, 2, 5, 14, 16, 17]),

@@ -1,7 +1,7 @@
 //! Antialiased bicubic resize of 8-bit RGB, bit for bit what Pillow computes, made in bands of rows
 //! so that what lies between the two passes stays in the cache.
 //!
-//! Shapes: pictures `[height, width, 3]`; bands are planar, `[rows, 3, width]`. Width first, then
+//! Shapes: images `[height, width, 3]`; bands are planar, `[rows, 3, width]`. Width first, then
 //! height; each pass has 22-bit fixed-point weights, rounds and clamps to `u8`, and is left out when
 //! its size does not change.
 
@@ -17,7 +17,7 @@ const BAND: usize = 32;
 /// A half: sums are rounded by it.
 const HALF: i32 = 1 << (PRECISION_BITS - 1);
 
-/// Resizes to `height` x `width`; the picture itself if it has that size.
+/// Resizes to `height` x `width`; the image itself if it has that size.
 ///
 /// # Panics
 /// If a target side is 0.
@@ -37,7 +37,7 @@ pub(in crate::data) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
     Rgb { width, height, data }
 }
 
-/// A picture at another size, whose rows are made as they are asked for, from top to bottom.
+/// An image at another size, whose rows are made as they are asked for, from top to bottom.
 #[derive(Debug)]
 pub(super) struct Resized<'a> {
     rows: Rows<'a>,
@@ -94,7 +94,7 @@ impl<'a> Resized<'a> {
     }
 }
 
-/// The rows of a picture at their final width, planar, made as they are asked for.
+/// The rows of an image at their final width, planar, made as they are asked for.
 #[derive(Debug)]
 struct Rows<'a> {
     source: &'a Rgb,
@@ -110,7 +110,7 @@ struct Rows<'a> {
 #[derive(Debug)]
 struct Squares {
     /// `[16, 3 * width]` of the source, rows rounded up to whole squares. Read from here: the
-    /// picture itself is not in the cache any more, and is fetched faster in one go.
+    /// image itself is not in the cache any more, and is fetched faster in one go.
     rows: Vec<Lanes>,
     /// `[width + 3, 3]` of them: the last windows may reach past the row, with weight 0.
     columns: Vec<Lanes>,
@@ -374,12 +374,12 @@ pub(super) mod tests {
     }
 
     fn source(name: &str) -> Rgb {
-        let pictures = golden::pictures("rgb/");
-        pictures.into_iter().find(|(other, _)| other == name).unwrap().1
+        let images = golden::images("rgb/");
+        images.into_iter().find(|(other, _)| other == name).unwrap().1
     }
 
     #[test]
-    fn resized_pictures_are_the_references_to_the_bit() {
+    fn resized_images_are_the_references_to_the_bit() {
         let cases = golden::json()["resize"].as_array().unwrap().clone();
         assert!(cases.len() > 10);
         for case in cases {
@@ -394,8 +394,8 @@ pub(super) mod tests {
 
     /// The same law as above, on bytes: it says where a difference is.
     #[test]
-    fn small_resized_pictures_are_the_references_byte_for_byte() {
-        for (name, expected) in golden::pictures("resize/") {
+    fn small_resized_images_are_the_references_byte_for_byte() {
+        for (name, expected) in golden::images("resize/") {
             let file = name.rsplit_once('/').unwrap().0;
             let found = resize(source(file), expected.height as u32, expected.width as u32);
             let wrong = (0..found.data.len()).find(|i| found.data[*i] != expected.data[*i]);

@@ -1,9 +1,9 @@
-//! The size that a picture is resized to: sides divisible by the factor, area inside the budget.
+//! The size that an image is resized to: sides divisible by the factor, area inside the budget.
 
-/// Pictures more elongated than this are refused, as the model's own processor does.
+/// Images more elongated than this are refused, as the model's own processor does.
 const MAX_ASPECT_RATIO: u64 = 200;
 
-/// Target `[height, width]` of a `height` x `width` picture, both multiples of `factor`
+/// Target `[height, width]` of a `height` x `width` image, both multiples of `factor`
 /// (`patch_size * merge_size`), with an area inside `min_pixels..=max_pixels` where the aspect
 /// ratio allows it. `None` if the ratio of the sides is over 200.
 ///
@@ -27,7 +27,7 @@ pub fn smart_resize(
     Some(fit(sides, factor, Frames { shown: 1.0, counted: 1.0 }, min_pixels, max_pixels))
 }
 
-/// How many pictures of one size share a budget.
+/// How many images of one size share a budget.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Frames {
     /// As they are: the scale goes by these.

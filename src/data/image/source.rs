@@ -1,4 +1,4 @@
-//! The bytes of a picture: a file inside its root folder, or a data URI.
+//! The bytes of an image: a file inside its root folder, or a data URI.
 
 use std::ffi::OsStr;
 use std::fs::File;

@@ -1,6 +1,6 @@
 //! The thread that makes steps: it packs lengths ahead, and fills the packs with samples.
 //!
-//! A row whose pictures turn out to be broken leaves a gap in its pack, so that the packs are those that
+//! A row whose images turn out to be broken leaves a gap in its pack, so that the packs are those that
 //! the lengths gave, whatever decoding finds. A step is sent when a sample of the next one has been read
 //! or the epoch has ended: what comes of steps without a usable sample is told with the one before them,
 //! at the beginning of an epoch with the one after them.

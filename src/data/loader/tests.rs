@@ -315,7 +315,7 @@ fn dropping_a_loader_in_the_middle_does_not_wait_for_the_data() {
     for (rows, packing) in [
         (vec![Kind::Text(1); 100_000], Packing::Off), // the assembler waits for a receiver
         (vec![slow; 100_000], options(PackingStrategy::BestFit).packing), // .. for rows
-        (vec![slow_pixels; 100_000], Packing::Off),   // .. for pictures
+        (vec![slow_pixels; 100_000], Packing::Off),   // .. for images
     ] {
         let options = LoaderOptions { packing, ..one_a_step() };
         let mut loader = start(&rows, RowOrder::File, options, DataState::default());
@@ -411,10 +411,10 @@ fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
     let step = all_steps(&rows, options).swap_remove(0);
     let held = step.state.ready.clone();
     assert!(held.iter().any(|pack| pack.len() == 2), "{held:?}");
-    let with = |picture| {
+    let with = |image| {
         let rows: Vec<Kind> = rows
             .iter()
-            .map(|kind| if matches!(kind, Kind::Image(_)) { picture } else { *kind })
+            .map(|kind| if matches!(kind, Kind::Image(_)) { image } else { *kind })
             .collect();
         resumed_after(&rows, options, &step)
     };
@@ -424,7 +424,7 @@ fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
     assert!(steps.is_empty() && matches!(error, Some(LoaderError::State { .. })), "{error:?}");
 }
 
-/// Counts the pictures that are decoded.
+/// Counts the images that are decoded.
 struct Counting(TestReader, AtomicUsize);
 
 impl RowReader for Counting {
@@ -445,7 +445,7 @@ impl RowReader for Counting {
     }
 }
 
-/// A window of a thousand pictures of 16 MiB: its pixels would take 16 GiB.
+/// A window of a thousand images of 16 MiB: its pixels would take 16 GiB.
 #[test]
 fn a_window_is_packed_without_its_pixels() {
     let rows = (0..1000).map(|row| Kind::Image(1 + row * 7919 % 29)).collect();
@@ -466,5 +466,5 @@ fn a_window_is_packed_without_its_pixels() {
     std::thread::sleep(Duration::from_millis(200));
     // 256 MiB ahead, a row a worker, and the steps on their way
     let read = reader.1.load(Ordering::SeqCst);
-    assert!(read <= 16 + 2 + 4 * 20, "{read} pictures decoded for a step of {}", step.num_samples);
+    assert!(read <= 16 + 2 + 4 * 20, "{read} images decoded for a step of {}", step.num_samples);
 }

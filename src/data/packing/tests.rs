@@ -67,8 +67,8 @@ fn best_fit_finds_partners_that_are_no_neighbours() {
     assert_eq!(positions(&packs), [vec![0, 3], vec![1, 2], vec![4], vec![5]]);
 }
 
-/// Lengths of `num` samples, made up like those of three kinds of data: `vl`, chats with pictures of
-/// every size; `text`, chats; `hires`, where most rows have one large picture. (Name, lengths.)
+/// Lengths of `num` samples, made up like those of three kinds of data: `vl`, chats with images of
+/// every size; `text`, chats; `hires`, where most rows have one large image. (Name, lengths.)
 fn mixes(num: usize) -> [(&'static str, Vec<usize>); 3] {
     let lengths = |mean: f64, spread: f64| {
         let mut rng = ChaCha8Rng::seed_from_u64(1);

@@ -139,7 +139,7 @@ pub enum SampleError {
         /// Why.
         cause: VideoError,
     },
-    /// A picture that cannot be used.
+    /// An image that cannot be used.
     #[error("{id}: {cause} (image {index} of the row)")]
     Image {
         /// The row.

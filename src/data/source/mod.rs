@@ -1,4 +1,4 @@
-//! Rows of data files -> [`Sample`](crate::batch::Sample). Text only: no picture is opened here.
+//! Rows of data files -> [`Sample`](crate::batch::Sample). Text only: no image is opened here.
 
 mod content;
 mod error;

@@ -51,7 +51,7 @@ impl Stamp {
     }
 }
 
-/// A picture's file from outside.
+/// An image's file from outside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) struct ImageStamp {
     pub(in crate::data) bytes: u64,

@@ -160,7 +160,7 @@ struct File {
 
 impl Settings {
     /// Reads the model folder; `config` wins over it. `images` is of the same folder: patches of
-    /// videos and pictures go through one tower.
+    /// videos and images go through one tower.
     pub(super) fn read(
         folder: &Path,
         config: &VideoConfig,
@@ -191,7 +191,7 @@ impl Settings {
             ("merge_size", merge_size, images.merge_size()),
         ] {
             if let Some(found) = found.filter(|found| *found != expected) {
-                return bad(key, found.to_string(), format!("{expected}, as for pictures"));
+                return bad(key, found.to_string(), format!("{expected}, as for images"));
             }
         }
         if cap_pixels_per_frame == Some(true) {
@@ -346,7 +346,7 @@ mod tests {
             assert!(error.contains(message), "{error}");
         }
         for (file, message) in [
-            (json!({"patch_size": 14}), "`patch_size` is `14`, expected 16, as for pictures"),
+            (json!({"patch_size": 14}), "`patch_size` is `14`, expected 16, as for images"),
             (json!({"cap_pixels_per_frame": true}), "`cap_pixels_per_frame` is `true`"),
             (json!({"image_std": [0.5, 0.0, 0.5]}), "a spread above 0"),
             (json!({"fps": "2"}), "cannot parse"),

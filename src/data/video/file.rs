@@ -1,6 +1,6 @@
 //! Video files, through the system's FFmpeg.
 //!
-//! A file is data of strangers: only containers that hold their pictures themselves are opened, no
+//! A file is data of strangers: only containers that hold their images themselves are opened, no
 //! playlist, no address; each read and each frame is held against the limits of the config.
 //! Frames are counted in the order in which they are shown, and turned upright as the container
 //! says.
@@ -19,7 +19,7 @@ use image::metadata::Orientation;
 use super::{Limits, VideoError};
 use crate::data::image::{MAX_PIXELS, Rgb, resolve, swaps_sides, upright};
 
-/// Containers that hold their pictures themselves, by FFmpeg's names.
+/// Containers that hold their images themselves, by FFmpeg's names.
 const CONTAINERS: &str =
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif,ivf,yuv4mpegpipe,m4v,h264,hevc";
 /// Share of the announced frames that may be missing at the end: containers that give a duration
@@ -91,7 +91,7 @@ impl VideoFile {
         let index = stream.index();
         let context = codec::Context::from_parameters(stream.parameters()).map_err(broken)?;
         let mut context = context.decoder();
-        // Damage is an error, as in a picture, not a frame with holes.
+        // Damage is an error, as in an image, not a frame with holes.
         context.check(decoder::Check::CRC | decoder::Check::BITSTREAM | decoder::Check::EXPLODE);
         let decoder = context.video().map_err(broken)?;
         let (width, height) = (decoder.width(), decoder.height());

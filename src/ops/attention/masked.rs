@@ -87,7 +87,7 @@ impl AttentionBackend for Masked {
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (mut o, mut lse) = (vec![0f32; t * h * dh], vec![0f32; h * t]);
-        for row in ranges(segments.row_ends) {
+        for row in ranges(segments.mask_boundaries) {
             let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);
@@ -130,7 +130,7 @@ impl AttentionBackend for Masked {
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
         let mut dq = vec![0f32; t * h * dh];
         let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
-        for row in ranges(segments.row_ends) {
+        for row in ranges(segments.mask_boundaries) {
             let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);

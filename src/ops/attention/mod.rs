@@ -37,7 +37,7 @@ pub struct Segments<'a> {
     /// Samples (or frames): no token attends across these.
     pub cu_seqlens: &'a [u32],
     /// Rows that a masked backend covers with one dense mask each; every segment lies inside one of them.
-    pub row_ends: &'a [u32],
+    pub mask_boundaries: &'a [u32],
 }
 
 /// Operands of attention.
@@ -120,8 +120,8 @@ impl Sizes {
             bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
         }
         check_ends(op, "cu_seqlens", segments.cu_seqlens, t)?;
-        check_ends(op, "row_ends", segments.row_ends, t)?;
-        for row_end in segments.row_ends {
+        check_ends(op, "mask_boundaries", segments.mask_boundaries, t)?;
+        for row_end in segments.mask_boundaries {
             if segments.cu_seqlens.binary_search(row_end).is_err() {
                 bail!("{op}: the row end {row_end} lies inside a segment of `cu_seqlens`");
             }

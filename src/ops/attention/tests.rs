@@ -56,7 +56,7 @@ fn check_backend(
 ) {
     let ends = ends(lengths);
     let t = lengths.iter().sum::<usize>();
-    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let inputs = [random(1, &[t, h, dh]), random(2, &[t, hkv, dh]), random(3, &[t, hkv, dh])];
     let what = format!("{} {masking:?} {lengths:?} {h}/{hkv} x {dh}", backend.name());
     check_within(
@@ -127,7 +127,7 @@ fn run(
 fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
     let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
     let (ends, t) = (ends(&lengths), lengths.iter().sum::<usize>());
-    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let (q, d_o) = (random(1, &[t, 4, 32]), random(4, &[t, 4, 32]));
     let (k, v) = (random(2, &[t, 1, 32]), random(3, &[t, 1, 32]));
     for masking in MASKINGS {
@@ -158,7 +158,7 @@ fn dense_and_tiled(
     let (v, d_o) = (operand(3, hkv, 1.0), operand(4, h, 1.0));
     let [wide_q, wide_k, wide_v, wide_d_o] =
         [&q, &k, &v, &d_o].map(|x| x.to_dtype(DType::F32).unwrap());
-    let segments = Segments { cu_seqlens: &ends, row_ends: &ends };
+    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &ends };
     let dense = run(&Masked, [&wide_q, &wide_k, &wide_v, &wide_d_o], segments, masking);
     let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
     let again = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
@@ -222,8 +222,8 @@ fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
     let ends = ends(&[3, 4, 5, 2]);
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[14, 2, 8]));
     for masking in MASKINGS {
-        let one = Segments { cu_seqlens: &ends, row_ends: &[0, 14] };
-        let two = Segments { cu_seqlens: &ends, row_ends: &[0, 7, 14] };
+        let one = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 14] };
+        let two = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 7, 14] };
         let one = run(&Masked, [&q, &k, &v, &d_o], one, masking);
         let two = run(&Masked, [&q, &k, &v, &d_o], two, masking);
         for (one, two) in one.iter().zip(&two) {
@@ -239,7 +239,7 @@ fn empty_segments_change_nothing() {
     for masking in MASKINGS {
         for backend in [&Flash as &dyn AttentionBackend, &Masked] {
             let [without, with] = [&without, &with].map(|ends| {
-                let segments = Segments { cu_seqlens: ends, row_ends: &[0, 148] };
+                let segments = Segments { cu_seqlens: ends, mask_boundaries: &[0, 148] };
                 run(backend, [&q, &k, &v, &d_o], segments, masking)
             });
             for (without, with) in without.iter().zip(&with) {
@@ -260,7 +260,7 @@ fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
 fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
     let lengths = [70, 140, 30];
     let (ends, t) = (ends(&lengths), 240);
-    let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[t, 2, 32]));
     let touched = 150; // in the segment 70..210
     let mut nudge = vec![0f32; t * 64];
@@ -291,7 +291,7 @@ fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
     let mut d_o = vec![0f32; 150 * 16];
     d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
-    let segments = Segments { cu_seqlens: &[0, 150], row_ends: &[0, 150] };
+    let segments = Segments { cu_seqlens: &[0, 150], mask_boundaries: &[0, 150] };
     for backend in BACKENDS {
         let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
         let zeros = dk.zeros_like().unwrap();
@@ -308,7 +308,7 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
     let s = 140;
     let q = random(1, &[s, 4, 32]);
     let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
-    let segments = Segments { cu_seqlens: &[0, s as u32], row_ends: &[0, s as u32] };
+    let segments = Segments { cu_seqlens: &[0, s as u32], mask_boundaries: &[0, s as u32] };
     let qkv = Qkv { q: &q, k: &k, v: &v };
     let (whole, _) = Flash.forward(qkv, segments, Masking::Causal).unwrap();
     for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
@@ -324,13 +324,13 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
 fn boundaries_that_do_not_tile_the_stream_are_refused() {
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
-    for (cu_seqlens, row_ends, word) in [
+    for (cu_seqlens, mask_boundaries, word) in [
         (&[0, 3][..], &[0, 4][..], "`cu_seqlens`"),
         (&[0, 3, 2, 4], &[0, 4], "`cu_seqlens`"),
-        (&[0, 2, 4], &[0, 4, 2, 4], "`row_ends`"),
+        (&[0, 2, 4], &[0, 4, 2, 4], "`mask_boundaries`"),
         (&[0, 4], &[0, 2, 4], "inside a segment"),
     ] {
-        let segments = Segments { cu_seqlens, row_ends };
+        let segments = Segments { cu_seqlens, mask_boundaries };
         for backend in BACKENDS {
             let said = message(backend.forward(qkv, segments, Masking::Causal));
             assert!(said.contains(word), "{said}");
@@ -338,7 +338,7 @@ fn boundaries_that_do_not_tile_the_stream_are_refused() {
     }
     let three = random(2, &[4, 3, 8]);
     let two = random(2, &[4, 2, 8]);
-    let segments = Segments { cu_seqlens: &[0, 4], row_ends: &[0, 4] };
+    let segments = Segments { cu_seqlens: &[0, 4], mask_boundaries: &[0, 4] };
     let qkv = Qkv { q: &three, k: &two, v: &two };
     let said = message(Flash.forward(qkv, segments, Masking::Full));
     assert!(said.contains("3 query heads"), "{said}");

@@ -36,7 +36,7 @@ pub(in crate::ops) fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `op` is `set_rows` or `add_to_rows`.
+/// `op` is `index_copy` or `index_add`.
 pub(in crate::ops) fn update_rows(op: &str, x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     run(op, x, rows, Some(("src", src)))
 }

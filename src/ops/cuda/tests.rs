@@ -157,11 +157,11 @@ fn rows_of_any_width_move_as_on_the_cpu() -> Result<()> {
             assert_all_close(&format!("{dtype:?} {t} {d}"), &ours, &twins, tolerance);
             let src = operand(2, &[4, d], dtype);
             let (set, set_twin) = (x.copy()?, x.copy()?);
-            super::update_rows("set_rows", &set, &rows, &src)?;
-            ops::set_rows(&set_twin, &rows, &src)?;
+            super::update_rows("index_copy", &set, &rows, &src)?;
+            ops::index_copy(&set_twin, &rows, &src)?;
             let (added, added_twin) = (x.copy()?, x.copy()?);
-            super::update_rows("add_to_rows", &added, &rows, &src)?;
-            ops::add_to_rows(&added_twin, &rows, &src)?;
+            super::update_rows("index_add", &added, &rows, &src)?;
+            ops::index_add(&added_twin, &rows, &src)?;
             let (ours, twins) = ([set, added], [set_twin, added_twin]);
             assert_all_close(&format!("{dtype:?} {t} {d}"), &ours, &twins, tolerance);
         }
@@ -175,13 +175,13 @@ fn a_row_outside_of_the_tensor_is_nan_or_left_alone() -> Result<()> {
     let taken = super::gather_rows(&x, &rows)?.to_vec2::<f32>()?;
     assert!(taken[0].iter().all(|x| x.is_finite()) && taken[1].iter().all(|x| x.is_nan()));
     let kept = x.copy()?;
-    super::update_rows("set_rows", &kept, &ids(&[4, 9]), &operand(2, &[2, 8], DType::F32))?;
+    super::update_rows("index_copy", &kept, &ids(&[4, 9]), &operand(2, &[2, 8], DType::F32))?;
     super::embedding_backward(&ids(&[7, 3]), &operand(2, &[2, 8], DType::F32), &kept)?;
     assert_eq!(kept.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
     Ok(())
 }
 
-/// Ids of which most are one, as those of a picture's tokens are: runs end, begin and pass through stretches and tiles.
+/// Ids of which most are one, as those of an image's tokens are: runs end, begin and pass through stretches and tiles.
 #[test]
 fn gradients_of_tables_are_those_of_the_cpu() -> Result<()> {
     let v = 700;
@@ -264,7 +264,7 @@ fn gradients_of_attention_are_the_same_in_little_shared_memory() -> Result<()> {
         let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
         let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
         let qkv = Qkv { q: &q, k: &k, v: &v };
-        let segments = Segments { cu_seqlens: &ends, row_ends: &[0, t as u32] };
+        let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
         let (o, lse) = Flash.forward(qkv, segments, masking)?;
         let [little, much] = [LITTLE_SHARED, 163 << 10].map(|most| {
             let within = super::attention::flash_attention_backward_within;

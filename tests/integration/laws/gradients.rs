@@ -47,7 +47,7 @@ fn hidden_states_loss_and_every_gradient_are_the_oracles() {
 }
 
 #[test]
-fn a_picture_of_two_frames_agrees_with_the_oracle() {
+fn an_image_of_two_frames_agrees_with_the_oracle() {
     let weights = Weights::random(Head::Tied, 11);
     let clip = sample(20, &[Text(2), Image([2, 4, 2]), Text(4)]);
     let still = sample(21, &[Image([1, 2, 2]), Text(3)]); // one token, first in its sample

@@ -109,7 +109,7 @@ impl Oracle {
         places
     }
 
-    /// Features of the pictures, `[M, D]` each: the main ones, then those of the deepstack.
+    /// Features of the images, `[M, D]` each: the main ones, then those of the deepstack.
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
         let v = &self.config.vision;
         let places = self.places(batch);
@@ -118,7 +118,7 @@ impl Oracle {
         let pixels: Vec<f64> = pixels.map(|value| f64::from(*value)).collect();
         let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
 
-        // The learned table is a picture of side x side cells, stretched over the grid.
+        // The learned table is an image of side x side cells, stretched over the grid.
         let side = v.num_position_embeddings.isqrt();
         let along = |i: usize, n: usize| {
             if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }

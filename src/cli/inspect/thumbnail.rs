@@ -1,4 +1,4 @@
-//! Pictures of a page: reduced to what the page can hold, as data URIs.
+//! Images of a page: reduced to what the page can hold, as data URIs.
 
 use crate::data::Pixels;
 use base64::Engine as _;
@@ -6,8 +6,8 @@ use base64::engine::general_purpose::STANDARD;
 use image::codecs::png::{CompressionType, FilterType, PngEncoder};
 use image::{ExtendedColorType, ImageEncoder as _};
 
-/// A picture for an `img` element.
-pub(super) struct Picture {
+/// An image for an `img` element.
+pub(super) struct Thumbnail {
     /// `data:image/png;base64,..`
     pub(super) uri: String,
     /// Of the PNG, in pixels.
@@ -19,7 +19,7 @@ pub(super) struct Picture {
 }
 
 /// As PNG of at most `max_pixels` pixels, or one a side: whole numbers of pixels become one.
-pub(super) fn picture(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Picture> {
+pub(super) fn thumbnail(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Thumbnail> {
     let area =
         |by: u32| u64::from(pixels.width.div_ceil(by)) * u64::from(pixels.height.div_ceil(by));
     let longest = pixels.width.max(pixels.height).max(1);
@@ -29,7 +29,7 @@ pub(super) fn picture(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Pictur
     PngEncoder::new_with_quality(&mut png, CompressionType::Best, FilterType::Adaptive)
         .write_image(&small.rgb, small.width, small.height, ExtendedColorType::Rgb8)?;
     let uri = format!("data:image/png;base64,{}", STANDARD.encode(png));
-    Ok(Picture { uri, width: small.width, height: small.height, reduced })
+    Ok(Thumbnail { uri, width: small.width, height: small.height, reduced })
 }
 
 /// Each square of `side` pixels as its mean; those at the right and bottom edge may be smaller.
@@ -63,30 +63,30 @@ mod tests {
         Pixels { width, height, rgb }
     }
 
-    fn decoded(picture: &Picture) -> image::RgbImage {
-        let text = picture.uri.strip_prefix("data:image/png;base64,").unwrap();
+    fn decoded(thumbnail: &Thumbnail) -> image::RgbImage {
+        let text = thumbnail.uri.strip_prefix("data:image/png;base64,").unwrap();
         image::load_from_memory(&STANDARD.decode(text).unwrap()).unwrap().into_rgb8()
     }
 
     #[test]
-    fn a_small_picture_keeps_every_pixel() {
+    fn a_small_image_keeps_every_pixel() {
         let pixels = ramp(13, 7);
-        let found = picture(&pixels, 91).unwrap();
+        let found = thumbnail(&pixels, 91).unwrap();
         assert_eq!((found.width, found.height, found.reduced), (13, 7, 1));
         assert_eq!(decoded(&found).into_raw(), pixels.rgb);
     }
 
     #[test]
     fn a_large_one_is_the_mean_of_squares_and_keeps_to_its_limit() {
-        let found = picture(&ramp(13, 7), 90).unwrap();
+        let found = thumbnail(&ramp(13, 7), 90).unwrap();
         assert_eq!((found.width, found.height, found.reduced), (7, 4, 2));
         let grey = Pixels {
             width: 3,
             height: 2,
             rgb: [[0; 3], [10; 3], [40; 3], [20; 3], [30; 3], [60; 3]].concat(),
         };
-        let small = picture(&grey, 2).unwrap();
+        let small = thumbnail(&grey, 2).unwrap();
         assert_eq!(decoded(&small).into_raw(), [15, 15, 15, 50, 50, 50]);
-        assert_eq!(picture(&ramp(64, 64), 1).unwrap().width, 1);
+        assert_eq!(thumbnail(&ramp(64, 64), 1).unwrap().width, 1);
     }
 }
