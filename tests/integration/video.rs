@@ -14,10 +14,10 @@ use trainer::data::{
 };
 use trainer::model::ModelInput;
 use trainer::optim::{AdamW, OptimConfig};
+use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, LoadedModel, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
-    load_model,
+    AttentionChoice, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {

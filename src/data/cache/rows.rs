@@ -203,8 +203,8 @@ impl Rows {
             offset.append_value(entry.offset);
             hash.append_value(entry.hash)?;
             let (text_of, row_lengths) = match &entry.outcome {
-                Outcome::Measured { measured, images, videos } => {
-                    for (size, file) in measured.sizes.iter().zip(images) {
+                Outcome::Measured { measured, images: files, videos } => {
+                    for (size, file) in measured.sizes.iter().zip(files) {
                         append_image(images.values(), *size, file.as_ref());
                     }
                     for file in videos {

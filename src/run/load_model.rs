@@ -1,6 +1,5 @@
 //! A model folder becomes a model in memory.
 
-use super::config::{AttentionChoice, ModelSection, Precision, Weights};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::metrics::{ModelWork, Passes};
 use crate::model::init::random_tensor;
@@ -9,6 +8,7 @@ use crate::model::{
 };
 use crate::optim::{GroupError, Groups, Named};
 use crate::tape::{Param, Trainable};
+use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
 use rayon::prelude::*;

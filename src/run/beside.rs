@@ -40,8 +40,8 @@ impl CachesBeside {
                 }
                 Ok(Ok(None)) => tracing::debug!("the length cache goes on in the next run"),
                 Ok(Err(error)) => {
-                    let error = anyhow::Error::from(error);
-                    tracing::warn!("there is no length cache: {error:#}");
+                    let error: &(dyn std::error::Error + 'static) = &error;
+                    tracing::warn!(error, "cannot write the length cache; continuing without it");
                 }
                 Err(_) => tracing::warn!("there is no length cache: measuring failed"),
             }
