@@ -1,4 +1,4 @@
-//! Compiles `src/ops/cuda/*.cu`, under the features that need them: `cuda` with nvcc to one fatbin a file,
+//! Compiles `src/ops/cuda/kernels/*/*.cu`, under the features that need them: `cuda` with nvcc to one fatbin a file,
 //! `cuda-emulation` with the host's C++ compiler. The default build does nothing here.
 
 #![expect(
@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const SOURCES: &str = "src/ops/cuda";
+/// Folders of kernels below `src/ops/cuda/kernels`: for all GPUs, and from one compute capability on.
+const KERNELS: [&str; 2] = ["common", "sm80"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -26,13 +28,22 @@ fn main() {
     }
 }
 
-/// The `.cu` files, by name.
+/// The `.cu` files, by folder and name.
 fn kernels() -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(SOURCES).expect("the sources are in the repository");
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
+    let mut files = Vec::new();
+    for folder in KERNELS {
+        let folder = Path::new(SOURCES).join("kernels").join(folder);
+        let entries = std::fs::read_dir(folder).expect("the sources are in the repository");
+        files.extend(entries.map(|entry| entry.expect("readable").path()));
+    }
     files.retain(|file| file.extension().is_some_and(|extension| extension == "cu"));
     files.sort();
     files
+}
+
+/// Options that let a kernel include the shared headers.
+fn includes() -> [String; 2] {
+    ["kernels/common", "emulation"].map(|folder| format!("-I{SOURCES}/{folder}"))
 }
 
 fn stem(file: &Path) -> &str {
@@ -63,7 +74,7 @@ fn compile_for_gpus(out: &Path) {
         ] {
             command.args(["-gencode", code]);
         }
-        command.arg("-o").arg(&image).arg(&file);
+        command.args(includes()).arg("-o").arg(&image).arg(&file);
         run(
             &mut command,
             "install the CUDA toolkit, or run scripts/cuda/toolkit.sh and set CUDA_HOME",
@@ -78,7 +89,7 @@ fn compile_for_gpus(out: &Path) {
 fn compile_for_the_host(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let mut files = kernels();
-    files.push(Path::new(SOURCES).join("emulation.cpp"));
+    files.push(Path::new(SOURCES).join("emulation/emulation.cpp"));
     let archive = out.join("libemulation.a");
     let _ = std::fs::remove_file(&archive);
     let mut objects = Vec::new();
@@ -98,6 +109,7 @@ fn compile_for_the_host(out: &Path) {
         command
             .args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"])
             .arg(&object)
+            .args(includes())
             .arg(&file);
         run(&mut command, "install a C++ compiler (g++)");
         objects.push(object);

@@ -25,7 +25,7 @@ emulated() {
 # One line a kernel: where, name, registers, spills.
 registers() { # architecture, file
   local log
-  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -o /dev/null "$2" 2>&1) || { echo "$log" >&2; return 1; }
+  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o /dev/null "$2" 2>&1) || { echo "$log" >&2; return 1; }
   awk -v where="sm_$1 $(basename "$2")" '
     /Compiling entry function/ { split($0, part, "\047"); name = part[2] }
     /bytes spill stores/ { if ($5 > 0 || $9 > 0) { spills = $5 + $9 } else spills = 0 }
@@ -38,7 +38,7 @@ nvcc() {
   mkdir -p target/cuda
   local list=target/cuda/registers.txt
   export -f registers
-  for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/*.cu; done |
+  for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/*/*.cu; done |
     xargs -P "$(nproc)" -L 1 bash -c 'registers "$@"' _ >"$list.new"
   sort "$list.new" >"$list"
   rm "$list.new"

@@ -1,10 +1,19 @@
 //! Segment boundaries of a token stream.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Sample boundaries in tokens: `[0, l0, l0 + l1, .., T]`, strictly increasing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CuSeqlens(Vec<u32>);
+///
+/// Clones share memory, and comparing two clones of one value takes constant time.
+#[derive(Debug, Clone, Eq)]
+pub struct CuSeqlens(Arc<[u32]>);
+
+impl PartialEq for CuSeqlens {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
 
 /// Why lengths cannot become boundaries.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -38,7 +47,7 @@ impl CuSeqlens {
                 .map_err(|_| CuSeqlensError::TooManyTokens { num_tokens: total })?;
             ends.push(end);
         }
-        Ok(Self(ends))
+        Ok(Self(ends.into()))
     }
 
     /// `[num_segments + 1]`, beginning with 0.

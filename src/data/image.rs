@@ -335,9 +335,7 @@ impl ImageError {
                 "paths are relative to `image_root` of the data set, by default the folder of its file"
             }
             Self::Root { .. } => "check `image_root` of the data set",
-            Self::EscapesRoot { .. } => {
-                "move the image, or set `image_root` to a folder above it"
-            }
+            Self::EscapesRoot { .. } => "move the image, or set `image_root` to a folder above it",
             Self::Read { .. } => "the path must lead to a file that you may read",
             Self::DataUri { .. } => "write `data:image/png;base64,` and the encoded file",
             Self::UnknownFormat { .. } => "convert it to PNG or JPEG",

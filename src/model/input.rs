@@ -1,15 +1,14 @@
 //! The one host-to-device copy: a token stream becomes tensors, and leaves the host.
 
 use super::{ModelConfig, rope};
-use crate::batch::VarlenBatch;
-use crate::ops::{self, RopeTable};
-use candle_core::{DType, Device, Result, Tensor};
+use crate::batch::{CuSeqlens, VarlenBatch};
+use crate::ops::{self, RopeTable, Segments};
+use candle_core::{DType, Device, Error, Result, Tensor};
 
 /// What the decoder layers read besides their input.
 pub(super) struct TextContext {
     pub(super) rope: RopeTable,
-    pub(super) cu_seqlens: Vec<u32>,
-    pub(super) mask_boundaries: Vec<u32>,
+    pub(super) segments: Segments,
 }
 
 /// What the vision blocks read besides their input.
@@ -20,9 +19,7 @@ pub(super) struct VisionContext {
     /// `[P, 4]`.
     pub(super) position_weight: Tensor,
     /// Frame boundaries: attention is full inside one frame.
-    pub(super) cu_seqlens: Vec<u32>,
-    /// `[0, P]`.
-    pub(super) mask_boundaries: Vec<u32>,
+    pub(super) segments: Segments,
 }
 
 /// The images of a micro-batch.
@@ -59,11 +56,8 @@ impl ModelInput {
         }
         let rope =
             upload_table(rope::mrope_table(&config.text, &batch.position_ids), num_rows, device)?;
-        let text = TextContext {
-            rope,
-            cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),
-            mask_boundaries: batch.mask_boundaries.as_slice().to_vec(),
-        };
+        let segments = Segments::new(batch.cu_seqlens, batch.mask_boundaries)?;
+        let text = TextContext { rope, segments };
         let input_ids = ops::upload(batch.input_ids, num_rows, device)?; // [T]
         if batch.media.is_empty() {
             return Ok(Self { input_ids, text, vision: None });
@@ -83,19 +77,16 @@ impl ModelInput {
         }
         let shape = (num_patches, config.vision.patch_values());
         let pixel_values = ops::upload(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
-        let mut cu_seqlens = vec![0];
-        for [t, h, w] in &grids {
-            for _ in 0..*t {
-                cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + h * w);
-            }
-        }
+        let frames: Vec<u32> =
+            grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
+        let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;
+        let all = CuSeqlens::from_lengths(&[num_patches as u32]).map_err(Error::wrap)?;
         let (index, weight) = rope::interpolated_positions(&config.vision, &grids);
         let context = VisionContext {
             rope: upload_table(rope::vision_table(&config.vision, &grids), num_patches, device)?,
             position_index: ops::upload(index, (num_patches, 4), device)?,
             position_weight: ops::upload(weight, (num_patches, 4), device)?,
-            cu_seqlens,
-            mask_boundaries: vec![0, num_patches as u32],
+            segments: Segments::new(frames, all)?,
         };
         let rows = ops::upload(batch.vision_rows, merged, device)?; // [M]
         Ok(Self { input_ids, text, vision: Some(VisionInput { pixel_values, context, rows }) })

@@ -4,16 +4,10 @@ use super::TextConfig;
 use super::input::TextContext;
 use super::linear::Linear;
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, AttentionBackend, Masking, Qkv, QkvGrad, Segments};
+use crate::ops::{self, AttentionBackend, Masking, Qkv, QkvGrad};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
-
-impl TextContext {
-    fn segments(&self) -> Segments<'_> {
-        Segments { cu_seqlens: &self.cu_seqlens, mask_boundaries: &self.mask_boundaries }
-    }
-}
 
 /// An RMS norm as a stage: the decoder's last.
 pub(super) struct RmsNorm {
@@ -184,7 +178,7 @@ impl Stage for DecoderLayer {
             let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
             let (k, _) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
             let heads = Qkv { q: &q, k: &k, v: &v };
-            self.attention.forward(heads, context.segments(), Masking::Causal)?
+            self.attention.forward(heads, &context.segments, Masking::Causal)?
         };
         let x1 = self.o.forward_add(&o.flatten_from(1)?, x)?; // [T, D]
         let (normed, rstd2) = self.norm2.normed(&x1)?;
@@ -223,7 +217,7 @@ impl Stage for DecoderLayer {
         let (q, q_rstd) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
         let (k, k_rstd) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let segments = context.segments();
+        let segments = &context.segments;
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
         drop((q, k, v, o, lse, d_o));
         let QkvGrad { dq, dk, dv } = d_heads;

@@ -6,16 +6,10 @@ use super::linear::Linear;
 use super::merger::LayerNorm;
 use super::params::{ParamMap, WeightError};
 use super::{ModelConfig, VisionConfig};
-use crate::ops::{self, AttentionBackend, Gelu, Masking, Qkv, Segments};
+use crate::ops::{self, AttentionBackend, Gelu, Masking, Qkv};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
-
-impl VisionContext {
-    fn segments(&self) -> Segments<'_> {
-        Segments { cu_seqlens: &self.cu_seqlens, mask_boundaries: &self.mask_boundaries }
-    }
-}
 
 /// Pixels to features: a linear map of each patch, plus its place in the learned table.
 pub(super) struct PatchEmbed {
@@ -128,7 +122,7 @@ impl Stage for VisionBlock {
         let qkv = self.qkv.forward(&normed)?; // [P, 3 * Dv]
         let (q, k, v) = ops::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, context.segments(), Masking::Full)?;
+        let (o, lse) = self.attention.forward(heads, &context.segments, Masking::Full)?;
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x)?; // [P, Dv]
         let (normed, stats2) = self.norm2.forward(&x1)?;
         let hidden = self.fc1.forward(&normed)?; // [P, F]
@@ -158,7 +152,7 @@ impl Stage for VisionBlock {
         let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, grads)?.reshape(o.shape())?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let d_heads =
-            self.attention.backward(heads, &o, &lse, &d_o, context.segments(), Masking::Full)?;
+            self.attention.backward(heads, &o, &lse, &d_o, &context.segments, Masking::Full)?;
         let d_qkv =
             ops::vision_rope_merge_backward(&d_heads.dq, &d_heads.dk, &d_heads.dv, &context.rope)?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats1)?;

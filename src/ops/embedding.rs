@@ -2,7 +2,7 @@
 //!
 //! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`).
 
-use super::blocks::{filled, span};
+use super::cpu::blocks::{filled, span};
 use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -29,7 +29,7 @@ pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
     ids.dims1()?;
     compute_dtype(op, &[("w", w)])?;
     check_ids(op, ids, v)?;
-    gpu!(w => embedding(ids, w));
+    return_if_on_gpu!(w => embedding(ids, w));
     super::gather_rows(w, ids)
 }
 
@@ -44,7 +44,7 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
     }
     cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
     check_ids(op, ids, v)?;
-    gpu!(dy => embedding_backward(ids, dy, dw));
+    return_if_on_gpu!(dy => embedding_backward(ids, dy, dw));
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
     let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
@@ -118,7 +118,7 @@ fn interpolate(
         compute_dtype(op, &[("table", table), ("x", x)])?;
         cpu::expect_shape(op, "x", x, &[p, d])?;
     }
-    gpu!(table => interpolate_rows(op, table, index, weight, x));
+    return_if_on_gpu!(table => interpolate_rows(op, table, index, weight, x));
     let x = x.map(|x| read(op, "x", x)).transpose()?;
     let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
@@ -154,7 +154,7 @@ pub fn interpolate_rows_backward(
     compute_dtype(op, &[("dy", dy)])?;
     cpu::expect_shape(op, "dy", dy, &[p, d])?;
     cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
-    gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
+    return_if_on_gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
     let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);

@@ -5,10 +5,10 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
-use super::blocks::{Full, Slots, elementwise};
+use super::cpu::blocks::{Full, Slots, elementwise};
+use super::cpu::in_place::{Again, change};
+use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
-use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
 /// Which GELU.
@@ -134,7 +134,7 @@ kernels! {
 pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu";
     let dtype = compute_dtype(op, &[("x", x)])?;
-    gpu!(x => gelu(x, kind));
+    return_if_on_gpu!(x => gelu(x, kind));
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.values()?;
@@ -156,7 +156,7 @@ pub fn gelu_backward(
     compute_dtype(op, &[("x", &x), ("dy", &dy)])?;
     expect_shape(op, "dy", &dy, x.dims())?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
-    gpu!(&x => gelu_backward(x, dy, kind, again));
+    return_if_on_gpu!(&x => gelu_backward(x, dy, kind, again));
     match again {
         Again::Nothing => {
             let dy = read(op, "dy", &dy)?;

@@ -2,10 +2,10 @@
 //!
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use candle_core::{DType, Result, Tensor};
 
 kernels! {
@@ -52,7 +52,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
-    gpu!(x => layer_norm(x, w, b, eps));
+    return_if_on_gpu!(x => layer_norm(x, w, b, eps));
     let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
     let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
     let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
@@ -73,7 +73,7 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    gpu!(x => layer_norm_apply(x, stats, w, b));
+    return_if_on_gpu!(x => layer_norm_apply(x, stats, w, b));
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
     let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
@@ -113,7 +113,7 @@ pub fn layer_norm_backward(
         let sources = [("x", x), ("stats", stats), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, name, sums, &sources)?;
     }
-    gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
+    return_if_on_gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);

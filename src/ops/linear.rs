@@ -3,10 +3,10 @@
 //! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
 //! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
 
-use super::blocks::{filled, pieces, span};
+use super::cpu::blocks::{filled, pieces, span};
+use super::cpu::gemm::Into;
+use super::cpu::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::Into;
-use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// `[N, last]` of a tensor whose last dim is kept.
@@ -69,7 +69,7 @@ fn forward(
         compute_dtype(op, &[("x", x), ("bias", bias)])?;
         expect_shape(op, "bias", bias, &[m])?;
     }
-    gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
+    return_if_on_gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
@@ -111,7 +111,7 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
-    gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
+    return_if_on_gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
@@ -126,7 +126,7 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
-    gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
+    return_if_on_gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
@@ -156,7 +156,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
-    gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
+    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
@@ -169,7 +169,7 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
-    gpu!(dy => bias_backward(op, dy, db, (n, m)));
+    return_if_on_gpu!(dy => bias_backward(op, dy, db, (n, m)));
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {

@@ -3,10 +3,10 @@
 //! Shapes: `S` supervised rows, `D` hidden, `V` vocabulary; `h: [S, D]`, `w: [V, D]`, `targets: [S]` (`u32`), `nll: [S]`.
 //! `nll[i] = logsumexp(h[i] W^T) - h[i] . w[targets[i]]`, with logits in `f32`.
 
+use super::cpu::gemm::{Into, tn};
+use super::cpu::panels::{nn, nt};
+use super::cpu::simd::{exp, kernels, max, sum_exp};
 use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::{Into, tn};
-use super::panels::{nn, nt};
-use super::simd::{exp, kernels, max, sum_exp};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
@@ -16,7 +16,7 @@ pub const LOGITS_BYTES: usize = 128 << 20;
 
 /// Rows in a chunk on the device of `h`: fixed by the vocabulary, so that results do not depend on the machine.
 fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
-    gpu!(h => linear_cross_entropy_rows(vocabulary));
+    return_if_on_gpu!(h => linear_cross_entropy_rows(vocabulary));
     cpu_chunk_rows(vocabulary)
 }
 
@@ -74,7 +74,7 @@ fn check(
 pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
-    gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
+    return_if_on_gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
@@ -131,7 +131,7 @@ fn backward_in_chunks(
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
     }
-    gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
+    return_if_on_gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);

@@ -11,7 +11,7 @@
 
 use super::adamw::{Scalars, update_element};
 use super::cpu::Element;
-use super::simd::kernels;
+use super::cpu::simd::kernels;
 use half::bf16;
 
 /// A bijection of 32 bits in which each bit of the result depends on all bits of `x`.

@@ -3,10 +3,10 @@
 //! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
 //! rounded before the weight, as in transformers.
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
 
 /// Whether a normed value loses bits before it meets the weight.
@@ -88,7 +88,7 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
-    gpu!(x => rms_norm(x, w, eps));
+    return_if_on_gpu!(x => rms_norm(x, w, eps));
     let rounding = Rounding::of(dtype);
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.f32()?);
@@ -109,7 +109,7 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    gpu!(x => rms_norm_apply(x, rstd, w));
+    return_if_on_gpu!(x => rms_norm_apply(x, rstd, w));
     let rounding = Rounding::of(dtype);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
@@ -147,7 +147,7 @@ pub fn rms_norm_backward(
         let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    return_if_on_gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);

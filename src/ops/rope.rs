@@ -3,11 +3,11 @@
 //! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
 //! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
-use super::simd::kernels;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Cosine and sine of each token's rotary angles.
@@ -88,7 +88,7 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let (t, h, dh) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
-    gpu!(x => qk_norm_rope(x, w, eps, table));
+    return_if_on_gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
     let x = read(op, "x", x)?;
@@ -128,7 +128,7 @@ pub fn qk_norm_rope_backward(
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
+    return_if_on_gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
     let (width, half) = (h * dh, dh / 2);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

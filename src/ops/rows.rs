@@ -69,7 +69,7 @@ fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let op = "gather_rows";
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
     check_rows(op, rows, t, Rows::Any)?;
-    gpu!(x => gather_rows(x, rows));
+    return_if_on_gpu!(x => gather_rows(x, rows));
     let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
     let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
     let mut y = vec![T::zero(); m * d];
@@ -120,7 +120,7 @@ fn update<T: Element>(
     expect_shape(op, "src", src, &[m, d])?;
     cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
     check_rows(op, rows, t, Rows::Distinct)?;
-    gpu!(x => update_rows(op, x, rows, src));
+    return_if_on_gpu!(x => update_rows(op, x, rows, src));
     let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
     let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
     cpu::write(op, "x", x, |x| {
@@ -144,7 +144,7 @@ fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     rows.dims1()?;
     cpu::distinct(op, "x", x, &[("rows", rows)])?;
     check_rows(op, rows, t, Rows::Distinct)?;
-    gpu!(x => zero_rows(x, rows));
+    return_if_on_gpu!(x => zero_rows(x, rows));
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;
     cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
@@ -160,7 +160,7 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
     let op = "add_in_place";
     expect_shape(op, "y", y, x.dims())?;
     cpu::distinct(op, "x", x, &[("y", y)])?;
-    gpu!(x => add_in_place(x, y));
+    return_if_on_gpu!(x => add_in_place(x, y));
     let y = read(op, "y", y)?;
     let y = y.slice::<T>()?;
     cpu::write(op, "x", x, |x| {

@@ -1,9 +1,9 @@
 //! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
 
-use super::blocks::{Full, Slots, elementwise};
+use super::cpu::blocks::{Full, Slots, elementwise};
+use super::cpu::in_place::{Again, change};
+use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
-use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -43,7 +43,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
-    gpu!(gate => swiglu(gate, up));
+    return_if_on_gpu!(gate => swiglu(gate, up));
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
     let (gate, up) = (gate.values()?, up.values()?);
@@ -68,7 +68,7 @@ pub fn swiglu_backward(
     let inputs = [("gate", &gate), ("up", &up)];
     distinct(op, "gate", &gate, &[("up", &up), ("dy", &dy)])?;
     distinct(op, "up", &up, &[("dy", &dy)])?;
-    gpu!(&gate => swiglu_backward(gate, up, dy, again));
+    return_if_on_gpu!(&gate => swiglu_backward(gate, up, dy, again));
     match again {
         Again::Nothing => {
             let dy = read(op, "dy", &dy)?;

@@ -3,7 +3,7 @@
 //! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv: [P, 3*H*Dh]`; `q`, `k`, `v`: `[P, H, Dh]`.
 
 use super::RopeTable;
-use super::blocks::{filled, span};
+use super::cpu::blocks::{filled, span};
 use super::cpu::{ROWS, compute_dtype, expect_shape, read};
 use super::rope::{rotate, rotate_back};
 use candle_core::{Result, Tensor, bail};
@@ -25,7 +25,7 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
-    gpu!(qkv => vision_rope_split(qkv, num_heads, table));
+    return_if_on_gpu!(qkv => vision_rope_split(qkv, num_heads, table));
     let part = num_heads * dh;
     let qkv = read(op, "qkv", qkv)?;
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -66,7 +66,7 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
-    gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
+    return_if_on_gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
     let part = h * dh;
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

@@ -423,7 +423,12 @@ fn audit(runner: &StepRunner, step: u64, has_images: bool) -> Result<(), TrainEr
     let trained = runner.grads.iter().flatten().count();
     if expected.is_empty() {
         let with_gradient = trained - silent.len();
-        tracing::info!(step, with_gradient, trained, "audit: trained tensors with a finite gradient");
+        tracing::info!(
+            step,
+            with_gradient,
+            trained,
+            "audit: trained tensors with a finite gradient"
+        );
     } else {
         tracing::warn!(
             step,

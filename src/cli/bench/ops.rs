@@ -3,6 +3,7 @@
 use super::Table;
 use super::clock::{Clock, Seconds, random};
 use super::sizes::Sizes;
+use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
     AdamW, AdamWTensors, Again, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
@@ -270,8 +271,9 @@ impl Bench {
             let q = self.random(&[tokens, heads, dim])?;
             let (k, v) =
                 (self.random(&[tokens, kv_heads, dim])?, self.random(&[tokens, kv_heads, dim])?);
-            let ends: Vec<u32> = (0..=segments).map(|i| (i * length) as u32).collect();
-            let boundaries = Segments { cu_seqlens: &ends, mask_boundaries: &[0, tokens as u32] };
+            let cu_seqlens = CuSeqlens::from_lengths(&vec![length as u32; segments])?;
+            let boundaries =
+                &Segments::new(cu_seqlens, CuSeqlens::from_lengths(&[tokens as u32])?)?;
             let qkv = || Qkv { q: &q, k: &k, v: &v };
             let (o, lse) = Flash.forward(qkv(), boundaries, masking)?;
             let half = if masking == Masking::Causal { 0.5 } else { 1.0 };

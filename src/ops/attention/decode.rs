@@ -1,8 +1,7 @@
 //! Attention of new tokens to a cache of keys and values, for generation. Forward only.
 
-use super::super::cpu::{self, compute_dtype, expect_shape, read};
 use super::Masking;
-use super::flash_cpu::{Heads, Span, forward};
+use crate::ops::cpu::{self, Heads, Span, attention_forward, compute_dtype, expect_shape, read};
 use candle_core::{Result, Tensor, bail};
 
 /// `o [N, H, Dh]` of `N` new tokens, `q [N, H, Dh]`, over `k`, `v`: `[S, Hkv, Dh]` with `S = num_past + N`:
@@ -16,10 +15,11 @@ pub fn decode_attention(q: &Tensor, k: &Tensor, v: &Tensor, num_past: usize) -> 
     if hkv == 0 || dh == 0 || h % hkv != 0 {
         bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
     }
-    gpu!(q => decode_attention(q, k, v, num_past));
+    return_if_on_gpu!(q => decode_attention(q, k, v, num_past));
     let (q, k, v) = (read(op, "q", q)?, read(op, "k", k)?, read(op, "v", v)?);
     let heads = Heads { h, hkv, dh, scale: 1.0 / (dh as f32).sqrt() };
     let spans = [Span { queries: 0..n, keys: 0..s }];
-    let (o, _) = forward(&heads, (&q.f32()?, &k.f32()?, &v.f32()?), &spans, Masking::Causal);
+    let (o, _) =
+        attention_forward(&heads, (&q.f32()?, &k.f32()?, &v.f32()?), &spans, Masking::Causal);
     cpu::tensor(o, (n, h, dh), dtype)
 }

@@ -23,7 +23,7 @@ impl AttentionBackend for FlashAttn {
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attn";
@@ -36,9 +36,9 @@ impl AttentionBackend for FlashAttn {
         if sizes.t == 0 {
             return Ok((qkv.q.copy()?, lse));
         }
-        let ends = upload(segments.cu_seqlens.to_vec(), segments.cu_seqlens.len(), device)?;
-        let longest = segments.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max();
-        let longest = longest.unwrap_or(0) as usize;
+        let cu_seqlens = segments.cu_seqlens();
+        let ends = upload(cu_seqlens.as_slice().to_vec(), cu_seqlens.num_segments() + 1, device)?;
+        let longest = cu_seqlens.max_seqlen();
         let causal = masking == Masking::Causal;
         let o = candle_flash_attn::flash_attn_varlen(
             qkv.q,
@@ -60,7 +60,7 @@ impl AttentionBackend for FlashAttn {
         o: &Tensor,
         _lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
         let (_, lse) = Flash.forward(qkv, segments, masking)?;

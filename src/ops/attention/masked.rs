@@ -2,9 +2,9 @@
 //!
 //! Memory grows with the square of the row; shares no kernel with the tiled backend.
 
-use super::super::cpu::{self, read};
-use super::super::matmul::{Into, nn, nt, tn};
-use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes, ranges};
+use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
+use crate::ops::cpu::gemm::{Into, nn, nt, tn};
+use crate::ops::cpu::{self, read};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 
@@ -78,7 +78,7 @@ impl AttentionBackend for Masked {
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
         let op = "masked_attention";
@@ -87,8 +87,8 @@ impl AttentionBackend for Masked {
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (mut o, mut lse) = (vec![0f32; t * h * dh], vec![0f32; h * t]);
-        for row in ranges(segments.mask_boundaries) {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
+        for row in segments.mask_boundaries().segments() {
+            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);
@@ -117,7 +117,7 @@ impl AttentionBackend for Masked {
         o: &Tensor,
         lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
         let op = "masked_attention_backward";
@@ -130,8 +130,8 @@ impl AttentionBackend for Masked {
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
         let mut dq = vec![0f32; t * h * dh];
         let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
-        for row in ranges(segments.mask_boundaries) {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
+        for row in segments.mask_boundaries().segments() {
+            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);

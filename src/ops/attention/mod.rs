@@ -5,22 +5,24 @@
 //! Scores are scaled by `1 / sqrt(Dh)`. A token attends inside its own segment only.
 
 mod decode;
+mod flash;
 #[cfg(feature = "flash-attn")]
 mod flash_attn;
-mod flash_cpu;
+
 mod masked;
 #[cfg(test)]
 mod tests;
 
 pub use decode::decode_attention;
+pub use flash::Flash;
 #[cfg(feature = "flash-attn")]
 pub use flash_attn::FlashAttn;
-pub use flash_cpu::Flash;
+
 pub use masked::Masked;
 
 use super::cpu::{compute_dtype, expect_f32, expect_shape};
+use crate::batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use std::ops::Range;
 
 /// Which tokens of its segment a token sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,13 +33,39 @@ pub enum Masking {
     Full,
 }
 
-/// Boundaries in a token stream; both lists begin with 0, do not descend and end with `T`.
-#[derive(Debug, Clone, Copy)]
-pub struct Segments<'a> {
-    /// Samples (or frames): no token attends across these.
-    pub cu_seqlens: &'a [u32],
-    /// Rows that a masked backend covers with one dense mask each; every segment lies inside one of them.
-    pub mask_boundaries: &'a [u32],
+/// Boundaries of a token stream for attention, checked once when a micro-batch is uploaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segments {
+    cu_seqlens: CuSeqlens,
+    mask_boundaries: CuSeqlens,
+}
+
+impl Segments {
+    /// `cu_seqlens` holds the samples (or video frames); no token attends across its boundaries. `mask_boundaries` holds the
+    /// rows that [`Masked`] covers with one dense mask each; every segment must lie inside one of these rows.
+    pub fn new(cu_seqlens: CuSeqlens, mask_boundaries: CuSeqlens) -> Result<Self> {
+        let (tokens, covered) = (cu_seqlens.num_tokens(), mask_boundaries.num_tokens());
+        if tokens != covered {
+            bail!(
+                "attention: `cu_seqlens` ends at {tokens}, but `mask_boundaries` ends at {covered}"
+            );
+        }
+        let inside = |end: &&u32| cu_seqlens.as_slice().binary_search(end).is_err();
+        if let Some(end) = mask_boundaries.as_slice().iter().find(inside) {
+            bail!("attention: the mask boundary {end} lies inside a segment of `cu_seqlens`");
+        }
+        Ok(Self { cu_seqlens, mask_boundaries })
+    }
+
+    /// Boundaries that attention does not cross.
+    pub fn cu_seqlens(&self) -> &CuSeqlens {
+        &self.cu_seqlens
+    }
+
+    /// Boundaries of the rows that [`Masked`] covers with one dense mask each.
+    pub fn mask_boundaries(&self) -> &CuSeqlens {
+        &self.mask_boundaries
+    }
 }
 
 /// Operands of attention.
@@ -74,7 +102,7 @@ pub trait AttentionBackend: Send + Sync {
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)>;
 
@@ -85,7 +113,7 @@ pub trait AttentionBackend: Send + Sync {
         o: &Tensor,
         lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad>;
 }
@@ -110,7 +138,7 @@ impl Sizes {
         head / (self.h / self.hkv)
     }
 
-    fn check(op: &str, qkv: Qkv<'_>, segments: Segments<'_>) -> Result<Self> {
+    fn check(op: &str, qkv: Qkv<'_>, segments: &Segments) -> Result<Self> {
         let (t, h, dh) = qkv.q.dims3()?;
         let (_, hkv, _) = qkv.k.dims3()?;
         let dtype = compute_dtype(op, &[("q", qkv.q), ("k", qkv.k), ("v", qkv.v)])?;
@@ -119,12 +147,9 @@ impl Sizes {
         if hkv == 0 || dh == 0 || h % hkv != 0 {
             bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
         }
-        check_ends(op, "cu_seqlens", segments.cu_seqlens, t)?;
-        check_ends(op, "mask_boundaries", segments.mask_boundaries, t)?;
-        for row_end in segments.mask_boundaries {
-            if segments.cu_seqlens.binary_search(row_end).is_err() {
-                bail!("{op}: the row end {row_end} lies inside a segment of `cu_seqlens`");
-            }
+        let num_tokens = segments.cu_seqlens.num_tokens();
+        if num_tokens != t {
+            bail!("{op}: `cu_seqlens` ends at {num_tokens}, but `q` has {t} tokens");
         }
         Ok(Self { t, h, hkv, dh, dtype })
     }
@@ -136,17 +161,4 @@ impl Sizes {
         expect_shape(op, "d_o", d_o, &[self.t, self.h, self.dh])?;
         expect_f32(op, "lse", lse, &[self.h, self.t])
     }
-}
-
-fn check_ends(op: &str, name: &str, ends: &[u32], t: usize) -> Result<()> {
-    let ascending = ends.windows(2).all(|pair| pair[0] <= pair[1]);
-    if ends.first() != Some(&0) || ends.last().map(|end| *end as usize) != Some(t) || !ascending {
-        bail!("{op}: `{name}` must go from 0 to {t} and never descend, found {ends:?}");
-    }
-    Ok(())
-}
-
-/// The token ranges between boundaries, without empty ones.
-fn ranges(ends: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
-    ends.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).filter(|range| !range.is_empty())
 }

@@ -1,29 +1,36 @@
 //! Both backends against plain attention in `f64`, and the laws of a packed stream.
 
-use super::super::testing::{
-    Tolerance, assert_close, check_within, device, message, random, values,
-};
 use super::*;
+use crate::ops::testing::{Tolerance, assert_close, check_within, device, message, random, values};
 use candle_core::D;
 
 const BACKENDS: [&dyn AttentionBackend; 2] = [&Masked, &Flash];
 const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
 
-fn ends(lengths: &[usize]) -> Vec<u32> {
-    let mut ends = vec![0];
-    for length in lengths {
-        ends.push(ends[ends.len() - 1] + *length as u32);
-    }
-    ends
+/// Segments of these lengths under one dense mask.
+fn segments(lengths: &[usize]) -> Segments {
+    Segments::new(tiling(lengths), tiling(&[lengths.iter().sum()])).unwrap()
+}
+
+fn tiling(lengths: &[usize]) -> CuSeqlens {
+    let lengths: Vec<u32> =
+        lengths.iter().filter(|length| **length > 0).map(|length| *length as u32).collect();
+    CuSeqlens::from_lengths(&lengths).unwrap()
 }
 
 /// Attention out of plain ops, segment by segment.
-fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> Result<Tensor> {
+fn plain(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    cu_seqlens: &CuSeqlens,
+    masking: Masking,
+) -> Result<Tensor> {
     let ((_, h, dh), hkv) = (q.dims3()?, k.dim(1)?);
     let heads: Vec<u32> = (0..h).map(|head| (head / (h / hkv)) as u32).collect();
     let heads = Tensor::new(heads.as_slice(), q.device())?;
     let mut outputs = Vec::new();
-    for range in ranges(ends) {
+    for range in cu_seqlens.segments() {
         let (start, l) = (range.start, range.len());
         let of = |x: &Tensor| x.narrow(0, start, l)?.transpose(0, 1)?.contiguous(); // [H, L, Dh]
         let q = of(q)?;
@@ -54,16 +61,15 @@ fn check_backend(
     (h, hkv, dh): (usize, usize, usize),
     masking: Masking,
 ) {
-    let ends = ends(lengths);
+    let segments = &segments(lengths);
     let t = lengths.iter().sum::<usize>();
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let inputs = [random(1, &[t, h, dh]), random(2, &[t, hkv, dh]), random(3, &[t, hkv, dh])];
     let what = format!("{} {masking:?} {lengths:?} {h}/{hkv} x {dh}", backend.name());
     check_within(
         bf16_grads(),
         &what,
         &inputs,
-        |i| plain(&i[0], &i[1], &i[2], &ends, masking),
+        |i| plain(&i[0], &i[1], &i[2], segments.cu_seqlens(), masking),
         |i, dy| {
             let qkv = Qkv { q: &i[0], k: &i[1], v: &i[2] };
             let (o, lse) = backend.forward(qkv, segments, masking)?;
@@ -114,7 +120,7 @@ fn both_backends_match_the_reference_across_tile_boundaries() {
 fn run(
     backend: &dyn AttentionBackend,
     [q, k, v, d_o]: [&Tensor; 4],
-    segments: Segments<'_>,
+    segments: &Segments,
     masking: Masking,
 ) -> [Tensor; 5] {
     let qkv = Qkv { q, k, v };
@@ -126,8 +132,7 @@ fn run(
 #[test]
 fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
     let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
-    let (ends, t) = (ends(&lengths), lengths.iter().sum::<usize>());
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
+    let (segments, t) = (&segments(&lengths), lengths.iter().sum::<usize>());
     let (q, d_o) = (random(1, &[t, 4, 32]), random(4, &[t, 4, 32]));
     let (k, v) = (random(2, &[t, 1, 32]), random(3, &[t, 1, 32]));
     for masking in MASKINGS {
@@ -149,7 +154,7 @@ fn dense_and_tiled(
     masking: Masking,
     spread: f64,
 ) -> ([Tensor; 5], [Tensor; 5]) {
-    let (ends, t) = (ends(lengths), lengths.iter().sum::<usize>());
+    let t = lengths.iter().sum::<usize>();
     let operand = |seed, heads, factor| {
         let x = random(seed, &[t, heads, dh]).affine(factor, 0.0).unwrap();
         x.to_dtype(DType::BF16).unwrap()
@@ -158,7 +163,7 @@ fn dense_and_tiled(
     let (v, d_o) = (operand(3, hkv, 1.0), operand(4, h, 1.0));
     let [wide_q, wide_k, wide_v, wide_d_o] =
         [&q, &k, &v, &d_o].map(|x| x.to_dtype(DType::F32).unwrap());
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &ends };
+    let segments = &Segments::new(tiling(lengths), tiling(lengths)).unwrap();
     let dense = run(&Masked, [&wide_q, &wide_k, &wide_v, &wide_d_o], segments, masking);
     let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
     let again = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
@@ -219,32 +224,14 @@ fn scores_of_thousands_give_finite_gradients() {
 
 #[test]
 fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
-    let ends = ends(&[3, 4, 5, 2]);
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[14, 2, 8]));
     for masking in MASKINGS {
-        let one = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 14] };
-        let two = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 7, 14] };
-        let one = run(&Masked, [&q, &k, &v, &d_o], one, masking);
-        let two = run(&Masked, [&q, &k, &v, &d_o], two, masking);
+        let [one, two] = [&[14][..], &[7, 7]].map(|rows| {
+            let segments = Segments::new(tiling(&[3, 4, 5, 2]), tiling(rows)).unwrap();
+            run(&Masked, [&q, &k, &v, &d_o], &segments, masking)
+        });
         for (one, two) in one.iter().zip(&two) {
             assert_close("rows", two, one, Tolerance::F32);
-        }
-    }
-}
-
-#[test]
-fn empty_segments_change_nothing() {
-    let (without, with) = (ends(&[1, 17, 130]), ends(&[0, 1, 0, 0, 17, 130, 0]));
-    let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[148, 2, 32]));
-    for masking in MASKINGS {
-        for backend in [&Flash as &dyn AttentionBackend, &Masked] {
-            let [without, with] = [&without, &with].map(|ends| {
-                let segments = Segments { cu_seqlens: ends, mask_boundaries: &[0, 148] };
-                run(backend, [&q, &k, &v, &d_o], segments, masking)
-            });
-            for (without, with) in without.iter().zip(&with) {
-                assert_eq!(values(without), values(with), "{} {masking:?}", backend.name());
-            }
         }
     }
 }
@@ -259,8 +246,7 @@ fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
 #[test]
 fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
     let lengths = [70, 140, 30];
-    let (ends, t) = (ends(&lengths), 240);
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
+    let (segments, t) = (&segments(&lengths), 240);
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[t, 2, 32]));
     let touched = 150; // in the segment 70..210
     let mut nudge = vec![0f32; t * 64];
@@ -291,7 +277,7 @@ fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
     let mut d_o = vec![0f32; 150 * 16];
     d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
-    let segments = Segments { cu_seqlens: &[0, 150], mask_boundaries: &[0, 150] };
+    let segments = &segments(&[150]);
     for backend in BACKENDS {
         let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
         let zeros = dk.zeros_like().unwrap();
@@ -308,7 +294,7 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
     let s = 140;
     let q = random(1, &[s, 4, 32]);
     let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
-    let segments = Segments { cu_seqlens: &[0, s as u32], mask_boundaries: &[0, s as u32] };
+    let segments = &segments(&[s]);
     let qkv = Qkv { q: &q, k: &k, v: &v };
     let (whole, _) = Flash.forward(qkv, segments, Masking::Causal).unwrap();
     for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
@@ -321,25 +307,20 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
 }
 
 #[test]
-fn boundaries_that_do_not_tile_the_stream_are_refused() {
+fn boundaries_that_do_not_fit_each_other_or_the_stream_are_refused() {
+    let said = message(Segments::new(tiling(&[3]), tiling(&[4])));
+    assert!(said.contains("`cu_seqlens` ends at 3, but `mask_boundaries` ends at 4"), "{said}");
+    let said = message(Segments::new(tiling(&[4]), tiling(&[2, 2])));
+    assert!(said.contains("the mask boundary 2 lies inside a segment"), "{said}");
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
-    for (cu_seqlens, mask_boundaries, word) in [
-        (&[0, 3][..], &[0, 4][..], "`cu_seqlens`"),
-        (&[0, 3, 2, 4], &[0, 4], "`cu_seqlens`"),
-        (&[0, 2, 4], &[0, 4, 2, 4], "`mask_boundaries`"),
-        (&[0, 4], &[0, 2, 4], "inside a segment"),
-    ] {
-        let segments = Segments { cu_seqlens, mask_boundaries };
-        for backend in BACKENDS {
-            let said = message(backend.forward(qkv, segments, Masking::Causal));
-            assert!(said.contains(word), "{said}");
-        }
+    for backend in BACKENDS {
+        let said = message(backend.forward(qkv, &segments(&[3]), Masking::Causal));
+        assert!(said.contains("`cu_seqlens` ends at 3, but `q` has 4 tokens"), "{said}");
     }
     let three = random(2, &[4, 3, 8]);
     let two = random(2, &[4, 2, 8]);
-    let segments = Segments { cu_seqlens: &[0, 4], mask_boundaries: &[0, 4] };
     let qkv = Qkv { q: &three, k: &two, v: &two };
-    let said = message(Flash.forward(qkv, segments, Masking::Full));
+    let said = message(Flash.forward(qkv, &segments(&[4]), Masking::Full));
     assert!(said.contains("3 query heads"), "{said}");
 }

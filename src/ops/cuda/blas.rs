@@ -4,8 +4,8 @@
 
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
+use super::gemm::{Addend, Form, Matrix, Product};
 use super::launch::address;
-use super::matmul::{Addend, Form, Matrix, Product};
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};

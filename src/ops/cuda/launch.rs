@@ -74,20 +74,6 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     })
 }
 
-/// Bytes of shared memory that a block on `device` can have.
-#[cfg(feature = "cuda")]
-pub(super) fn most_shared(device: &Device) -> Result<usize> {
-    let Device::Cuda(device) = device else { bail!("a kernel's operands are not on a GPU") };
-    super::module::most_shared(device)
-}
-
-/// Bytes of shared memory that an emulated block can have: those of sm_80.
-#[cfg(not(feature = "cuda"))]
-#[expect(clippy::unnecessary_wraps, reason = "the signature that a GPU needs")]
-pub(super) fn most_shared(_: &Device) -> Result<usize> {
-    Ok(163 << 10)
-}
-
 /// A tensor beside `like` that a kernel will fill: uninitialised, under emulation full of NaNs.
 pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Result<Tensor> {
     let shape = shape.into();

@@ -1,7 +1,7 @@
 //! Linear layers on the matrix products, and `bias.cu`.
 
+use super::gemm::{Addend, Form, Matrix, Product};
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
 use super::norm::add_columns;
 use candle_core::{DType, Result, Tensor};
 

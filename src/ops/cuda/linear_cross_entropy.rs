@@ -3,8 +3,8 @@
 //! Logits stay in `f32`, whatever the operands are: rounded to 8 bits, the likelihoods of large logits are off by
 //! percents. Their gradient takes their place: as `bf16` it fills the second half of each row, for the next products.
 
+use super::gemm::{Addend, Form, Matrix, Product};
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
 use candle_core::{DType, Result, Tensor};
 
 /// Bound on the logits of a chunk. With the published vocabulary this is 1664 rows: the gradients' products are then

@@ -10,11 +10,11 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
 mod embedding;
+mod gemm;
 mod launch;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
-mod matmul;
 #[cfg(feature = "cuda")]
 mod module;
 mod norm;
@@ -22,6 +22,7 @@ mod pointwise;
 mod rms_norm;
 mod rope;
 mod rows;
+mod select;
 #[cfg(test)]
 #[cfg(not(feature = "cuda"))]
 mod tests;
@@ -29,9 +30,7 @@ mod tests;
 mod upload;
 
 pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
-pub(super) use attention::{
-    attention_kernel, decode_attention, flash_attention, flash_attention_backward,
-};
+pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
@@ -49,5 +48,6 @@ pub(super) use rope::{
     qk_norm_rope, qk_norm_rope_backward, vision_rope_merge_backward, vision_rope_split,
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
+pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(super) use upload::upload;

@@ -61,8 +61,14 @@ fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
     IMAGES.iter().map(load).collect()
 }
 
-/// Bytes of shared memory that a block can have.
-pub(super) fn most_shared(device: &CudaDevice) -> Result<usize> {
+/// Compute capability, major and minor.
+pub(super) fn capability(device: &CudaDevice) -> Result<(u32, u32)> {
+    let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
+    Ok((major as u32, minor as u32))
+}
+
+/// Maximum bytes of shared memory of a block.
+pub(super) fn shared_bytes(device: &CudaDevice) -> Result<usize> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
@@ -75,7 +81,7 @@ fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<
             Err(error) => bail!("{name} does not load on this GPU: {error}"),
         };
         // All that a block can have: the sizes of a kernel's launches differ, and the first need not be the largest.
-        let most = most_shared(device)? as i32;
+        let most = shared_bytes(device)? as i32;
         let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, most - own).w()?;

@@ -2,6 +2,7 @@
 //! of several warps, blocks that walk. (With `TRAINER_EMULATE_CUDA` set the twins are the kernels too.)
 
 use super::launch::vectors;
+use super::select::{AttentionKernels, Gpu, Own};
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
@@ -243,32 +244,37 @@ fn a_loss_that_is_not_finite_has_a_gradient_that_is_not_either() -> Result<()> {
     Ok(())
 }
 
-/// What a block has on an RTX 4090, an A10 or an L40S.
-const LITTLE_SHARED: usize = 99 << 10;
+/// An RTX 4090 or an L40S.
+const LITTLE: Gpu = Gpu { capability: (8, 9), shared_bytes: 99 << 10 };
 
 #[test]
 fn attention_of_every_head_dim_fits_into_little_shared_memory() {
     for dh in [8, 64, 72, 80, 128] {
-        let sizes = super::attention::shared_bytes(DType::BF16, dh, LITTLE_SHARED).unwrap();
-        assert!(sizes.iter().all(|bytes| *bytes <= LITTLE_SHARED), "{dh}: {sizes:?}");
+        let kernels = AttentionKernels::choose("attention", DType::BF16, dh, LITTLE).unwrap();
+        let backward = |own| kernels.backward(own).2;
+        let sizes = [kernels.forward().1, backward(Own::Keys), backward(Own::Queries)];
+        assert!(sizes.iter().all(|bytes| *bytes <= LITTLE.shared_bytes), "{dh}: {sizes:?}");
     }
 }
 
 #[test]
 fn gradients_of_attention_are_the_same_in_little_shared_memory() -> Result<()> {
+    use crate::batch::CuSeqlens;
     use crate::ops::{AttentionBackend as _, Flash, Masking, Qkv, Segments};
-    let ends = [0u32, 1, 18, 146, 146, 403];
+    use candle_core::Error;
+    let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
+    let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;
+    let segments = &Segments::new(cu_seqlens, rows)?;
     let ((h, hkv, dh), t) = ((4, 2, 128), 403);
     for masking in [Masking::Causal, Masking::Full] {
         let dtype = DType::BF16;
         let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
         let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
         let qkv = Qkv { q: &q, k: &k, v: &v };
-        let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
         let (o, lse) = Flash.forward(qkv, segments, masking)?;
-        let [little, much] = [LITTLE_SHARED, 163 << 10].map(|most| {
-            let within = super::attention::flash_attention_backward_within;
-            let grads = within(most, qkv, &o, &lse, &d_o, &ends, masking).unwrap();
+        let [little, much] = [LITTLE, Gpu::A100].map(|gpu| {
+            let within = super::attention::flash_attention_backward_on;
+            let grads = within(gpu, qkv, &o, &lse, &d_o, segments.cu_seqlens(), masking).unwrap();
             [grads.dq, grads.dk, grads.dv]
         });
         assert_all_close(&format!("{masking:?}"), &little, &much, Tolerance::BF16);

@@ -7,22 +7,15 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of one buffer")]
 
-use super::super::cpu::{self, Shared, read};
-use super::super::matmul::{Into, Raw, product};
-use super::super::simd::{dot, exp, exp_in_place, kernels, max};
-use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes, ranges};
-use candle_core::{DType, Device, Result, Tensor};
+use super::gemm::{Into, Raw, product};
+use super::simd::{dot, exp, exp_in_place, kernels, max};
+use super::{self as cpu, Shared};
+use crate::ops::Masking;
 use gemm::Parallelism;
 use std::ops::Range;
 
-/// Attention in tiles, with memory in the size of a tile.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Flash;
-
 /// Rows in a tile: queries times the heads of a group. A multiple amortises what a product spends on its keys.
 const ROWS: usize = 256;
-/// What the log calls it.
-const ON_CPU: &str = "flash, cpu";
 /// Queries of a head in a tile at least, however large the group.
 const MIN_QUERIES: usize = 32;
 /// Keys in a tile.
@@ -30,9 +23,9 @@ const KEYS: usize = 512;
 
 /// Queries and keys that see each other: the queries are the last `queries.len()` positions of the keys.
 #[derive(Debug, Clone)]
-pub(super) struct Span {
-    pub(super) queries: Range<usize>,
-    pub(super) keys: Range<usize>,
+pub(in crate::ops) struct Span {
+    pub(in crate::ops) queries: Range<usize>,
+    pub(in crate::ops) keys: Range<usize>,
 }
 
 impl Span {
@@ -139,11 +132,11 @@ kernels! {
 }
 
 /// Heads of a call, as the forward pass needs them.
-pub(super) struct Heads {
-    pub(super) h: usize,
-    pub(super) hkv: usize,
-    pub(super) dh: usize,
-    pub(super) scale: f32,
+pub(in crate::ops) struct Heads {
+    pub(in crate::ops) h: usize,
+    pub(in crate::ops) hkv: usize,
+    pub(in crate::ops) dh: usize,
+    pub(in crate::ops) scale: f32,
 }
 
 impl Heads {
@@ -181,7 +174,7 @@ fn most_keys(spans: &[Span]) -> usize {
 }
 
 /// `o` and `lse [H, T]` for the queries of `spans`, which tile the queries.
-pub(super) fn forward(
+pub(in crate::ops) fn forward(
     heads: &Heads,
     (q, k, v): (&[f32], &[f32], &[f32]),
     spans: &[Span],
@@ -272,13 +265,13 @@ pub(super) fn forward(
 }
 
 /// What the backward pass reads, in `f32`.
-struct Given<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    o: &'a [f32],
-    lse: &'a [f32],
-    d_o: &'a [f32],
+pub(in crate::ops) struct Given<'a> {
+    pub(in crate::ops) q: &'a [f32],
+    pub(in crate::ops) k: &'a [f32],
+    pub(in crate::ops) v: &'a [f32],
+    pub(in crate::ops) o: &'a [f32],
+    pub(in crate::ops) lse: &'a [f32],
+    pub(in crate::ops) d_o: &'a [f32],
 }
 
 /// What one thread works on in the backward pass.
@@ -290,7 +283,7 @@ struct Scratch {
     dq: Vec<f32>,
 }
 
-fn backward(
+pub(in crate::ops) fn backward(
     heads: &Heads,
     given: &Given<'_>,
     spans: &[Span],
@@ -383,71 +376,5 @@ fn backward_block(
     for (i, row) in scratch.dq.chunks(dh).take(num_rows).enumerate() {
         // SAFETY: these rows of these heads belong to this task.
         unsafe { dq_part.slice(block.range(i)) }.copy_from_slice(row);
-    }
-}
-
-fn spans(segments: Segments<'_>) -> Vec<Span> {
-    ranges(segments.cu_seqlens).map(|range| Span { queries: range.clone(), keys: range }).collect()
-}
-
-impl AttentionBackend for Flash {
-    fn name(&self) -> &'static str {
-        "flash"
-    }
-
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
-        let gpu = super::super::cuda::takes(device);
-        if gpu { super::super::cuda::attention_kernel(dtype, head_dim) } else { ON_CPU }
-    }
-
-    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-    fn kernel(&self, _: &Device, _: DType, _: usize) -> &'static str {
-        ON_CPU
-    }
-
-    fn forward(
-        &self,
-        qkv: Qkv<'_>,
-        segments: Segments<'_>,
-        masking: Masking,
-    ) -> Result<(Tensor, Tensor)> {
-        let op = "flash_attention";
-        let sizes = Sizes::check(op, qkv, segments)?;
-        gpu!(qkv.q => flash_attention(qkv, segments.cu_seqlens, masking));
-        let Sizes { t, h, hkv, dh, dtype } = sizes;
-        let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
-        let heads = Heads { h, hkv, dh, scale: sizes.scale() };
-        let spans = spans(segments);
-        let (o, lse) = forward(&heads, (&q.f32()?, &k.f32()?, &v.f32()?), &spans, masking);
-        Ok((cpu::tensor(o, (t, h, dh), dtype)?, cpu::tensor(lse, (h, t), DType::F32)?))
-    }
-
-    fn backward(
-        &self,
-        qkv: Qkv<'_>,
-        o: &Tensor,
-        lse: &Tensor,
-        d_o: &Tensor,
-        segments: Segments<'_>,
-        masking: Masking,
-    ) -> Result<QkvGrad> {
-        let op = "flash_attention_backward";
-        let sizes = Sizes::check(op, qkv, segments)?;
-        sizes.check_backward(op, o, lse, d_o)?;
-        gpu!(qkv.q => flash_attention_backward(qkv, o, lse, d_o, segments.cu_seqlens, masking));
-        let Sizes { t, h, hkv, dh, dtype } = sizes;
-        let heads = Heads { h, hkv, dh, scale: sizes.scale() };
-        let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
-        let (o, lse, d_o) = (read(op, "o", o)?, read(op, "lse", lse)?, read(op, "d_o", d_o)?);
-        let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
-        let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
-        let given = Given { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
-        let (dq, dk, dv) = backward(&heads, &given, &spans(segments), masking);
-        Ok(QkvGrad {
-            dq: cpu::tensor(dq, (t, h, dh), dtype)?,
-            dk: cpu::tensor(dk, (t, hkv, dh), dtype)?,
-            dv: cpu::tensor(dv, (t, hkv, dh), dtype)?,
-        })
     }
 }

@@ -6,7 +6,7 @@ use gemm::Parallelism;
 
 /// What becomes of the old contents of a product's destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Into {
+pub(in crate::ops) enum Into {
     /// Overwritten; may be uninitialised.
     Overwrite,
     /// Added to.
@@ -15,23 +15,23 @@ pub(super) enum Into {
 
 /// `[rows, columns]` somewhere in memory; element `(r, c)` is at `r * row_stride + c * column_stride`.
 #[derive(Clone, Copy)]
-pub(super) struct Raw<P> {
+pub(in crate::ops) struct Raw<P> {
     /// Element (0, 0).
-    pub(super) start: P,
+    pub(in crate::ops) start: P,
     /// Distance of rows in elements.
-    pub(super) row_stride: usize,
+    pub(in crate::ops) row_stride: usize,
     /// Distance of columns in elements.
-    pub(super) column_stride: usize,
+    pub(in crate::ops) column_stride: usize,
 }
 
 impl<P> Raw<P> {
     /// Rows `row_stride` apart.
-    pub(super) fn rows(start: P, row_stride: usize) -> Self {
+    pub(in crate::ops) fn rows(start: P, row_stride: usize) -> Self {
         Self { start, row_stride, column_stride: 1 }
     }
 
     /// The transpose.
-    pub(super) fn t(self) -> Self {
+    pub(in crate::ops) fn t(self) -> Self {
         Self { start: self.start, row_stride: self.column_stride, column_stride: self.row_stride }
     }
 }
@@ -40,7 +40,7 @@ impl<P> Raw<P> {
 ///
 /// # Safety
 /// All elements that the three shapes reach are valid; those of `dst` are reached by nobody else.
-pub(super) unsafe fn product(
+pub(in crate::ops) unsafe fn product(
     (m, n, k): (usize, usize, usize),
     dst: Raw<*mut f32>,
     into: Into,
@@ -75,7 +75,7 @@ pub(super) unsafe fn product(
 }
 
 /// `dst [m, n]` from `a [m, k]` and `b [n, k]`: `a b^T`, on all threads.
-pub(super) fn nt(
+pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     into: Into,
@@ -91,7 +91,7 @@ pub(super) fn nt(
 }
 
 /// `dst [m, n]` from `a [m, k]` and `b [k, n]`: `a b`, on all threads.
-pub(super) fn nn(
+pub(in crate::ops) fn nn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     into: Into,
@@ -107,7 +107,7 @@ pub(super) fn nn(
 }
 
 /// `dst [m, n]` from `a [k, m]` and `b [k, n]`: `a^T b`, on all threads.
-pub(super) fn tn(
+pub(in crate::ops) fn tn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     into: Into,

@@ -21,10 +21,10 @@ use std::cell::Cell;
 use std::ops::Range;
 
 /// Elements that one task converts or copies; fixed, so that no result depends on the thread count.
-pub(super) const BLOCK: usize = 1 << 15;
+pub(in crate::ops) const BLOCK: usize = 1 << 15;
 
 /// An element type of activations and weights.
-pub(super) trait Element: WithDType {
+pub(in crate::ops) trait Element: WithDType {
     /// Exact.
     fn widen(self) -> f32;
     /// To the nearest.
@@ -65,7 +65,7 @@ impl Element for bf16 {
 }
 
 /// A tensor that an op reads.
-pub(super) struct Operand<'a> {
+pub(in crate::ops) struct Operand<'a> {
     storage: StorageRef<'a>,
     range: Range<usize>,
     op: &'static str,
@@ -73,7 +73,7 @@ pub(super) struct Operand<'a> {
 }
 
 /// Locks `tensor` for reading; `op` and `name` go into errors.
-pub(super) fn read<'a>(
+pub(in crate::ops) fn read<'a>(
     op: &'static str,
     name: &'static str,
     tensor: &'a Tensor,
@@ -102,7 +102,7 @@ impl Operand<'_> {
     }
 
     /// The elements, which must be of type `T`.
-    pub(super) fn slice<T: WithDType>(&self) -> Result<&[T]> {
+    pub(in crate::ops) fn slice<T: WithDType>(&self) -> Result<&[T]> {
         let storage = self.cpu()?;
         match storage.as_slice::<T>() {
             Ok(all) => Ok(&all[self.range.clone()]),
@@ -117,7 +117,7 @@ impl Operand<'_> {
     }
 
     /// The elements, to be lent block by block in `f32`.
-    pub(super) fn values(&self) -> Result<Values<'_>> {
+    pub(in crate::ops) fn values(&self) -> Result<Values<'_>> {
         match Storage::dtype(&self.storage) {
             DType::BF16 => Ok(Values::Bf16(self.slice::<bf16>()?)),
             _ => Ok(Values::F32(self.slice::<f32>()?)),
@@ -125,7 +125,7 @@ impl Operand<'_> {
     }
 
     /// The elements in `f32`; all of them are widened if they are `bf16`, so this is for operands that are a row.
-    pub(super) fn f32(&self) -> Result<Cow<'_, [f32]>> {
+    pub(in crate::ops) fn f32(&self) -> Result<Cow<'_, [f32]>> {
         match Storage::dtype(&self.storage) {
             DType::BF16 => Ok(Cow::Owned(widen(self.slice::<bf16>()?))),
             _ => Ok(Cow::Borrowed(self.slice::<f32>()?)),
@@ -134,7 +134,7 @@ impl Operand<'_> {
 }
 
 /// Whole operands of an op, checked to have one dtype out of the two that we compute in.
-pub(super) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Result<DType> {
+pub(in crate::ops) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Result<DType> {
     let dtype = tensors[0].1.dtype();
     if !matches!(dtype, DType::F32 | DType::BF16) {
         bail!("{op}: `{}` is {dtype:?}, expected F32 or BF16", tensors[0].0);
@@ -148,7 +148,7 @@ pub(super) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Result<DTy
 }
 
 /// Fails unless `tensor` has the shape `expected`.
-pub(super) fn expect_shape(
+pub(in crate::ops) fn expect_shape(
     op: &str,
     name: &str,
     tensor: &Tensor,
@@ -161,7 +161,12 @@ pub(super) fn expect_shape(
 }
 
 /// Fails unless `tensor` is `f32` and has the shape `expected`.
-pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usize]) -> Result<()> {
+pub(in crate::ops) fn expect_f32(
+    op: &str,
+    name: &str,
+    tensor: &Tensor,
+    expected: &[usize],
+) -> Result<()> {
     if tensor.dtype() != DType::F32 {
         bail!("{op}: `{name}` is {:?}, expected F32", tensor.dtype());
     }
@@ -169,7 +174,7 @@ pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usiz
 }
 
 /// A new tensor of `dtype` from `f32` elements.
-pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+pub(in crate::ops) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     if dtype == DType::BF16 {
         let mut y = Vec::new();
         narrow_onto(&x, &mut y);
@@ -179,7 +184,7 @@ pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Resu
 }
 
 /// Fails if `tensor` shares its storage with one of `sources`: locking it twice would never return.
-pub(super) fn distinct(
+pub(in crate::ops) fn distinct(
     op: &str,
     name: &str,
     tensor: &Tensor,
@@ -195,7 +200,7 @@ pub(super) fn distinct(
 }
 
 /// Runs `f` on the elements of `tensor`, which must be of type `T` and not be locked by the caller.
-pub(super) fn write<T: Element, R>(
+pub(in crate::ops) fn write<T: Element, R>(
     op: &'static str,
     name: &'static str,
     tensor: &Tensor,
@@ -242,7 +247,7 @@ pub(super) fn write<T: Element, R>(
 }
 
 /// A pointer that several tasks share; each must write a part of its own.
-pub(super) struct Shared<T>(*mut T);
+pub(in crate::ops) struct Shared<T>(*mut T);
 
 impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
@@ -259,7 +264,7 @@ unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
     /// The start of `all`, which must stay borrowed for as long as the pointer is used.
-    pub(super) fn of(all: &mut [T]) -> Self {
+    pub(in crate::ops) fn of(all: &mut [T]) -> Self {
         Self(all.as_mut_ptr())
     }
 
@@ -267,7 +272,7 @@ impl<T> Shared<T> {
     ///
     /// # Safety
     /// `at` is inside the slice that this was made of.
-    pub(super) unsafe fn at(self, at: usize) -> *mut T {
+    pub(in crate::ops) unsafe fn at(self, at: usize) -> *mut T {
         // SAFETY: by the caller's promise.
         unsafe { self.0.add(at) }
     }
@@ -276,7 +281,7 @@ impl<T> Shared<T> {
     ///
     /// # Safety
     /// `range` is inside the slice that this was made of, and no other task uses any of it meanwhile.
-    pub(super) unsafe fn slice<'a>(self, range: Range<usize>) -> &'a mut [T] {
+    pub(in crate::ops) unsafe fn slice<'a>(self, range: Range<usize>) -> &'a mut [T] {
         // SAFETY: by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }
@@ -284,7 +289,7 @@ impl<T> Shared<T> {
 
 /// Runs `task` once for each of `0..num_tasks` on all threads, in order of index: put long tasks first.
 /// Each thread makes one `scratch`.
-pub(super) fn for_each_task<S>(
+pub(in crate::ops) fn for_each_task<S>(
     num_tasks: usize,
     scratch: impl Fn() -> S + Sync,
     task: impl Fn(&mut S, usize) + Sync,
@@ -305,7 +310,7 @@ pub(super) fn for_each_task<S>(
 
 /// Column sums over blocks of rows: `block(rows, partial)` adds into its own `[width]` of zeros, and the
 /// partial sums are added up in the order of the blocks.
-pub(super) fn column_sums(
+pub(in crate::ops) fn column_sums(
     num_rows: usize,
     width: usize,
     block: impl Fn(Range<usize>, &mut [f32]) + Sync,
@@ -326,7 +331,7 @@ pub(super) fn column_sums(
 }
 
 /// Rows in a block of [`column_sums`] and of the row-wise ops.
-pub(super) const ROWS: usize = 32;
+pub(in crate::ops) const ROWS: usize = 32;
 
 super::simd::kernels! {
     fn add_block(x: &[f32], y: &mut [f32]) {
@@ -337,7 +342,7 @@ super::simd::kernels! {
 }
 
 /// `y += x`.
-pub(super) fn add(x: &[f32], y: &mut [f32]) {
+pub(in crate::ops) fn add(x: &[f32], y: &mut [f32]) {
     add_block(x, y);
 }
 
@@ -350,6 +355,6 @@ super::simd::kernels! {
 }
 
 /// `y += factor * x`.
-pub(super) fn add_scaled(factor: f32, x: &[f32], y: &mut [f32]) {
+pub(in crate::ops) fn add_scaled(factor: f32, x: &[f32], y: &mut [f32]) {
     add_scaled_block(factor, x, y);
 }

@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
 use super::blocks::{Filled, Values, narrow_onto, span, widen};
-use super::matmul::{Into, Raw, product};
+use super::gemm::{Into, Raw, product};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
 use std::borrow::Cow;
@@ -22,7 +22,7 @@ fn panels(num_rows: usize, width: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Elements `span` in `f32`, widened on all threads if need be.
-pub(super) fn widened(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
+pub(in crate::ops) fn widened(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
     match values {
         Values::F32(all) => Cow::Borrowed(&all[span]),
         Values::Bf16(all) => Cow::Owned(widen(&all[span])),
@@ -47,7 +47,7 @@ fn for_each_panel(
 
 /// A tensor `[num_rows, width]` of `dtype` out of rows that `f` computes in `f32`: all at once in `f32`, and in `bf16` as
 /// many as are widened at a time where a row has `widest` elements.
-pub(super) fn by_rows(
+pub(in crate::ops) fn by_rows(
     (num_rows, width, widest): (usize, usize, usize),
     shape: impl std::convert::Into<Shape>,
     dtype: DType,
@@ -64,7 +64,11 @@ pub(super) fn by_rows(
 }
 
 /// `a b^T [m, n]` from `a [m, k]` and `b [n, k]`, on all threads.
-pub(super) fn new_nt((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>) -> Vec<f32> {
+pub(in crate::ops) fn new_nt(
+    (m, n, k): (usize, usize, usize),
+    a: &[f32],
+    b: Values<'_>,
+) -> Vec<f32> {
     if k == 0 {
         return vec![0.0; m * n];
     }
@@ -78,7 +82,11 @@ pub(super) fn new_nt((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>)
 }
 
 /// `a b [m, n]` from `a [m, k]` and `b [k, n]`, on all threads.
-pub(super) fn new_nn((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>) -> Vec<f32> {
+pub(in crate::ops) fn new_nn(
+    (m, n, k): (usize, usize, usize),
+    a: &[f32],
+    b: Values<'_>,
+) -> Vec<f32> {
     if k == 0 {
         return vec![0.0; m * n];
     }
@@ -92,7 +100,7 @@ pub(super) fn new_nn((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>)
 }
 
 /// `dst [m, n]` from `a [m, k]` and `b [n, k]`, `k > 0`: `a b^T`, on all threads.
-pub(super) fn nt(
+pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     into: Into,
@@ -105,7 +113,7 @@ pub(super) fn nt(
 }
 
 /// `dst [m, n]` from `a [m, k]` and `b [k, n]`, `k > 0`: `a b`, on all threads.
-pub(super) fn nn(
+pub(in crate::ops) fn nn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     into: Into,
@@ -118,7 +126,7 @@ pub(super) fn nn(
 }
 
 /// `dst [m, n]` from `a [k, m]` and `b [k, n]`: adds `a^T b`, on all threads.
-pub(super) fn add_tn(
+pub(in crate::ops) fn add_tn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
     a: Values<'_>,
@@ -126,7 +134,7 @@ pub(super) fn add_tn(
 ) {
     assert!(dst.len() == m * n && a.len() == k * m && b.len() == k * n, "shapes were checked");
     let mut add =
-        |a: &[f32], b: &[f32]| super::matmul::tn((m, n, a.len() / m.max(1)), dst, Into::Add, a, b);
+        |a: &[f32], b: &[f32]| super::gemm::tn((m, n, a.len() / m.max(1)), dst, Into::Add, a, b);
     match (a, b) {
         (Values::F32(a), Values::F32(b)) => add(a, b),
         _ => {

@@ -97,8 +97,8 @@ fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
 
 #[cfg(not(feature = "cuda"))]
 fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+    use crate::ops::cpu::gemm::{Into, nn, nt, tn};
     use crate::ops::cpu::{self, Element as _, read};
-    use crate::ops::matmul::{Into, nn, nt, tn};
     use half::bf16;
 
     fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {

@@ -62,7 +62,7 @@ mod source {
     const HUGE_PAGE: usize = 2 << 20;
 
     /// `size` zeroed bytes, or null.
-    pub(super) fn get(size: usize) -> *mut u8 {
+    pub(in crate::ops) fn get(size: usize) -> *mut u8 {
         if size < 2 * HUGE_PAGE {
             return map(size);
         }
@@ -98,7 +98,7 @@ mod source {
 
     /// # Safety
     /// `block` is from `get` with the same size, and nobody uses it.
-    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+    pub(in crate::ops) unsafe fn give_back(block: *mut u8, size: usize) {
         // SAFETY: by the caller's promise; a failure would leave the pages mapped and unused.
         unsafe { libc::munmap(block.cast(), size) };
     }
@@ -114,14 +114,14 @@ mod source {
     }
 
     /// `size` zeroed bytes, or null.
-    pub(super) fn get(size: usize) -> *mut u8 {
+    pub(in crate::ops) fn get(size: usize) -> *mut u8 {
         // SAFETY: the size of a class is not zero.
         unsafe { System.alloc_zeroed(layout(size)) }
     }
 
     /// # Safety
     /// `block` is from `get` with the same size, and nobody uses it.
-    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+    pub(in crate::ops) unsafe fn give_back(block: *mut u8, size: usize) {
         // SAFETY: by the caller's promise.
         unsafe { System.dealloc(block, layout(size)) };
     }

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "tasks change disjoint parts of several tensors")]
 
 use super::blocks::{ON_STACK, narrow_into, widen_block};
-use super::cpu::{self, BLOCK, Element, Shared};
+use super::{self as cpu, BLOCK, Element, Shared};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
 use rayon::prelude::*;
@@ -21,7 +21,7 @@ pub enum Again {
 
 /// Calls `f(span, parts)` for the same elements of all `tensors`, of one shape and dtype, on all threads, to change
 /// them in place. No two of them may share memory.
-pub(super) fn change<const N: usize>(
+pub(in crate::ops) fn change<const N: usize>(
     op: &'static str,
     tensors: [(&'static str, &Tensor); N],
     f: impl Fn(Range<usize>, [&mut [f32]; N]) + Sync,

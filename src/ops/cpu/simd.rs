@@ -72,7 +72,8 @@ static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
 });
 
 /// The level of all kernels of this process.
-pub(super) static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
+pub(in crate::ops) static LEVEL: LazyLock<SimdLevel> =
+    LazyLock::new(|| simd_level().unwrap_or(best()));
 
 fn choose(wish: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
     if wish.is_empty() {
@@ -129,19 +130,19 @@ macro_rules! kernels {
                 body($($arg),*)
             }
 
-            match *$crate::ops::simd::LEVEL {
+            match *$crate::ops::cpu::simd::LEVEL {
                 // SAFETY: `LEVEL` says that the CPU has every feature that is enabled.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::ops::cpu::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::ops::simd::SimdLevel::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::ops::cpu::simd::SimdLevel::Avx2 => unsafe { avx2($($arg),*) },
                 _ => body($($arg),*),
             }
         }
     )* };
 }
-pub(super) use kernels;
+pub(in crate::ops) use kernels;
 
 /// Polynomial of [`exp`], highest power first.
 const EXP: [f32; 6] =
@@ -152,7 +153,7 @@ const LANES: usize = 64;
 
 /// `e^x`, relative error below 2e-7. Saturates outside of [-87.3, 88.3]; a NaN stays one.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(in crate::ops) fn exp(x: f32) -> f32 {
     /// Adding it leaves the nearest integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HI: f32 = 0.693_359_4;
@@ -176,13 +177,13 @@ pub(super) fn exp(x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
-pub(super) fn sigmoid(x: f32) -> f32 {
+pub(in crate::ops) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 /// Sum of `x[i] * y[i]`.
 #[inline(always)]
-pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
     let n = x.len().min(y.len());
     let (x, y) = (&x[..n], &y[..n]);
     let mut lanes = [0f32; LANES];
@@ -204,7 +205,7 @@ pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
 
 /// Sum of `x[i] * y[i] * z[i]`.
 #[inline(always)]
-pub(super) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
+pub(in crate::ops) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
     let n = x.len().min(y.len()).min(z.len());
     let (x, y, z) = (&x[..n], &y[..n], &z[..n]);
     let mut lanes = [0f32; LANES];
@@ -226,7 +227,7 @@ pub(super) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
 
 /// Sum of `x`.
 #[inline(always)]
-pub(super) fn sum(x: &[f32]) -> f32 {
+pub(in crate::ops) fn sum(x: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
     let whole = x.len() / LANES * LANES;
     let mut at = 0;
@@ -246,7 +247,7 @@ pub(super) fn sum(x: &[f32]) -> f32 {
 
 /// Sum of `(x[i] - mean)^2`.
 #[inline(always)]
-pub(super) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
+pub(in crate::ops) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
     let mut lanes = [0f32; LANES];
     let whole = x.len() / LANES * LANES;
     let mut at = 0;
@@ -267,7 +268,7 @@ pub(super) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
 
 /// Largest of `x`, negative infinity without any. NaNs are passed over.
 #[inline(always)]
-pub(super) fn max(x: &[f32]) -> f32 {
+pub(in crate::ops) fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let whole = x.len() / LANES * LANES;
     let mut at = 0;
@@ -290,7 +291,7 @@ pub(super) fn max(x: &[f32]) -> f32 {
 
 /// Sum of `e^(x[i] - shift)`.
 #[inline(always)]
-pub(super) fn sum_exp(x: &[f32], shift: f32) -> f32 {
+pub(in crate::ops) fn sum_exp(x: &[f32], shift: f32) -> f32 {
     let mut lanes = [0f32; LANES];
     let whole = x.len() / LANES * LANES;
     let mut at = 0;
@@ -310,7 +311,7 @@ pub(super) fn sum_exp(x: &[f32], shift: f32) -> f32 {
 
 /// Replaces each `x` by `e^(x * scale - shift)` and returns their sum.
 #[inline(always)]
-pub(super) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
+pub(in crate::ops) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
     let mut lanes = [0f32; LANES];
     let whole = x.len() / LANES * LANES;
     let mut at = 0;
@@ -333,7 +334,7 @@ pub(super) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
 
 /// The value that bf16 keeps of `x`: nearest, ties to even.
 #[inline(always)]
-pub(super) fn round_to_bf16(x: f32) -> f32 {
+pub(in crate::ops) fn round_to_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000;
     if x.is_nan() { x } else { f32::from_bits(rounded) }

@@ -12,8 +12,8 @@
     reason = "a call would leave the level that a kernel is compiled for"
 )]
 
-use super::cpu::{BLOCK, Element, Shared};
 use super::simd::kernels;
+use super::{BLOCK, Element, Shared};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use half::bf16;
 use rayon::prelude::*;
@@ -25,10 +25,10 @@ use std::ops::{Deref, Range};
 /// Elements of the widest operand that are worked on at a time: they stay in the first-level cache.
 const AT_A_TIME: usize = 1 << 13;
 /// Elements of `bf16` that an elementwise op widens at a time.
-pub(super) const ON_STACK: usize = 1 << 12;
+pub(in crate::ops) const ON_STACK: usize = 1 << 12;
 
 kernels! {
-    pub(super) fn widen_block(x: &[bf16], y: &mut [f32]) {
+    pub(in crate::ops) fn widen_block(x: &[bf16], y: &mut [f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = x.widen();
         }
@@ -40,7 +40,7 @@ kernels! {
         }
     }
 
-    pub(super) fn narrow_into(x: &[f32], y: &mut [bf16]) {
+    pub(in crate::ops) fn narrow_into(x: &[f32], y: &mut [bf16]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = bf16::narrow(*x);
         }
@@ -54,7 +54,7 @@ kernels! {
 }
 
 /// `x` in `f32`, on all threads.
-pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
+pub(in crate::ops) fn widen(x: &[bf16]) -> Vec<f32> {
     let mut y = Vec::with_capacity(x.len());
     let memory = &mut y.spare_capacity_mut()[..x.len()];
     memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| widen_first(x, y));
@@ -64,7 +64,7 @@ pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
 }
 
 /// Appends `x`, rounded to the nearest, to `y`, on all threads.
-pub(super) fn narrow_onto(x: &[f32], y: &mut Vec<bf16>) {
+pub(in crate::ops) fn narrow_onto(x: &[f32], y: &mut Vec<bf16>) {
     y.reserve(x.len());
     let memory = &mut y.spare_capacity_mut()[..x.len()];
     memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| narrow_block(x, y));
@@ -74,7 +74,7 @@ pub(super) fn narrow_onto(x: &[f32], y: &mut Vec<bf16>) {
 
 /// The elements of an operand.
 #[derive(Clone, Copy)]
-pub(super) enum Values<'a> {
+pub(in crate::ops) enum Values<'a> {
     /// As ops compute.
     F32(&'a [f32]),
     /// As they may be stored.
@@ -83,7 +83,7 @@ pub(super) enum Values<'a> {
 
 impl<'a> Values<'a> {
     /// How many.
-    pub(super) fn len(self) -> usize {
+    pub(in crate::ops) fn len(self) -> usize {
         match self {
             Self::F32(all) => all.len(),
             Self::Bf16(all) => all.len(),
@@ -91,7 +91,7 @@ impl<'a> Values<'a> {
     }
 
     /// Elements `span`; for `bf16` as many as a thread's scratch should hold.
-    pub(super) fn lend(self, span: Range<usize>) -> Lent<'a> {
+    pub(in crate::ops) fn lend(self, span: Range<usize>) -> Lent<'a> {
         match self {
             Self::F32(all) => Lent::Borrowed(&all[span]),
             Self::Bf16(all) => {
@@ -104,7 +104,7 @@ impl<'a> Values<'a> {
 }
 
 /// Elements in `f32` for as long as this lives.
-pub(super) enum Lent<'a> {
+pub(in crate::ops) enum Lent<'a> {
     /// The operand's own memory.
     Borrowed(&'a [f32]),
     /// A copy.
@@ -128,7 +128,7 @@ thread_local! {
 }
 
 /// A buffer of this thread, which goes back at the end.
-pub(super) struct Scratch {
+pub(in crate::ops) struct Scratch {
     buffer: Vec<f32>,
     len: usize,
 }
@@ -158,7 +158,7 @@ impl Drop for Scratch {
 }
 
 /// The elements of a result.
-pub(super) enum Filled {
+pub(in crate::ops) enum Filled {
     /// As ops compute.
     F32(Vec<f32>),
     /// Narrowed.
@@ -167,7 +167,7 @@ pub(super) enum Filled {
 
 impl Filled {
     /// The elements of a result that was asked for in `f32`.
-    pub(super) fn into_f32(self) -> Vec<f32> {
+    pub(in crate::ops) fn into_f32(self) -> Vec<f32> {
         match self {
             Self::F32(all) => all,
             Self::Bf16(_) => unreachable!("asked for `f32`"),
@@ -175,7 +175,7 @@ impl Filled {
     }
 
     /// The result as a tensor.
-    pub(super) fn tensor(self, shape: impl Into<Shape>) -> Result<Tensor> {
+    pub(in crate::ops) fn tensor(self, shape: impl Into<Shape>) -> Result<Tensor> {
         match self {
             Self::F32(all) => Tensor::from_vec(all, shape.into(), &Device::Cpu),
             Self::Bf16(all) => Tensor::from_vec(all, shape.into(), &Device::Cpu),
@@ -280,7 +280,7 @@ impl Part<'_> {
 ///
 /// `fill(rows, parts)` is called for blocks of at most `block` rows on all threads. It gets the block's rows of each
 /// result, zeros to begin with. A result without width leaves nothing to call for.
-pub(super) fn filled<const N: usize>(
+pub(in crate::ops) fn filled<const N: usize>(
     num_rows: usize,
     block: usize,
     outputs: [(usize, DType); N],
@@ -316,13 +316,13 @@ pub(super) fn filled<const N: usize>(
 }
 
 /// Elements of a result that nobody has written yet. [`Slots::fill`] writes each once: nothing else gives a [`Full`].
-pub(super) struct Slots<'s, 'b> {
+pub(in crate::ops) struct Slots<'s, 'b> {
     all: &'s mut [MaybeUninit<f32>],
     brand: Brand<'b>,
 }
 
 /// Says that the slots with the same brand were filled.
-pub(super) struct Full<'b>(Brand<'b>);
+pub(in crate::ops) struct Full<'b>(Brand<'b>);
 
 /// A lifetime that fits no other.
 type Brand<'b> = PhantomData<fn(&'b ()) -> &'b ()>;
@@ -336,13 +336,13 @@ enum SlotsOf<'a> {
 impl<'b> Slots<'_, 'b> {
     /// How many.
     #[inline(always)]
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::ops) fn len(&self) -> usize {
         self.all.len()
     }
 
     /// Slot `i` becomes `value(i)`.
     #[inline(always)]
-    pub(super) fn fill(self, value: impl Fn(usize) -> f32) -> Full<'b> {
+    pub(in crate::ops) fn fill(self, value: impl Fn(usize) -> f32) -> Full<'b> {
         for i in 0..self.all.len() {
             self.all[i].write(value(i));
         }
@@ -354,7 +354,7 @@ impl<'b> Slots<'_, 'b> {
 ///
 /// [`filled`] writes zeros first, and so brings memory into the caches before results come: at sizes beyond them that
 /// took a quarter to two fifths of the time of an elementwise op.
-pub(super) fn elementwise(
+pub(in crate::ops) fn elementwise(
     len: usize,
     dtype: DType,
     fill: impl for<'b> Fn(Range<usize>, Slots<'_, 'b>) -> Full<'b> + Sync,
@@ -385,13 +385,16 @@ pub(super) fn elementwise(
 }
 
 /// `rows` in pieces that are worked on at a time where the widest operand has `width` columns.
-pub(super) fn pieces(rows: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
+pub(in crate::ops) fn pieces(
+    rows: Range<usize>,
+    width: usize,
+) -> impl Iterator<Item = Range<usize>> {
     let step = (AT_A_TIME / width.max(1)).max(1);
     let end = rows.end;
     rows.step_by(step).map(move |start| start..(start + step).min(end))
 }
 
 /// The elements of `rows` in a matrix with `width` columns.
-pub(super) fn span(rows: &Range<usize>, width: usize) -> Range<usize> {
+pub(in crate::ops) fn span(rows: &Range<usize>, width: usize) -> Range<usize> {
     rows.start * width..rows.end * width
 }

@@ -1,25 +1,25 @@
 //! Sums over rows beside a pass that computes something else of them, the same for every number of threads.
 
-use super::cpu::{self, ROWS};
+use super::{self as cpu, ROWS};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Sums of `width` columns, in a part for each block of [`ROWS`] rows.
-pub(super) struct ColumnSums {
+pub(in crate::ops) struct ColumnSums {
     parts: Vec<Mutex<Vec<f32>>>,
     width: usize,
 }
 
 impl ColumnSums {
     /// Of no columns where nobody asks for the sums.
-    pub(super) fn new(num_rows: usize, width: usize, wanted: bool) -> Self {
+    pub(in crate::ops) fn new(num_rows: usize, width: usize, wanted: bool) -> Self {
         let width = if wanted { width } else { 0 };
         let parts = (0..num_rows.div_ceil(ROWS)).map(|_| Mutex::default()).collect();
         Self { parts, width }
     }
 
     /// Adds `rows`, which lie in one block: `add` gets the block's sums, or nothing if there are no columns.
-    pub(super) fn add(&self, rows: &Range<usize>, add: impl FnOnce(&mut [f32])) {
+    pub(in crate::ops) fn add(&self, rows: &Range<usize>, add: impl FnOnce(&mut [f32])) {
         if self.width == 0 {
             return;
         }
@@ -30,7 +30,7 @@ impl ColumnSums {
     }
 
     /// The parts added up in the order of the blocks.
-    pub(super) fn finish(self) -> Vec<f32> {
+    pub(in crate::ops) fn finish(self) -> Vec<f32> {
         let mut sums = vec![0f32; self.width];
         for part in self.parts {
             cpu::add(&part.into_inner().unwrap_or_else(PoisonError::into_inner), &mut sums);
