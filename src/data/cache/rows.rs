@@ -197,7 +197,7 @@ impl Rows {
         let [mut reason, mut message] = [(); 2].map(|()| StringBuilder::new());
         let image = Field::new("image", DataType::Struct(image_fields()), false);
         let structs = StructBuilder::from_fields(image_fields(), entries.len());
-        let mut images = ListBuilder::new(structs).with_field(image);
+        let mut image_list = ListBuilder::new(structs).with_field(image);
         for entry in entries {
             line.append_value(entry.line);
             offset.append_value(entry.offset);
@@ -205,10 +205,10 @@ impl Rows {
             let (text_of, row_lengths) = match &entry.outcome {
                 Outcome::Measured { measured, images, videos } => {
                     for (size, file) in measured.sizes.iter().zip(images) {
-                        append_image(images.values(), *size, file.as_ref());
+                        append_image(image_list.values(), *size, file.as_ref());
                     }
                     for file in videos {
-                        append_image(images.values(), NO_PICTURE, Some(file));
+                        append_image(image_list.values(), NO_PICTURE, Some(file));
                     }
                     video_patches.append_value(measured.video_patches);
                     reason.append_null();
@@ -222,7 +222,7 @@ impl Rows {
                     (Outline::default(), None)
                 }
             };
-            images.append(true);
+            image_list.append(true);
             length.append_option(row_lengths.map(|lengths| lengths.tokens as u32));
             visual.append_option(row_lengths.map(|lengths| lengths.visual_tokens as u32));
             supervised.append_option(row_lengths.map(|_| text_of.num_targets as u32));
@@ -244,7 +244,7 @@ impl Rows {
             Arc::new(before.finish()),
             Arc::new(first.finish()),
             Arc::new(last.finish()),
-            Arc::new(images.finish()),
+            Arc::new(image_list.finish()),
             Arc::new(video_patches.finish()),
             Arc::new(reason.finish()),
             Arc::new(message.finish()),
