@@ -1,7 +1,7 @@
-//! `y = x W^T + b`, and its gradients.
+//! Linear layer `y = x W^T + b`, and its gradients.
 //!
-//! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
-//! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
+//! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`, `y [N,
+//! M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are `f32`.
 
 use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
@@ -9,15 +9,15 @@ use super::matmul::Into;
 use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// `[N, last]` of a tensor whose last dim is kept.
+/// Returns `(N, last)`: the product of all dims but the last, and the last.
 fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
     match t.dims() {
-        [] => bail!("{op}: `{name}` has no dims"),
+        [] => bail!("{op}: `{name}` is a scalar, expected at least one dim"),
         [rows @ .., last] => Ok((rows.iter().product(), *last)),
     }
 }
 
-/// `[M, K]` of a weight: its first dim, and the product of the others.
+/// Returns `(M, K)` of a weight: its first dim, and the product of the others.
 fn matrix_of(op: &str, w: &Tensor) -> Result<(usize, usize)> {
     match w.dims() {
         [m, k @ ..] if !k.is_empty() => Ok((*m, k.iter().product())),
@@ -33,12 +33,12 @@ fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
     dims
 }
 
-/// `x W^T + bias`: `[N, M]`.
+/// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     forward("linear", x, w, bias, None)
 }
 
-/// `x W^T + bias + residual`, with `residual: [N, M]`.
+/// Returns `x W^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
 pub fn linear_add(
     x: &Tensor,
     w: &Tensor,
@@ -57,7 +57,11 @@ fn forward(
 ) -> Result<Tensor> {
     let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
     if k != w_k {
-        bail!("{op}: `x` is {:?} and `w` is {:?}: {k} against {w_k} inputs", x.dims(), w.dims());
+        bail!(
+            "{op}: `x` is {:?} and `w` is {:?}: found {k} inputs, expected {w_k}",
+            x.dims(),
+            w.dims()
+        );
     }
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     let shape = with_last(x, m);
@@ -100,12 +104,16 @@ fn forward(
 fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
     let ((n, m), (w_m, k)) = (rows_of(op, "dy", dy)?, matrix_of(op, w)?);
     if m != w_m {
-        bail!("{op}: `dy` is {:?} and `w` is {:?}: {m} against {w_m} outputs", dy.dims(), w.dims());
+        bail!(
+            "{op}: `dy` is {:?} and `w` is {:?}: found {m} outputs, expected {w_m}",
+            dy.dims(),
+            w.dims()
+        );
     }
     Ok((n, m, k))
 }
 
-/// `dx = dy W`: `[N, K]`.
+/// Returns the input gradient `dy W`, `[N, K]`.
 pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let op = "linear_backward_input";
     let (n, m, k) = backward_shape(op, dy, w)?;
@@ -119,7 +127,8 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// `dx + dy W`: `[N, K]`. The memory of `dx` is reused: the caller gives it up, with all its clones.
+/// Returns `dx + dy W`, `[N, K]`. It may reuse the memory of `dx`, so `dx` and its clones must not
+/// be used afterwards.
 pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<Tensor> {
     let op = "linear_backward_input_add";
     let (n, m, k) = backward_shape(op, dy, w)?;
@@ -143,12 +152,16 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     })
 }
 
-/// `dw += dy^T x`, with `dw: f32` in the shape of the weight.
+/// Adds the weight gradient `dy^T x` to `dw` (`f32`), which has the shape of the weight.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
     let op = "linear_backward_weight";
     let ((n, k), (dy_n, m)) = (rows_of(op, "x", x)?, rows_of(op, "dy", dy)?);
     if n != dy_n {
-        bail!("{op}: `x` is {:?} and `dy` is {:?}: {n} against {dy_n} rows", x.dims(), dy.dims());
+        bail!(
+            "{op}: `x` is {:?} and `dy` is {:?}: found {dy_n} rows in `dy`, expected {n}",
+            x.dims(),
+            dy.dims()
+        );
     }
     compute_dtype(op, &[("x", x), ("dy", dy)])?;
     expect_f32(op, "dw", dw, dw.dims())?;
@@ -162,7 +175,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
     cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
 }
 
-/// `db += dy` summed over rows, with `db: [M]` in `f32`.
+/// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).
 pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let op = "bias_backward";
     let (n, m) = rows_of(op, "dy", dy)?;
@@ -193,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_linear_and_its_gradients_match_the_reference() {
+    fn linear_and_its_gradients_match_the_reference() {
         for (n, k, m) in
             [(1, 1, 1), (1, 33, 65), (3, 17, 5), (31, 64, 33), (65, 40, 1), (130, 70, 96)]
         {
@@ -209,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+    fn the_bias_gradient_is_the_sum_of_all_rows_at_any_storage_offset() {
         for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
             for dtype in [DType::F32, DType::BF16] {
                 let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
@@ -225,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_residual_is_added_on_both_ways() {
+    fn residuals_are_added_in_forward_and_backward() {
         let inputs =
             [random(1, &[33, 20]), random(2, &[40, 20]), random(3, &[40]), random(4, &[33, 40])];
         let plain = |t: &[Tensor]| plain(t)? + &t[3];
@@ -241,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_of_more_dims_is_read_as_a_matrix() {
+    fn a_weight_with_more_than_two_dims_is_read_as_a_matrix() {
         let (x, w) = (random(1, &[5, 12]), random(2, &[7, 3, 2, 2]));
         let y = linear(&x, &w, None).unwrap();
         let flat = linear(&x, &w.reshape((7, 12)).unwrap(), None).unwrap();
@@ -252,10 +265,10 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_do_not_fit_are_named() {
+    fn errors_name_the_operand_with_the_wrong_shape() {
         let (x, w) = (random(1, &[5, 12]), random(2, &[7, 11]));
         let said = message(linear(&x, &w, None));
-        assert!(said.contains("12 against 11 inputs"), "{said}");
+        assert!(said.contains("found 12 inputs, expected 11"), "{said}");
         let said = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
         assert!(said.contains("`x`") && said.contains("contiguous"), "{said}");
         let said = message(bias_backward(&x, &x));

@@ -1,4 +1,6 @@
-//! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
+//! SwiGLU: `y = silu(gate) * up`, elementwise.
+//!
+//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank.
 
 use super::blocks::{Full, Slots, elementwise};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
@@ -38,7 +40,7 @@ kernels! {
     }
 }
 
-/// `silu(gate) * up`.
+/// Returns `silu(gate) * up` in the shape and dtype of `gate`.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
@@ -53,8 +55,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     y.tensor(shape)
 }
 
-/// `(dgate, dup, y)` in the memory of `gate`, `up` and `dy`: the caller gives them up, with all their clones. `y` is
-/// there if asked for.
+/// Returns `(dgate, dup, y)`, all in the shape of `gate`, in the memory of `gate`, `up` and `dy`.
+/// The operands and all their clones are overwritten. `y` is `None` unless `again` requests it.
 pub fn swiglu_backward(
     gate: Tensor,
     up: Tensor,
@@ -98,9 +100,9 @@ mod tests {
             let inputs = [(random(1, &dims) * 3.0).unwrap(), random(2, &dims)];
             check(&format!("swiglu {dims:?}"), &inputs, plain, |t, dy| {
                 let y = swiglu(&t[0], &t[1])?;
-                let (dgate, dup, again) = given_up(t, dy, Again::Output)?;
-                let (dgate_alone, dup_alone, nothing) = given_up(t, dy, Again::Nothing)?;
-                assert_eq!(bits(&again.unwrap()), bits(&y), "the output again");
+                let (dgate, dup, again) = backward_of_copies(t, dy, Again::Output)?;
+                let (dgate_alone, dup_alone, nothing) = backward_of_copies(t, dy, Again::Nothing)?;
+                assert_eq!(bits(&again.unwrap()), bits(&y), "recomputed output");
                 assert_eq!(bits(&dgate), bits(&dgate_alone));
                 assert_eq!(bits(&dup), bits(&dup_alone));
                 assert!(nothing.is_none());
@@ -109,8 +111,8 @@ mod tests {
         }
     }
 
-    /// The backward of copies.
-    fn given_up(
+    /// Calls the backward on copies of the operands.
+    fn backward_of_copies(
         t: &[Tensor],
         dy: &Tensor,
         again: Again,
@@ -120,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_are_one_tensor_are_refused() {
+    fn operands_that_share_memory_are_rejected() {
         let x = random(1, &[4, 4]);
         let dy = random(2, &[4, 4]);
         for again in [Again::Output, Again::Nothing] {
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn large_gates_saturate_and_a_nan_stays_one() {
+    fn large_gates_saturate_and_nan_propagates() {
         let gate = Tensor::new(&[200f32, -200.0, f32::NAN], &device()).unwrap();
         let up = gate.ones_like().unwrap();
         let y = swiglu(&gate, &up).unwrap().to_vec1::<f32>().unwrap();

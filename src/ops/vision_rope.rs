@@ -1,6 +1,8 @@
-//! Splitting a fused query-key-value projection, with rotary embedding of queries and keys.
+//! Splits the fused query-key-value projection of the vision encoder and applies rotary embedding
+//! to queries and keys.
 //!
-//! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv: [P, 3*H*Dh]`; `q`, `k`, `v`: `[P, H, Dh]`.
+//! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv`, `dqkv`: `[P, 3*H*Dh]`; `q`, `k`, `v` and
+//! their gradients: `[P, H, Dh]`; tables: `[P, Dh/2]`.
 
 use super::RopeTable;
 use super::blocks::{filled, span};
@@ -8,7 +10,8 @@ use super::cpu::{ROWS, compute_dtype, expect_shape, read};
 use super::rope::{rotate, rotate_back};
 use candle_core::{Result, Tensor, bail};
 
-/// `q` and `k` rotated, `v` as it is; each `[P, H, Dh]`.
+/// Returns rotated `q`, rotated `k` and unchanged `v`, each `[P, H, Dh]`. Fails if `qkv` is not
+/// `[P, 3*H*Dh]`.
 pub fn vision_rope_split(
     qkv: &Tensor,
     num_heads: usize,
@@ -47,7 +50,7 @@ pub fn vision_rope_split(
     Ok((q.tensor(shape)?, k.tensor(shape)?, v.tensor(shape)?))
 }
 
-/// `dqkv [P, 3*H*Dh]` from the gradients of the three, each `[P, H, Dh]`.
+/// Returns `dqkv [P, 3*H*Dh]` from the gradients of `q`, `k` and `v`, each `[P, H, Dh]`.
 pub fn vision_rope_merge_backward(
     dq: &Tensor,
     dk: &Tensor,
@@ -113,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_width_that_is_not_three_times_the_heads_is_refused() {
+    fn a_width_other_than_three_times_the_heads_is_rejected() {
         let said = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
         assert!(said.contains("expected [P, 3*H*Dh]"), "{said}");
     }

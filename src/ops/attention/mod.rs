@@ -1,8 +1,10 @@
-//! Softmax attention inside each segment of a token stream, and its gradient.
+//! Softmax attention inside each segment of a packed token sequence, and its gradient.
 //!
-//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`, `o`: `[T, H, Dh]`;
-//! `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log of the sum of a row's exponentials.
-//! Scores are scaled by `1 / sqrt(Dh)`. A token attends inside its own segment only.
+//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`,
+//! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
+//! the scaled scores of each query.
+//!
+//! Scores are scaled by `1 / sqrt(Dh)`. A token attends only to tokens of its own segment.
 
 mod decode;
 #[cfg(feature = "flash-attn")]
@@ -22,25 +24,27 @@ use super::cpu::{compute_dtype, expect_f32, expect_shape};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// Which tokens of its segment a token sees.
+/// Selects which tokens of its segment a token attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Masking {
-    /// Itself and the earlier ones.
+    /// Itself and earlier tokens.
     Causal,
-    /// All.
+    /// All tokens of the segment.
     Full,
 }
 
-/// Boundaries in a token stream; both lists begin with 0, do not descend and end with `T`.
+/// Boundaries in a packed sequence of `T` tokens. Both lists start with 0, are non-decreasing and
+/// end with `T`.
 #[derive(Debug, Clone, Copy)]
 pub struct Segments<'a> {
-    /// Samples (or frames): no token attends across these.
+    /// Boundaries of samples (or frames). No token attends across them.
     pub cu_seqlens: &'a [u32],
-    /// Rows that a masked backend covers with one dense mask each; every segment lies inside one of them.
+    /// Boundaries of the rows for which [`Masked`] builds one dense mask each. Each is also a
+    /// boundary in `cu_seqlens`, so no segment crosses a row.
     pub mask_boundaries: &'a [u32],
 }
 
-/// Operands of attention.
+/// Queries, keys and values, of the same dtype.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
     /// `[T, H, Dh]`.
@@ -51,7 +55,7 @@ pub struct Qkv<'a> {
     pub v: &'a Tensor,
 }
 
-/// Gradients of the operands, in their shapes and dtype.
+/// Gradients of the operands of attention, in their shapes and dtype.
 #[derive(Debug)]
 pub struct QkvGrad {
     /// `[T, H, Dh]`.
@@ -62,15 +66,16 @@ pub struct QkvGrad {
     pub dv: Tensor,
 }
 
-/// One way to compute attention; all ways agree.
+/// An implementation of attention. All implementations compute the same function up to rounding.
 pub trait AttentionBackend: Send + Sync {
-    /// Name in the config.
+    /// Name of the backend in the config.
     fn name(&self) -> &'static str;
 
-    /// What computes heads of `head_dim` in `dtype` on `device`, for the log.
+    /// Name of the kernel for heads of `head_dim` in `dtype` on `device`, for logs.
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str;
 
-    /// `o: [T, H, Dh]`, and `lse: [H, T]`, which backward needs.
+    /// Returns `o: [T, H, Dh]` and `lse: [H, T]`, both of which the backward needs. Fails if
+    /// shapes, dtypes or boundaries are inconsistent.
     fn forward(
         &self,
         qkv: Qkv<'_>,
@@ -78,7 +83,8 @@ pub trait AttentionBackend: Send + Sync {
         masking: Masking,
     ) -> Result<(Tensor, Tensor)>;
 
-    /// Gradients of `q`, `k` and `v`; the same bits in every run.
+    /// Returns the gradients of `q`, `k` and `v` from `o` and `lse` of the forward and the output
+    /// gradient `d_o`. Repeated calls give the same bits.
     fn backward(
         &self,
         qkv: Qkv<'_>,
@@ -90,7 +96,7 @@ pub trait AttentionBackend: Send + Sync {
     ) -> Result<QkvGrad>;
 }
 
-/// Checked sizes of a call.
+/// Sizes of a call, after validation.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     t: usize,
@@ -105,7 +111,7 @@ impl Sizes {
         1.0 / (self.dh as f32).sqrt()
     }
 
-    /// The key-value head of a query head.
+    /// Index of the key-value head of a query head.
     fn kv_head(self, head: usize) -> usize {
         head / (self.h / self.hkv)
     }
@@ -117,19 +123,21 @@ impl Sizes {
         expect_shape(op, "k", qkv.k, &[t, hkv, dh])?;
         expect_shape(op, "v", qkv.v, &[t, hkv, dh])?;
         if hkv == 0 || dh == 0 || h % hkv != 0 {
-            bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
+            bail!(
+                "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
+            );
         }
         check_ends(op, "cu_seqlens", segments.cu_seqlens, t)?;
         check_ends(op, "mask_boundaries", segments.mask_boundaries, t)?;
         for row_end in segments.mask_boundaries {
             if segments.cu_seqlens.binary_search(row_end).is_err() {
-                bail!("{op}: the row end {row_end} lies inside a segment of `cu_seqlens`");
+                bail!("{op}: `mask_boundaries` has {row_end}, which is inside a segment of `cu_seqlens`");
             }
         }
         Ok(Self { t, h, hkv, dh, dtype })
     }
 
-    /// Checks what backward gets besides the operands.
+    /// Validates the operands that only the backward takes.
     fn check_backward(self, op: &str, o: &Tensor, lse: &Tensor, d_o: &Tensor) -> Result<()> {
         compute_dtype(op, &[("o", o), ("d_o", d_o)])?;
         expect_shape(op, "o", o, &[self.t, self.h, self.dh])?;
@@ -141,12 +149,12 @@ impl Sizes {
 fn check_ends(op: &str, name: &str, ends: &[u32], t: usize) -> Result<()> {
     let ascending = ends.windows(2).all(|pair| pair[0] <= pair[1]);
     if ends.first() != Some(&0) || ends.last().map(|end| *end as usize) != Some(t) || !ascending {
-        bail!("{op}: `{name}` must go from 0 to {t} and never descend, found {ends:?}");
+        bail!("{op}: `{name}` must start with 0, be non-decreasing and end with {t}, found {ends:?}");
     }
     Ok(())
 }
 
-/// The token ranges between boundaries, without empty ones.
+/// Token ranges between the boundaries, without empty ranges.
 fn ranges(ends: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
     ends.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).filter(|range| !range.is_empty())
 }
