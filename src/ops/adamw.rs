@@ -5,7 +5,7 @@
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
 use super::blocks::narrow_into;

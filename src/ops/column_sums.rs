@@ -56,7 +56,7 @@ mod tests {
             let sums = ColumnSums::new(n, 2, true);
             for start in (0..n).step_by(7) {
                 let end = (start + 7).min(n);
-                let middle = (end / ROWS * ROWS).clamp(start, end); // a piece does not cross a block boundary
+                let middle = (end / ROWS * ROWS).clamp(start, end); // stay within a block
                 for rows in [start..middle, middle..end] {
                     if !rows.is_empty() {
                         sums.add(&rows, |sums| add(rows.clone(), sums));

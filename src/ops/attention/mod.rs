@@ -131,7 +131,9 @@ impl Sizes {
         check_ends(op, "mask_boundaries", segments.mask_boundaries, t)?;
         for row_end in segments.mask_boundaries {
             if segments.cu_seqlens.binary_search(row_end).is_err() {
-                bail!("{op}: `mask_boundaries` has {row_end}, which is inside a segment of `cu_seqlens`");
+                bail!(
+                    "{op}: `mask_boundaries` has {row_end}, which is inside a segment of `cu_seqlens`"
+                );
             }
         }
         Ok(Self { t, h, hkv, dh, dtype })
@@ -149,7 +151,9 @@ impl Sizes {
 fn check_ends(op: &str, name: &str, ends: &[u32], t: usize) -> Result<()> {
     let ascending = ends.windows(2).all(|pair| pair[0] <= pair[1]);
     if ends.first() != Some(&0) || ends.last().map(|end| *end as usize) != Some(t) || !ascending {
-        bail!("{op}: `{name}` must start with 0, be non-decreasing and end with {t}, found {ends:?}");
+        bail!(
+            "{op}: `{name}` must start with 0, be non-decreasing and end with {t}, found {ends:?}"
+        );
     }
     Ok(())
 }
