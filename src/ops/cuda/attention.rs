@@ -1,7 +1,8 @@
-//! Launches of `attention_*.cu`.
+//! Launches of the kernels in `attention_*.cu`.
 //!
-//! Tasks: a block owns some rows, queries or keys, of one segment; where those begin and end, and the rows of the other
-//! side, is a list that the host makes and uploads. Lists are kept, since every layer of a step asks for the same ones.
+//! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
+//! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
+//! cached, because every layer of a step uses the same ones.
 
 use super::launch::{Address, Launch, address, empty, most_shared, vectors};
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
@@ -9,40 +10,41 @@ use crate::ops::upload;
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
-/// Own rows of a block on tensor cores, queries or keys.
+/// Number of own rows (queries or keys) of a block of the tensor-core kernels.
 const ROWS: usize = 128;
-/// Own rows of a block of the plain kernels, and the other rows of its tiles.
+/// Number of own rows of a block of the plain kernels, and of other rows in a tile.
 const PLAIN_ROWS: usize = 32;
-/// Threads of a block of the plain kernels, and of the sums over rows.
+/// Number of threads of a block of the plain kernels and of the row-product kernel.
 const PLAIN_THREADS: u32 = 256;
-/// Keys in a tile of the forward pass.
+/// Number of keys in a tile of the forward pass.
 const FORWARD_KEYS: usize = 64;
-/// The largest head dim of the plain kernels.
+/// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
-/// Lists of tasks that are kept: forward and both backward passes of a few batches.
+/// Maximum number of cached task lists: forward and both backward passes of a few batches.
 const KEPT: usize = 16;
 
-/// The side whose rows a block owns.
+/// Side whose rows a block owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Own {
     Queries,
     Keys,
 }
 
-/// What a list of tasks is made of.
+/// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
-    /// Boundaries of the queries.
+    /// Segment boundaries of the queries.
     ends: Vec<u32>,
-    /// Keys before the first query of the only segment.
+    /// Number of keys before the first query. If it is not 0, there is only one segment.
     num_past: usize,
     own: Own,
     rows: usize,
 }
 
 impl Plan {
-    /// `(first, end, other_first, other_end)` of each task. Long segments come first, and the tasks of a segment
-    /// together, so that its keys stay in L2; in a segment those with the most work when causal come first.
+    /// Returns `(first, end, other_first, other_end)` for each task. Long segments come first. The
+    /// tasks of a segment are adjacent, so that its keys stay in L2; within a segment the tasks
+    /// with the most work under a causal mask come first.
     fn tasks(&self) -> Vec<u32> {
         let mut segments: Vec<(u32, u32)> =
             self.ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
@@ -61,11 +63,12 @@ impl Plan {
         tasks
     }
 
-    /// The list `[tasks, 4]` on the device of `on`, uploaded if no call before this one did.
+    /// Returns the list `[tasks, 4]` on the device of `on`, from the cache if it is there.
     fn upload(self, on: &Tensor) -> Result<Tensor> {
         static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
         let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        // The same device, not just the same GPU: one that was opened twice has two streams, and neither waits.
+        // Compare devices, not GPU ordinals: a GPU that was opened twice has two unsynchronized
+        // streams.
         let device = on.device();
         let known =
             |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
@@ -77,18 +80,18 @@ impl Plan {
             (self, upload(tasks, shape, device)?)
         };
         let tasks = found.1.clone();
-        uploaded.insert(0, found); // the list used last comes first
+        uploaded.insert(0, found); // most recently used first
         uploaded.truncate(KEPT);
         Ok(tasks)
     }
 }
 
-/// Which kernels a call takes.
+/// Kernels and shared-memory layout of a call.
 #[derive(Debug, Clone, Copy)]
 struct Kernels {
-    /// Head dim of the kernel on tensor cores; `None` for the plain one.
+    /// Padded head dim of the tensor-core kernel; `None` for the plain kernel.
     padded: Option<usize>,
-    /// Bytes of a row in shared memory.
+    /// Number of bytes of a row in shared memory.
     row_bytes: usize,
 }
 
@@ -100,7 +103,7 @@ impl Kernels {
         if dtype != DType::BF16 || !dh.is_multiple_of(8) || dh > 128 {
             return Ok(Self { padded: None, row_bytes: 4 * (dh | 1) });
         }
-        // As `Rows` in attention.cuh: 80 is padded, the others are permuted.
+        // Same as `Rows` in attention.cuh: rows of 80 columns are padded, the others permuted.
         Ok(match dh {
             0..=64 => Self { padded: Some(64), row_bytes: 128 },
             65..=80 => Self { padded: Some(80), row_bytes: 176 },
@@ -123,7 +126,7 @@ impl Kernels {
         Launch::new(&self.name(name), dtype)
     }
 
-    /// Threads and shared memory of the forward pass.
+    /// Number of threads and bytes of shared memory of a forward block.
     fn forward(self) -> (u32, usize) {
         match self.padded {
             Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
@@ -131,8 +134,8 @@ impl Kernels {
         }
     }
 
-    /// Kernel, threads and shared memory of a backward pass whose blocks have `most_shared` bytes: the shapes are in
-    /// `attention_backward.cu`.
+    /// Kernel name, number of threads and bytes of shared memory of a backward block, if a block
+    /// can have `most_shared` bytes. The sizes match the shapes in `attention_backward.cu`.
     fn backward(self, own: Own, most_shared: usize) -> (String, u32, usize) {
         let name = match own {
             Own::Keys => self.name("attention_backward_keys"),
@@ -148,8 +151,8 @@ impl Kernels {
             (Some(64), Own::Queries) => (128, 64),
             (Some(_), Own::Queries) => (128, 32),
         };
-        // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
-        // a tile where two warps share their rows.
+        // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
+        // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile.
         let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
         if (self.padded, own) != (Some(128), Own::Keys) {
             return (name, threads, bytes(others));
@@ -163,7 +166,7 @@ impl Kernels {
     }
 }
 
-/// Bytes of shared memory of a block in each pass, where it can have `most_shared`.
+/// Bytes of shared memory of a block in each pass, if a block can have `most_shared` bytes.
 #[cfg(all(test, not(feature = "cuda")))]
 pub(super) fn shared_bytes(dtype: DType, dh: usize, most_shared: usize) -> Result<[usize; 3]> {
     let kernels = Kernels::choose("attention", dtype, dh)?;
@@ -171,7 +174,7 @@ pub(super) fn shared_bytes(dtype: DType, dh: usize, most_shared: usize) -> Resul
     Ok([kernels.forward().1, backward(Own::Keys), backward(Own::Queries)])
 }
 
-/// The kernels of heads of `dh`, as the log calls them.
+/// Name of the kernel for heads of dim `dh`, for logs.
 pub(in crate::ops) fn attention_kernel(dtype: DType, dh: usize) -> &'static str {
     match Kernels::choose("attention", dtype, dh) {
         Ok(Kernels { padded: Some(_), .. }) => "flash, tensor cores in bf16",
@@ -180,13 +183,14 @@ pub(in crate::ops) fn attention_kernel(dtype: DType, dh: usize) -> &'static str 
     }
 }
 
-/// `t` itself if copies of sixteen bytes can read it, a copy of it otherwise.
+/// Returns `t` if it is 16-byte aligned, otherwise an aligned copy.
 fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     let Address(at) = address(op, name, t)?;
     if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
 }
 
-/// `o` and `lse [H, N]` of the queries between `ends`; in the only segment `num_past` keys come before them.
+/// Computes `o` and `lse [H, N]` for the queries between `ends`. With `num_past > 0` there is one
+/// segment, and `num_past` keys precede its first query.
 fn attend(
     op: &str,
     qkv: Qkv<'_>,
@@ -203,7 +207,7 @@ fn attend(
     }
     let plan = Plan { ends, num_past, own: Own::Queries, rows: kernels.rows() };
     let tasks = plan.upload(qkv.q)?;
-    // Held until the kernel has its place in the stream.
+    // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let (threads, shared) = kernels.forward();
     let mut launch = kernels.launch("attention_forward", dtype);
@@ -249,7 +253,8 @@ pub(in crate::ops) fn flash_attention_backward(
     flash_attention_backward_within(most_shared, qkv, o, lse, d_o, cu_seqlens, masking)
 }
 
-/// As [`flash_attention_backward`], where a block has `most_shared` bytes of shared memory.
+/// Same as [`flash_attention_backward`], for blocks that can have `most_shared` bytes of shared
+/// memory.
 pub(super) fn flash_attention_backward_within(
     most_shared: usize,
     qkv: Qkv<'_>,
@@ -281,7 +286,8 @@ pub(super) fn flash_attention_backward_within(
         .run(&delta)?;
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    // Own operands, the others, and the gradients of the own ones. Keys first: their blocks are the longest.
+    // Own operands, other operands, gradients of the own operands. Keys come first, because their
+    // blocks run longest.
     for (own, operands, own_grads, heads) in [
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),

@@ -1,4 +1,4 @@
-//! Launches of `pointwise.cu`.
+//! Launches of the kernels in `pointwise.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
 use crate::ops::cpu::compute_dtype;
@@ -6,10 +6,11 @@ use crate::ops::{Again, Gelu};
 use candle_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
-/// Elements of a block: 8 a thread, `SHARE` of the kernels.
+/// Number of elements per block: 8 per thread, `SHARE` of the kernels.
 const ELEMENTS: usize = 8 * THREADS as usize;
 
-/// Runs `op` over all elements of `tensors`, its arguments, which have one shape and dtype.
+/// Launches kernel `op` on all elements of `tensors`, which are its arguments and have the same
+/// shape and dtype.
 fn run(op: &str, tensors: &[(&str, &Tensor)]) -> Result<()> {
     let first = tensors[0].1;
     compute_dtype(op, tensors)?;

@@ -97,14 +97,14 @@ template <int E, class T> __device__ __forceinline__ void zero(T *x, const uint3
     gather<E>(x, rows, y, t, m, d);                                                                                                            \
   }                                                                                                                                            \
   EXPORT(gather_rows_##name)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 4) set_rows_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {        \
+  extern "C" __global__ void __launch_bounds__(256, 4) index_copy_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {        \
     set<E>(x, rows, src, t, m, d);                                                                                                             \
   }                                                                                                                                            \
-  EXPORT(set_rows_##name)                                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(256, 4) add_to_rows_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {     \
+  EXPORT(index_copy_##name)                                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(256, 4) index_add_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {     \
     add_to<E>(x, rows, src, t, m, d);                                                                                                          \
   }                                                                                                                                            \
-  EXPORT(add_to_rows_##name)                                                                                                                   \
+  EXPORT(index_add_##name)                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(256, 4) zero_rows_##name(T *x, const uint32_t *rows, int t, int m, int d) {                     \
     zero<E>(x, rows, t, m, d);                                                                                                                 \
   }                                                                                                                                            \
