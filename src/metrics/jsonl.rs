@@ -67,7 +67,7 @@ impl JsonlSink {
         let mut line = serde_json::to_vec(row)
             .map_err(|source| JsonlError::Row { path: self.path.clone(), source })?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(fault(&self.path))
+        self.file.write_all(&line).map_err(write_error(&self.path))
     }
 
     /// Path of the file.
@@ -77,13 +77,14 @@ impl JsonlSink {
 
     /// Opens `path` for appending. Removes rows that `keep` rejects and an incomplete last line.
     pub fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
-        rewrite(path, keep).map_err(fault(path))?;
-        let file = File::options().create(true).append(true).open(path).map_err(fault(path))?;
+        rewrite(path, keep).map_err(write_error(path))?;
+        let file =
+            File::options().create(true).append(true).open(path).map_err(write_error(path))?;
         Ok(Self { path: path.to_owned(), file })
     }
 }
 
-fn fault(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
+fn write_error(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
     move |source| JsonlError::Write { path: path.to_owned(), source }
 }
 

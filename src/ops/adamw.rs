@@ -8,7 +8,7 @@
     reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::narrow_into;
+use super::blocks::to_bf16_block;
 use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
 use super::moments::{self, step_seed, tensor_seed};
 use super::simd::kernels;
@@ -251,7 +251,7 @@ fn update_blocks<M: Element>(
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
                         |((index, (((p, m), v), grad)), weight)| {
                             update(index * BLOCK, grad, p, m, v);
-                            narrow_into(p, weight);
+                            to_bf16_block(p, weight);
                         },
                     );
                 })

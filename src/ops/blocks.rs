@@ -27,25 +27,25 @@ const AT_A_TIME: usize = 1 << 13;
 pub(super) const ON_STACK: usize = 1 << 12;
 
 kernels! {
-    pub(super) fn widen_block(x: &[bf16], y: &mut [f32]) {
+    pub(super) fn to_f32_block(x: &[bf16], y: &mut [f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = x.widen();
         }
     }
 
-    fn widen_first(x: &[bf16], y: &mut [MaybeUninit<f32>]) {
+    fn to_f32_uninit(x: &[bf16], y: &mut [MaybeUninit<f32>]) {
         for (y, x) in y.iter_mut().zip(x) {
             y.write(x.widen());
         }
     }
 
-    pub(super) fn narrow_into(x: &[f32], y: &mut [bf16]) {
+    pub(super) fn to_bf16_block(x: &[f32], y: &mut [bf16]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = bf16::narrow(*x);
         }
     }
 
-    fn narrow_block(x: &[f32], y: &mut [MaybeUninit<bf16>]) {
+    fn to_bf16_uninit(x: &[f32], y: &mut [MaybeUninit<bf16>]) {
         for (y, x) in y.iter_mut().zip(x) {
             y.write(bf16::narrow(*x));
         }
@@ -53,20 +53,20 @@ kernels! {
 }
 
 /// Converts `x` to `f32`, on all threads.
-pub(super) fn widen(x: &[bf16]) -> Vec<f32> {
+pub(super) fn to_f32(x: &[bf16]) -> Vec<f32> {
     let mut y = Vec::with_capacity(x.len());
     let memory = &mut y.spare_capacity_mut()[..x.len()];
-    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| widen_first(x, y));
+    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| to_f32_uninit(x, y));
     // SAFETY: the chunks tile the memory, and every chunk was written.
     unsafe { y.set_len(x.len()) };
     y
 }
 
 /// Appends `x`, rounded to nearest, to `y`, on all threads.
-pub(super) fn narrow_onto(x: &[f32], y: &mut Vec<bf16>) {
+pub(super) fn append_bf16(x: &[f32], y: &mut Vec<bf16>) {
     y.reserve(x.len());
     let memory = &mut y.spare_capacity_mut()[..x.len()];
-    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| narrow_block(x, y));
+    memory.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(y, x)| to_bf16_uninit(x, y));
     // SAFETY: the chunks tile the memory, and every chunk was written.
     unsafe { y.set_len(y.len() + x.len()) };
 }
@@ -91,33 +91,33 @@ impl<'a> Values<'a> {
 
     /// Elements `span` in `f32`. For `bf16` this fills a scratch buffer of that length, so `span`
     /// should be one block.
-    pub(super) fn lend(self, span: Range<usize>) -> Lent<'a> {
+    pub(super) fn view(self, span: Range<usize>) -> F32View<'a> {
         match self {
-            Self::F32(all) => Lent::Borrowed(&all[span]),
+            Self::F32(all) => F32View::Borrowed(&all[span]),
             Self::Bf16(all) => {
                 let mut scratch = Scratch::of(span.len());
-                widen_block(&all[span], scratch.all());
-                Lent::Widened(scratch)
+                to_f32_block(&all[span], scratch.all());
+                F32View::Converted(scratch)
             }
         }
     }
 }
 
 /// Read-only `f32` view of a part of an operand.
-pub(super) enum Lent<'a> {
+pub(super) enum F32View<'a> {
     /// Memory of the operand itself.
     Borrowed(&'a [f32]),
     /// Converted copy in a scratch buffer.
-    Widened(Scratch),
+    Converted(Scratch),
 }
 
-impl Deref for Lent<'_> {
+impl Deref for F32View<'_> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
         match self {
             Self::Borrowed(all) => all,
-            Self::Widened(scratch) => &scratch.buffer[..scratch.len],
+            Self::Converted(scratch) => &scratch.buffer[..scratch.len],
         }
     }
 }
@@ -272,7 +272,7 @@ impl Part<'_> {
 
     fn finish(self) {
         if let Self::Narrowed(mut scratch, target) = self {
-            narrow_block(scratch.all(), target);
+            to_bf16_uninit(scratch.all(), target);
         }
     }
 }
@@ -378,7 +378,10 @@ pub(super) fn elementwise(
                     fill(span.clone(), Slots { all: wide, brand: PhantomData });
                     // SAFETY: the returned `Full` proves that `fill` wrote all elements.
                     let wide = unsafe { wide.assume_init_ref() };
-                    narrow_block(wide, &mut all[span.start - block.start..span.end - block.start]);
+                    to_bf16_uninit(
+                        wide,
+                        &mut all[span.start - block.start..span.end - block.start],
+                    );
                 }
             }
         }

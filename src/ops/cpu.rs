@@ -9,7 +9,7 @@
     reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::{Values, narrow_onto, widen};
+use super::blocks::{Values, append_bf16, to_f32};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
     WithDType, bail,
@@ -131,7 +131,7 @@ impl Operand<'_> {
     /// only.
     pub(super) fn f32(&self) -> Result<Cow<'_, [f32]>> {
         match Storage::dtype(&self.storage) {
-            DType::BF16 => Ok(Cow::Owned(widen(self.slice::<bf16>()?))),
+            DType::BF16 => Ok(Cow::Owned(to_f32(self.slice::<bf16>()?))),
             _ => Ok(Cow::Borrowed(self.slice::<f32>()?)),
         }
     }
@@ -177,7 +177,7 @@ pub(super) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usiz
 pub(super) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     if dtype == DType::BF16 {
         let mut y = Vec::new();
-        narrow_onto(&x, &mut y);
+        append_bf16(&x, &mut y);
         return Tensor::from_vec(y, shape.into(), &Device::Cpu);
     }
     Tensor::from_vec(x, shape.into(), &Device::Cpu)

@@ -51,7 +51,7 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
     let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
-        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.lend(at * d..(at + 1) * d), row));
+        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.view(at * d..(at + 1) * d), row));
     })
 }
 
@@ -128,12 +128,12 @@ fn interpolate(
     let (table, index, weight) = (table.values()?, index.slice::<u32>()?, weight.slice::<f32>()?);
     let [y] = filled(p, cpu::ROWS, [(d, dtype)], |patches, [y]| {
         if let Some(x) = x {
-            y.copy_from_slice(&x.lend(span(&patches, d)));
+            y.copy_from_slice(&x.view(span(&patches, d)));
         }
         for (at, y) in patches.zip(y.chunks_mut(d)) {
             for tap in at * 4..at * 4 + 4 {
                 let row = index[tap] as usize;
-                cpu::add_scaled(weight[tap], &table.lend(row * d..(row + 1) * d), y);
+                cpu::add_scaled(weight[tap], &table.view(row * d..(row + 1) * d), y);
             }
         }
     });
@@ -164,7 +164,7 @@ pub fn interpolate_rows_backward(
     cpu::write(op, "dtable", dtable, |dtable| {
         add_by_row(index, d, dtable, |tap, row| {
             let at = tap / 4;
-            cpu::add_scaled(weight[tap], &dy.lend(at * d..(at + 1) * d), row);
+            cpu::add_scaled(weight[tap], &dy.view(at * d..(at + 1) * d), row);
         });
     })
 }
@@ -222,10 +222,10 @@ mod tests {
         if !ids_are_checked() {
             return;
         }
-        let said = message(embedding(&ids(&[0, 7]), &random(1, &[7, 2])));
-        assert!(said.contains("id `7` at position 1"), "{said}");
+        let error = message(embedding(&ids(&[0, 7]), &random(1, &[7, 2])));
+        assert!(error.contains("id `7` at position 1"), "{error}");
         let dw = gradient_buffer(&[7, 2]);
-        let said = message(embedding_backward(&ids(&[9]), &random(1, &[1, 2]), &dw));
-        assert!(said.contains("id `9` at position 0"), "{said}");
+        let error = message(embedding_backward(&ids(&[9]), &random(1, &[1, 2]), &dw));
+        assert!(error.contains("id `9` at position 0"), "{error}");
     }
 }

@@ -9,7 +9,7 @@
 
 use super::blocks::{Full, Slots, elementwise};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
+use super::in_place::{RecomputeInput, change};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
@@ -103,7 +103,7 @@ kernels! {
         }
     }
 
-    fn tanh_backward_again(x: &mut [f32], dy: &mut [f32]) {
+    fn tanh_backward_recompute(x: &mut [f32], dy: &mut [f32]) {
         for (x, dy) in x.iter_mut().zip(dy) {
             let s = tanh_gate(*x);
             let y = *x * s;
@@ -123,7 +123,7 @@ kernels! {
         }
     }
 
-    fn erf_backward_again(x: &mut [f32], dy: &mut [f32]) {
+    fn erf_backward_recompute(x: &mut [f32], dy: &mut [f32]) {
         for (x, dy) in x.iter_mut().zip(dy) {
             let y = *x * (0.5 + odd(HALF_ERF, *x));
             *x = *dy * (0.5 + odd(SLOPE, *x));
@@ -141,40 +141,40 @@ pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let x = read(op, "x", x)?;
     let x = x.values()?;
     let y = elementwise(shape.elem_count(), dtype, |at, y| match kind {
-        Gelu::Tanh => tanh_forward(&x.lend(at), y),
-        Gelu::Erf => erf_forward(&x.lend(at), y),
+        Gelu::Tanh => tanh_forward(&x.view(at), y),
+        Gelu::Erf => erf_forward(&x.view(at), y),
     });
     y.tensor(shape)
 }
 
 /// Returns `(dx, y)` in the memory of `x` and `dy`, which are overwritten together with their
-/// clones. `y` is `None` unless `again` requests it.
+/// clones. `y` is `None` unless `recompute` is `Yes`.
 pub fn gelu_backward(
     x: Tensor,
     dy: Tensor,
     kind: Gelu,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let op = "gelu_backward";
     compute_dtype(op, &[("x", &x), ("dy", &dy)])?;
     expect_shape(op, "dy", &dy, x.dims())?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
-    gpu!(&x => gelu_backward(x, dy, kind, again));
-    match again {
-        Again::Nothing => {
+    gpu!(&x => gelu_backward(x, dy, kind, recompute));
+    match recompute {
+        RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;
             change(op, [("x", &x)], |span, [x]| match kind {
-                Gelu::Tanh => tanh_backward(x, &dy.lend(span)),
-                Gelu::Erf => erf_backward(x, &dy.lend(span)),
+                Gelu::Tanh => tanh_backward(x, &dy.view(span)),
+                Gelu::Erf => erf_backward(x, &dy.view(span)),
             })?;
         }
-        Again::Output => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
-            Gelu::Tanh => tanh_backward_again(x, dy),
-            Gelu::Erf => erf_backward_again(x, dy),
+        RecomputeInput::Yes => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
+            Gelu::Tanh => tanh_backward_recompute(x, dy),
+            Gelu::Erf => erf_backward_recompute(x, dy),
         })?,
     }
-    Ok((x, (again == Again::Output).then_some(dy)))
+    Ok((x, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
 #[cfg(test)]
@@ -186,9 +186,9 @@ mod tests {
     fn forward_and_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<(Tensor, Vec<Tensor>)> {
         let y = gelu(x, kind)?;
         let copy = |t: &Tensor| operand(t, t.dtype());
-        let (dx, again) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Output)?;
-        let (alone, nothing) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Nothing)?;
-        assert_eq!(bits(&again.unwrap()), bits(&y), "recomputed output");
+        let (dx, recomputed) = gelu_backward(copy(x)?, copy(dy)?, kind, RecomputeInput::Yes)?;
+        let (alone, nothing) = gelu_backward(copy(x)?, copy(dy)?, kind, RecomputeInput::No)?;
+        assert_eq!(bits(&recomputed.unwrap()), bits(&y), "recomputed output");
         assert_eq!(bits(&dx), bits(&alone));
         assert!(nothing.is_none());
         Ok((y, vec![dx]))
@@ -197,7 +197,7 @@ mod tests {
     /// Derivative at `x`.
     fn slope(x: &Tensor, kind: Gelu) -> Tensor {
         let ones = x.ones_like().unwrap();
-        gelu_backward(x.copy().unwrap(), ones, kind, Again::Nothing).unwrap().0
+        gelu_backward(x.copy().unwrap(), ones, kind, RecomputeInput::No).unwrap().0
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 #![expect(unsafe_code, reason = "tasks change disjoint parts of several tensors")]
 
-use super::blocks::{ON_STACK, narrow_into, widen_block};
+use super::blocks::{ON_STACK, to_bf16_block, to_f32_block};
 use super::cpu::{self, BLOCK, Element, Shared};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Whether an elementwise backward also recomputes the output of the op. That output is the input
 /// of the next linear layer, whose weight gradient needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Again {
+pub enum RecomputeInput {
     /// Recompute the output, in the memory of its gradient.
     Output,
     /// Compute gradients only.
@@ -85,12 +85,12 @@ fn blocks_bf16<const N: usize>(
         for start in (0..span.len()).step_by(ON_STACK) {
             let end = (start + ON_STACK).min(span.len());
             for (wide, part) in wide.iter_mut().zip(&parts) {
-                widen_block(&part[start..end], &mut wide[..end - start]);
+                to_f32_block(&part[start..end], &mut wide[..end - start]);
             }
-            let lent = wide.each_mut().map(|wide| &mut wide[..end - start]);
-            f(span.start + start..span.start + end, lent);
+            let views = wide.each_mut().map(|wide| &mut wide[..end - start]);
+            f(span.start + start..span.start + end, views);
             for (wide, part) in wide.iter().zip(&mut parts) {
-                narrow_into(&wide[..end - start], &mut part[start..end]);
+                to_bf16_block(&wide[..end - start], &mut part[start..end]);
             }
         }
     });

@@ -57,7 +57,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
     let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
     let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), stats) in y.chunks_mut(d).zip(x.chunks(d)).zip(stats.chunks_mut(2)) {
             stats.copy_from_slice(&stats_row(x, eps as f32));
             apply_row(x, stats[0], stats[1], &w, &b, y);
@@ -79,7 +79,7 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
     let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
     let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((i, y), x) in rows.zip(y.chunks_mut(d)).zip(x.chunks(d)) {
             apply_row(x, stats[2 * i], stats[2 * i + 1], &w, &b, y);
         }
@@ -125,9 +125,9 @@ pub fn layer_norm_backward(
     let sums = ColumnSums::new(n, 2 * d, dw.is_some() || db.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
-            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+            dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
-        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
         let stats = &stats[span(&rows, 2)];
         let each = || x.chunks(d).zip(dy.chunks(d)).zip(stats.chunks(2));
         for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each()) {

@@ -6,7 +6,7 @@
 use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::matmul::Into;
-use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
+use super::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Returns `(N, last)`: the product of all dims but the last, and the last.
@@ -81,14 +81,14 @@ fn forward(
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.values()?);
     by_rows((n, m, k.max(m)), shape, dtype, |rows| {
-        let x = widened(x, span(&rows, k));
+        let x = f32_slice(x, span(&rows, k));
         if residual.is_none() && bias.is_none() {
             return new_nt((rows.len(), m, k), &x, w);
         }
         let [y] = filled(rows.len(), ROWS, [(m, DType::F32)], |at, [y]| {
             if let Some(residual) = residual {
                 let at = rows.start + at.start..rows.start + at.end;
-                y.copy_from_slice(&residual.lend(span(&at, m)));
+                y.copy_from_slice(&residual.view(span(&at, m)));
             }
             if let Some(bias) = &bias {
                 y.chunks_mut(m).for_each(|row| cpu::add(bias, row));
@@ -123,7 +123,7 @@ pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
-        new_nn((rows.len(), k, m), &widened(dy, span(&rows, m)), w)
+        new_nn((rows.len(), k, m), &f32_slice(dy, span(&rows, m)), w)
     })
 }
 
@@ -139,15 +139,15 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
-        let dy = widened(dy, 0..n * m);
+        let dy = f32_slice(dy, 0..n * m);
         cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, w))?;
         return Ok(dx);
     }
     let dx_read = read(op, "dx", &dx)?;
     let old = dx_read.values()?;
     by_rows((n, k, k.max(m)), dx.dims(), dx.dtype(), |rows| {
-        let mut sum = widened(old, span(&rows, k)).into_owned();
-        nn((rows.len(), k, m), &mut sum, Into::Add, &widened(dy, span(&rows, m)), w);
+        let mut sum = f32_slice(old, span(&rows, k)).into_owned();
+        nn((rows.len(), k, m), &mut sum, Into::Add, &f32_slice(dy, span(&rows, m)), w);
         sum
     })
 }
@@ -187,7 +187,7 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
         for rows in pieces(rows, m) {
-            dy.lend(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
+            dy.view(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
         }
     });
     cpu::write(op, "db", db, |db| cpu::add(&sums, db))
@@ -267,17 +267,17 @@ mod tests {
     #[test]
     fn errors_name_the_operand_with_the_wrong_shape() {
         let (x, w) = (random(1, &[5, 12]), random(2, &[7, 11]));
-        let said = message(linear(&x, &w, None));
-        assert!(said.contains("found 12 inputs, expected 11"), "{said}");
-        let said = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
-        assert!(said.contains("`x`") && said.contains("contiguous"), "{said}");
-        let said = message(bias_backward(&x, &x));
-        assert!(said.contains("`db`"), "{said}");
+        let error = message(linear(&x, &w, None));
+        assert!(error.contains("found 12 inputs, expected 11"), "{error}");
+        let error = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
+        assert!(error.contains("`x`") && error.contains("contiguous"), "{error}");
+        let error = message(bias_backward(&x, &x));
+        assert!(error.contains("`db`"), "{error}");
         let square = random(1, &[12, 12]);
-        let said = message(linear_backward_weight(&square, &square, &square));
-        assert!(said.contains("shares memory"), "{said}");
+        let error = message(linear_backward_weight(&square, &square, &square));
+        assert!(error.contains("shares memory"), "{error}");
         let dw = square.to_dtype(DType::BF16).unwrap();
-        let said = message(linear_backward_weight(&square, &square, &dw));
-        assert!(said.contains("`dw` is BF16, expected F32"), "{said}");
+        let error = message(linear_backward_weight(&square, &square, &dw));
+        assert!(error.contains("`dw` is BF16, expected F32"), "{error}");
     }
 }

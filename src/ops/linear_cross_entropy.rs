@@ -92,7 +92,7 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     for start in (0..s).step_by(chunk) {
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
-        let h = h.lend(start * d..(start + rows) * d);
+        let h = h.view(start * d..(start + rows) * d);
         nt((rows, v, d), logits, Into::Overwrite, &h, w);
         nll[start..start + rows]
             .par_iter_mut()
@@ -150,7 +150,7 @@ fn backward_in_chunks(
         for start in (0..s).step_by(chunk) {
             let rows = chunk.min(s - start);
             let (logits, span) = (&mut logits[..rows * v], start * d..(start + rows) * d);
-            let h = h.lend(span.clone());
+            let h = h.view(span.clone());
             nt((rows, v, d), logits, Into::Overwrite, &h, w);
             nll[start..start + rows]
                 .par_iter_mut()
@@ -314,15 +314,15 @@ mod tests {
             assert_eq!(finite, [true, false, true]);
             return;
         }
-        let said = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
-        assert!(said.contains("target `5` of row 1"), "{said}");
+        let error = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
+        assert!(error.contains("target `5` of row 1"), "{error}");
     }
 
     #[test]
     fn targets_of_another_dtype_are_rejected() {
         let (h, w) = (random(1, &[1, 4]), random(2, &[5, 4]));
-        let said = message(linear_cross_entropy(&h, &w, &ids(&[4]).to_dtype(DType::I64).unwrap()));
-        assert!(said.contains("`targets` is I64, expected U32"), "{said}");
+        let error = message(linear_cross_entropy(&h, &w, &ids(&[4]).to_dtype(DType::I64).unwrap()));
+        assert!(error.contains("`targets` is I64, expected U32"), "{error}");
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub use embedding::{
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
-pub use in_place::Again;
+pub use in_place::RecomputeInput;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

@@ -174,7 +174,7 @@ mod tests {
             exp_avg_sq: &v,
             grad: &grad,
         };
-        let said = message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 1, 1.0));
-        assert!(said.contains("`exp_avg_sq` is F32, but `exp_avg` is BF16"), "{said}");
+        let error = message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 1, 1.0));
+        assert!(error.contains("`exp_avg_sq` is F32, but `exp_avg` is BF16"), "{error}");
     }
 }

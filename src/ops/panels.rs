@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
-use super::blocks::{Filled, Values, narrow_onto, span, widen};
+use super::blocks::{Filled, Values, append_bf16, span, to_f32};
 use super::matmul::{Into, Raw, product};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
@@ -24,10 +24,10 @@ fn panels(num_rows: usize, width: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Elements `span` in `f32`: borrowed if stored in `f32`, otherwise converted on all threads.
-pub(super) fn widened(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
+pub(super) fn f32_slice(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
     match values {
         Values::F32(all) => Cow::Borrowed(&all[span]),
-        Values::Bf16(all) => Cow::Owned(widen(&all[span])),
+        Values::Bf16(all) => Cow::Owned(to_f32(&all[span])),
     }
 }
 
@@ -42,7 +42,7 @@ fn for_each_panel(
         Values::F32(all) => f(0..num_rows, all),
         Values::Bf16(_) => {
             for rows in panels(num_rows, width) {
-                f(rows.clone(), &widened(values, span(&rows, width)));
+                f(rows.clone(), &f32_slice(values, span(&rows, width)));
             }
         }
     }
@@ -61,7 +61,7 @@ pub(super) fn by_rows(
     }
     let mut y = Vec::with_capacity(num_rows * width);
     for rows in panels(num_rows, widest) {
-        narrow_onto(&f(rows), &mut y);
+        append_bf16(&f(rows), &mut y);
     }
     Filled::Bf16(y).tensor(shape)
 }
@@ -135,7 +135,7 @@ pub(super) fn add_tn(
         (Values::F32(a), Values::F32(b)) => add(a, b),
         _ => {
             for rows in panels(k, m.max(n)) {
-                add(&widened(a, span(&rows, m)), &widened(b, span(&rows, n)));
+                add(&f32_slice(a, span(&rows, m)), &f32_slice(b, span(&rows, n)));
             }
         }
     }

@@ -27,11 +27,11 @@ const SLACK: usize = 64 << 20;
 
 /// A global allocator that keeps freed large blocks for reuse.
 #[derive(Debug)]
-pub struct CachingAllocator(Mutex<Kept>);
+pub struct CachingAllocator(Mutex<FreeLists>);
 
 /// Free blocks by class. Each list is linked through the first bytes of the blocks.
 #[derive(Debug)]
-struct Kept {
+struct FreeLists {
     heads: [*mut Link; NUM_CLASSES],
     live: usize, // bytes requested and not freed, without the padding of the size class
     peak: usize, // highest value of `live` so far
@@ -45,7 +45,7 @@ struct Link {
 }
 
 // SAFETY: the pointers refer to free blocks, which only the holder of the lock accesses.
-unsafe impl Send for Kept {}
+unsafe impl Send for FreeLists {}
 
 /// Returns the index of the class of a size, and the block size of that class.
 fn class(size: usize) -> (usize, usize) {
@@ -101,7 +101,7 @@ mod source {
 
     /// # Safety
     /// `block` comes from `get` with the same size, and nothing uses it any more.
-    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+    pub(super) unsafe fn release(block: *mut u8, size: usize) {
         // SAFETY: the caller guarantees it; if the call fails, the pages stay mapped and unused.
         unsafe { libc::munmap(block.cast(), size) };
     }
@@ -124,7 +124,7 @@ mod source {
 
     /// # Safety
     /// `block` comes from `get` with the same size, and nothing uses it any more.
-    pub(super) unsafe fn give_back(block: *mut u8, size: usize) {
+    pub(super) unsafe fn release(block: *mut u8, size: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(block, layout(size)) };
     }
@@ -134,7 +134,7 @@ fn is_ours(layout: Layout) -> bool {
     layout.size() >= SMALLEST && layout.align() <= ALIGN && layout.size() <= isize::MAX as usize / 2
 }
 
-impl Kept {
+impl FreeLists {
     /// Removes a free block of the class from its list, if there is one.
     fn take(&mut self, class: usize, size: usize) -> Option<*mut u8> {
         let head = self.heads[class];
@@ -156,14 +156,14 @@ impl Kept {
         self.free += size;
     }
 
-    fn hand_out(&mut self, size: usize) {
+    fn add_live(&mut self, size: usize) {
         self.live += size;
         self.peak = self.peak.max(self.live);
     }
 
     /// Unmaps free blocks, largest first, until a new block of `size` bytes for a request of
     /// `asked` bytes fits below the peak plus `SLACK`.
-    fn make_room(&mut self, asked: usize, size: usize) {
+    fn trim(&mut self, asked: usize, size: usize) {
         let bound = self.peak.max(self.live + asked) + SLACK;
         for class in (0..NUM_CLASSES).rev() {
             let block_size = size_of_class(class);
@@ -171,7 +171,7 @@ impl Kept {
                 let Some(block) = self.take(class, block_size) else { break };
                 // SAFETY: the block was allocated with the size of its class and is no longer in a
                 // list.
-                unsafe { source::give_back(block, block_size) };
+                unsafe { source::release(block, block_size) };
             }
         }
     }
@@ -185,27 +185,32 @@ fn size_of_class(class: usize) -> usize {
 impl CachingAllocator {
     /// Creates an allocator that holds no blocks.
     pub const fn new() -> Self {
-        Self(Mutex::new(Kept { heads: [ptr::null_mut(); NUM_CLASSES], live: 0, peak: 0, free: 0 }))
+        Self(Mutex::new(FreeLists {
+            heads: [ptr::null_mut(); NUM_CLASSES],
+            live: 0,
+            peak: 0,
+            free: 0,
+        }))
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Kept> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, FreeLists> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns a block, and whether it is new from the system and therefore zeroed.
     fn block(&self, layout: Layout) -> (*mut u8, bool) {
         let (class, size) = class(layout.size());
-        let mut kept = self.lock();
-        let taken = kept.take(class, size);
+        let mut lists = self.lock();
+        let taken = lists.take(class, size);
         if let Some(block) = taken {
-            kept.hand_out(layout.size());
+            lists.add_live(layout.size());
             return (block, false);
         }
-        kept.make_room(layout.size(), size);
-        drop(kept);
+        lists.trim(layout.size(), size);
+        drop(lists);
         let block = source::get(size);
         if !block.is_null() {
-            self.lock().hand_out(layout.size());
+            self.lock().add_live(layout.size());
         }
         (block, true)
     }
@@ -247,9 +252,9 @@ unsafe impl GlobalAlloc for CachingAllocator {
             return unsafe { System.dealloc(block, layout) };
         }
         let (class, size) = class(layout.size());
-        let mut kept = self.lock();
-        kept.live -= layout.size();
-        kept.put(block, class, size);
+        let mut lists = self.lock();
+        lists.live -= layout.size();
+        lists.put(block, class, size);
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
@@ -259,9 +264,9 @@ unsafe impl GlobalAlloc for CachingAllocator {
             // SAFETY: guaranteed by the caller of this function.
             (false, false) => return unsafe { System.realloc(block, layout, new_size) },
             (true, true) if class(layout.size()) == class(new_size) => {
-                let mut kept = self.lock();
-                kept.live -= layout.size();
-                kept.hand_out(new_size);
+                let mut lists = self.lock();
+                lists.live -= layout.size();
+                lists.add_live(new_size);
                 return block;
             }
             _ => {}
@@ -299,75 +304,75 @@ mod tests {
 
     #[test]
     fn a_freed_block_is_reused_for_its_size_and_zeroed_on_request() {
-        let recycler = CachingAllocator::new();
+        let allocator = CachingAllocator::new();
         let layout = Layout::from_size_align(SMALLEST + 5, 4).unwrap();
         // SAFETY: each block is used within its size and freed once with its layout.
         unsafe {
-            let first = recycler.alloc(layout);
+            let first = allocator.alloc(layout);
             first.write_bytes(7, layout.size());
-            recycler.dealloc(first, layout);
-            let again = recycler.alloc_zeroed(layout);
+            allocator.dealloc(first, layout);
+            let again = allocator.alloc_zeroed(layout);
             assert_eq!(again, first);
             assert!(std::slice::from_raw_parts(again, layout.size()).iter().all(|byte| *byte == 0));
             assert_eq!(again as usize % ALIGN, 0);
-            recycler.dealloc(again, layout);
+            allocator.dealloc(again, layout);
         }
-        assert_eq!(recycler.lock().live, 0);
+        assert_eq!(allocator.lock().live, 0);
     }
 
     #[test]
     fn realloc_keeps_the_content_when_it_moves_to_and_from_the_system_allocator() {
-        let recycler = CachingAllocator::new();
+        let allocator = CachingAllocator::new();
         let mut layout = Layout::from_size_align(1000, 8).unwrap();
         // SAFETY: as above.
         unsafe {
-            let mut block = recycler.alloc(layout);
+            let mut block = allocator.alloc(layout);
             block.write_bytes(9, 1000);
             for size in [SMALLEST, SMALLEST + 1, SMALLEST * 3, SMALLEST * 3 + 1, 2000] {
-                block = recycler.realloc(block, layout, size);
+                block = allocator.realloc(block, layout, size);
                 layout = Layout::from_size_align(size, 8).unwrap();
-                let kept = std::slice::from_raw_parts(block, 1000);
-                assert!(kept.iter().all(|byte| *byte == 9), "at {size}");
+                let content = std::slice::from_raw_parts(block, 1000);
+                assert!(content.iter().all(|byte| *byte == 9), "at {size}");
             }
-            recycler.dealloc(block, layout);
+            allocator.dealloc(block, layout);
         }
-        assert_eq!(recycler.lock().live, 0);
+        assert_eq!(allocator.lock().live, 0);
     }
 
     #[test]
     fn memory_follows_the_peak_demand_and_not_the_sum_of_sizes() {
-        let recycler = CachingAllocator::new();
+        let allocator = CachingAllocator::new();
         for step in 0..200 {
             let size = SMALLEST * 100 + step * 300_000; // a different class every few steps
             let layout = Layout::from_size_align(size, 4).unwrap();
             // SAFETY: as above.
-            unsafe { recycler.dealloc(recycler.alloc(layout), layout) };
-            let kept = recycler.lock();
-            assert!(kept.live + kept.free <= kept.peak + SLACK, "step {step}: {}", kept.free);
+            unsafe { allocator.dealloc(allocator.alloc(layout), layout) };
+            let lists = allocator.lock();
+            assert!(lists.live + lists.free <= lists.peak + SLACK, "step {step}: {}", lists.free);
         }
     }
 
     #[test]
     fn threads_can_share_the_allocator() {
-        let recycler = CachingAllocator::new();
+        let allocator = CachingAllocator::new();
         std::thread::scope(|scope| {
             for thread in 0..4u8 {
-                let recycler = &recycler;
+                let allocator = &allocator;
                 scope.spawn(move || {
                     for round in 0..500 {
                         let size = SMALLEST + (round * 7919) % SMALLEST;
                         let layout = Layout::from_size_align(size, 4).unwrap();
                         // SAFETY: as above.
                         unsafe {
-                            let block = recycler.alloc(layout);
+                            let block = allocator.alloc(layout);
                             block.write_bytes(thread, size);
                             assert_eq!(block.add(size - 1).read(), thread);
-                            recycler.dealloc(block, layout);
+                            allocator.dealloc(block, layout);
                         }
                     }
                 });
             }
         });
-        assert_eq!(recycler.lock().live, 0);
+        assert_eq!(allocator.lock().live, 0);
     }
 }

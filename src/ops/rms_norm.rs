@@ -95,7 +95,7 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.f32()?);
     let [y, rstd] = filled(n, ROWS, [(d, dtype), (1, DType::F32)], |rows, [y, rstd]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
             *rstd = rstd_row(x, eps as f32);
             apply_row(x, *rstd, &w, rounding, y);
@@ -116,7 +116,7 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
     let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(&rstd[rows]) {
             apply_row(x, *rstd, &w, rounding, y);
         }
@@ -160,9 +160,9 @@ pub fn rms_norm_backward(
     let sums = ColumnSums::new(n, d, dw.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
-            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+            dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
-        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
         let each = || x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
         for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each()) {
             input_grad_row(x, *rstd, &w, dy, dx);

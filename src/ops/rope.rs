@@ -100,7 +100,7 @@ pub fn qk_norm_rope(
     let (x, w, cos, sin) = (x.values()?, w.f32()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
     let outputs = [(width, dtype), (h, DType::F32)];
     let [y, rstd] = filled(t, ROWS, outputs, |tokens, [y, rstd]| {
-        let x = x.lend(span(&tokens, width));
+        let x = x.view(span(&tokens, width));
         let heads = y.chunks_mut(dh).zip(x.chunks(dh)).zip(rstd);
         for (i, ((y, x), rstd)) in heads.enumerate() {
             let token = tokens.start + i / h;
@@ -141,13 +141,13 @@ pub fn qk_norm_rope_backward(
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
     let sums = ColumnSums::new(t, dh, dw.is_some());
     let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
-        let mut dn = dy.lend(span(&tokens, width)).to_vec();
+        let mut dn = dy.view(span(&tokens, width)).to_vec();
         // Gradient with respect to the normalized heads, before the rotation.
         for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
             let angles = head / h * half..(head / h + 1) * half;
             rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
         }
-        let x = x.lend(span(&tokens, width));
+        let x = x.view(span(&tokens, width));
         let each = || x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
         for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each()) {
             add_input_grad(x, *rstd, &w, dn, dx);
@@ -209,8 +209,8 @@ mod tests {
 
     #[test]
     fn a_table_of_another_length_is_rejected() {
-        let said =
+        let error =
             message(qk_norm_rope(&random(1, &[3, 8]), &random(2, &[4]), 1e-6, &rope_table(2, 2)));
-        assert!(said.contains("[T, Dh/2]"), "{said}");
+        assert!(error.contains("[T, Dh/2]"), "{error}");
     }
 }

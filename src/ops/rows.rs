@@ -246,14 +246,14 @@ mod tests {
     fn rows_that_are_out_of_range_or_duplicated_are_rejected() {
         let x = numbered(3, 2, DType::F32);
         let src = numbered(2, 2, DType::F32);
-        let said = message(add_in_place(&x, &x));
-        assert!(said.contains("shares memory with `y`"), "{said}");
+        let error = message(add_in_place(&x, &x));
+        assert!(error.contains("shares memory with `y`"), "{error}");
         if !ids_are_checked() {
             return;
         }
-        let said = message(gather_rows(&x, &ids(&[0, 3])));
-        assert!(said.contains("row `3` at position 1"), "{said}");
-        let said = message(index_copy(&x, &ids(&[1, 1]), &src));
-        assert!(said.contains("row `1` occurs twice"), "{said}");
+        let error = message(gather_rows(&x, &ids(&[0, 3])));
+        assert!(error.contains("row `3` at position 1"), "{error}");
+        let error = message(index_copy(&x, &ids(&[1, 1]), &src));
+        assert!(error.contains("row `1` occurs twice"), "{error}");
     }
 }

@@ -77,12 +77,12 @@ static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
 /// SIMD level of all kernels of this process.
 pub(super) static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
 
-fn choose(wish: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
-    if wish.is_empty() {
+fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
+    if requested.is_empty() {
         return Ok(best);
     }
-    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == wish) {
-        None => Err(SimdError::Unknown { found: wish.to_owned() }),
+    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == requested) {
+        None => Err(SimdError::Unknown { found: requested.to_owned() }),
         Some(wanted) if wanted > best => Err(SimdError::Missing { wanted, best }),
         Some(level) => Ok(level),
     }

@@ -4,7 +4,7 @@
 
 use super::blocks::{Full, Slots, elementwise};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
+use super::in_place::{RecomputeInput, change};
 use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
@@ -26,7 +26,7 @@ kernels! {
         }
     }
 
-    fn backward_again(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
+    fn backward_recompute(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
         let n = dy.len();
         let (gate, up) = (&mut gate[..n], &mut up[..n]);
         for i in 0..n {
@@ -50,18 +50,18 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
     let (gate, up) = (gate.values()?, up.values()?);
     let y = elementwise(shape.elem_count(), dtype, |at, y| {
-        forward(&gate.lend(at.clone()), &up.lend(at), y)
+        forward(&gate.view(at.clone()), &up.view(at), y)
     });
     y.tensor(shape)
 }
 
 /// Returns `(dgate, dup, y)`, all in the shape of `gate`, in the memory of `gate`, `up` and `dy`.
-/// The operands and all their clones are overwritten. `y` is `None` unless `again` requests it.
+/// The operands and all their clones are overwritten. `y` is `None` unless `recompute` is `Yes`.
 pub fn swiglu_backward(
     gate: Tensor,
     up: Tensor,
     dy: Tensor,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let op = "swiglu_backward";
     compute_dtype(op, &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
@@ -70,19 +70,21 @@ pub fn swiglu_backward(
     let inputs = [("gate", &gate), ("up", &up)];
     distinct(op, "gate", &gate, &[("up", &up), ("dy", &dy)])?;
     distinct(op, "up", &up, &[("dy", &dy)])?;
-    gpu!(&gate => swiglu_backward(gate, up, dy, again));
-    match again {
-        Again::Nothing => {
+    gpu!(&gate => swiglu_backward(gate, up, dy, recompute));
+    match recompute {
+        RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;
-            change(op, inputs, |span, [gate, up]| backward(gate, up, &dy.lend(span)))?;
+            change(op, inputs, |span, [gate, up]| backward(gate, up, &dy.view(span)))?;
         }
-        Again::Output => {
+        RecomputeInput::Yes => {
             let [gate, up] = inputs;
-            change(op, [gate, up, ("dy", &dy)], |_, [gate, up, dy]| backward_again(gate, up, dy))?;
+            change(op, [gate, up, ("dy", &dy)], |_, [gate, up, dy]| {
+                backward_recompute(gate, up, dy)
+            })?;
         }
     }
-    Ok((gate, up, (again == Again::Output).then_some(dy)))
+    Ok((gate, up, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
 #[cfg(test)]
@@ -100,9 +102,10 @@ mod tests {
             let inputs = [(random(1, &dims) * 3.0).unwrap(), random(2, &dims)];
             check(&format!("swiglu {dims:?}"), &inputs, plain, |t, dy| {
                 let y = swiglu(&t[0], &t[1])?;
-                let (dgate, dup, again) = backward_of_copies(t, dy, Again::Output)?;
-                let (dgate_alone, dup_alone, nothing) = backward_of_copies(t, dy, Again::Nothing)?;
-                assert_eq!(bits(&again.unwrap()), bits(&y), "recomputed output");
+                let (dgate, dup, recomputed) = backward_of_copies(t, dy, RecomputeInput::Yes)?;
+                let (dgate_alone, dup_alone, nothing) =
+                    backward_of_copies(t, dy, RecomputeInput::No)?;
+                assert_eq!(bits(&recomputed.unwrap()), bits(&y), "recomputed output");
                 assert_eq!(bits(&dgate), bits(&dgate_alone));
                 assert_eq!(bits(&dup), bits(&dup_alone));
                 assert!(nothing.is_none());
@@ -115,20 +118,20 @@ mod tests {
     fn backward_of_copies(
         t: &[Tensor],
         dy: &Tensor,
-        again: Again,
+        recompute: RecomputeInput,
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
         let copy = |t: &Tensor| operand(t, t.dtype());
-        swiglu_backward(copy(&t[0])?, copy(&t[1])?, copy(dy)?, again)
+        swiglu_backward(copy(&t[0])?, copy(&t[1])?, copy(dy)?, recompute)
     }
 
     #[test]
     fn operands_that_share_memory_are_rejected() {
         let x = random(1, &[4, 4]);
         let dy = random(2, &[4, 4]);
-        for again in [Again::Output, Again::Nothing] {
-            let shared = message(swiglu_backward(x.clone(), x.clone(), dy.clone(), again));
+        for recompute in [RecomputeInput::Yes, RecomputeInput::No] {
+            let shared = message(swiglu_backward(x.clone(), x.clone(), dy.clone(), recompute));
             assert!(shared.contains("`gate`") && shared.contains("`up`"), "{shared}");
-            let shared = message(swiglu_backward(dy.clone(), x.clone(), x.clone(), again));
+            let shared = message(swiglu_backward(dy.clone(), x.clone(), x.clone(), recompute));
             assert!(shared.contains("`up`") && shared.contains("`dy`"), "{shared}");
         }
     }

@@ -35,7 +35,7 @@ pub fn vision_rope_split(
     let (qkv, cos, sin) = (qkv.values()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
     let [q, k, v] = filled(p, ROWS, [(part, dtype); 3], |patches, [q, k, v]| {
         let rows = q.chunks_mut(part).zip(k.chunks_mut(part)).zip(v.chunks_mut(part));
-        let qkv = qkv.lend(span(&patches, width));
+        let qkv = qkv.view(span(&patches, width));
         for ((i, ((q, k), v)), source) in patches.zip(rows).zip(qkv.chunks(width)) {
             q.copy_from_slice(&source[..part]);
             k.copy_from_slice(&source[part..2 * part]);
@@ -78,9 +78,9 @@ pub fn vision_rope_merge_backward(
     let [dqkv] = filled(p, ROWS, [(3 * part, dtype)], |patches, [dqkv]| {
         for (i, row) in patches.zip(dqkv.chunks_mut(3 * part)) {
             let source = span(&(i..i + 1), part);
-            row[..part].copy_from_slice(&dq.lend(source.clone()));
-            row[part..2 * part].copy_from_slice(&dk.lend(source.clone()));
-            row[2 * part..].copy_from_slice(&dv.lend(source));
+            row[..part].copy_from_slice(&dq.view(source.clone()));
+            row[part..2 * part].copy_from_slice(&dk.view(source.clone()));
+            row[2 * part..].copy_from_slice(&dv.view(source));
             let (cos, sin) = (&cos[i * half..(i + 1) * half], &sin[i * half..(i + 1) * half]);
             for head in row[..2 * part].chunks_mut(dh) {
                 rotate_back(head, cos, sin);
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_width_other_than_three_times_the_heads_is_rejected() {
-        let said = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
-        assert!(said.contains("expected [P, 3*H*Dh]"), "{said}");
+        let error = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
+        assert!(error.contains("expected [P, 3*H*Dh]"), "{error}");
     }
 }

@@ -403,7 +403,7 @@ impl AttentionBackend for Flash {
 
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
-        let gpu = super::super::cuda::takes(device);
+        let gpu = super::super::cuda::supports_device(device);
         if gpu { super::super::cuda::attention_kernel(dtype, head_dim) } else { ON_CPU }
     }
 

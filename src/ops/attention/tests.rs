@@ -80,7 +80,7 @@ fn the_log_can_name_what_computes() {
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
     };
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    if crate::ops::cuda::takes(&device()) {
+    if crate::ops::cuda::supports_device(&device()) {
         let (plain, tiles) = ("flash, plain kernel in f32", "flash, tensor cores in bf16");
         assert_eq!(named(&Flash), [plain, tiles, plain]);
         return;
@@ -332,14 +332,14 @@ fn boundaries_that_do_not_tile_the_stream_are_refused() {
     ] {
         let segments = Segments { cu_seqlens, mask_boundaries };
         for backend in BACKENDS {
-            let said = message(backend.forward(qkv, segments, Masking::Causal));
-            assert!(said.contains(word), "{said}");
+            let error = message(backend.forward(qkv, segments, Masking::Causal));
+            assert!(error.contains(word), "{error}");
         }
     }
     let three = random(2, &[4, 3, 8]);
     let two = random(2, &[4, 2, 8]);
     let segments = Segments { cu_seqlens: &[0, 4], mask_boundaries: &[0, 4] };
     let qkv = Qkv { q: &three, k: &two, v: &two };
-    let said = message(Flash.forward(qkv, segments, Masking::Full));
-    assert!(said.contains("3 query heads"), "{said}");
+    let error = message(Flash.forward(qkv, segments, Masking::Full));
+    assert!(error.contains("3 query heads"), "{error}");
 }

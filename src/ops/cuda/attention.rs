@@ -4,7 +4,7 @@
 //! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
 //! cached, because every layer of a step uses the same ones.
 
-use super::launch::{Address, Launch, address, empty, most_shared, vectors};
+use super::launch::{Address, Launch, address, empty, max_shared, vectors};
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
 use crate::ops::upload;
 use candle_core::{DType, Result, Tensor, bail};
@@ -135,8 +135,8 @@ impl Kernels {
     }
 
     /// Kernel name, number of threads and bytes of shared memory of a backward block, if a block
-    /// can have `most_shared` bytes. The sizes match the shapes in `attention_backward.cu`.
-    fn backward(self, own: Own, most_shared: usize) -> (String, u32, usize) {
+    /// can have `max_shared` bytes. The sizes match the shapes in `attention_backward.cu`.
+    fn backward(self, own: Own, max_shared: usize) -> (String, u32, usize) {
         let name = match own {
             Own::Keys => self.name("attention_backward_keys"),
             Own::Queries => self.name("attention_backward_queries"),
@@ -158,7 +158,7 @@ impl Kernels {
             return (name, threads, bytes(others));
         }
         let shared = bytes(others) + 4 * ROWS * others;
-        if shared <= most_shared {
+        if shared <= max_shared {
             (name, threads, shared)
         } else {
             (format!("{name}_less"), threads, bytes(32))
@@ -166,11 +166,11 @@ impl Kernels {
     }
 }
 
-/// Bytes of shared memory of a block in each pass, if a block can have `most_shared` bytes.
+/// Bytes of shared memory of a block in each pass, if a block can have `max_shared` bytes.
 #[cfg(all(test, not(feature = "cuda")))]
-pub(super) fn shared_bytes(dtype: DType, dh: usize, most_shared: usize) -> Result<[usize; 3]> {
+pub(super) fn shared_bytes(dtype: DType, dh: usize, max_shared: usize) -> Result<[usize; 3]> {
     let kernels = Kernels::choose("attention", dtype, dh)?;
-    let backward = |own| kernels.backward(own, most_shared).2;
+    let backward = |own| kernels.backward(own, max_shared).2;
     Ok([kernels.forward().1, backward(Own::Keys), backward(Own::Queries)])
 }
 
@@ -249,14 +249,14 @@ pub(in crate::ops) fn flash_attention_backward(
     cu_seqlens: &[u32],
     masking: Masking,
 ) -> Result<QkvGrad> {
-    let most_shared = most_shared(qkv.q.device())?;
-    flash_attention_backward_within(most_shared, qkv, o, lse, d_o, cu_seqlens, masking)
+    let max_shared = max_shared(qkv.q.device())?;
+    flash_attention_backward_within(max_shared, qkv, o, lse, d_o, cu_seqlens, masking)
 }
 
-/// Same as [`flash_attention_backward`], for blocks that can have `most_shared` bytes of shared
+/// Same as [`flash_attention_backward`], for blocks that can have `max_shared` bytes of shared
 /// memory.
 pub(super) fn flash_attention_backward_within(
-    most_shared: usize,
+    max_shared: usize,
     qkv: Qkv<'_>,
     o: &Tensor,
     lse: &Tensor,
@@ -294,7 +294,7 @@ pub(super) fn flash_attention_backward_within(
     ] {
         let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows: kernels.rows() };
         let tasks = plan.upload(&q)?;
-        let (name, threads, shared) = kernels.backward(own, most_shared);
+        let (name, threads, shared) = kernels.backward(own, max_shared);
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {

@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::launch::address;
-use super::matmul::{Addend, Form, Matrix, Product};
+use super::matmul::{Addend, Gemm, Matrix, Transpose};
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
@@ -22,12 +22,12 @@ use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 /// workspace, because they run on one stream.
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// Maximum number of cached algorithms. Packs vary in length, so new shapes keep occurring.
-const MOST_ALGORITHMS: usize = 8192;
+const MAX_ALGORITHMS: usize = 8192;
 
 /// Properties that determine the choice of an algorithm.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
-    form: Form,
+    transpose: Transpose,
     shape: (usize, usize, usize),
     operands: DType,
     dst: DType,
@@ -50,7 +50,7 @@ unsafe impl Send for Library {}
 static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
 
 /// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
-pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     let Device::Cuda(device) = dst.tensor().device() else {
         bail!("{op}: `{}` is on the CPU, expected a GPU", dst.name());
     };
@@ -58,18 +58,20 @@ pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> R
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     let library = match libraries.entry(device.id()) {
         Entry::Occupied(library) => library.into_mut(),
-        Entry::Vacant(place) => {
-            let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
+        Entry::Vacant(entry) => {
+            let handle = result::create_handle().map_err(|error| failed(op, gemm, error))?;
             let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
-            place.insert(Library { handle, workspace, algorithms: HashMap::new() })
+            entry.insert(Library { handle, workspace, algorithms: HashMap::new() })
         }
     };
-    library.run(op, product, dst, device)
+    library.run(op, gemm, dst, device)
 }
 
-fn failed(op: &str, product: &Product<'_>, error: result::CublasError) -> Error {
-    let (form, shape) = (product.form, product.shape);
-    Error::msg(format!("{op}: product {form:?} of (m, n, k) {shape:?}: cublasLt failed: {error}"))
+fn failed(op: &str, gemm: &Gemm<'_>, error: result::CublasError) -> Error {
+    let (transpose, shape) = (gemm.transpose, gemm.shape);
+    Error::msg(format!(
+        "{op}: product {transpose:?} of (m, n, k) {shape:?}: cublasLt failed: {error}"
+    ))
 }
 
 fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
@@ -81,7 +83,7 @@ fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
 }
 
 /// Returns the address and the row stride, in elements of the dtype of the matrix.
-fn place(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
+fn address_and_stride(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
         Matrix::Whole(..) => (start, columns),
@@ -146,35 +148,35 @@ impl Library {
     fn run(
         &mut self,
         op: &'static str,
-        product: &Product<'_>,
+        gemm: &Gemm<'_>,
         dst: Matrix<'_>,
         device: &CudaDevice,
     ) -> Result<()> {
-        let (m, n, k) = product.shape;
+        let (m, n, k) = gemm.shape;
         if k == 0 {
-            bail!("{op}: found `k` of 0 in a product, expected at least 1");
+            bail!("{op}: found `k` of 0 in a matrix product, expected at least 1");
         }
-        let ([a_rows, a_columns], [b_rows, b_columns]) = match product.form {
-            Form::Nt => ([m, k], [n, k]),
-            Form::Nn => ([m, k], [k, n]),
-            Form::Tn => ([k, m], [k, n]),
+        let ([a_rows, a_columns], [b_rows, b_columns]) = match gemm.transpose {
+            Transpose::Nt => ([m, k], [n, k]),
+            Transpose::Nn => ([m, k], [k, n]),
+            Transpose::Tn => ([k, m], [k, n]),
         };
-        let (a, a_stride) = place(op, product.a, a_columns)?;
-        let (b, b_stride) = place(op, product.b, b_columns)?;
-        let (d, _) = place(op, dst, n)?;
-        let (c, beta) = match product.addend {
+        let (a, a_stride) = address_and_stride(op, gemm.a, a_columns)?;
+        let (b, b_stride) = address_and_stride(op, gemm.b, b_columns)?;
+        let (d, _) = address_and_stride(op, dst, n)?;
+        let (c, beta) = match gemm.addend {
             Addend::Nothing => (d, 0f32),
             Addend::Destination => (d, 1f32),
             Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1f32),
         };
-        let bias = product.bias.map(|bias| address(op, "bias", bias)).transpose()?;
+        let bias = gemm.bias.map(|bias| address(op, "bias", bias)).transpose()?;
         // cublasLt has no alignment preference for the bias, so it lowers the alignment of the
         // destination.
         let d_alignment = bias.map_or(256, |bias| alignment(bias.0)).min(alignment(d));
         let key = Key {
-            form: product.form,
-            shape: product.shape,
-            operands: product.a.dtype(),
+            transpose: gemm.transpose,
+            shape: gemm.shape,
+            operands: gemm.a.dtype(),
             dst: dst.dtype(),
             row_strides: [a_stride, b_stride],
             alignments: [alignment(b), alignment(a), alignment(c), d_alignment],
@@ -184,7 +186,7 @@ impl Library {
         let (operands, result) = (data_type(op, key.operands)?, data_type(op, key.dst)?);
         let workspace = address(op, "workspace", &self.workspace)?.0;
         let status = (|| {
-            let descriptor = Self::descriptor(product.form, bias.map(|bias| bias.0))?;
+            let descriptor = Self::descriptor(gemm.transpose, bias.map(|bias| bias.0))?;
             let layouts = Layouts {
                 a: layout(operands, b_rows, b_columns, b_stride)?,
                 b: layout(operands, a_rows, a_columns, a_stride)?,
@@ -214,21 +216,24 @@ impl Library {
                 )
             }
         })();
-        status.map_err(|error| failed(op, product, error))
+        status.map_err(|error| failed(op, gemm, error))
     }
 
     /// Creates a descriptor with `f32` sums, without TF32, and with the bias if there is one.
-    fn descriptor(form: Form, bias: Option<u64>) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
+    fn descriptor(
+        transpose: Transpose,
+        bias: Option<u64>,
+    ) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
         let made = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )?;
         let descriptor = Owned(made, result::destroy_matmul_desc as _);
         let (plain, transposed) = (cublasOperation_t::CUBLAS_OP_N, cublasOperation_t::CUBLAS_OP_T);
-        let (a, b) = match form {
-            Form::Nt => (transposed, plain),
-            Form::Nn => (plain, plain),
-            Form::Tn => (plain, transposed),
+        let (a, b) = match transpose {
+            Transpose::Nt => (transposed, plain),
+            Transpose::Nn => (plain, plain),
+            Transpose::Tn => (plain, transposed),
         };
         set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &a)?;
         set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &b)?;
@@ -279,7 +284,7 @@ impl Library {
                 preference.0,
             )
         }?;
-        if self.algorithms.len() >= MOST_ALGORITHMS {
+        if self.algorithms.len() >= MAX_ALGORITHMS {
             self.algorithms.clear();
         }
         self.algorithms.insert(key, found.algo);

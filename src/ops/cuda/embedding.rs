@@ -30,7 +30,7 @@ pub(in crate::ops) fn interpolate_rows(
     let y = empty((p, d), table.dtype(), table)?;
     let mut rows = vec![table, &y];
     rows.extend(x);
-    let kernel = named("interpolate_rows", vectors(d, &rows)?);
+    let kernel = kernel_name("interpolate_rows", vectors(d, &rows)?);
     let mut launch = Launch::new(&kernel, table.dtype()).grid(p.div_ceil(8)).threads(256);
     for (name, tensor) in [("table", table), ("index", index), ("weight", weight)] {
         launch = launch.address(address(op, name, tensor)?);
@@ -49,7 +49,7 @@ pub(in crate::ops) fn interpolate_rows_backward(
     add_by_row("interpolate_rows_backward", index, Some(weight), dy, dtable)
 }
 
-fn named(kernel: &str, chunks: bool) -> String {
+fn kernel_name(kernel: &str, chunks: bool) -> String {
     if chunks { kernel.to_owned() } else { format!("{kernel}_single") }
 }
 
@@ -70,7 +70,7 @@ fn add_by_row(
     let chunks = vectors(d, &[dy, table, &carried])?;
     let columns = 64 * if chunks { 16 / dy.dtype().size_in_bytes() } else { 1 };
     let (keys, table_at) = (address(op, "keys", &keys)?, address(op, "table", table)?);
-    Launch::new(&named("add_runs", chunks), dy.dtype())
+    Launch::new(&kernel_name("add_runs", chunks), dy.dtype())
         .grid3([stretches, d.div_ceil(columns), 1])
         .threads(64)
         .address(keys)

@@ -12,19 +12,19 @@ pub(super) struct Address(pub(super) u64);
 
 /// Whether the CUDA implementation handles `t`.
 pub(in crate::ops) fn on_gpu(t: &Tensor) -> bool {
-    takes(t.device())
+    supports_device(t.device())
 }
 
 /// Whether the CUDA implementation handles tensors on `device`, that is, whether it is a GPU.
 #[cfg(feature = "cuda")]
-pub(in crate::ops) fn takes(device: &Device) -> bool {
+pub(in crate::ops) fn supports_device(device: &Device) -> bool {
     device.is_cuda()
 }
 
 /// Whether the emulated kernels handle CPU tensors: true if the environment variable
 /// `TRAINER_EMULATE_CUDA` is set.
 #[cfg(not(feature = "cuda"))]
-pub(in crate::ops) fn takes(_: &Device) -> bool {
+pub(in crate::ops) fn supports_device(_: &Device) -> bool {
     static EMULATE: std::sync::LazyLock<bool> =
         std::sync::LazyLock::new(|| std::env::var_os("TRAINER_EMULATE_CUDA").is_some());
     *EMULATE
@@ -77,15 +77,15 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
 
 /// Maximum number of bytes of shared memory of a block on `device`.
 #[cfg(feature = "cuda")]
-pub(super) fn most_shared(device: &Device) -> Result<usize> {
+pub(super) fn max_shared(device: &Device) -> Result<usize> {
     let Device::Cuda(device) = device else { bail!("found operands on the CPU, expected a GPU") };
-    super::module::most_shared(device)
+    super::module::max_shared(device)
 }
 
 /// Maximum number of bytes of shared memory of an emulated block: the limit of sm_80.
 #[cfg(not(feature = "cuda"))]
 #[expect(clippy::unnecessary_wraps, reason = "same signature as with the feature `cuda`")]
-pub(super) fn most_shared(_: &Device) -> Result<usize> {
+pub(super) fn max_shared(_: &Device) -> Result<usize> {
     Ok(163 << 10)
 }
 

@@ -1,7 +1,7 @@
 //! Linear layers: matrix products, and launches of `bias.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
+use super::matmul::{Addend, Gemm, Matrix, Transpose};
 use super::norm::add_columns;
 use candle_core::{DType, Result, Tensor};
 
@@ -12,7 +12,7 @@ const THREADS: u32 = 256;
 /// Number of rows per partial sum, and maximum number of partial sums. They depend on the number of
 /// rows only, so the result does too.
 const ROWS: usize = 64;
-const MOST_SHARES: usize = 64;
+const MAX_SHARES: usize = 64;
 
 /// Returns `x W^T + bias + residual` with shape `dims`; `(n, m, k)` are rows, outputs and inputs.
 pub(in crate::ops) fn linear(
@@ -26,15 +26,15 @@ pub(in crate::ops) fn linear(
 ) -> Result<Tensor> {
     let y = empty(dims, x.dtype(), x)?;
     let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
-    let product = Product {
-        form: Form::Nt,
+    let gemm = Gemm {
+        transpose: Transpose::Nt,
         shape: (n, m, k),
         a: Matrix::Whole("x", x),
         b: Matrix::Whole("w", w),
         addend: residual.map_or(Addend::Nothing, Addend::Residual),
         bias: bias.as_ref(),
     };
-    product.into(op, "y", &y)?;
+    gemm.into(op, "y", &y)?;
     Ok(y)
 }
 
@@ -80,7 +80,7 @@ fn add_input_gradient(
     dx: &Tensor,
 ) -> Result<()> {
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("w", w));
-    Product { form: Form::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
+    Gemm { transpose: Transpose::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
 }
 
 /// Adds `dy^T x` to `dw`; `shape` is (outputs, inputs, rows).
@@ -92,7 +92,7 @@ pub(in crate::ops) fn linear_backward_weight(
     shape: (usize, usize, usize),
 ) -> Result<()> {
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
-    Product { form: Form::Tn, shape, a, b, addend: Addend::Destination, bias: None }
+    Gemm { transpose: Transpose::Tn, shape, a, b, addend: Addend::Destination, bias: None }
         .into(op, "dw", dw)
 }
 
@@ -103,7 +103,7 @@ pub(in crate::ops) fn bias_backward(
     db: &Tensor,
     (n, m): (usize, usize),
 ) -> Result<()> {
-    let num_shares = n.div_ceil(ROWS).min(MOST_SHARES);
+    let num_shares = n.div_ceil(ROWS).min(MAX_SHARES);
     let shares = empty((num_shares, m), DType::F32, dy)?;
     Launch::new("bias_shares", dy.dtype())
         .grid3([m.div_ceil(COLUMNS), num_shares, 1])

@@ -6,7 +6,7 @@
 //! the second half of each row, where the next products read it.
 
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
+use super::matmul::{Addend, Gemm, Matrix, Transpose};
 use candle_core::{DType, Result, Tensor};
 
 /// Maximum size of the logits of a chunk, in bytes. With the vocabulary of the published models
@@ -62,15 +62,15 @@ impl<'a> Head<'a> {
         for start in (0..s).step_by(self.chunk) {
             let rows = self.chunk.min(s - start);
             let logits = logits.narrow(0, 0, rows)?;
-            let product = Product {
-                form: Form::Nt,
+            let gemm = Gemm {
+                transpose: Transpose::Nt,
                 shape: (rows, v, d),
                 a: Matrix::Whole("h", &self.h.narrow(0, start, rows)?),
                 b: Matrix::Whole("w", self.w),
                 addend: Addend::Nothing,
                 bias: None,
             };
-            product.into(op, "logits", &logits)?;
+            gemm.into(op, "logits", &logits)?;
             let argmax = argmax.map(|argmax| argmax.narrow(0, start, rows)).transpose()?;
             Launch::new("cross_entropy", self.h.dtype())
                 .grid(rows)
@@ -124,26 +124,26 @@ pub(in crate::ops) fn linear_cross_entropy_backward(
             _ => Matrix::Whole("logits", logits),
         };
         if let Some(dh) = &dh {
-            let product = Product {
-                form: Form::Nn,
+            let gemm = Gemm {
+                transpose: Transpose::Nn,
                 shape: (rows, d, v),
                 a: d_logits,
                 b: Matrix::Whole("w", w),
                 addend: Addend::Nothing,
                 bias: None,
             };
-            product.into(op, "dh", &dh.narrow(0, start, rows)?)?;
+            gemm.into(op, "dh", &dh.narrow(0, start, rows)?)?;
         }
         if let Some(dw) = dw {
-            let product = Product {
-                form: Form::Tn,
+            let gemm = Gemm {
+                transpose: Transpose::Tn,
                 shape: (v, d, rows),
                 a: d_logits,
                 b: Matrix::Whole("h", &h.narrow(0, start, rows)?),
                 addend: Addend::Destination,
                 bias: None,
             };
-            product.into(op, "dw", dw)?;
+            gemm.into(op, "dw", dw)?;
         }
         Ok(())
     })?;

@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// Which operand is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Form {
+pub(super) enum Transpose {
     /// `a [m, k]`, `b [n, k]`: `a b^T`.
     Nt,
     /// `a [m, k]`, `b [k, n]`: `a b`.
@@ -59,8 +59,8 @@ pub(super) enum Addend<'a> {
 }
 
 /// A matrix product.
-pub(super) struct Product<'a> {
-    pub(super) form: Form,
+pub(super) struct Gemm<'a> {
+    pub(super) transpose: Transpose,
     /// Sizes `(m, n, k)`.
     pub(super) shape: (usize, usize, usize),
     pub(super) a: Matrix<'a>,
@@ -70,7 +70,7 @@ pub(super) struct Product<'a> {
     pub(super) bias: Option<&'a Tensor>,
 }
 
-impl Product<'_> {
+impl Gemm<'_> {
     /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
     pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
         let (m, n, k) = self.shape;
@@ -96,12 +96,12 @@ impl Product<'_> {
 }
 
 #[cfg(feature = "cuda")]
-fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
-    super::blas::run(op, product, dst)
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    super::blas::run(op, gemm, dst)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     use crate::ops::cpu::{self, Element as _, read};
     use crate::ops::matmul::{Into, nn, nt, tn};
     use half::bf16;
@@ -119,21 +119,21 @@ fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
         Ok(halves.map(|half| bf16::from_le_bytes([half[0], half[1]]).widen()).collect())
     }
 
-    let (m, n, k) = product.shape;
-    let (a, b) = (elements(op, product.a)?, elements(op, product.b)?);
-    let mut sums = match product.addend {
+    let (m, n, k) = gemm.shape;
+    let (a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    let mut sums = match gemm.addend {
         Addend::Nothing => vec![0f32; m * n],
         Addend::Destination => elements(op, dst)?,
         Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
     };
-    if let Some(bias) = product.bias {
+    if let Some(bias) = gemm.bias {
         let bias = elements(op, Matrix::Whole("bias", bias))?;
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
-    match product.form {
-        Form::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
-        Form::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
-        Form::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
+    match gemm.transpose {
+        Transpose::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
     let (name, dst) = (dst.name(), dst.tensor());
     if dst.dtype() == DType::BF16 {

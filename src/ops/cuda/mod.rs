@@ -36,7 +36,7 @@ pub(super) use attention::{
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
-pub(super) use launch::{on_gpu, takes};
+pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,

@@ -23,7 +23,7 @@ struct Loaded {
 struct Kernel {
     function: CudaFunction,
     /// Maximum number of bytes of dynamic shared memory of a launch.
-    most_shared: u32,
+    max_shared: u32,
 }
 
 static LOADED: LazyLock<Mutex<HashMap<DeviceId, Loaded>>> = LazyLock::new(Mutex::default);
@@ -43,8 +43,8 @@ pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<C
         loaded.functions.insert(name.to_owned(), kernel.clone());
         kernel
     };
-    if shared > kernel.most_shared {
-        let most = kernel.most_shared;
+    if shared > kernel.max_shared {
+        let most = kernel.max_shared;
         bail!("{name}: a block needs {shared} bytes of shared memory, this GPU allows {most}");
     }
     Ok(kernel.function)
@@ -62,7 +62,7 @@ fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
 }
 
 /// Maximum number of bytes of shared memory of a block.
-pub(super) fn most_shared(device: &CudaDevice) -> Result<usize> {
+pub(super) fn max_shared(device: &CudaDevice) -> Result<usize> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
@@ -76,11 +76,11 @@ fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<
         };
         // Allow the maximum: launches of a kernel differ in size, and the first may not be the
         // largest.
-        let most = most_shared(device)? as i32;
+        let most = max_shared(device)? as i32;
         let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, most - own).w()?;
-        return Ok(Kernel { function, most_shared: (most - own) as u32 });
+        return Ok(Kernel { function, max_shared: (most - own) as u32 });
     }
     bail!("no kernel has the name `{name}`")
 }

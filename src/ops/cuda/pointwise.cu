@@ -134,10 +134,10 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
     each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 1>{{x}}, n, [](const auto &in, auto &out) { op(in, out); });    \
   }                                                                                                                    \
   EXPORT(op##_##name)                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(256, 4) op##_again_##name(T *x, T *dy, long long n) {                   \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_recompute_##name(T *x, T *dy, long long n) {                   \
     each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 2>{{x, dy}}, n, [](const auto &in, auto &out) { op(in, out); });\
   }                                                                                                                    \
-  EXPORT(op##_again_##name)
+  EXPORT(op##_recompute_##name)
 #define POINTWISE(T, E, name)                                                                                          \
   TWO_TO_ONE(swiglu, T, E, name)                                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
@@ -147,11 +147,11 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
   }                                                                                                                    \
   EXPORT(swiglu_backward_##name)                                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
-      swiglu_backward_again_##name(T *gate, T *up, T *dy, long long n) {                                               \
+      swiglu_backward_recompute_##name(T *gate, T *up, T *dy, long long n) {                                               \
     each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 3>{{gate, up, dy}}, n,                                   \
             [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
   }                                                                                                                    \
-  EXPORT(swiglu_backward_again_##name)                                                                                 \
+  EXPORT(swiglu_backward_recompute_##name)                                                                                 \
   ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                    \
   GELU_BACKWARD(gelu_tanh_backward, T, E, name)                                                                        \
   ONE_TO_ONE(gelu_erf, T, E, name)                                                                                     \

@@ -6,7 +6,7 @@ use super::launch::vectors;
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
-use crate::ops::{self, Again, Gelu};
+use crate::ops::{self, Gelu, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
@@ -80,8 +80,8 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
 #[test]
 fn a_row_too_long_for_a_block_is_rejected() {
     let (x, w) = (operand(1, &[1, 8200], DType::F32), operand(2, &[8200], DType::F32));
-    let said = message(super::rms_norm(&x, &w, 1e-6));
-    assert!(said.contains("rows have 8200 columns"), "{said}");
+    let error = message(super::rms_norm(&x, &w, 1e-6));
+    assert!(error.contains("rows have 8200 columns"), "{error}");
 }
 
 #[test]
@@ -120,8 +120,8 @@ fn elementwise_ops_match_the_cpu_for_any_length() -> Result<()> {
             let dy = operand(3, &[n], dtype);
             let (gpu, cpu) = both!(path => {
                 let (dgate, dup, again) =
-                    path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, Again::Output)?;
-                let alone = path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, Again::Nothing)?;
+                    path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, RecomputeInput::Yes)?;
+                let alone = path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, RecomputeInput::No)?;
                 let sum = a.copy()?;
                 path::add_in_place(&sum, &b)?;
                 let zeros = a.copy()?;
@@ -131,9 +131,9 @@ fn elementwise_ops_match_the_cpu_for_any_length() -> Result<()> {
                 for kind in [Gelu::Tanh, Gelu::Erf] {
                     results.push(path::gelu(&a, kind)?);
                     let (dx, again) =
-                        path::gelu_backward(a.copy()?, dy.copy()?, kind, Again::Output)?;
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, RecomputeInput::Yes)?;
                     let (alone, _) =
-                        path::gelu_backward(a.copy()?, dy.copy()?, kind, Again::Nothing)?;
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, RecomputeInput::No)?;
                     results.extend(again.into_iter().chain([dx, alone]));
                 }
                 results

@@ -23,9 +23,9 @@ struct Buffer {
 /// Idle and busy buffers of all devices. Their number is the peak number of concurrent uploads.
 static BUFFERS: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
 /// Maximum number of buffers. At this limit an upload waits for the oldest one to finish.
-const MOST_BUFFERS: usize = 48;
+const MAX_BUFFERS: usize = 48;
 /// Minimum buffer size in bytes. Page-locking is slow, so few sizes are used.
-const SMALLEST: usize = 1 << 20;
+const MIN_BUFFER_BYTES: usize = 1 << 20;
 /// Number of elements that one task copies.
 const BLOCK: usize = 1 << 18;
 
@@ -83,7 +83,7 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
     if let Some(found) = found {
         return Ok(buffers.remove(found));
     }
-    if buffers.len() >= MOST_BUFFERS {
+    if buffers.len() >= MAX_BUFFERS {
         // The first buffer has been busy for longest. It is replaced, whatever its size.
         let oldest = buffers.remove(0);
         if let Some(copied) = &oldest.copied {
@@ -94,7 +94,7 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
         }
     }
     drop(buffers);
-    let size = bytes.next_power_of_two().max(SMALLEST);
+    let size = bytes.next_power_of_two().max(MIN_BUFFER_BYTES);
     let stream = gpu.cuda_stream();
     // SAFETY: the memory is written before it is read.
     let memory = unsafe { stream.context().alloc_pinned::<u8>(size) }.w()?;
