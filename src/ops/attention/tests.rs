@@ -1,4 +1,5 @@
-//! Both backends against plain attention in `f64`, and the laws of a packed stream.
+//! Compares both backends with plain attention in `f64`, and checks the properties of packed
+//! sequences.
 
 use super::super::testing::{
     Tolerance, assert_close, check_within, device, message, random, values,
@@ -17,7 +18,7 @@ fn ends(lengths: &[usize]) -> Vec<u32> {
     ends
 }
 
-/// Attention out of plain ops, segment by segment.
+/// Attention composed of plain candle ops, segment by segment.
 fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> Result<Tensor> {
     let ((_, h, dh), hkv) = (q.dims3()?, k.dim(1)?);
     let heads: Vec<u32> = (0..h).map(|head| (head / (h / hkv)) as u32).collect();
@@ -42,7 +43,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> 
     Tensor::cat(&outputs, 0)
 }
 
-/// On tensor cores the probabilities and their gradients are rounded; the CPU keeps them.
+/// The tensor-core kernels round probabilities and their gradients to `bf16`; the CPU does not.
 fn bf16_grads() -> Tolerance {
     let tiles = cfg!(any(feature = "cuda", feature = "cuda-emulation"));
     if tiles { Tolerance::BF16_TILES } else { Tolerance::BF16_SAVED }
@@ -74,7 +75,7 @@ fn check_backend(
 }
 
 #[test]
-fn the_log_can_name_what_computes() {
+fn kernel_names_match_the_device_and_dtype() {
     let named = |backend: &dyn AttentionBackend| {
         [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 20)]
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
@@ -110,7 +111,7 @@ fn both_backends_match_the_reference_across_tile_boundaries() {
     }
 }
 
-/// Output, `lse` and gradients of a backend.
+/// Returns `o`, `lse` and the gradients of a backend.
 fn run(
     backend: &dyn AttentionBackend,
     [q, k, v, d_o]: [&Tensor; 4],
@@ -124,7 +125,7 @@ fn run(
 }
 
 #[test]
-fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
+fn both_backends_agree_on_a_pack_longer_than_one_tile_of_keys() {
     let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
     let (ends, t) = (ends(&lengths), lengths.iter().sum::<usize>());
     let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
@@ -141,8 +142,8 @@ fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
     }
 }
 
-/// The results of the dense backend in `f32` and of the tiled one in `bf16` at the same values, `q` and `k` times
-/// `spread`; two runs of the latter give the same bits.
+/// Results of the dense backend in `f32` and of the tiled one in `bf16` on the same values. `q` and
+/// `k` are multiplied by `spread`. Checks that two runs of the tiled backend give the same bits.
 fn dense_and_tiled(
     lengths: &[usize],
     (h, hkv, dh): (usize, usize, usize),
@@ -170,7 +171,8 @@ fn dense_and_tiled(
 
 fn check_tiles(lengths: &[usize], heads: (usize, usize, usize), masking: Masking) {
     let (dense, tiled) = dense_and_tiled(lengths, heads, masking, 1.0);
-    // The worst of thousands of elements, against a backward that saw an output that was not rounded.
+    // The worst of thousands of elements. The reference backward uses an output that was not
+    // rounded.
     let grads = Tolerance::BF16_TILES;
     let tolerances = [Tolerance::BF16, Tolerance::F32, grads, grads, grads];
     for (index, name) in ["o", "lse", "dq", "dk", "dv"].iter().enumerate() {
@@ -198,9 +200,10 @@ fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     }
 }
 
-/// Gradients are the differences of large numbers there: only that of `v` can be held to a bound.
+/// With such scores the gradients of `q` and `k` are differences of large numbers, so only that of
+/// `v` is compared.
 #[test]
-fn scores_of_thousands_give_finite_gradients() {
+fn large_scores_give_finite_gradients() {
     for masking in MASKINGS {
         for dh in [64, 72, 128] {
             let (dense, tiled) = dense_and_tiled(&[70, 3, 1], (1, 1, dh), masking, 12.0);
@@ -218,7 +221,7 @@ fn scores_of_thousands_give_finite_gradients() {
 }
 
 #[test]
-fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
+fn several_dense_masks_give_the_results_of_a_single_one() {
     let ends = ends(&[3, 4, 5, 2]);
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[14, 2, 8]));
     for masking in MASKINGS {
@@ -233,7 +236,7 @@ fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
 }
 
 #[test]
-fn empty_segments_change_nothing() {
+fn empty_segments_do_not_change_the_results() {
     let (without, with) = (ends(&[1, 17, 130]), ends(&[0, 1, 0, 0, 17, 130, 0]));
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[148, 2, 32]));
     for masking in MASKINGS {
@@ -249,7 +252,7 @@ fn empty_segments_change_nothing() {
     }
 }
 
-/// The tokens whose rows differ, for tensors `[T, ..]`.
+/// Indices of the tokens whose rows differ in two tensors `[T, ..]`.
 fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
     let rows = |x: &Tensor| x.flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
     let (a, b) = (rows(a), rows(b));
@@ -257,18 +260,18 @@ fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
 }
 
 #[test]
-fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
+fn a_token_affects_neither_earlier_positions_nor_other_segments() {
     let lengths = [70, 140, 30];
     let (ends, t) = (ends(&lengths), 240);
     let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[t, 2, 32]));
-    let touched = 150; // in the segment 70..210
+    let changed = 150; // in the segment 70..210
     let mut nudge = vec![0f32; t * 64];
-    nudge[touched * 64..(touched + 1) * 64].fill(0.5);
+    nudge[changed * 64..(changed + 1) * 64].fill(0.5);
     let nudge = Tensor::from_vec(nudge, (t, 2, 32), &device()).unwrap();
     let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
     for backend in BACKENDS {
-        for (masking, reached) in [(Masking::Causal, touched..210), (Masking::Full, 70..210)] {
+        for (masking, reached) in [(Masking::Causal, changed..210), (Masking::Full, 70..210)] {
             let before = run(backend, [&q, &k, &v, &d_o], segments, masking);
             let after = run(backend, [&q, &k2, &v2, &d_o], segments, masking);
             let name = backend.name();
@@ -286,10 +289,10 @@ fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
 }
 
 #[test]
-fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
+fn an_output_gradient_does_not_reach_keys_after_its_token() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[150, 1, 16]));
     let mut d_o = vec![0f32; 150 * 16];
-    d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
+    d_o[140 * 16..141 * 16].fill(1.0); // only the output of token 140 has a gradient
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
     let segments = Segments { cu_seqlens: &[0, 150], mask_boundaries: &[0, 150] };
     for backend in BACKENDS {
@@ -304,7 +307,7 @@ fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
 }
 
 #[test]
-fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
+fn decode_attention_matches_the_rows_of_one_causal_pass() {
     let s = 140;
     let q = random(1, &[s, 4, 32]);
     let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
@@ -321,7 +324,7 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
 }
 
 #[test]
-fn boundaries_that_do_not_tile_the_stream_are_refused() {
+fn invalid_boundaries_are_rejected() {
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
     for (cu_seqlens, mask_boundaries, word) in [
