@@ -1,7 +1,8 @@
 //! Linear layer `y = x W^T + b`, and its gradients.
 //!
-//! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`, `y [N,
-//! M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are `f32`.
+//! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`,
+//! `y [N, M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are
+//! `f32`.
 
 use super::blocks::{filled, pieces, span};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};

@@ -13,8 +13,8 @@ pub(super) enum Into {
     Add,
 }
 
-/// Pointer to a `[rows, columns]` matrix; element `(r, c)` is at offset `r * row_stride + c *
-/// column_stride`.
+/// Pointer to a `[rows, columns]` matrix; element `(r, c)` is at offset
+/// `r * row_stride + c * column_stride`.
 #[derive(Clone, Copy)]
 pub(super) struct Raw<P> {
     /// Pointer to element (0, 0).

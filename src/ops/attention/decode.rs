@@ -5,8 +5,8 @@ use super::Masking;
 use super::flash_cpu::{Heads, Span, forward};
 use candle_core::{Result, Tensor, bail};
 
-/// Returns `o [N, H, Dh]` for `N` new tokens with `q [N, H, Dh]` over `k` and `v`, both `[S, Hkv,
-/// Dh]` with `S = num_past + N`. New token `i` attends to keys `0..=num_past + i`.
+/// Returns `o [N, H, Dh]` for `N` new tokens with `q [N, H, Dh]` over `k` and `v`, both
+/// `[S, Hkv, Dh]` with `S = num_past + N`. New token `i` attends to keys `0..=num_past + i`.
 pub fn decode_attention(q: &Tensor, k: &Tensor, v: &Tensor, num_past: usize) -> Result<Tensor> {
     let op = "decode_attention";
     let ((n, h, dh), (s, hkv, _)) = (q.dims3()?, k.dims3()?);

@@ -2,7 +2,7 @@
 //!
 //! A tile stacks the rows of all query heads that share a key-value head, so that one matrix
 //! product reads each key once for the whole group. A forward task is one block of queries of one
-//! key-value head; it walks over the keys in tiles with a running maximum and sum. A backward task
+//! key-value head; it iterates over the keys in tiles with a running maximum and sum. A backward task
 //! is one key-value head of one segment; only this task writes the corresponding part of `dk` and
 //! `dv`, so there is no sum across tasks. Tiles above the diagonal are skipped.
 

@@ -117,8 +117,9 @@ template <int WARPS> inline void sync_warps(int number) {
   while (generation == barrier.generation) yield();
 }
 
-// A warp operation. Each lane passes a value. The last one to arrive calls `combine(values of all
-// lanes, result)`, and then each lane returns `read(values of all lanes, lane, result)`.
+// A warp operation. Each lane passes a value. The last one to arrive calls
+// `combine(values of all lanes, result)`, and then each lane returns
+// `read(values of all lanes, lane, result)`.
 template <class In, class Combine, class Read> inline auto combined(const In &in, Combine combine, Read read) {
   static_assert(sizeof(In) <= sizeof(Warp::slots[0][0]), "a slot is 64 bytes");
   int lane = current % 32;
@@ -137,8 +138,8 @@ template <class In, class Combine, class Read> inline auto combined(const In &in
   return read(value, lane, result);
 }
 
-// A warp operation. Each lane passes a value and, once all have arrived, returns `read(values of
-// all lanes, lane)`.
+// A warp operation. Each lane passes a value and, once all have arrived, returns
+// `read(values of all lanes, lane)`.
 template <class In, class Read> inline auto collective(const In &in, Read read) {
   return combined(in, [](auto &, auto &) {}, [&](auto &all, int lane, auto &) { return read(all, lane); });
 }
