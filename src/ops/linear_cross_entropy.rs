@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn vocabularies_of_many_tiles_are_processed_completely() {
         let (s, d) = (3, 5);
-        // Full and partial tiles, with vector and with single columns.
+        // Sizes with full and with partial tiles, with vector and with single-element accesses.
         for v in [8_188, 8_192, 8_196, 20_004, 2_047, 2_049, 5_003] {
             for (dtype, tolerance) in [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)]
             {

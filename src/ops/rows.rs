@@ -37,8 +37,8 @@ fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> 
     Ok(())
 }
 
-/// Calls `f(i, row rows[i] of x)` in parallel. The caller has checked that `rows` are distinct rows
-/// of `x [_, d]`.
+/// Calls `f(i, x[rows[i]])` for each `i`, in parallel. The caller has checked that `rows` are
+/// distinct rows of `x [_, d]`.
 #[expect(unsafe_code, reason = "tasks write disjoint rows, which the type system cannot see")]
 fn for_each_row<T: Send>(rows: &[u32], d: usize, x: &mut [T], f: impl Fn(usize, &mut [T]) + Sync) {
     let num_rows = x.len() / d.max(1);

@@ -2,9 +2,9 @@
 //!
 //! A tile stacks the rows of all query heads that share a key-value head, so that one matrix
 //! product reads each key once for the whole group. A forward task is one block of queries of one
-//! key-value head; it iterates over the keys in tiles with a running maximum and sum. A backward task
-//! is one key-value head of one segment; only this task writes the corresponding part of `dk` and
-//! `dv`, so there is no sum across tasks. Tiles above the diagonal are skipped.
+//! key-value head; it iterates over the keys in tiles with a running maximum and sum. A backward
+//! task is one key-value head of one segment; only this task writes the corresponding part of `dk`
+//! and `dv`, so there is no sum across tasks. Tiles above the diagonal are skipped.
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
@@ -40,7 +40,7 @@ pub(super) struct Span {
 
 impl Span {
     /// Number of keys that the query at `row` (counted from the first query) attends to.
-    fn visible(&self, row: usize, masking: Masking) -> usize {
+    fn num_visible(&self, row: usize, masking: Masking) -> usize {
         match masking {
             Masking::Causal => self.keys.len() - self.queries.len() + row + 1,
             Masking::Full => self.keys.len(),
@@ -61,8 +61,8 @@ struct Tile<'a> {
 
 impl Tile<'_> {
     /// Number of keys of the tile that row `i` of the tile attends to.
-    fn visible(&self, i: usize) -> usize {
-        let visible = self.span.visible(self.first_row + i % self.rows, self.masking);
+    fn num_visible(&self, i: usize) -> usize {
+        let visible = self.span.num_visible(self.first_row + i % self.rows, self.masking);
         visible.saturating_sub(self.first_key).min(self.num_keys)
     }
 }
@@ -203,7 +203,7 @@ pub(super) fn forward(
         for kv in 0..hkv {
             for first_row in (0..span.queries.len()).step_by(heads.queries()) {
                 let rows = heads.queries().min(span.queries.len() - first_row);
-                let cost = rows * span.visible(first_row + rows - 1, masking);
+                let cost = rows * span.num_visible(first_row + rows - 1, masking);
                 tasks.push((cost, index, kv, first_row));
             }
         }
@@ -222,7 +222,7 @@ pub(super) fn forward(
         let (rows, num_rows) = (block.rows, block.num_rows());
         block.gather(q, q_rows);
         let mut running = vec![(f32::NEG_INFINITY, 0f32); num_rows];
-        let num_visible = span.visible(first_row + rows - 1, masking);
+        let num_visible = span.num_visible(first_row + rows - 1, masking);
         for first_key in (0..num_visible).step_by(KEYS) {
             let num_keys = KEYS.min(num_visible - first_key);
             let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
@@ -240,7 +240,7 @@ pub(super) fn forward(
                 );
             }
             for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
-                let (visible, hidden) = scores.split_at_mut(tile.visible(i));
+                let (visible, hidden) = scores.split_at_mut(tile.num_visible(i));
                 hidden.fill(0.0);
                 if visible.is_empty() {
                     continue; // all keys of the tile are after the query
@@ -347,7 +347,7 @@ fn backward_block(
         (inputs.lse[head * t + query], delta)
     };
     let of_rows: Vec<(f32, f32)> = (0..num_rows).map(of_row).collect();
-    let num_visible = span.visible(first_row + rows - 1, masking);
+    let num_visible = span.num_visible(first_row + rows - 1, masking);
     let none = Parallelism::None;
     for first_key in (0..num_visible).step_by(KEYS) {
         let num_keys = KEYS.min(num_visible - first_key);
@@ -369,7 +369,7 @@ fn backward_block(
         }
         let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
         for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
-            let visible = tile.visible(i);
+            let visible = tile.num_visible(i);
             score_grad_row(&mut s[..visible], &mut ds[..visible], scale, *lse, *delta);
             s[visible..].fill(0.0);
             ds[visible..].fill(0.0);

@@ -39,30 +39,30 @@ pub enum Masking {
 pub struct Segments<'a> {
     /// Boundaries of samples (or frames). No token attends across them.
     pub cu_seqlens: &'a [u32],
-    /// Boundaries of the rows for which [`Masked`] builds one dense mask each. Each is also a
-    /// boundary in `cu_seqlens`, so no segment crosses a row.
+    /// Boundaries of the rows for which [`Masked`] builds one dense mask each. All of them are also
+    /// in `cu_seqlens`, so no segment crosses a row boundary.
     pub mask_boundaries: &'a [u32],
 }
 
 /// Queries, keys and values, of the same dtype.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
-    /// `[T, H, Dh]`.
+    /// Queries, `[T, H, Dh]`.
     pub q: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Keys, `[T, Hkv, Dh]`.
     pub k: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Values, `[T, Hkv, Dh]`.
     pub v: &'a Tensor,
 }
 
 /// Gradients of the operands of attention, in their shapes and dtype.
 #[derive(Debug)]
 pub struct QkvGrad {
-    /// `[T, H, Dh]`.
+    /// Gradient of the queries, `[T, H, Dh]`.
     pub dq: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the keys, `[T, Hkv, Dh]`.
     pub dk: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the values, `[T, Hkv, Dh]`.
     pub dv: Tensor,
 }
 

@@ -172,8 +172,8 @@ __device__ __forceinline__ float block_max(float value) {
 
 // One tile of the tensor cores: c [16, 8] += a [16, 16] b [16, 8], with bf16 operands and f32 sums.
 // With g = lane / 4 and t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8),
-// two columns each; b holds rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; c holds (g, 2t), (g, 2t
-// + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// two columns each; b holds rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; c holds (g, 2t),
+// (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 #ifdef EMULATION
 using emulation::mma;
 using emulation::load_matrices;

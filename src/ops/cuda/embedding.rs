@@ -17,7 +17,7 @@ pub(in crate::ops) fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor)
     add_by_row("embedding_backward", ids, None, dy, dw)
 }
 
-/// Computes the interpolation, plus `x` if given.
+/// Returns the interpolated rows `[P, D]`, plus `x` if given.
 pub(in crate::ops) fn interpolate_rows(
     op: &str,
     table: &Tensor,

@@ -115,7 +115,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   Head<T, E, P> weight;
   weight.load(w, column, stride, half, true);
   float low_shares[P][E] = {}, high_shares[P][E] = {};
-  // All lanes of a warp iterate together, because they sum together.
+  // All lanes of a warp do the same number of iterations, because `place.sum` needs all of them.
   for (int start = int(blockIdx.x) * place.items_a_block; start < items; start += int(gridDim.x) * place.items_a_block) {
     int head = start + place.item, token = head / heads;
     bool valid = head < items;
