@@ -5,10 +5,10 @@
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::cpu::blocks::narrow_into;
+use super::cpu::blocks::to_bf16_block;
 use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
 use super::moments::{self, step_seed, tensor_seed};
@@ -251,7 +251,7 @@ fn update_blocks<M: Element>(
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
                         |((index, (((p, m), v), grad)), weight)| {
                             update(index * BLOCK, grad, p, m, v);
-                            narrow_into(p, weight);
+                            to_bf16_block(p, weight);
                         },
                     );
                 })

@@ -6,11 +6,12 @@ use super::sizes::Sizes;
 use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    AdamW, AdamWTensors, Again, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
-    adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward, gpu_memory,
-    layer_norm, layer_norm_backward, linear, linear_backward_input, linear_backward_weight,
-    linear_cross_entropy_backward, qk_norm_rope, qk_norm_rope_backward, rms_norm,
-    rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward, vision_rope_split,
+    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RecomputeInput, RopeTable,
+    Segments, adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward,
+    gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
+    linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope, qk_norm_rope_backward,
+    rms_norm, rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward,
+    vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -312,10 +313,10 @@ impl Bench {
 }
 
 /// Names, tensors read and written, and what is computed again: training does where the next weight trains.
-const SWIGLU_BACKWARDS: [(&str, f64, Again); 2] =
-    [("backward", 5.0, Again::Nothing), ("backward and output", 6.0, Again::Output)];
-const GELU_BACKWARDS: [(&str, f64, Again); 2] =
-    [("backward", 3.0, Again::Nothing), ("backward and output", 4.0, Again::Output)];
+const SWIGLU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
+    [("backward", 5.0, RecomputeInput::No), ("backward and output", 6.0, RecomputeInput::Yes)];
+const GELU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
+    [("backward", 3.0, RecomputeInput::No), ("backward and output", 4.0, RecomputeInput::Yes)];
 
 /// Operands of a head with its cross-entropy.
 struct Head<'b> {

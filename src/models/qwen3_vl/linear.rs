@@ -1,7 +1,7 @@
 //! A projection and its backward: which gradients are due is asked of the sink, once, here.
 
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, Again};
+use crate::ops::{self, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
@@ -49,9 +49,9 @@ impl Linear {
     }
 
     /// What the elementwise op that gives `x` computes again in its backward: `x`, if a parameter gradient is due.
-    pub(super) fn input_again(&self, grads: &dyn GradSink) -> Again {
+    pub(super) fn input_again(&self, grads: &dyn GradSink) -> RecomputeInput {
         let trains = self.params().any(|param| grads.buffer(param).is_some());
-        if trains { Again::Output } else { Again::Nothing }
+        if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
     /// `dx: [N, K]` alone.

@@ -1,14 +1,14 @@
-//! Flash attention: memory in the size of a tile, on the CPU and on GPUs.
+//! Flash attention: scratch memory has the size of a tile, on the CPU and on GPUs.
 
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
-use crate::ops::cpu::{self, Given, Heads, Span, attention_backward, attention_forward, read};
+use crate::ops::cpu::{self, Heads, Inputs, Span, attention_backward, attention_forward, read};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Attention in tiles. The score matrix is never in memory, and key-value heads are not repeated.
+/// Attention in tiles. Scratch memory has the size of a tile, not of the score matrix.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Flash;
 
-/// Name of the CPU kernel in the log.
+/// Name of the CPU kernel in logs.
 const ON_CPU: &str = "flash, cpu";
 
 fn spans(segments: &Segments) -> Vec<Span> {
@@ -23,7 +23,7 @@ impl AttentionBackend for Flash {
 
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
-        let gpu = crate::ops::cuda::takes(device);
+        let gpu = crate::ops::cuda::supports_device(device);
         if gpu { crate::ops::cuda::attention_kernel(device, dtype, head_dim) } else { ON_CPU }
     }
 
@@ -69,8 +69,8 @@ impl AttentionBackend for Flash {
         let (o, lse, d_o) = (read(op, "o", o)?, read(op, "lse", lse)?, read(op, "d_o", d_o)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
-        let given = Given { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
-        let (dq, dk, dv) = attention_backward(&heads, &given, &spans(segments), masking);
+        let inputs = Inputs { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
+        let (dq, dk, dv) = attention_backward(&heads, &inputs, &spans(segments), masking);
         Ok(QkvGrad {
             dq: cpu::tensor(dq, (t, h, dh), dtype)?,
             dk: cpu::tensor(dk, (t, hkv, dh), dtype)?,

@@ -1,13 +1,14 @@
-//! candle-flash-attn's forward pass, with our backward.
+//! Attention with the forward pass of candle-flash-attn and the backward pass of this crate.
 //!
-//! Its kernels are forward only and keep no `lse`. So forward gives an empty one, and backward runs our own forward
-//! pass for it first: one more pass over the scores, for those who compare kernels or trust that one more.
+//! The kernels of candle-flash-attn have no backward and do not return `lse`. So `forward` returns
+//! an empty `lse`, and `backward` first runs the forward pass of [`Flash`] to compute it, which
+//! costs one more pass over the scores. Use this backend to compare kernels.
 
 use super::{AttentionBackend, Flash, Masking, Qkv, QkvGrad, Segments, Sizes};
 use crate::ops::upload;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Attention on NVIDIA GPUs in `bf16`, by candle-flash-attn.
+/// Attention on NVIDIA GPUs in `bf16` by candle-flash-attn. Fails on other devices and dtypes.
 #[derive(Debug, Clone, Copy)]
 pub struct FlashAttn;
 

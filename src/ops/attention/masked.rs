@@ -1,6 +1,6 @@
-//! The exact reference: a dense score matrix a row and head, masked block-diagonally.
+//! Reference attention: a dense score matrix for each row and head, with a block-diagonal mask.
 //!
-//! Memory grows with the square of the row; shares no kernel with the tiled backend.
+//! Memory grows with the square of the row length. The code shares no kernel with [`super::Flash`].
 
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
 use crate::ops::cpu::gemm::{Into, nn, nt, tn};
@@ -8,11 +8,11 @@ use crate::ops::cpu::{self, read};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 
-/// Attention by dense masks: `[L, L]` scores for each row of length `L` and each head.
+/// Attention with dense masks: `[L, L]` scores for each head of each row of length `L`. CPU only.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Masked;
 
-/// Rows `tokens` of one head of `x [T, heads, Dh]`: `[L, Dh]`.
+/// Copies one head of the rows `tokens` of `x [T, heads, Dh]`: `[L, Dh]`.
 fn head(x: &[f32], tokens: Range<usize>, heads: usize, head: usize, dh: usize) -> Vec<f32> {
     let mut rows = Vec::with_capacity(tokens.len() * dh);
     for token in tokens {
@@ -22,7 +22,7 @@ fn head(x: &[f32], tokens: Range<usize>, heads: usize, head: usize, dh: usize) -
     rows
 }
 
-/// Adds `rows [L, Dh]` to one head of `x [T, heads, Dh]`.
+/// Adds `rows [L, Dh]` to one head of the rows `tokens` of `x [T, heads, Dh]`.
 fn add_head(
     x: &mut [f32],
     tokens: Range<usize>,
@@ -39,12 +39,12 @@ fn add_head(
     }
 }
 
-/// The segment of each token of a row, for the mask.
+/// Segment index of each token of a row, for the mask.
 fn segment_ids(cu_seqlens: &[u32], row: Range<usize>) -> Vec<usize> {
     row.map(|token| cu_seqlens.partition_point(|end| *end as usize <= token)).collect()
 }
 
-/// `scale * q k^T` with negative infinity where a token must not look: `[L, L]`.
+/// Returns `scale * q k^T`, `[L, L]`, with negative infinity for masked pairs.
 fn scores(
     q: &[f32],
     k: &[f32],
@@ -58,9 +58,9 @@ fn scores(
     nt((l, l, dh), &mut scores, Into::Overwrite, q, k);
     for i in 0..l {
         for j in 0..l {
-            let seen = ids[i] == ids[j] && (masking == Masking::Full || j <= i);
+            let visible = ids[i] == ids[j] && (masking == Masking::Full || j <= i);
             let score = &mut scores[i * l + j];
-            *score = if seen { *score * scale } else { f32::NEG_INFINITY };
+            *score = if visible { *score * scale } else { f32::NEG_INFINITY };
         }
     }
     scores

@@ -1,14 +1,15 @@
-//! Softmax attention inside each segment of a token stream, and its gradient.
+//! Softmax attention inside each segment of a packed token sequence, and its gradient.
 //!
-//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`, `o`: `[T, H, Dh]`;
-//! `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log of the sum of a row's exponentials.
-//! Scores are scaled by `1 / sqrt(Dh)`. A token attends inside its own segment only.
+//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`,
+//! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
+//! the scaled scores of each query.
+//!
+//! Scores are scaled by `1 / sqrt(Dh)`. A token attends only to tokens of its own segment.
 
 mod decode;
 mod flash;
 #[cfg(feature = "flash-attn")]
 mod flash_attn;
-
 mod masked;
 #[cfg(test)]
 mod tests;
@@ -24,16 +25,16 @@ use super::cpu::{compute_dtype, expect_f32, expect_shape};
 use crate::batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Which tokens of its segment a token sees.
+/// Selects which tokens of its segment a token attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Masking {
-    /// Itself and the earlier ones.
+    /// Itself and earlier tokens.
     Causal,
-    /// All.
+    /// All tokens of the segment.
     Full,
 }
 
-/// Boundaries of a token stream for attention, checked once when a micro-batch is uploaded.
+/// Boundaries in a packed sequence, checked once when a micro-batch is uploaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segments {
     cu_seqlens: CuSeqlens,
@@ -41,8 +42,10 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// `cu_seqlens` holds the samples (or video frames); no token attends across its boundaries. `mask_boundaries` holds the
-    /// rows that [`Masked`] covers with one dense mask each; every segment must lie inside one of these rows.
+    /// `cu_seqlens` holds the boundaries of samples (or frames); no token attends across them.
+    /// `mask_boundaries` holds the rows for which [`Masked`] builds one dense mask each.
+    ///
+    /// Returns an error if the two end at different tokens, or if a segment crosses a row boundary.
     pub fn new(cu_seqlens: CuSeqlens, mask_boundaries: CuSeqlens) -> Result<Self> {
         let (tokens, covered) = (cu_seqlens.num_tokens(), mask_boundaries.num_tokens());
         if tokens != covered {
@@ -57,48 +60,49 @@ impl Segments {
         Ok(Self { cu_seqlens, mask_boundaries })
     }
 
-    /// Boundaries that attention does not cross.
+    /// Boundaries of samples (or frames). No token attends across them.
     pub fn cu_seqlens(&self) -> &CuSeqlens {
         &self.cu_seqlens
     }
 
-    /// Boundaries of the rows that [`Masked`] covers with one dense mask each.
+    /// Boundaries of the rows for which [`Masked`] builds one dense mask each.
     pub fn mask_boundaries(&self) -> &CuSeqlens {
         &self.mask_boundaries
     }
 }
 
-/// Operands of attention.
+/// Queries, keys and values, of the same dtype.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
-    /// `[T, H, Dh]`.
+    /// Queries, `[T, H, Dh]`.
     pub q: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Keys, `[T, Hkv, Dh]`.
     pub k: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Values, `[T, Hkv, Dh]`.
     pub v: &'a Tensor,
 }
 
-/// Gradients of the operands, in their shapes and dtype.
+/// Gradients of the operands of attention, in their shapes and dtype.
 #[derive(Debug)]
 pub struct QkvGrad {
-    /// `[T, H, Dh]`.
+    /// Gradient of the queries, `[T, H, Dh]`.
     pub dq: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the keys, `[T, Hkv, Dh]`.
     pub dk: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the values, `[T, Hkv, Dh]`.
     pub dv: Tensor,
 }
 
-/// One way to compute attention; all ways agree.
+/// An implementation of attention. All implementations compute the same function up to rounding.
 pub trait AttentionBackend: Send + Sync {
-    /// Name in the config.
+    /// Name of the backend in the config.
     fn name(&self) -> &'static str;
 
-    /// What computes heads of `head_dim` in `dtype` on `device`, for the log.
+    /// Name of the kernel for heads of `head_dim` in `dtype` on `device`, for logs.
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str;
 
-    /// `o: [T, H, Dh]`, and `lse: [H, T]`, which backward needs.
+    /// Returns `o: [T, H, Dh]` and `lse: [H, T]`, both of which the backward needs. Fails if
+    /// shapes, dtypes or boundaries are inconsistent.
     fn forward(
         &self,
         qkv: Qkv<'_>,
@@ -106,7 +110,8 @@ pub trait AttentionBackend: Send + Sync {
         masking: Masking,
     ) -> Result<(Tensor, Tensor)>;
 
-    /// Gradients of `q`, `k` and `v`; the same bits in every run.
+    /// Returns the gradients of `q`, `k` and `v` from `o` and `lse` of the forward and the output
+    /// gradient `d_o`. Repeated calls give the same bits.
     fn backward(
         &self,
         qkv: Qkv<'_>,
@@ -118,7 +123,7 @@ pub trait AttentionBackend: Send + Sync {
     ) -> Result<QkvGrad>;
 }
 
-/// Checked sizes of a call.
+/// Sizes of a call, after validation.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     t: usize,
@@ -133,7 +138,7 @@ impl Sizes {
         1.0 / (self.dh as f32).sqrt()
     }
 
-    /// The key-value head of a query head.
+    /// Index of the key-value head of a query head.
     fn kv_head(self, head: usize) -> usize {
         head / (self.h / self.hkv)
     }
@@ -145,7 +150,9 @@ impl Sizes {
         expect_shape(op, "k", qkv.k, &[t, hkv, dh])?;
         expect_shape(op, "v", qkv.v, &[t, hkv, dh])?;
         if hkv == 0 || dh == 0 || h % hkv != 0 {
-            bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
+            bail!(
+                "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
+            );
         }
         let num_tokens = segments.cu_seqlens.num_tokens();
         if num_tokens != t {
@@ -154,7 +161,7 @@ impl Sizes {
         Ok(Self { t, h, hkv, dh, dtype })
     }
 
-    /// Checks what backward gets besides the operands.
+    /// Validates the operands that only the backward takes.
     fn check_backward(self, op: &str, o: &Tensor, lse: &Tensor, d_o: &Tensor) -> Result<()> {
         compute_dtype(op, &[("o", o), ("d_o", d_o)])?;
         expect_shape(op, "o", o, &[self.t, self.h, self.dh])?;

@@ -1,11 +1,12 @@
-//! Attention in tiles: no score matrix, no mask, no repeated key-value heads.
+//! Attention in tiles: no full score matrix, no mask tensor, no repeated key-value heads.
 //!
-//! A tile has the rows of all query heads that share a key-value head, one head below the other, so that one product
-//! reads each key for the whole group. A forward task is one block of queries of one key-value head: it walks the keys
-//! in tiles with a running maximum and sum. A backward task is one key-value head of one segment: it owns those columns
-//! of `dk` and `dv`, so that nothing is added across tasks. Tiles above the diagonal are skipped.
+//! A tile stacks the rows of all query heads that share a key-value head, so that one matrix
+//! product reads each key once for the whole group. A forward task is one block of queries of one
+//! key-value head; it iterates over the keys in tiles with a running maximum and sum. A backward
+//! task is one key-value head of one segment; only this task writes the corresponding part of `dk`
+//! and `dv`, so there is no sum across tasks. Tiles above the diagonal are skipped.
 
-#![expect(unsafe_code, reason = "tasks write disjoint strided parts of one buffer")]
+#![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
 use super::gemm::{Into, Raw, product};
 use super::simd::{dot, exp, exp_in_place, kernels, max};
@@ -14,14 +15,16 @@ use crate::ops::Masking;
 use gemm::Parallelism;
 use std::ops::Range;
 
-/// Rows in a tile: queries times the heads of a group. A multiple amortises what a product spends on its keys.
+/// Target number of rows in a tile: queries times the heads of a group. More rows amortize the cost
+/// of reading the keys.
 const ROWS: usize = 256;
-/// Queries of a head in a tile at least, however large the group.
+/// Minimum number of queries of a head in a tile, for groups of any size.
 const MIN_QUERIES: usize = 32;
-/// Keys in a tile.
+/// Maximum number of keys in a tile.
 const KEYS: usize = 512;
 
-/// Queries and keys that see each other: the queries are the last `queries.len()` positions of the keys.
+/// Queries and the keys they attend to. The queries are the last `queries.len()` positions of the
+/// keys.
 #[derive(Debug, Clone)]
 pub(in crate::ops) struct Span {
     pub(in crate::ops) queries: Range<usize>,
@@ -29,8 +32,8 @@ pub(in crate::ops) struct Span {
 }
 
 impl Span {
-    /// How many keys the query at `row` (counted from the first query) sees.
-    fn seen(&self, row: usize, masking: Masking) -> usize {
+    /// Number of keys that the query at `row` (counted from the first query) attends to.
+    fn num_visible(&self, row: usize, masking: Masking) -> usize {
         match masking {
             Masking::Causal => self.keys.len() - self.queries.len() + row + 1,
             Masking::Full => self.keys.len(),
@@ -38,7 +41,8 @@ impl Span {
     }
 }
 
-/// One tile of scores: `rows` queries of each head from `first_row` of a span, against keys from `first_key`.
+/// One tile of scores: the `rows` queries from `first_row` of a span, for each head of a group,
+/// against `num_keys` keys from `first_key`.
 struct Tile<'a> {
     span: &'a Span,
     masking: Masking,
@@ -49,14 +53,15 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// How many of the tile's keys row `i` of the tile sees.
-    fn seen(&self, i: usize) -> usize {
-        let seen = self.span.seen(self.first_row + i % self.rows, self.masking);
-        seen.saturating_sub(self.first_key).min(self.num_keys)
+    /// Number of keys of the tile that row `i` of the tile attends to.
+    fn num_visible(&self, i: usize) -> usize {
+        let visible = self.span.num_visible(self.first_row + i % self.rows, self.masking);
+        visible.saturating_sub(self.first_key).min(self.num_keys)
     }
 }
 
-/// The rows of `rows` queries from `first_query` in the heads of a group, as they lie in `[T, H, Dh]`.
+/// Rows of the queries `first_query..first_query + rows` in the heads of a group, within a tensor
+/// `[T, H, Dh]`.
 #[derive(Clone, Copy)]
 struct Block {
     first_query: usize,
@@ -72,19 +77,19 @@ impl Block {
         self.rows * self.group
     }
 
-    /// Head and query of row `i`.
-    fn place(self, i: usize) -> (usize, usize) {
+    /// Head and query index of row `i`.
+    fn head_and_query(self, i: usize) -> (usize, usize) {
         (self.first_head + i / self.rows, self.first_query + i % self.rows)
     }
 
-    /// Where row `i` lies.
+    /// Element range of row `i` in the tensor.
     fn range(self, i: usize) -> Range<usize> {
-        let (head, query) = self.place(i);
+        let (head, query) = self.head_and_query(i);
         let start = (query * self.h + head) * self.dh;
         start..start + self.dh
     }
 
-    /// Copies the rows out of `all`, one below the other.
+    /// Copies the rows from the tensor `all` into consecutive rows.
     fn gather(self, all: &[f32], rows: &mut [f32]) {
         for (i, row) in rows.chunks_mut(self.dh).take(self.num_rows()).enumerate() {
             row.copy_from_slice(&all[self.range(i)]);
@@ -93,8 +98,8 @@ impl Block {
 }
 
 kernels! {
-    // Turns a row of scores into exponentials, given the running maximum and sum of the row; returns the new
-    // ones and the factor for what was summed before.
+    // Replaces a row of scores by exponentials. Returns the updated running maximum and sum, and
+    // the factor that rescales the previous partial result.
     fn softmax_row(s: &mut [f32], scale: f32, old_max: f32, old_sum: f32) -> [f32; 3] {
         let tile_max = max(s) * scale;
         let new_max = if tile_max > old_max { tile_max } else { old_max };
@@ -115,7 +120,8 @@ kernels! {
         }
     }
 
-    // Turns scores into probabilities, and the gradient of the probabilities into that of the scores.
+    // Replaces the scores `s` by probabilities, and their gradient `dp` by the gradient of the
+    // scores.
     fn score_grad_row(s: &mut [f32], dp: &mut [f32], scale: f32, lse: f32, delta: f32) {
         let n = s.len();
         let dp = &mut dp[..n];
@@ -131,7 +137,7 @@ kernels! {
     }
 }
 
-/// Heads of a call, as the forward pass needs them.
+/// Numbers of heads, head dim and score scale of a call.
 pub(in crate::ops) struct Heads {
     pub(in crate::ops) h: usize,
     pub(in crate::ops) hkv: usize,
@@ -140,18 +146,18 @@ pub(in crate::ops) struct Heads {
 }
 
 impl Heads {
-    /// Query heads that share a key-value head.
+    /// Number of query heads that share a key-value head.
     fn group(&self) -> usize {
         self.h / self.hkv
     }
 
-    /// Queries of a head in a tile.
+    /// Number of queries of a head in a tile.
     fn queries(&self) -> usize {
         (ROWS / self.group()).max(MIN_QUERIES)
     }
 
-    /// Rows of the largest tile over `spans`.
-    fn most_rows(&self, spans: &[Span]) -> usize {
+    /// Number of rows of the largest tile over `spans`.
+    fn max_rows(&self, spans: &[Span]) -> usize {
         let longest = spans.iter().map(|span| span.queries.len()).max().unwrap_or(0);
         self.group() * self.queries().min(longest)
     }
@@ -168,12 +174,12 @@ impl Heads {
     }
 }
 
-/// Keys of the largest tile over `spans`.
-fn most_keys(spans: &[Span]) -> usize {
+/// Number of keys of the largest tile over `spans`.
+fn max_keys(spans: &[Span]) -> usize {
     KEYS.min(spans.iter().map(|span| span.keys.len()).max().unwrap_or(0))
 }
 
-/// `o` and `lse [H, T]` for the queries of `spans`, which tile the queries.
+/// Returns `o [T, H, Dh]` and `lse [H, T]` for the queries of `spans`, which tile the `T` queries.
 pub(in crate::ops) fn forward(
     heads: &Heads,
     (q, k, v): (&[f32], &[f32], &[f32]),
@@ -184,23 +190,23 @@ pub(in crate::ops) fn forward(
     let k_stride = hkv * dh;
     let t = q.len() / (h * dh).max(1);
     let (mut o, mut lse) = (vec![0f32; q.len()], vec![0f32; h * t]);
-    // (cost, span, key-value head, first row): longest first.
+    // (cost, span, key-value head, first row), most expensive first.
     let mut tasks = Vec::new();
     for (index, span) in spans.iter().enumerate() {
         for kv in 0..hkv {
             for first_row in (0..span.queries.len()).step_by(heads.queries()) {
                 let rows = heads.queries().min(span.queries.len() - first_row);
-                let cost = rows * span.seen(first_row + rows - 1, masking);
+                let cost = rows * span.num_visible(first_row + rows - 1, masking);
                 tasks.push((cost, index, kv, first_row));
             }
         }
     }
     tasks.sort_by_key(|task| std::cmp::Reverse(task.0));
     let (o_part, lse_part) = (Shared::of(&mut o), Shared::of(&mut lse));
-    let most_rows = heads.most_rows(spans);
+    let max_rows = heads.max_rows(spans);
     let scratch = || {
-        let rows = || vec![0f32; most_rows * dh];
-        (vec![0f32; most_rows * most_keys(spans)], rows(), rows())
+        let rows = || vec![0f32; max_rows * dh];
+        (vec![0f32; max_rows * max_keys(spans)], rows(), rows())
     };
     cpu::for_each_task(tasks.len(), scratch, |(scores, q_rows, o_rows), task| {
         let (_, index, kv, first_row) = tasks[task];
@@ -209,13 +215,13 @@ pub(in crate::ops) fn forward(
         let (rows, num_rows) = (block.rows, block.num_rows());
         block.gather(q, q_rows);
         let mut running = vec![(f32::NEG_INFINITY, 0f32); num_rows];
-        let num_seen = span.seen(first_row + rows - 1, masking);
-        for first_key in (0..num_seen).step_by(KEYS) {
-            let num_keys = KEYS.min(num_seen - first_key);
+        let num_visible = span.num_visible(first_row + rows - 1, masking);
+        for first_key in (0..num_visible).step_by(KEYS) {
+            let num_keys = KEYS.min(num_visible - first_key);
             let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
             let at = (span.keys.start + first_key) * k_stride + kv * dh;
             let scores = &mut scores[..num_rows * num_keys];
-            // SAFETY: the keys are inside the tensor, and the rest belongs to this task.
+            // SAFETY: the keys are inside the tensor, and this task owns the scratch.
             unsafe {
                 product(
                     (num_rows, num_keys, dh),
@@ -227,13 +233,13 @@ pub(in crate::ops) fn forward(
                 );
             }
             for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
-                let (seen, unseen) = scores.split_at_mut(tile.seen(i));
-                unseen.fill(0.0);
-                if seen.is_empty() {
-                    continue; // all of this tile is later than the query
+                let (visible, hidden) = scores.split_at_mut(tile.num_visible(i));
+                hidden.fill(0.0);
+                if visible.is_empty() {
+                    continue; // all keys of the tile are after the query
                 }
                 let (old_max, old_sum) = running[i];
-                let [max, sum, factor] = softmax_row(seen, scale, old_max, old_sum);
+                let [max, sum, factor] = softmax_row(visible, scale, old_max, old_sum);
                 running[i] = (max, sum);
                 if first_key > 0 {
                     scale_row(&mut o_rows[i * dh..(i + 1) * dh], factor);
@@ -252,9 +258,9 @@ pub(in crate::ops) fn forward(
             }
         }
         for (i, (o_row, (max, sum))) in o_rows.chunks(dh).zip(running).enumerate() {
-            let (head, query) = block.place(i);
+            let (head, query) = block.head_and_query(i);
             let lse_at = head * t + query;
-            // SAFETY: these rows of these heads belong to this task.
+            // SAFETY: only this task writes these rows of these heads.
             let (o, lse) =
                 unsafe { (o_part.slice(block.range(i)), lse_part.slice(lse_at..lse_at + 1)) };
             scaled_row(o_row, 1.0 / sum, o);
@@ -264,8 +270,8 @@ pub(in crate::ops) fn forward(
     (o, lse)
 }
 
-/// What the backward pass reads, in `f32`.
-pub(in crate::ops) struct Given<'a> {
+/// Inputs of the backward pass, in `f32`.
+pub(in crate::ops) struct Inputs<'a> {
     pub(in crate::ops) q: &'a [f32],
     pub(in crate::ops) k: &'a [f32],
     pub(in crate::ops) v: &'a [f32],
@@ -274,7 +280,7 @@ pub(in crate::ops) struct Given<'a> {
     pub(in crate::ops) d_o: &'a [f32],
 }
 
-/// What one thread works on in the backward pass.
+/// Buffers of one thread in the backward pass.
 struct Scratch {
     scores: Vec<f32>,
     grads: Vec<f32>,
@@ -285,70 +291,70 @@ struct Scratch {
 
 pub(in crate::ops) fn backward(
     heads: &Heads,
-    given: &Given<'_>,
+    inputs: &Inputs<'_>,
     spans: &[Span],
     masking: Masking,
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let &Heads { h, hkv, dh, .. } = heads;
-    let t = given.q.len() / (h * dh);
-    let mut dq = vec![0f32; given.q.len()];
+    let t = inputs.q.len() / (h * dh);
+    let mut dq = vec![0f32; inputs.q.len()];
     let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
     let mut tasks: Vec<(usize, usize)> =
         (0..spans.len()).flat_map(|span| (0..hkv).map(move |kv| (span, kv))).collect();
     tasks.sort_by_key(|(span, _)| std::cmp::Reverse(spans[*span].keys.len())); // longest first
     let parts = (Shared::of(&mut dq), Shared::of(&mut dk), Shared::of(&mut dv));
-    let most_rows = heads.most_rows(spans);
+    let max_rows = heads.max_rows(spans);
     let scratch = || {
-        let tile = || vec![0f32; most_rows * most_keys(spans)];
-        let rows = || vec![0f32; most_rows * dh];
+        let tile = || vec![0f32; max_rows * max_keys(spans)];
+        let rows = || vec![0f32; max_rows * dh];
         Scratch { scores: tile(), grads: tile(), q: rows(), d_o: rows(), dq: rows() }
     };
     cpu::for_each_task(tasks.len(), scratch, |scratch, task| {
         let (index, kv) = tasks[task];
         for first_row in (0..spans[index].queries.len()).step_by(heads.queries()) {
-            backward_block(heads, given, (&spans[index], kv, first_row), masking, scratch, parts);
+            backward_block(heads, inputs, (&spans[index], kv, first_row), masking, scratch, parts);
         }
     });
     (dq, dk, dv)
 }
 
-/// The gradients of one block of queries, and what it adds to those of its keys and values.
+/// Computes `dq` of one block of queries and adds the contribution of the block to `dk` and `dv`.
 fn backward_block(
     heads: &Heads,
-    given: &Given<'_>,
+    inputs: &Inputs<'_>,
     (span, kv, first_row): (&Span, usize, usize),
     masking: Masking,
     scratch: &mut Scratch,
     (dq_part, dk_part, dv_part): (Shared<f32>, Shared<f32>, Shared<f32>),
 ) {
     let &Heads { h, hkv, dh, scale } = heads;
-    let (k_stride, t) = (hkv * dh, given.q.len() / (h * dh));
+    let (k_stride, t) = (hkv * dh, inputs.q.len() / (h * dh));
     let block = heads.block(span, kv, first_row);
     let (rows, num_rows) = (block.rows, block.num_rows());
-    block.gather(given.q, &mut scratch.q);
-    block.gather(given.d_o, &mut scratch.d_o);
-    // (lse, delta) of each row.
+    block.gather(inputs.q, &mut scratch.q);
+    block.gather(inputs.d_o, &mut scratch.d_o);
+    // `lse` of a row, and delta: the dot product of the row's output and output gradient.
     let of_row = |i: usize| {
-        let (head, query) = block.place(i);
-        let delta = dot_row(&given.o[block.range(i)], &given.d_o[block.range(i)]);
-        (given.lse[head * t + query], delta)
+        let (head, query) = block.head_and_query(i);
+        let delta = dot_row(&inputs.o[block.range(i)], &inputs.d_o[block.range(i)]);
+        (inputs.lse[head * t + query], delta)
     };
     let of_rows: Vec<(f32, f32)> = (0..num_rows).map(of_row).collect();
-    let num_seen = span.seen(first_row + rows - 1, masking);
+    let num_visible = span.num_visible(first_row + rows - 1, masking);
     let none = Parallelism::None;
-    for first_key in (0..num_seen).step_by(KEYS) {
-        let num_keys = KEYS.min(num_seen - first_key);
+    for first_key in (0..num_visible).step_by(KEYS) {
+        let num_keys = KEYS.min(num_visible - first_key);
         let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
         let at = (span.keys.start + first_key) * k_stride + kv * dh;
         let s = &mut scratch.scores[..num_rows * num_keys];
         let ds = &mut scratch.grads[..num_rows * num_keys];
-        let k_rows = Raw::rows(given.k[at..].as_ptr(), k_stride);
-        let v_rows = Raw::rows(given.v[at..].as_ptr(), k_stride);
+        let k_rows = Raw::rows(inputs.k[at..].as_ptr(), k_stride);
+        let v_rows = Raw::rows(inputs.v[at..].as_ptr(), k_stride);
         let q_rows = Raw::rows(scratch.q.as_ptr(), dh);
         let do_rows = Raw::rows(scratch.d_o.as_ptr(), dh);
         let (s_out, ds_out) =
             (Raw::rows(s.as_mut_ptr(), num_keys), Raw::rows(ds.as_mut_ptr(), num_keys));
-        // SAFETY: the keys are inside the tensors; the scratch belongs to this task.
+        // SAFETY: the keys are inside the tensors, and this task owns the scratch.
         unsafe {
             let size = (num_rows, num_keys, dh);
             product(size, s_out, Into::Overwrite, q_rows, k_rows.t(), none);
@@ -356,14 +362,14 @@ fn backward_block(
         }
         let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
         for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
-            let seen = tile.seen(i);
-            score_grad_row(&mut s[..seen], &mut ds[..seen], scale, *lse, *delta);
-            s[seen..].fill(0.0);
-            ds[seen..].fill(0.0);
+            let visible = tile.num_visible(i);
+            score_grad_row(&mut s[..visible], &mut ds[..visible], scale, *lse, *delta);
+            s[visible..].fill(0.0);
+            ds[visible..].fill(0.0);
         }
         let (p, ds) = (Raw::rows(s.as_ptr(), num_keys), Raw::rows(ds.as_ptr(), num_keys));
         let into = if first_key == 0 { Into::Overwrite } else { Into::Add };
-        // SAFETY: these keys of this key-value head belong to this task, and so does the scratch.
+        // SAFETY: only this task writes these keys of this key-value head, and it owns the scratch.
         unsafe {
             let dv = Raw::rows(dv_part.at(at), k_stride);
             product((num_keys, dh, num_rows), dv, Into::Add, p.t(), do_rows, none);
@@ -374,7 +380,7 @@ fn backward_block(
         }
     }
     for (i, row) in scratch.dq.chunks(dh).take(num_rows).enumerate() {
-        // SAFETY: these rows of these heads belong to this task.
+        // SAFETY: only this task writes these rows of these heads.
         unsafe { dq_part.slice(block.range(i)) }.copy_from_slice(row);
     }
 }

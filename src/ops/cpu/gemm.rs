@@ -1,45 +1,46 @@
-//! Matrix products of row-major `f32` matrices, on the `gemm` crate.
+//! Matrix products of `f32` matrices on the CPU, computed by the `gemm` crate.
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
 use gemm::Parallelism;
 
-/// What becomes of the old contents of a product's destination.
+/// What a product does with the previous contents of its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::ops) enum Into {
-    /// Overwritten; may be uninitialised.
+    /// Overwrites them; the destination may be uninitialized.
     Overwrite,
-    /// Added to.
+    /// Adds to them.
     Add,
 }
 
-/// `[rows, columns]` somewhere in memory; element `(r, c)` is at `r * row_stride + c * column_stride`.
+/// Pointer to a `[rows, columns]` matrix; element `(r, c)` is at offset
+/// `r * row_stride + c * column_stride`.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct Raw<P> {
-    /// Element (0, 0).
+    /// Pointer to element (0, 0).
     pub(in crate::ops) start: P,
-    /// Distance of rows in elements.
+    /// Distance between rows, in elements.
     pub(in crate::ops) row_stride: usize,
-    /// Distance of columns in elements.
+    /// Distance between columns, in elements.
     pub(in crate::ops) column_stride: usize,
 }
 
 impl<P> Raw<P> {
-    /// Rows `row_stride` apart.
+    /// A row-major matrix whose rows are `row_stride` elements apart.
     pub(in crate::ops) fn rows(start: P, row_stride: usize) -> Self {
         Self { start, row_stride, column_stride: 1 }
     }
 
-    /// The transpose.
+    /// Returns the transposed matrix, without moving data.
     pub(in crate::ops) fn t(self) -> Self {
         Self { start: self.start, row_stride: self.column_stride, column_stride: self.row_stride }
     }
 }
 
-/// `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=`.
+/// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Into::Add`].
 ///
 /// # Safety
-/// All elements that the three shapes reach are valid; those of `dst` are reached by nobody else.
+/// All elements within the three shapes are valid, and no other thread accesses those of `dst`.
 pub(in crate::ops) unsafe fn product(
     (m, n, k): (usize, usize, usize),
     dst: Raw<*mut f32>,
@@ -48,7 +49,7 @@ pub(in crate::ops) unsafe fn product(
     rhs: Raw<*const f32>,
     parallelism: Parallelism,
 ) {
-    // SAFETY: by the caller's promise; strides are the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         gemm::gemm(
             m,
@@ -74,7 +75,7 @@ pub(in crate::ops) unsafe fn product(
     }
 }
 
-/// `dst [m, n]` from `a [m, k]` and `b [n, k]`: `a b^T`, on all threads.
+/// Computes `a b^T` in `dst [m, n]` from `a [m, k]` and `b [n, k]`, on all threads.
 pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -84,13 +85,13 @@ pub(in crate::ops) fn nt(
 ) {
     assert!(dst.len() == m * n && a.len() == m * k && b.len() == n * k, "shapes were checked");
     let (lhs, rhs) = (Raw::rows(a.as_ptr(), k), Raw::rows(b.as_ptr(), k).t());
-    // SAFETY: the lengths are those of the shapes, and `dst` is borrowed for writing.
+    // SAFETY: the slice lengths match the shapes, and `dst` is mutably borrowed.
     unsafe {
         product((m, n, k), Raw::rows(dst.as_mut_ptr(), n), into, lhs, rhs, Parallelism::Rayon(0));
     }
 }
 
-/// `dst [m, n]` from `a [m, k]` and `b [k, n]`: `a b`, on all threads.
+/// Computes `a b` in `dst [m, n]` from `a [m, k]` and `b [k, n]`, on all threads.
 pub(in crate::ops) fn nn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -100,13 +101,13 @@ pub(in crate::ops) fn nn(
 ) {
     assert!(dst.len() == m * n && a.len() == m * k && b.len() == k * n, "shapes were checked");
     let (lhs, rhs) = (Raw::rows(a.as_ptr(), k), Raw::rows(b.as_ptr(), n));
-    // SAFETY: the lengths are those of the shapes, and `dst` is borrowed for writing.
+    // SAFETY: the slice lengths match the shapes, and `dst` is mutably borrowed.
     unsafe {
         product((m, n, k), Raw::rows(dst.as_mut_ptr(), n), into, lhs, rhs, Parallelism::Rayon(0));
     }
 }
 
-/// `dst [m, n]` from `a [k, m]` and `b [k, n]`: `a^T b`, on all threads.
+/// Computes `a^T b` in `dst [m, n]` from `a [k, m]` and `b [k, n]`, on all threads.
 pub(in crate::ops) fn tn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -116,7 +117,7 @@ pub(in crate::ops) fn tn(
 ) {
     assert!(dst.len() == m * n && a.len() == k * m && b.len() == k * n, "shapes were checked");
     let (lhs, rhs) = (Raw::rows(a.as_ptr(), m).t(), Raw::rows(b.as_ptr(), n));
-    // SAFETY: the lengths are those of the shapes, and `dst` is borrowed for writing.
+    // SAFETY: the slice lengths match the shapes, and `dst` is mutably borrowed.
     unsafe {
         product((m, n, k), Raw::rows(dst.as_mut_ptr(), n), into, lhs, rhs, Parallelism::Rayon(0));
     }

@@ -1,26 +1,27 @@
-//! Elementwise backwards write gradients over the operands that they come from: nothing is read only to be
-//! overwritten, no block is asked for, and a stage's memory goes down as its gradients come up.
+//! Elementwise backward functions that write gradients into the memory of their operands. This
+//! avoids new allocations and reduces memory traffic and the peak memory of a stage.
 
 #![expect(unsafe_code, reason = "tasks change disjoint parts of several tensors")]
 
-use super::blocks::{ON_STACK, narrow_into, widen_block};
+use super::blocks::{ON_STACK, to_bf16_block, to_f32_block};
 use super::{self as cpu, BLOCK, Element, Shared};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What an elementwise backward does besides its gradients.
+/// Whether an elementwise backward also recomputes the output of the op. That output is the input
+/// of the next linear layer, whose weight gradient needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Again {
-    /// It computes the op's output again, over the output's gradient: for the gradient of a weight behind it.
-    Output,
-    /// Nothing.
-    Nothing,
+pub enum RecomputeInput {
+    /// Recompute the output, in the memory of its gradient.
+    Yes,
+    /// Compute gradients only.
+    No,
 }
 
-/// Calls `f(span, parts)` for the same elements of all `tensors`, of one shape and dtype, on all threads, to change
-/// them in place. No two of them may share memory.
+/// Calls `f(span, parts)` on all threads to change `tensors` in place: `parts` holds the elements
+/// `span` of each. The tensors must have the same shape and dtype, and must not share memory.
 pub(in crate::ops) fn change<const N: usize>(
     op: &'static str,
     tensors: [(&'static str, &Tensor); N],
@@ -35,7 +36,7 @@ pub(in crate::ops) fn change<const N: usize>(
     }
 }
 
-/// Calls `f` with the elements of `held` and of `rest`, all locked.
+/// Calls `f` with the elements of `held` and of `rest`, all locked for writing.
 fn lock<T: Element>(
     op: &'static str,
     rest: &[(&'static str, &Tensor)],
@@ -47,13 +48,13 @@ fn lock<T: Element>(
         return Ok(());
     };
     cpu::write(op, name, tensor, |all| {
-        let mut held: Vec<&mut [T]> = held; // for as long as `all`
+        let mut held: Vec<&mut [T]> = held; // shortens the lifetime to that of `all`
         held.push(all);
         lock(op, rest, held, f)
     })?
 }
 
-/// Blocks of `N` slices of one length.
+/// Calls `f` in parallel for blocks of `N` slices of the same length.
 fn blocks<T: Send, const N: usize>(
     mut all: Vec<&mut [T]>,
     f: impl Fn(Range<usize>, [&mut [T]; N]) + Sync,
@@ -62,7 +63,8 @@ fn blocks<T: Send, const N: usize>(
     let shared: [Shared<T>; N] = std::array::from_fn(|index| Shared::of(all[index]));
     (0..len.div_ceil(BLOCK)).into_par_iter().for_each(|index| {
         let span = index * BLOCK..((index + 1) * BLOCK).min(len);
-        // SAFETY: the blocks tile the slices, which are disjoint, as long as each other and borrowed in `all`.
+        // SAFETY: the blocks tile the slices, which are disjoint, of the same length and borrowed
+        // by `all`.
         f(span.clone(), shared.map(|shared| unsafe { shared.slice(span.clone()) }));
     });
 }
@@ -83,12 +85,12 @@ fn blocks_bf16<const N: usize>(
         for start in (0..span.len()).step_by(ON_STACK) {
             let end = (start + ON_STACK).min(span.len());
             for (wide, part) in wide.iter_mut().zip(&parts) {
-                widen_block(&part[start..end], &mut wide[..end - start]);
+                to_f32_block(&part[start..end], &mut wide[..end - start]);
             }
-            let lent = wide.each_mut().map(|wide| &mut wide[..end - start]);
-            f(span.start + start..span.start + end, lent);
+            let views = wide.each_mut().map(|wide| &mut wide[..end - start]);
+            f(span.start + start..span.start + end, views);
             for (wide, part) in wide.iter().zip(&mut parts) {
-                narrow_into(&wide[..end - start], &mut part[start..end]);
+                to_bf16_block(&wide[..end - start], &mut part[start..end]);
             }
         }
     });

@@ -1,15 +1,15 @@
-//! Reading and writing the memory of CPU tensors.
+//! Access to the memory of CPU tensors.
 //!
-//! Every operand is contiguous and may start anywhere in its storage. Kernels work in `f32`: `bf16`
-//! operands are widened, results narrowed.
+//! Operands are contiguous and may start at any offset of their storage. Kernels compute in `f32`:
+//! `bf16` operands are converted to `f32`, and results are rounded back.
 
-#![expect(unsafe_code, reason = "a raw pointer is shared by tasks that write disjoint parts")]
+#![expect(unsafe_code, reason = "tasks that write disjoint parts share a raw pointer")]
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::{Values, narrow_onto, widen};
+use super::blocks::{Values, append_bf16, to_f32};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
     WithDType, bail,
@@ -20,16 +20,17 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Elements that one task converts or copies; fixed, so that no result depends on the thread count.
+/// Number of elements that one task converts or copies. Fixed, so that results do not depend on the
+/// number of threads.
 pub(in crate::ops) const BLOCK: usize = 1 << 15;
 
-/// An element type of activations and weights.
+/// Element type of activations and weights.
 pub(in crate::ops) trait Element: WithDType {
-    /// Exact.
+    /// Converts to `f32`, exactly.
     fn widen(self) -> f32;
-    /// To the nearest.
+    /// Rounds to the nearest value, ties to even.
     fn narrow(x: f32) -> Self;
-    /// All elements of a storage of this type.
+    /// All elements of a storage, or `None` if it has another type.
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
@@ -55,7 +56,8 @@ impl Element for bf16 {
     #[inline(always)]
     fn narrow(x: f32) -> Self {
         let bits = super::simd::round_to_bf16(x).to_bits();
-        // A NaN whose payload sits in the low half must not become an infinity.
+        // Set a bit in the upper half: a NaN with payload in the lower half only would become an
+        // infinity.
         let quiet = if x.is_nan() { 0x0040 } else { 0 };
         Self::from_bits((bits >> 16) as u16 | quiet)
     }
@@ -64,7 +66,7 @@ impl Element for bf16 {
     }
 }
 
-/// A tensor that an op reads.
+/// A CPU tensor locked for reading.
 pub(in crate::ops) struct Operand<'a> {
     storage: StorageRef<'a>,
     range: Range<usize>,
@@ -72,14 +74,15 @@ pub(in crate::ops) struct Operand<'a> {
     name: &'static str,
 }
 
-/// Locks `tensor` for reading; `op` and `name` go into errors.
+/// Locks `tensor` for reading. `op` and `name` appear in errors. Fails if the tensor is not
+/// contiguous or not on the CPU.
 pub(in crate::ops) fn read<'a>(
     op: &'static str,
     name: &'static str,
     tensor: &'a Tensor,
 ) -> Result<Operand<'a>> {
     if !matches!(tensor.device(), Device::Cpu) {
-        bail!("{op}: `{name}` is on {:?}, but this op has a CPU kernel only", tensor.device());
+        bail!("{op}: `{name}` is on {:?}, expected the CPU", tensor.device());
     }
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous(op, name, layout)?;
@@ -101,7 +104,7 @@ impl Operand<'_> {
         }
     }
 
-    /// The elements, which must be of type `T`.
+    /// Returns the elements, which must have type `T`.
     pub(in crate::ops) fn slice<T: WithDType>(&self) -> Result<&[T]> {
         let storage = self.cpu()?;
         match storage.as_slice::<T>() {
@@ -116,7 +119,7 @@ impl Operand<'_> {
         }
     }
 
-    /// The elements, to be lent block by block in `f32`.
+    /// Returns the elements in their own dtype, for conversion to `f32` block by block.
     pub(in crate::ops) fn values(&self) -> Result<Values<'_>> {
         match Storage::dtype(&self.storage) {
             DType::BF16 => Ok(Values::Bf16(self.slice::<bf16>()?)),
@@ -124,16 +127,18 @@ impl Operand<'_> {
         }
     }
 
-    /// The elements in `f32`; all of them are widened if they are `bf16`, so this is for operands that are a row.
+    /// Returns the elements in `f32`. Copies a whole `bf16` operand, so use it for small operands
+    /// only.
     pub(in crate::ops) fn f32(&self) -> Result<Cow<'_, [f32]>> {
         match Storage::dtype(&self.storage) {
-            DType::BF16 => Ok(Cow::Owned(widen(self.slice::<bf16>()?))),
+            DType::BF16 => Ok(Cow::Owned(to_f32(self.slice::<bf16>()?))),
             _ => Ok(Cow::Borrowed(self.slice::<f32>()?)),
         }
     }
 }
 
-/// Whole operands of an op, checked to have one dtype out of the two that we compute in.
+/// Returns the common dtype of `tensors`. Fails unless it is `f32` or `bf16` and all tensors have
+/// it.
 pub(in crate::ops) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Result<DType> {
     let dtype = tensors[0].1.dtype();
     if !matches!(dtype, DType::F32 | DType::BF16) {
@@ -173,17 +178,18 @@ pub(in crate::ops) fn expect_f32(
     expect_shape(op, name, tensor, expected)
 }
 
-/// A new tensor of `dtype` from `f32` elements.
+/// Returns a new tensor of `dtype` with these elements.
 pub(in crate::ops) fn tensor(x: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     if dtype == DType::BF16 {
         let mut y = Vec::new();
-        narrow_onto(&x, &mut y);
+        append_bf16(&x, &mut y);
         return Tensor::from_vec(y, shape.into(), &Device::Cpu);
     }
     Tensor::from_vec(x, shape.into(), &Device::Cpu)
 }
 
-/// Fails if `tensor` shares its storage with one of `sources`: locking it twice would never return.
+/// Fails if `tensor` shares its storage with one of `sources`: locking the same storage twice would
+/// deadlock.
 pub(in crate::ops) fn distinct(
     op: &str,
     name: &str,
@@ -193,13 +199,14 @@ pub(in crate::ops) fn distinct(
     let own = &raw const *tensor.storage_and_layout().0;
     for (source_name, source) in sources {
         if std::ptr::eq(own, &raw const *source.storage_and_layout().0) {
-            bail!("{op}: `{name}` is written in place and shares memory with `{source_name}`");
+            bail!("{op}: `{name}` is written in place, but shares memory with `{source_name}`");
         }
     }
     Ok(())
 }
 
-/// Runs `f` on the elements of `tensor`, which must be of type `T` and not be locked by the caller.
+/// Calls `f` with the elements of `tensor`, locked for writing. They must have type `T`, and the
+/// caller must not hold a lock on them.
 pub(in crate::ops) fn write<T: Element, R>(
     op: &'static str,
     name: &'static str,
@@ -246,7 +253,7 @@ pub(in crate::ops) fn write<T: Element, R>(
     }
 }
 
-/// A pointer that several tasks share; each must write a part of its own.
+/// A pointer shared by tasks that each write a disjoint part.
 pub(in crate::ops) struct Shared<T>(*mut T);
 
 impl<T> Clone for Shared<T> {
@@ -257,38 +264,39 @@ impl<T> Clone for Shared<T> {
 
 impl<T> Copy for Shared<T> {}
 
-// SAFETY: it is only an address; whoever dereferences it states why no other task touches that part.
+// SAFETY: this is only an address; each dereference states why no other task accesses the part.
 unsafe impl<T: Send> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
-    /// The start of `all`, which must stay borrowed for as long as the pointer is used.
+    /// Pointer to the start of `all`, which must stay borrowed while the pointer is used.
     pub(in crate::ops) fn of(all: &mut [T]) -> Self {
         Self(all.as_mut_ptr())
     }
 
-    /// The address of element `at`.
+    /// Address of element `at`.
     ///
     /// # Safety
-    /// `at` is inside the slice that this was made of.
+    /// `at` is inside the slice that this was created from.
     pub(in crate::ops) unsafe fn at(self, at: usize) -> *mut T {
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.add(at) }
     }
 
-    /// Elements `range` for writing.
+    /// Elements `range`, for writing.
     ///
     /// # Safety
-    /// `range` is inside the slice that this was made of, and no other task uses any of it meanwhile.
+    /// `range` is inside the slice that this was created from, and no other task accesses it at the
+    /// same time.
     pub(in crate::ops) unsafe fn slice<'a>(self, range: Range<usize>) -> &'a mut [T] {
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }
 }
 
-/// Runs `task` once for each of `0..num_tasks` on all threads, in order of index: put long tasks first.
-/// Each thread makes one `scratch`.
+/// Calls `task` once for each index in `0..num_tasks` on all threads, in ascending order, so the
+/// longest tasks should come first. Each thread calls `scratch` once.
 pub(in crate::ops) fn for_each_task<S>(
     num_tasks: usize,
     scratch: impl Fn() -> S + Sync,
@@ -308,8 +316,8 @@ pub(in crate::ops) fn for_each_task<S>(
     });
 }
 
-/// Column sums over blocks of rows: `block(rows, partial)` adds into its own `[width]` of zeros, and the
-/// partial sums are added up in the order of the blocks.
+/// Returns column sums over blocks of rows. `block(rows, partial)` adds its rows to a zeroed
+/// `[width]` buffer, and the partial sums are added in the order of the blocks.
 pub(in crate::ops) fn column_sums(
     num_rows: usize,
     width: usize,
@@ -330,7 +338,7 @@ pub(in crate::ops) fn column_sums(
     sums
 }
 
-/// Rows in a block of [`column_sums`] and of the row-wise ops.
+/// Number of rows in a block of [`column_sums`] and of the row-wise ops.
 pub(in crate::ops) const ROWS: usize = 32;
 
 super::simd::kernels! {
@@ -341,7 +349,7 @@ super::simd::kernels! {
     }
 }
 
-/// `y += x`.
+/// Adds `x` to `y`.
 pub(in crate::ops) fn add(x: &[f32], y: &mut [f32]) {
     add_block(x, y);
 }
@@ -354,7 +362,7 @@ super::simd::kernels! {
     }
 }
 
-/// `y += factor * x`.
+/// Adds `factor * x` to `y`.
 pub(in crate::ops) fn add_scaled(factor: f32, x: &[f32], y: &mut [f32]) {
     add_scaled_block(factor, x, y);
 }

@@ -11,10 +11,10 @@ pub(in crate::ops) mod panels;
 pub(crate) mod simd;
 
 pub(in crate::ops) use attention::{
-    Given, Heads, Span, backward as attention_backward, forward as attention_forward,
+    Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
 };
 pub use caching_allocator::CachingAllocator;
-pub use in_place::Again;
+pub use in_place::RecomputeInput;
 pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, write,

@@ -1,35 +1,38 @@
-//! Matrix products of operands that may be `bf16`, which `gemm` has no kernels for.
+//! Matrix products with `bf16` operands on the CPU, for which the `gemm` crate has no kernels.
 //!
-//! They are widened a panel of rows at a time, so that no product holds a second copy of a weight or of the activations.
-//! `f32` operands go to `gemm` as they are. Why not otherwise: `docs/decisions/0009-bf16-in-panels.md`.
+//! `bf16` operands are converted to `f32` one panel of rows at a time, so a product never holds a
+//! full second copy of a weight or of the activations. `f32` operands are passed to `gemm`
+//! directly. Alternatives: `docs/decisions/0009-bf16-in-panels.md`.
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
-use super::blocks::{Filled, Values, narrow_onto, span, widen};
+use super::blocks::{Filled, Values, append_bf16, span, to_f32};
 use super::gemm::{Into, Raw, product};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Elements that are widened at a time, 4 MiB in `f32`: enough rows for a product to run at full speed.
+/// Number of elements converted at a time (4 MiB in `f32`): enough rows for full `gemm` speed.
 const PANEL: usize = 1 << 20;
 
-/// Panels of a matrix with `width` columns; fixed by the shape, so that no result depends on the machine.
+/// Row ranges of the panels of a matrix with `width` columns. They depend on the shape only, so
+/// results do not depend on the machine.
 fn panels(num_rows: usize, width: usize) -> impl Iterator<Item = Range<usize>> {
     let step = (PANEL / width.max(1)).max(64);
     (0..num_rows).step_by(step).map(move |start| start..(start + step).min(num_rows))
 }
 
-/// Elements `span` in `f32`, widened on all threads if need be.
-pub(in crate::ops) fn widened(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
+/// Elements `span` in `f32`: borrowed if stored in `f32`, otherwise converted on all threads.
+pub(in crate::ops) fn f32_slice(values: Values<'_>, span: Range<usize>) -> Cow<'_, [f32]> {
     match values {
         Values::F32(all) => Cow::Borrowed(&all[span]),
-        Values::Bf16(all) => Cow::Owned(widen(&all[span])),
+        Values::Bf16(all) => Cow::Owned(to_f32(&all[span])),
     }
 }
 
-/// Calls `f` with ranges of rows of `values [num_rows, width]` and their elements: all at once in `f32`.
+/// Calls `f` with a range of rows of `values [num_rows, width]` and their elements: once for all
+/// rows if `values` is `f32`, once per panel if it is `bf16`.
 fn for_each_panel(
     values: Values<'_>,
     (num_rows, width): (usize, usize),
@@ -39,14 +42,14 @@ fn for_each_panel(
         Values::F32(all) => f(0..num_rows, all),
         Values::Bf16(_) => {
             for rows in panels(num_rows, width) {
-                f(rows.clone(), &widened(values, span(&rows, width)));
+                f(rows.clone(), &f32_slice(values, span(&rows, width)));
             }
         }
     }
 }
 
-/// A tensor `[num_rows, width]` of `dtype` out of rows that `f` computes in `f32`: all at once in `f32`, and in `bf16` as
-/// many as are widened at a time where a row has `widest` elements.
+/// Builds a tensor of `num_rows * width` elements from rows that `f` computes in `f32`. For `f32`
+/// results `f` is called once; for `bf16` once per panel of a matrix with `widest` columns.
 pub(in crate::ops) fn by_rows(
     (num_rows, width, widest): (usize, usize, usize),
     shape: impl std::convert::Into<Shape>,
@@ -58,12 +61,12 @@ pub(in crate::ops) fn by_rows(
     }
     let mut y = Vec::with_capacity(num_rows * width);
     for rows in panels(num_rows, widest) {
-        narrow_onto(&f(rows), &mut y);
+        append_bf16(&f(rows), &mut y);
     }
     Filled::Bf16(y).tensor(shape)
 }
 
-/// `a b^T [m, n]` from `a [m, k]` and `b [n, k]`, on all threads.
+/// Returns `a b^T [m, n]` of `a [m, k]` and `b [n, k]`, computed on all threads.
 pub(in crate::ops) fn new_nt(
     (m, n, k): (usize, usize, usize),
     a: &[f32],
@@ -73,7 +76,7 @@ pub(in crate::ops) fn new_nt(
         return vec![0.0; m * n];
     }
     let mut y = Vec::with_capacity(m * n);
-    // SAFETY: there is room for the product, which overwrites all of it.
+    // SAFETY: `y` has capacity for the product, which overwrites all `m * n` elements.
     unsafe {
         raw_nt((m, n, k), y.as_mut_ptr(), Into::Overwrite, a, b);
         y.set_len(m * n);
@@ -81,7 +84,7 @@ pub(in crate::ops) fn new_nt(
     y
 }
 
-/// `a b [m, n]` from `a [m, k]` and `b [k, n]`, on all threads.
+/// Returns `a b [m, n]` of `a [m, k]` and `b [k, n]`, computed on all threads.
 pub(in crate::ops) fn new_nn(
     (m, n, k): (usize, usize, usize),
     a: &[f32],
@@ -91,7 +94,7 @@ pub(in crate::ops) fn new_nn(
         return vec![0.0; m * n];
     }
     let mut y = Vec::with_capacity(m * n);
-    // SAFETY: there is room for the product, whose first panel overwrites all of it.
+    // SAFETY: `y` has capacity for the product; its first panel overwrites all `m * n` elements.
     unsafe {
         raw_nn((m, n, k), y.as_mut_ptr(), Into::Overwrite, a, b);
         y.set_len(m * n);
@@ -99,7 +102,8 @@ pub(in crate::ops) fn new_nn(
     y
 }
 
-/// `dst [m, n]` from `a [m, k]` and `b [n, k]`, `k > 0`: `a b^T`, on all threads.
+/// Stores or adds `a b^T` in `dst [m, n]` for `a [m, k]` and `b [n, k]` with `k > 0`, on all
+/// threads.
 pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -108,11 +112,11 @@ pub(in crate::ops) fn nt(
     b: Values<'_>,
 ) {
     assert!(dst.len() == m * n, "shapes were checked");
-    // SAFETY: `dst` is borrowed for writing and as long as the product.
+    // SAFETY: `dst` is mutably borrowed and has `m * n` elements.
     unsafe { raw_nt((m, n, k), dst.as_mut_ptr(), into, a, b) }
 }
 
-/// `dst [m, n]` from `a [m, k]` and `b [k, n]`, `k > 0`: `a b`, on all threads.
+/// Stores or adds `a b` in `dst [m, n]` for `a [m, k]` and `b [k, n]` with `k > 0`, on all threads.
 pub(in crate::ops) fn nn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -121,11 +125,11 @@ pub(in crate::ops) fn nn(
     b: Values<'_>,
 ) {
     assert!(dst.len() == m * n, "shapes were checked");
-    // SAFETY: `dst` is borrowed for writing and as long as the product.
+    // SAFETY: `dst` is mutably borrowed and has `m * n` elements.
     unsafe { raw_nn((m, n, k), dst.as_mut_ptr(), into, a, b) }
 }
 
-/// `dst [m, n]` from `a [k, m]` and `b [k, n]`: adds `a^T b`, on all threads.
+/// Adds `a^T b` to `dst [m, n]` for `a [k, m]` and `b [k, n]`, on all threads.
 pub(in crate::ops) fn add_tn(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
@@ -139,14 +143,15 @@ pub(in crate::ops) fn add_tn(
         (Values::F32(a), Values::F32(b)) => add(a, b),
         _ => {
             for rows in panels(k, m.max(n)) {
-                add(&widened(a, span(&rows, m)), &widened(b, span(&rows, n)));
+                add(&f32_slice(a, span(&rows, m)), &f32_slice(b, span(&rows, n)));
             }
         }
     }
 }
 
 /// # Safety
-/// `dst` has `m * n` elements that nobody else uses, written already if they are added to.
+/// `dst` has `m * n` elements that no other thread accesses. They are initialized if `into` is
+/// `Add`.
 unsafe fn raw_nt(
     (m, n, k): (usize, usize, usize),
     dst: *mut f32,
@@ -157,7 +162,7 @@ unsafe fn raw_nt(
     assert!(a.len() == m * k && b.len() == n * k, "shapes were checked");
     for_each_panel(b, (n, k), |columns, b| {
         let (lhs, rhs) = (Raw::rows(a.as_ptr(), k), Raw::rows(b.as_ptr(), k).t());
-        // SAFETY: the lengths are those of the shapes; `dst` by the caller's promise.
+        // SAFETY: the slice lengths match the shapes; the caller guarantees `dst`.
         unsafe {
             let dst = Raw::rows(dst.add(columns.start), n);
             product((m, columns.len(), k), dst, into, lhs, rhs, Parallelism::Rayon(0));
@@ -166,7 +171,8 @@ unsafe fn raw_nt(
 }
 
 /// # Safety
-/// `dst` has `m * n` elements that nobody else uses, written already if they are added to.
+/// `dst` has `m * n` elements that no other thread accesses. They are initialized if `into` is
+/// `Add`.
 unsafe fn raw_nn(
     (m, n, k): (usize, usize, usize),
     dst: *mut f32,
@@ -177,7 +183,8 @@ unsafe fn raw_nn(
     assert!(a.len() == m * k && b.len() == k * n, "shapes were checked");
     for_each_panel(b, (k, n), |inner, b| {
         let into = if inner.start == 0 { into } else { Into::Add };
-        // SAFETY: the lengths are those of the shapes; `dst` by the caller's promise, and written by the first panel.
+        // SAFETY: the slice lengths match the shapes; the caller guarantees `dst`, and the first
+        // panel initializes it.
         unsafe {
             let lhs = Raw::rows(a.as_ptr().add(inner.start), k);
             let (dst, rhs) = (Raw::rows(dst, n), Raw::rows(b.as_ptr(), n));
@@ -201,9 +208,9 @@ mod tests {
         }
     }
 
-    /// Every operand is larger than a panel, and none a multiple of it.
+    /// Every operand is larger than a panel and not a multiple of it.
     #[test]
-    fn products_of_several_panels_are_those_of_widened_operands() {
+    fn products_over_several_panels_match_those_of_operands_in_f32() {
         let (n, k, m) = (400, 6000, 400);
         let narrow = |seed, dims: &[usize]| random(seed, dims).to_dtype(DType::BF16).unwrap();
         let (x, w, dy) = (narrow(1, &[n, k]), narrow(2, &[m, k]), narrow(3, &[n, m]));

@@ -1,27 +1,29 @@
-//! Vectorised inner loops: one body, compiled for AVX-512, for AVX2 and for the baseline, chosen at run time.
+//! Vectorized inner loops. Each has one body, compiled for AVX-512, for AVX2 and for the baseline,
+//! and the version that runs is chosen at run time.
 //!
-//! All three do the same additions in the same order with fused multiply-adds, so a result does
-//! not depend on which one runs. Matrix products are not ours: `gemm` looks at the CPU by itself.
+//! All versions do the same operations in the same order with fused multiply-adds, so results do
+//! not depend on the CPU. Matrix products are not part of this module: the `gemm` crate does its
+//! own detection.
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
 use std::fmt;
 use std::sync::LazyLock;
 
-/// Environment variable that lowers the level, to see what another CPU would do.
+/// Environment variable that selects a lower level, to test what another CPU would run.
 const VARIABLE: &str = "TRAINER_SIMD";
 
-/// What kernels are compiled for, in ascending order.
+/// Vector extensions that kernels are compiled for, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimdLevel {
-    /// No vector extension beyond the target's own.
+    /// No extension beyond those of the compilation target.
     Baseline,
     /// AVX2 and FMA.
     Avx2,
-    /// AVX-512 F, BW, VL, DQ.
+    /// AVX-512 F, BW, VL and DQ.
     Avx512,
 }
 
@@ -39,54 +41,55 @@ impl fmt::Display for SimdLevel {
     }
 }
 
-/// Why `TRAINER_SIMD` cannot be followed.
+/// An invalid value of `TRAINER_SIMD`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SimdError {
-    /// No name of a level.
+    /// The value is not the name of a level.
     #[error("`{VARIABLE}` is `{found}`, expected `avx512`, `avx2` or `baseline`")]
     Unknown {
-        /// What it says.
+        /// Value of the variable.
         found: String,
     },
-    /// A level of a better CPU.
+    /// The CPU does not support the level.
     #[error("`{VARIABLE}` is `{wanted}`, but the best level of this CPU is `{best}`")]
     Missing {
-        /// What it says.
+        /// Level that the variable names.
         wanted: SimdLevel,
-        /// What would run without it.
+        /// Best level of this CPU.
         best: SimdLevel,
     },
 }
 
-/// The level that kernels run at.
+/// Returns the SIMD level of the kernels: the best of this CPU, unless the environment variable
+/// `TRAINER_SIMD` selects a lower one.
 ///
-/// It is the best of this CPU unless the environment variable `TRAINER_SIMD` names a lower one. A wish that cannot be
-/// followed is an error here, for the command line to show; kernels then run at the best level.
+/// An invalid value of the variable is an error, which the command line reports. Kernels then run
+/// at the best level.
 pub fn simd_level() -> Result<SimdLevel, SimdError> {
     CHOICE.clone()
 }
 
 static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
-    let wish = std::env::var_os(VARIABLE).unwrap_or_default();
-    choose(&wish.to_string_lossy(), best())
+    let requested = std::env::var_os(VARIABLE).unwrap_or_default();
+    choose(&requested.to_string_lossy(), best())
 });
 
-/// The level of all kernels of this process.
+/// SIMD level of all kernels of this process.
 pub(in crate::ops) static LEVEL: LazyLock<SimdLevel> =
     LazyLock::new(|| simd_level().unwrap_or(best()));
 
-fn choose(wish: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
-    if wish.is_empty() {
+fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
+    if requested.is_empty() {
         return Ok(best);
     }
-    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == wish) {
-        None => Err(SimdError::Unknown { found: wish.to_owned() }),
+    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == requested) {
+        None => Err(SimdError::Unknown { found: requested.to_owned() }),
         Some(wanted) if wanted > best => Err(SimdError::Missing { wanted, best }),
         Some(level) => Ok(level),
     }
 }
 
-/// Best level of this CPU.
+/// Returns the best level of this CPU.
 fn best() -> SimdLevel {
     #[cfg(target_arch = "x86_64")]
     {
@@ -108,8 +111,8 @@ fn best() -> SimdLevel {
 
 /// Defines functions whose body is compiled once for each [`SimdLevel`].
 ///
-/// Bodies use plain loops and the `#[inline(always)]` functions of this module: a closure or a
-/// function that is not inlined would be compiled for the baseline.
+/// Bodies use plain loops and the `#[inline(always)]` functions of this module. A closure or a
+/// function that is not inlined would be compiled for the baseline only.
 macro_rules! kernels {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$life:lifetime>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
         $(#[$meta])*
@@ -131,7 +134,7 @@ macro_rules! kernels {
             }
 
             match *$crate::ops::cpu::simd::LEVEL {
-                // SAFETY: `LEVEL` says that the CPU has every feature that is enabled.
+                // SAFETY: `LEVEL` guarantees that the CPU has every enabled feature.
                 #[cfg(target_arch = "x86_64")]
                 $crate::ops::cpu::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
@@ -144,17 +147,18 @@ macro_rules! kernels {
 }
 pub(in crate::ops) use kernels;
 
-/// Polynomial of [`exp`], highest power first.
+/// Coefficients of the polynomial in [`exp`], highest power first.
 const EXP: [f32; 6] =
     [1.989_198e-4, 1.393_454_1e-3, 8.333_310_5e-3, 4.166_645_6e-2, 0.166_666_67, 0.5];
 
-/// Independent partial sums in a reduction: four vectors of AVX-512.
+/// Number of independent partial sums in a reduction: four AVX-512 vectors.
 const LANES: usize = 64;
 
-/// `e^x`, relative error below 2e-7. Saturates outside of [-87.3, 88.3]; a NaN stays one.
+/// Computes `e^x` with a relative error below 2e-7. Saturates outside [-87.3, 88.3]; propagates
+/// NaN.
 #[inline(always)]
 pub(in crate::ops) fn exp(x: f32) -> f32 {
-    /// Adding it leaves the nearest integer in the low bits.
+    /// Adding this constant leaves the nearest integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
@@ -163,7 +167,7 @@ pub(in crate::ops) fn exp(x: f32) -> f32 {
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
-    // (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2, fitted.
+    // Fitted polynomial for (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2.
     let mut p = EXP[0];
     p = p.mul_add(r, EXP[1]);
     p = p.mul_add(r, EXP[2]);
@@ -171,17 +175,17 @@ pub(in crate::ops) fn exp(x: f32) -> f32 {
     p = p.mul_add(r, EXP[4]);
     p = p.mul_add(r, EXP[5]);
     let y = (p * r).mul_add(r, r) + 1.0;
-    // 2^n: the integer's low bits moved into the exponent, plus its bias.
+    // 2^n: shift the integer in the low bits into the exponent and add the bias.
     y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3F80_0000))
 }
 
-/// `1 / (1 + e^-x)`.
+/// Computes `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(in crate::ops) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Sum of `x[i] * y[i]`.
+/// Returns the sum of `x[i] * y[i]`.
 #[inline(always)]
 pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
     let n = x.len().min(y.len());
@@ -203,7 +207,7 @@ pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
     sum
 }
 
-/// Sum of `x[i] * y[i] * z[i]`.
+/// Returns the sum of `x[i] * y[i] * z[i]`.
 #[inline(always)]
 pub(in crate::ops) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
     let n = x.len().min(y.len()).min(z.len());
@@ -225,7 +229,7 @@ pub(in crate::ops) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
     sum
 }
 
-/// Sum of `x`.
+/// Returns the sum of `x[i]`.
 #[inline(always)]
 pub(in crate::ops) fn sum(x: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -245,7 +249,7 @@ pub(in crate::ops) fn sum(x: &[f32]) -> f32 {
     sum
 }
 
-/// Sum of `(x[i] - mean)^2`.
+/// Returns the sum of `(x[i] - mean)^2`.
 #[inline(always)]
 pub(in crate::ops) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -266,7 +270,7 @@ pub(in crate::ops) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
     sum
 }
 
-/// Largest of `x`, negative infinity without any. NaNs are passed over.
+/// Returns the maximum of `x`, or negative infinity if `x` is empty. Ignores NaN.
 #[inline(always)]
 pub(in crate::ops) fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -289,7 +293,7 @@ pub(in crate::ops) fn max(x: &[f32]) -> f32 {
     max
 }
 
-/// Sum of `e^(x[i] - shift)`.
+/// Returns the sum of `e^(x[i] - shift)`.
 #[inline(always)]
 pub(in crate::ops) fn sum_exp(x: &[f32], shift: f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -309,7 +313,7 @@ pub(in crate::ops) fn sum_exp(x: &[f32], shift: f32) -> f32 {
     sum
 }
 
-/// Replaces each `x` by `e^(x * scale - shift)` and returns their sum.
+/// Replaces each element `x` by `e^(x * scale - shift)` and returns their sum.
 #[inline(always)]
 pub(in crate::ops) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -332,7 +336,7 @@ pub(in crate::ops) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32
     sum
 }
 
-/// The value that bf16 keeps of `x`: nearest, ties to even.
+/// Rounds `x` to the nearest `bf16` value, ties to even, and returns it as `f32`.
 #[inline(always)]
 pub(in crate::ops) fn round_to_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
@@ -340,7 +344,7 @@ pub(in crate::ops) fn round_to_bf16(x: f32) -> f32 {
     if x.is_nan() { x } else { f32::from_bits(rounded) }
 }
 
-/// Sums the lanes pairwise.
+/// Sums the lanes pairwise, in a fixed order.
 #[inline(always)]
 fn fold(lanes: &[f32; LANES]) -> f32 {
     let mut a = *lanes;
@@ -359,7 +363,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wish_lowers_the_level_and_never_raises_it() {
+    fn the_variable_lowers_the_level_and_never_raises_it() {
         use SimdLevel::{Avx2, Avx512, Baseline};
         assert_eq!(choose("", Avx2), Ok(Avx2));
         assert_eq!(choose("avx512", Avx512), Ok(Avx512));
@@ -385,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_to_bf16_is_that_of_the_type() {
+    fn round_to_bf16_matches_the_half_crate() {
         for x in
             [0.0f32, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.3333, 1e-40, 3.4e38, f32::INFINITY]
         {
@@ -399,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn reductions_cover_whole_and_ragged_lengths() {
+    fn reductions_cover_full_and_partial_vectors() {
         for n in [0, 1, 63, 64, 65, 127, 128, 200] {
             let x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.7).sin()).collect();
             let y: Vec<f32> = (0..n).map(|i| (i as f32 * 0.3).cos()).collect();

@@ -1,33 +1,35 @@
-//! Launches of `attention_*.cu`.
+//! Launches of the kernels in `attention_*.cu`.
 //!
-//! Tasks: a block owns some rows, queries or keys, of one segment; where those begin and end, and the rows of the other
-//! side, is a list that the host makes and uploads. Lists are kept, since every layer of a step asks for the same ones.
+//! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
+//! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
+//! cached, because every layer of a step uses the same ones.
 
 use super::launch::{Address, Launch, address, empty, vectors};
 use super::select::{AttentionKernels, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
 use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
 use crate::ops::upload;
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// Lists of tasks that are kept: forward and both backward passes of a few batches.
+/// Maximum number of cached task lists: forward and both backward passes of a few batches.
 const KEPT: usize = 16;
 
-/// What a list of tasks is made of.
+/// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
     /// Segments of the queries.
     queries: CuSeqlens,
-    /// Keys before the first query of the only segment.
+    /// Number of keys before the first query. If it is not 0, there is only one segment.
     num_past: usize,
     own: Own,
     rows: usize,
 }
 
 impl Plan {
-    /// `(first, end, other_first, other_end)` of each task. Long segments come first, and the tasks of a segment
-    /// together, so that its keys stay in L2; in a segment those with the most work when causal come first.
+    /// Returns `(first, end, other_first, other_end)` for each task. Long segments come first. The
+    /// tasks of a segment are adjacent, so that its keys stay in L2; within a segment the tasks
+    /// with the most work under a causal mask come first.
     fn tasks(&self) -> Vec<u32> {
         let ends = self.queries.as_slice().windows(2);
         let mut segments: Vec<(u32, u32)> = ends.map(|pair| (pair[0], pair[1])).collect();
@@ -46,11 +48,12 @@ impl Plan {
         tasks
     }
 
-    /// The list `[tasks, 4]` on the device of `on`, uploaded if no call before this one did.
+    /// Returns the list `[tasks, 4]` on the device of `on`, from the cache if it is there.
     fn upload(self, on: &Tensor) -> Result<Tensor> {
         static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
         let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        // The same device, not just the same GPU: one that was opened twice has two streams, and neither waits.
+        // Compare devices, not GPU ordinals: a GPU that was opened twice has two unsynchronized
+        // streams.
         let device = on.device();
         let known =
             |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
@@ -62,19 +65,20 @@ impl Plan {
             (self, upload(tasks, shape, device)?)
         };
         let tasks = found.1.clone();
-        uploaded.insert(0, found); // the list used last comes first
+        uploaded.insert(0, found); // most recently used first
         uploaded.truncate(KEPT);
         Ok(tasks)
     }
 }
 
-/// `t` itself if copies of sixteen bytes can read it, a copy of it otherwise.
+/// Returns `t` if it is 16-byte aligned, otherwise an aligned copy.
 fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     let Address(at) = address(op, name, t)?;
     if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
 }
 
-/// `o` and `lse [H, N]` of the queries between `ends`; in the only segment `num_past` keys come before them.
+/// Computes `o` and `lse [H, N]` for the queries between `ends`. With `num_past > 0` there is one
+/// segment, and `num_past` keys precede its first query.
 fn attend(
     op: &str,
     qkv: Qkv<'_>,
@@ -91,7 +95,7 @@ fn attend(
     }
     let plan = Plan { queries, num_past, own: Own::Queries, rows: kernels.rows() };
     let tasks = plan.upload(qkv.q)?;
-    // Held until the kernel has its place in the stream.
+    // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let (threads, shared) = kernels.forward();
     let mut launch = Launch::new(&kernels.name("attention_forward"), dtype);
@@ -169,7 +173,8 @@ pub(super) fn flash_attention_backward_on(
         .run(&delta)?;
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    // Own operands, the others, and the gradients of the own ones. Keys first: their blocks are the longest.
+    // Own operands, other operands, gradients of the own operands. Keys come first, because their
+    // blocks run longest.
     for (own, operands, own_grads, heads) in [
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),

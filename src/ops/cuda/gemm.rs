@@ -1,14 +1,15 @@
-//! Products of row-major matrices, in the dtype of their operands with `f32` sums.
+//! Products of row-major matrices with `f32` sums.
 //!
-//! `dst [m, n] = op(a) op(b) + addend + bias`: `dst` is of the operands' dtype, or `f32` (logits, and gradients of
-//! weights). One rounding, at the end. The same bits in every run: one stream, one workspace, and a fixed algorithm for
-//! each shape. Under emulation the CPU's product does it, on widened operands.
+//! Computes `dst [m, n] = op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
+//! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
+//! give the same bits: there is one stream, one workspace, and a fixed algorithm per shape. Under
+//! emulation the CPU computes the product on operands converted to `f32`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Which operand is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Form {
+pub(super) enum Transpose {
     /// `a [m, k]`, `b [n, k]`: `a b^T`.
     Nt,
     /// `a [m, k]`, `b [k, n]`: `a b`.
@@ -17,12 +18,12 @@ pub(super) enum Form {
     Tn,
 }
 
-/// An operand's name, for errors, and where its elements are.
+/// An operand: its name, for errors, and the location of its elements.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Matrix<'a> {
-    /// All of a contiguous tensor, whatever its dims.
+    /// All elements of a contiguous tensor, with any dims.
     Whole(&'static str, &'a Tensor),
-    /// `bf16` in the second half of each row of an `f32` tensor.
+    /// `bf16` elements in the second half of each row of an `f32` tensor.
     SecondHalves(&'static str, &'a Tensor),
 }
 
@@ -47,30 +48,30 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// What is added to a product.
+/// Matrix that is added to a product.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Addend<'a> {
     Nothing,
-    /// The old contents of the destination.
+    /// The previous contents of the destination.
     Destination,
-    /// `[m, n]` in the dtype of the destination.
+    /// A tensor `[m, n]` in the dtype of the destination.
     Residual(&'a Tensor),
 }
 
-/// One product.
-pub(super) struct Product<'a> {
-    pub(super) form: Form,
-    /// `(m, n, k)`.
+/// A matrix product.
+pub(super) struct Gemm<'a> {
+    pub(super) transpose: Transpose,
+    /// Sizes `(m, n, k)`.
     pub(super) shape: (usize, usize, usize),
     pub(super) a: Matrix<'a>,
     pub(super) b: Matrix<'a>,
     pub(super) addend: Addend<'a>,
-    /// `[n]` in the dtype of the destination, added to each row.
+    /// Bias `[n]` in the dtype of the destination, added to each row.
     pub(super) bias: Option<&'a Tensor>,
 }
 
-impl Product<'_> {
-    /// Starts it, into `dst`, which errors call `name`.
+impl Gemm<'_> {
+    /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
     pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
         let (m, n, k) = self.shape;
         let dst = Matrix::Whole(name, dst);
@@ -81,7 +82,11 @@ impl Product<'_> {
             }
         }
         if self.a.dtype() != self.b.dtype() {
-            bail!("{op}: a product of {:?} and {:?}", self.a.dtype(), self.b.dtype());
+            bail!(
+                "{op}: found operands of {:?} and {:?}, expected one dtype",
+                self.a.dtype(),
+                self.b.dtype()
+            );
         }
         if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
             return Ok(());
@@ -91,13 +96,12 @@ impl Product<'_> {
 }
 
 #[cfg(feature = "cuda")]
-fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
-    super::blas::run(op, product, dst)
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    super::blas::run(op, gemm, dst)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
-    use crate::ops::cpu::gemm::{Into, nn, nt, tn};
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     use crate::ops::cpu::{self, Element as _, read};
     use half::bf16;
 
@@ -114,21 +118,21 @@ fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
         Ok(halves.map(|half| bf16::from_le_bytes([half[0], half[1]]).widen()).collect())
     }
 
-    let (m, n, k) = product.shape;
-    let (a, b) = (elements(op, product.a)?, elements(op, product.b)?);
-    let mut sums = match product.addend {
+    let (m, n, k) = gemm.shape;
+    let (a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    let mut sums = match gemm.addend {
         Addend::Nothing => vec![0f32; m * n],
         Addend::Destination => elements(op, dst)?,
         Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
     };
-    if let Some(bias) = product.bias {
+    if let Some(bias) = gemm.bias {
         let bias = elements(op, Matrix::Whole("bias", bias))?;
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
-    match product.form {
-        Form::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
-        Form::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
-        Form::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
+    match gemm.transpose {
+        Transpose::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
     let (name, dst) = (dst.name(), dst.tensor());
     if dst.dtype() == DType::BF16 {

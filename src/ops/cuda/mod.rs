@@ -1,9 +1,10 @@
-//! CUDA kernels: one `.cu` an op, and the code that launches it.
+//! CUDA kernels, and the code that launches them. Most ops have one `.cu` file.
 //!
-//! The functions here have the contract of their twins in `ops`, which check the operands and come here when those are
-//! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
-//! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU. With
-//! `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
+//! Each function has the contract of the function with the same name in `ops`, which validates the
+//! operands and calls this module if they are on a GPU. `build.rs` compiles the kernels with the
+//! feature `cuda`. With `cuda-emulation` the same sources run on the host, with one fiber per CUDA
+//! thread, and the same launch code takes CPU tensors, so that tests need no GPU. If the
+//! environment variable `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
 
 mod adamw;
 mod attention;
@@ -34,7 +35,7 @@ pub(super) use attention::{decode_attention, flash_attention, flash_attention_ba
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
-pub(super) use launch::{on_gpu, takes};
+pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,

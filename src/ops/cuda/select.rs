@@ -1,41 +1,44 @@
-//! Which kernels a GPU runs. Every choice that depends on the compute capability or on the shared memory of a GPU is made here.
+//! Selects the kernels for a GPU. Every choice that depends on the compute capability or on the shared
+//! memory of a GPU is made here.
 
 use candle_core::{DType, Device, Result, bail};
 
-/// Compute capability from which GPUs have bf16 tensor cores and asynchronous copies.
+/// Minimum compute capability for the bf16 tensor-core kernels.
 const SM80: (u32, u32) = (8, 0);
-/// Own rows of a block on tensor cores, queries or keys.
+/// Number of own rows (queries or keys) of a block of the tensor-core kernels.
 const ROWS: usize = 128;
-/// Own rows of a block of the plain kernels, and the other rows of its tiles.
+/// Number of own rows of a block of the plain kernels, and of other rows in a tile.
 pub(super) const PLAIN_ROWS: usize = 32;
-/// Threads of a block of the plain kernels, and of the sums over rows.
+/// Number of threads of a block of the plain kernels and of the row-product kernel.
 pub(super) const PLAIN_THREADS: u32 = 256;
-/// Keys in a tile of the forward pass.
+/// Number of keys in a tile of the forward pass.
 const FORWARD_KEYS: usize = 64;
-/// The largest head dim of the plain kernels.
+/// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
 
-/// What the choice of kernels depends on.
+/// Properties of a GPU that the choice of kernels depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Gpu {
     /// Compute capability, major and minor.
     pub(super) capability: (u32, u32),
-    /// Maximum bytes of shared memory of a block.
+    /// Maximum number of bytes of shared memory of a block.
     pub(super) shared_bytes: usize,
 }
 
 impl Gpu {
-    /// Reads the attributes of the GPU behind `device`.
+    /// Reads the properties of the GPU behind `device`.
     #[cfg(feature = "cuda")]
     pub(super) fn of(device: &Device) -> Result<Self> {
-        let Device::Cuda(device) = device else { bail!("a kernel's operands are not on a GPU") };
+        let Device::Cuda(device) = device else {
+            bail!("found operands on the CPU, expected a GPU")
+        };
         let capability = super::module::capability(device)?;
         Ok(Self { capability, shared_bytes: super::module::shared_bytes(device)? })
     }
 
-    /// The emulated GPU: an A100.
+    /// The emulated GPU is an A100.
     #[cfg(not(feature = "cuda"))]
-    #[expect(clippy::unnecessary_wraps, reason = "the signature that a GPU needs")]
+    #[expect(clippy::unnecessary_wraps, reason = "same signature as with the feature `cuda`")]
     pub(super) fn of(_: &Device) -> Result<Self> {
         Ok(Self::A100)
     }
@@ -44,25 +47,26 @@ impl Gpu {
     pub(super) const A100: Self = Self { capability: SM80, shared_bytes: 163 << 10 };
 }
 
-/// The side whose rows a block owns.
+/// Side whose rows a block owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Own {
     Queries,
     Keys,
 }
 
-/// The kernels of one attention call.
+/// Kernels and shared-memory layout of an attention call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttentionKernels {
     gpu: Gpu,
-    /// Head dim of the kernel on tensor cores; `None` for the plain one.
+    /// Padded head dim of the tensor-core kernel; `None` for the plain kernel.
     padded: Option<usize>,
-    /// Bytes of a row in shared memory.
+    /// Number of bytes of a row in shared memory.
     row_bytes: usize,
 }
 
 impl AttentionKernels {
-    /// The kernels for heads of `dh` values of `dtype`: those on tensor cores where they exist, else the plain ones.
+    /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else the
+    /// plain kernels. Returns an error if `dh` is too large for both.
     pub(super) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
         if dh > MAX_DIM {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
@@ -71,7 +75,7 @@ impl AttentionKernels {
         if !tensor_cores || !dh.is_multiple_of(8) || dh > 128 {
             return Ok(Self { gpu, padded: None, row_bytes: 4 * (dh | 1) });
         }
-        // As `Rows` in attention.cuh: 80 is padded, the others are permuted.
+        // Same as `Rows` in attention.cuh: rows of 80 columns are padded, the others permuted.
         let (padded, row_bytes) = match dh {
             0..=64 => (64, 128),
             65..=80 => (80, 176),
@@ -80,12 +84,12 @@ impl AttentionKernels {
         Ok(Self { gpu, padded: Some(padded), row_bytes })
     }
 
-    /// Rows that a block owns.
+    /// Number of own rows of a block.
     pub(super) fn rows(self) -> usize {
         if self.padded.is_some() { ROWS } else { PLAIN_ROWS }
     }
 
-    /// Name of the kernel for one pass.
+    /// Kernel name for a pass.
     pub(super) fn name(self, name: &str) -> String {
         match self.padded {
             Some(padded) => format!("{name}_d{padded}"),
@@ -93,7 +97,7 @@ impl AttentionKernels {
         }
     }
 
-    /// Threads and shared memory of the forward pass.
+    /// Number of threads and bytes of shared memory of a forward block.
     pub(super) fn forward(self) -> (u32, usize) {
         match self.padded {
             Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
@@ -101,7 +105,8 @@ impl AttentionKernels {
         }
     }
 
-    /// Kernel, threads and shared memory of a backward pass; the shapes are those in `attention_backward.cu`.
+    /// Kernel name, number of threads and bytes of shared memory of a backward block. The sizes match
+    /// the shapes in `attention_backward.cu`.
     pub(super) fn backward(self, own: Own) -> (String, u32, usize) {
         let name = match own {
             Own::Keys => self.name("attention_backward_keys"),
@@ -117,8 +122,8 @@ impl AttentionKernels {
             (Some(64), Own::Queries) => (128, 64),
             (Some(_), Own::Queries) => (128, 32),
         };
-        // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
-        // a tile where two warps share their rows.
+        // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
+        // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile.
         let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
         if (self.padded, own) != (Some(128), Own::Keys) {
             return (name, threads, bytes(others));
@@ -132,7 +137,7 @@ impl AttentionKernels {
     }
 }
 
-/// Name in the log of the attention kernels for heads of `dh` on `device`.
+/// Name of the attention kernel for heads of dim `dh` on `device`, for logs.
 pub(in crate::ops) fn attention_kernel(device: &Device, dtype: DType, dh: usize) -> &'static str {
     let kernels =
         Gpu::of(device).and_then(|gpu| AttentionKernels::choose("attention", dtype, dh, gpu));

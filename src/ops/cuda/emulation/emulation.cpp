@@ -1,4 +1,4 @@
-// Runs an exported kernel, block after block; see emulation.h.
+// Runs an exported kernel, one block after the other; see emulation.h.
 #include "emulation.h"
 
 asm(R"(
@@ -27,7 +27,7 @@ trainer_emulation_switch:
 namespace emulation {
 
 static constexpr size_t STACK = 256 << 10;
-static constexpr size_t SHARED = 163 << 10; // the most that an sm_80 block can have; sm_90 has more
+static constexpr size_t SHARED = 163 << 10; // limit of an sm_80 block; sm_90 allows more
 
 struct Call {
   Entry entry;
@@ -38,12 +38,12 @@ static void fiber_main() {
   Call *call = static_cast<Call *>(body_data);
   call->entry.run(call->entry.function, call->arguments);
   Fiber &fiber = fibers[current];
-  if (!fiber.open.empty() || !fiber.groups.empty()) fail("ends with copies that nobody waited for");
+  if (!fiber.open.empty() || !fiber.groups.empty()) fail("ends before it has waited for its copies");
   fiber.finished = true;
   alive--;
   if (alive > 0 && at_barrier == alive) release_barrier();
   yield();
-  std::abort(); // a finished fiber is not resumed
+  std::abort(); // a finished fiber never resumes
 }
 
 static void prepare(Fiber &fiber) {
@@ -67,9 +67,9 @@ static void mix(std::vector<unsigned> &items) {
   for (size_t i = items.size() - 1; i > 0; i--) std::swap(items[i], items[next_random() % (i + 1)]);
 }
 
-// Lets every lane of a warp run to its next wait; false if that got none of them any further.
+// Runs every lane of a warp to its next wait. Returns false if no lane made progress.
 static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
-  auto progress = [warp] { // arrivals and ends
+  auto progress = [warp] { // counts arrivals and finished fibers
     long sum = named_arrivals + block_arrivals - alive;
     for (unsigned lane = 0; lane < 32; lane++) sum += fibers[32 * warp + lane].operations;
     return sum;
@@ -85,10 +85,10 @@ static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
   return progress() != before;
 }
 
-// Nobody may have written behind the shared memory that the launch asked for.
+// Checks that no thread has written beyond the shared memory of the launch.
 static void check_shared(unsigned bytes) {
   for (size_t i = bytes; i < SHARED; i++)
-    if (shared_memory[i] != 0xFF) fail("writes to more shared memory than its launch asked for");
+    if (shared_memory[i] != 0xFF) fail("writes beyond the shared memory of its launch");
 }
 
 static void run_block(unsigned threads, unsigned shared_bytes) {
@@ -107,17 +107,17 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
   for (unsigned idle_sweeps = 0; alive > 0;) {
     mix(order);
     bool moved = false;
-    for (unsigned warp : order) // one warp goes as far as it gets: what it should have waited for has not happened yet
+    for (unsigned warp : order) // run one warp as far as possible, to expose missing barriers
       while (run_warp(warp, lanes)) moved = true;
     idle_sweeps = moved ? 0 : idle_sweeps + 1;
-    if (idle_sweeps > 2) fail("waits for threads that never come: a barrier or a warp operation that not all of them reach");
+    if (idle_sweeps > 2) fail("deadlock: not all threads reach a barrier or a warp operation");
   }
   check_shared(shared_bytes);
 }
 
 } // namespace emulation
 
-// Runs kernel `name` on a grid of blocks of `threads`; returns 0, or 1 if there is no such kernel.
+// Runs kernel `name` on a grid of blocks of `threads`. Returns 0, or 1 if there is no such kernel.
 extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, unsigned threads, unsigned shared_bytes, void **arguments) {
   using namespace emulation;
   static std::mutex one_at_a_time;
@@ -128,8 +128,8 @@ extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, 
   shared_memory = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(storage.data()) + 127) & ~uintptr_t(127));
   kernel_name = found->first.c_str();
   current = 0;
-  if (shared_bytes > SHARED) fail("asks for more shared memory than a block can have");
-  if (threads == 0 || threads > 1024 || threads % 32) fail("a block has whole warps, at most 1024 threads");
+  if (shared_bytes > SHARED) fail("requests more shared memory than a block can have");
+  if (threads == 0 || threads > 1024 || threads % 32) fail("a block must have whole warps and at most 1024 threads");
   Call call{found->second, arguments};
   body_data = &call;
   blockDim = {threads, 1, 1};

@@ -1,8 +1,11 @@
-// CUDA kernels on the host, to test them without a GPU: each thread of a block is a fiber, blocks run one after
-// another. What it finds: wrong indices and arithmetic; barriers that not all threads reach; a barrier or a wait that
-// is missing (warps run in random order, each as far ahead as barriers let it; shared memory starts as NaNs, and
-// turns to NaNs between the start of a copy and the wait for it); shared memory that the launch did not ask for or that
-// an sm_80 block cannot have; 16-byte accesses off their boundary. What it cannot: the memory model, registers, speed.
+// Emulation of CUDA kernels on the host, to test them without a GPU. Each thread of a block is a
+// fiber, and blocks run one after the other.
+//
+// It detects: wrong indices and arithmetic; barriers that not all threads reach; a missing barrier
+// or wait (warps run in random order, each as far as barriers allow; shared memory starts as NaN
+// and is NaN between the start of a copy and the wait for it); accesses beyond the shared memory of
+// the launch or of an sm_80 block; unaligned 16-byte accesses. It does not model memory ordering,
+// registers or speed.
 #pragma once
 
 #include <cmath>
@@ -39,33 +42,33 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
-inline unsigned char *shared_memory; // of the block that runs, 128-byte aligned
+inline unsigned char *shared_memory; // shared memory of the current block, 128-byte aligned
 
 struct Copy {
   void *to;
-  const void *from; // null: zeros
+  const void *from; // null means zeros
 };
 
 struct Warp {
   int arrived = 0;
   unsigned generation = 0;
-  alignas(16) unsigned char slots[2][32][64]; // two, since a lane may be one operation ahead
-  alignas(16) unsigned char results[2][512];  // what the last lane to arrive made of the slots
+  alignas(16) unsigned char slots[2][32][64]; // two, because a lane may be one operation ahead
+  alignas(16) unsigned char results[2][512];  // output of `combine`, by the last lane that arrives
 };
 
 struct Fiber {
   void *stack_pointer = nullptr;
   std::vector<unsigned char> stack;
-  std::vector<std::vector<Copy>> groups; // of copies, committed
-  std::vector<Copy> open;                // not committed yet
-  unsigned operations = 0;               // of the warp, that this lane took part in
+  std::vector<std::vector<Copy>> groups; // committed groups of copies
+  std::vector<Copy> open;                // copies not committed yet
+  unsigned operations = 0;               // number of warp operations of this lane
   bool finished = false;
 };
 
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline int current;      // index of the fiber that runs
-inline int alive;        // fibers that have not finished
+inline int current;      // index of the current fiber
+inline int alive;        // number of unfinished fibers
 inline int at_barrier;
 inline unsigned barrier_generation;
 struct Barrier {
@@ -84,7 +87,8 @@ inline void *body_data;
   std::abort();
 }
 
-// Saves the callee's registers on this stack, leaves its pointer in *from, and goes on at `to`.
+// Saves the callee-saved registers on this stack, stores the stack pointer in *from, and continues
+// at `to`.
 extern "C" void trainer_emulation_switch(void **from, void *to);
 
 inline void yield() { trainer_emulation_switch(&fibers[current].stack_pointer, scheduler_pointer); }
@@ -102,7 +106,7 @@ inline void sync_threads() {
 }
 
 template <int WARPS> inline void sync_warps(int number) {
-  if (number < 1 || number > 15) fail("there are barriers 1 to 15 besides that of the block");
+  if (number < 1 || number > 15) fail("named barriers have the numbers 1 to 15");
   Barrier &barrier = named_barriers[number];
   unsigned generation = barrier.generation;
   named_arrivals++;
@@ -113,7 +117,8 @@ template <int WARPS> inline void sync_warps(int number) {
   while (generation == barrier.generation) yield();
 }
 
-// Each lane gives a value; the last one to arrive calls `combine(values of all lanes, result)`, and then each gets
+// A warp operation. Each lane passes a value. The last one to arrive calls
+// `combine(values of all lanes, result)`, and then each lane returns
 // `read(values of all lanes, lane, result)`.
 template <class In, class Combine, class Read> inline auto combined(const In &in, Combine combine, Read read) {
   static_assert(sizeof(In) <= sizeof(Warp::slots[0][0]), "a slot is 64 bytes");
@@ -133,7 +138,8 @@ template <class In, class Combine, class Read> inline auto combined(const In &in
   return read(value, lane, result);
 }
 
-// Each lane gives a value; each gets `read(values of all lanes, lane)` once all have given theirs.
+// A warp operation. Each lane passes a value and, once all have arrived, returns
+// `read(values of all lanes, lane)`.
 template <class In, class Read> inline auto collective(const In &in, Read read) {
   return combined(in, [](auto &, auto &) {}, [&](auto &all, int lane, auto &) { return read(all, lane); });
 }
@@ -181,7 +187,7 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 }
 
 inline void check_aligned(const void *address) {
-  if (reinterpret_cast<uintptr_t>(address) % 16) fail("16 bytes at an address that is no multiple of 16");
+  if (reinterpret_cast<uintptr_t>(address) % 16) fail("unaligned 16-byte access");
 }
 
 template <bool TRANSPOSED> inline void load_four(uint32_t (&to)[4], const void *row) {
@@ -209,7 +215,7 @@ inline void load_matrices_transposed(uint32_t (&to)[4], const void *row) { load_
 inline void copy_async(void *shared, const void *global, bool valid) {
   check_aligned(shared);
   if (valid) check_aligned(global);
-  std::memset(shared, 0xFF, 16); // it may land at once: nobody may still read what was there
+  std::memset(shared, 0xFF, 16); // the copy may arrive at any time, so the old contents must not be read
   fibers[current].open.push_back({shared, valid ? global : nullptr});
 }
 

@@ -1,10 +1,12 @@
-// The optimizer over all tensors in a few launches; see src/ops/adamw.rs for the contract.
+// AdamW over many tensors in a few launches; see src/ops/adamw.rs for the contract.
 //
-// Up to MOST tensors go into one launch, listed in the kernel's arguments: nothing is uploaded. A block has one chunk
-// of 65,536 elements and finds its tensor by bisection. All kernels read and write each element once, in 16-byte
-// accesses with 4 or 8 under way in a thread, and are bound by memory: 4 bytes an element for the sum of squares, 28
-// for the update (20 with moments in bf16) and 2 more for a bf16 copy of the weight. Sums are f64, in an order that the
-// sizes fix. Moments in bf16 are rounded at random, see src/ops/moments.rs: the same numbers here.
+// One launch handles up to MOST tensors. The kernel arguments hold the list, so nothing is
+// uploaded. A block processes one chunk of 65,536 elements and finds its tensor by bisection. All
+// kernels access each element once, in 16-byte accesses of which a thread has 4 or 8 in flight.
+// They are bound by memory bandwidth: 4 bytes per element for the sum of squares, 28 for the update
+// (20 with moments in bf16), and 2 more for a bf16 copy of the weight. Sums are f64, in an order
+// that depends on the sizes only. bf16 moments use stochastic rounding with the same random numbers
+// as src/ops/moments.rs.
 #include "common.cuh"
 
 namespace {
@@ -12,7 +14,7 @@ namespace {
 constexpr int CHUNK = 1 << 16;
 constexpr int THREADS = 256;
 
-// Plain tensors. Those of a launch have the chunks first[i] .. first[i + 1], counted from 0.
+// Tensors of a launch. Tensor i has the chunks first[i] .. first[i + 1].
 struct Tensors {
   static constexpr int MOST = 160;
   float *start[MOST];
@@ -20,28 +22,28 @@ struct Tensors {
   int first[MOST + 1];
 };
 
-// Moments of type M.
+// Tensors of an update, with moments of type M.
 template <class M> struct Updates {
   static constexpr int MOST = 64;
   float *weight[MOST]; // f32
-  bf16 *copy[MOST];    // of the weight; null if the model computes in f32
+  bf16 *copy[MOST];    // bf16 copy of the weight, or null if the model computes in f32
   M *exp_avg[MOST];
   M *exp_avg_sq[MOST];
   const float *grad[MOST];
   long long count[MOST];
-  float keep[MOST];      // what decay leaves of the weight
-  float step_size[MOST]; // learning rate, corrected for the first moment's start
+  float keep[MOST];      // factor of the weight after decay
+  float step_size[MOST]; // learning rate, with bias correction of the first moment
   int first[MOST + 1];
 };
 
-static_assert(sizeof(Tensors) < 4000 && sizeof(Updates<bf16>) < 4000, "arguments take 4 KB");
+static_assert(sizeof(Tensors) < 4000 && sizeof(Updates<bf16>) < 4000, "kernel arguments are limited to 4 KB");
 
-// Constants of an update.
+// Scalars of an update that are the same for all tensors.
 struct Scalars {
   float lerp, beta2, one_minus_beta2, inverse_root_correction2, eps;
 };
 
-// The tensor of this block's chunk.
+// Index of the tensor that contains the chunk of this block.
 template <class List> __device__ __forceinline__ int tensor_of_block(const List &list, int num) {
   int low = 0, high = num; // first[low] <= block < first[high]
   while (high - low > 1) {
@@ -99,16 +101,16 @@ __device__ __forceinline__ uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// One of the two neighbours of x, the nearer one more often; `random` is uniform in 16 bits.
+// Stochastic rounding to one of the two neighbours of x; `random` is uniform in 16 bits.
 __device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) { return bf16{uint16_t((float_to_bits(x) + random) >> 16)}; }
 
-// Elements of a chunk of one tensor, and the random numbers of its moments.
+// A chunk of one tensor, and the seed of its moments.
 template <class M> struct Chunk {
   float *weight;
   bf16 *copy;
   M *exp_avg, *exp_avg_sq;
   const float *grad;
-  uint32_t seed, first; // first: the chunk's element in the tensor
+  uint32_t seed, first; // first: index of the chunk's first element in the tensor
 };
 
 __device__ __forceinline__ void load_moments(const float *from, float (&to)[4]) { load_vector(from, to); }
@@ -118,7 +120,7 @@ __device__ __forceinline__ void load_moments(const bf16 *from, float (&to)[4]) {
   for (int i = 0; i < 4; i++) to[i] = bits_to_float(i % 2 ? raw.words[i / 2] & 0xFFFF0000u : raw.words[i / 2] << 16);
 }
 
-// Four of each moment, of the elements at `at`.
+// Stores four values of each moment, from element `at`.
 __device__ __forceinline__ void store_moments(const Chunk<float> &chunk, int at, const float (&m)[4], const float (&v)[4]) {
   store_vector(chunk.exp_avg + at, m);
   store_vector(chunk.exp_avg_sq + at, v);
@@ -135,7 +137,7 @@ __device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, 
   *reinterpret_cast<Bytes8 *>(chunk.exp_avg_sq + at) = rounded[1];
 }
 
-// One of each.
+// Stores one value of each moment.
 __device__ __forceinline__ void store_moments(const Chunk<float> &chunk, int at, float m, float v) { chunk.exp_avg[at] = m, chunk.exp_avg_sq[at] = v; }
 __device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, float m, float v) {
   uint32_t random = mix(chunk.seed ^ (chunk.first + at));
@@ -143,7 +145,7 @@ __device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, 
   chunk.exp_avg_sq[at] = round_at_random(v, random >> 16);
 }
 
-// Vectors of four at `at` and THREADS * 4 behind it; the second one only if `both`.
+// Updates four elements at `at`, and, if `both`, four elements at `at` + THREADS * 4.
 template <class M>
 __device__ __forceinline__ void update_vectors(const Chunk<M> &chunk, int at, bool both, float grad_scale, const Scalars &s, float keep, float step_size) {
   float g[2][4], p[2][4], m[2][4], v[2][4];
@@ -190,7 +192,7 @@ __device__ __forceinline__ void update_chunk(const Chunk<M> &chunk, int count, f
 
 } // namespace
 
-// partials [chunks]: the sum of squares of each.
+// partials [chunks]: the sum of squares of each chunk.
 extern "C" __global__ void __launch_bounds__(THREADS) squares_of_chunks_f32(const __grid_constant__ Tensors tensors, int num, double *partials) {
   int tensor = tensor_of_block(tensors, num);
   long long start = (long long)(int(blockIdx.x) - tensors.first[tensor]) * CHUNK;
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) squares_of_chunks_f32(cons
 }
 EXPORT(squares_of_chunks_f32)
 
-// squares [num]: the sums over the chunks of each tensor, one block a tensor.
+// squares [num]: the sum of squares of each tensor, one block per tensor.
 extern "C" __global__ void __launch_bounds__(THREADS) squares_of_tensors_f32(const __grid_constant__ Tensors tensors, const double *partials, double *squares) {
   double sum = 0;
   for (int chunk = tensors.first[blockIdx.x] + int(threadIdx.x); chunk < tensors.first[blockIdx.x + 1]; chunk += THREADS) sum += partials[chunk];
@@ -209,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) squares_of_tensors_f32(con
 }
 EXPORT(squares_of_tensors_f32)
 
-// What gradients are multiplied by so that their joint norm is at most `max_norm`, if that is above 0; -1 if the norm
-// is not finite. One block.
+// Writes the factor, at most 1, that limits the joint gradient norm to `max_norm`; 1 if `max_norm`
+// is 0, and -1 if the norm is not finite. One block.
 extern "C" __global__ void __launch_bounds__(THREADS) clip_f32(const double *squares, int num, double max_norm, float *grad_scale) {
   double sum = 0;
   for (int tensor = int(threadIdx.x); tensor < num; tensor += THREADS) sum += squares[tensor];
@@ -218,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clip_f32(const double *squ
   if (threadIdx.x > 0) return;
   double scale = 1;
   if (max_norm > 0) scale = fmin(scale, max_norm / (norm + 1e-6));
-  *grad_scale = norm < double(INFINITE) ? float(scale) : -1.0f; // a NaN compares false
+  *grad_scale = norm < double(INFINITE) ? float(scale) : -1.0f; // false for NaN
 }
 EXPORT(clip_f32)
 
@@ -227,7 +229,7 @@ namespace {
 template <class M>
 __device__ __forceinline__ void update_block(const Updates<M> &updates, int num, const float *grad_scale, uint32_t seed, const Scalars &s) {
   float scale = *grad_scale;
-  if (scale < 0) return; // the gradients are not finite: nothing changes
+  if (scale < 0) return; // the gradients are not finite: change nothing
   int tensor = tensor_of_block(updates, num);
   long long start = (long long)(int(blockIdx.x) - updates.first[tensor]) * CHUNK;
   int count = int(min((long long)CHUNK, updates.count[tensor] - start));
@@ -239,7 +241,7 @@ __device__ __forceinline__ void update_block(const Updates<M> &updates, int num,
 
 } // namespace
 
-// seed: of the step, counted on by the tensors of earlier launches.
+// seed: seed of the step plus the number of tensors in earlier launches.
 #define ADAMW(M, name)                                                                                                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                                                        \
       adamw_##name(const __grid_constant__ Updates<M> updates, int num, const float *grad_scale, uint32_t seed, float lerp, float beta2,          \

@@ -1,11 +1,13 @@
-// What the attention kernels on tensor cores share: tasks, tiles in shared memory, and the two kinds of products.
+// Common parts of the tensor-core attention kernels: tasks, tiles in shared memory, and the two
+// kinds of products.
 //
-// A block owns ROWS rows (queries, or keys in the backward pass of keys) of one head and walks the other side in tiles.
-// A warp owns 16 MT of the rows. Both sides lie in shared memory as rows of D bf16, where D is the head dim rounded up
-// to a multiple of 16 that has a kernel; the columns from `dh` on are zeros. What a product gives in registers (scores,
-// probabilities) is, rounded to bf16, the left operand of the next one, so it never goes through shared memory.
-// Products are bound by shared memory: ldmatrix moves 512 bytes in 4 cycles and feeds 2 MT tiles of the tensor cores,
-// which is why MT is 2 wherever the accumulators leave registers for it.
+// A block owns ROWS rows (queries, or keys in the backward pass of keys) of one head and iterates
+// over the other side in tiles. A warp owns 16 MT of the rows. Both sides are in shared memory as
+// rows of D bf16, where D is the head dim rounded up to a size that has a kernel; columns from `dh`
+// on are zeros. The result of a product in registers (scores, probabilities) is rounded to bf16 and
+// used as the left operand of the next one, so it does not pass through shared memory. Products are
+// bound by shared memory: ldmatrix moves 512 bytes in 4 cycles and feeds 2 MT tiles of the tensor
+// cores. So MT is 2 wherever the accumulators leave enough registers.
 #pragma once
 #include "common.cuh"
 
@@ -13,8 +15,8 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. Queries are the last ones of
-// their keys, so query i sees the keys up to i + shift.
+// One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. The
+// queries are the last positions of their keys, so query i attends to the keys up to i + shift.
 struct Task {
   int first, end, other_first, other_end;
 };
@@ -24,15 +26,16 @@ __device__ __forceinline__ Task task_of(const int *tasks, int index) {
   return Task{at[0], at[1], at[2], at[3]};
 }
 
-// The block, asked for anew: see lane_here.
+// The block index, read again instead of kept in a register: see lane_here.
 __device__ __forceinline__ int block_here() {
   int here = int(blockIdx.x);
   compute_here(here);
   return here;
 }
 
-// Rows of D bf16 in shared memory. Any eight rows of a column of sixteen bytes lie in different banks: where a row is a
-// multiple of 128 bytes its columns are permuted by the row, otherwise the stride is an odd number of columns.
+// Layout of rows of D bf16 in shared memory. The same 16-byte column of any eight adjacent rows is
+// in different banks: if a row is a multiple of 128 bytes, its columns are permuted by the row
+// number; otherwise the stride is an odd number of 16-byte columns.
 template <int D> struct Rows {
   static constexpr bool PERMUTED = D % 64 == 0;
   static constexpr int CHUNKS = D / 8;
@@ -40,31 +43,33 @@ template <int D> struct Rows {
 
   static __device__ __forceinline__ int at(int row, int chunk) { return row * BYTES + (PERMUTED ? chunk ^ (row & 7) : chunk) * 16; }
 
-  // The place of chunk c + 2 step, given that of chunk c (0 or 1) of the same row.
+  // Offset of chunk c + 2 step, given the offset of chunk c (0 or 1) of the same row.
   static __device__ __forceinline__ int step(int place, int step) { return PERMUTED ? place ^ (step * 32) : place + step * 32; }
 };
 
-// Where this lane's rows begin in load_matrices, for a 16 x 16 matrix that is the left operand, and for one that is
-// the right operand transposed; the latter, for load_matrices_transposed, equals the former.
+// Offsets of this lane's rows for load_matrices, for a 16 x 16 left operand, and for a transposed
+// right operand. For load_matrices_transposed the right operand has the offset of the left one.
 template <int D> __device__ __forceinline__ int left_place() { return Rows<D>::at(lane() % 16, lane() / 16); }
 template <int D> __device__ __forceinline__ int right_place() { return Rows<D>::at(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2); }
 
-// The lane, asked for anew: what masks and epilogues derive from it must not live in registers through the products.
+// The lane, recomputed: values derived from it for masks and epilogues must not occupy registers
+// during the products.
 __device__ __forceinline__ int lane_here() {
   int here = lane();
   compute_here(here);
   return here;
 }
 
-// Starts to copy rows first .. first + ROWS of one head into a tile; those from `end` on, and columns from `dh`, are zeros.
-// A thread keeps its column: an addition and a comparison for each copy.
+// Starts to copy rows first .. first + ROWS of one head into a tile. Rows from `end` on and columns
+// from `dh` on become zeros. A thread keeps its column, so each copy needs one addition and one
+// comparison.
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
-  constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads of a row; rows at a time
-  static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "rows divide over the threads, permuted alike");
+  constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads per row; rows at a time
+  static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "each thread copies the same number of rows with the same permutation");
   int thread = int(threadIdx.x);
 #if !defined(EMULATION) && __CUDA_ARCH__ < 900
-  compute_here(thread); // the registers of the forward kernel for 128 are enough so, and on sm_90 without
+  compute_here(thread); // limits the registers of the forward kernel for D = 128; sm_90 does not need it
 #endif
   int row = thread / LANES, chunk = thread % LANES;
   if (chunk >= Rows<D>::CHUNKS) return;
@@ -74,13 +79,13 @@ __device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head,
 #pragma unroll
   for (int i = 0; i < ROWS / STEP; i++) {
     copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
-    from += size_t(STEP * stride); // may be past the end, and is not read there
+    from += size_t(STEP * stride); // may be past the end, where it is not read
     compute_here(from);
   }
 }
 
-// sums += own others^T, for own [16 MT, D] and others [N, D]. UNROLL steps of 16 columns are laid out side by side: with
-// fewer of them fewer operands wait in registers.
+// sums += own others^T, for own [16 MT, D] and others [N, D]. UNROLL steps of 16 columns are
+// interleaved; fewer steps keep fewer operands in registers.
 template <int D, int MT, int N, int UNROLL>
 __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const unsigned char *own, const unsigned char *others) {
   int left = left_place<D>(), right = right_place<D>();
@@ -105,7 +110,8 @@ __device__ __forceinline__ void add_scores(float (&sums)[MT][N / 8][4], const un
   }
 }
 
-// Columns 16 k .. 16 k + 16 of what a product left in registers, as the left operand [16 MT, 16] of the next one.
+// Packs columns 16 k .. 16 k + 16 of a product result in registers as the left operand [16 MT, 16]
+// of the next product.
 template <int MT, int N8>
 __device__ __forceinline__ void left_operand(uint32_t (&a)[MT][4], const float (&weights)[MT][N8][4], int k) {
 #pragma unroll
@@ -114,7 +120,8 @@ __device__ __forceinline__ void left_operand(uint32_t (&a)[MT][4], const float (
     for (int i = 0; i < 4; i++) a[m][i] = pack(weights[m][2 * k + i / 2][i % 2 * 2], weights[m][2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// sums += a others, for a [16 MT, 16] and others [16, 8 C8], whose first columns are at `place` of the rows.
+// sums += a others, for a [16 MT, 16] and others [16, 8 C8], whose first columns are at offset
+// `place` of the rows.
 template <int D, int MT, int C8>
 __device__ __forceinline__ void add_step(float (&sums)[MT][C8][4], const uint32_t (&a)[MT][4], const unsigned char *others, int place) {
 #pragma unroll
@@ -130,7 +137,8 @@ __device__ __forceinline__ void add_step(float (&sums)[MT][C8][4], const uint32_
   }
 }
 
-// sums += weights others, for others [N, D] and weights [16 MT, N] as a product left them in registers, rounded here.
+// sums += weights others, for others [N, D] and weights [16 MT, N] from a product in registers,
+// which are rounded to bf16 here.
 template <int D, int MT, int N>
 __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const float (&weights)[MT][N / 8][4],
                                              const unsigned char *others) {
@@ -144,13 +152,14 @@ __device__ __forceinline__ void add_weighted(float (&sums)[MT][D / 8][4], const 
   }
 }
 
-// Writes this warp's rows [16 MT, 8 C8], whose columns begin at chunk `column`, times a factor a row, to global memory
-// in pieces of sixteen bytes. They go through `own`, those rows of a tile, whose columns no other warp reads any more.
+// Writes this warp's rows [16 MT, 8 C8] times a factor per row to global memory, in 16-byte stores.
+// The columns begin at chunk `column`. The rows pass through `own`, the part of a tile that no
+// other warp reads any more.
 template <int D, int MT, int C8>
 __device__ __forceinline__ void store_rows(bf16 *head, unsigned stride, int first, int end, int dh, const float (&rows)[MT][C8][4],
                                            const float (&factors)[MT][2], unsigned char *own, int column) {
   int here = lane_here(), g = here / 4, t = here % 4;
-  __syncwarp(); // all lanes have read the tile
+  __syncwarp(); // all lanes have finished reading the tile
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll

@@ -1,19 +1,22 @@
-// Attention without tensor cores, and the sums that every backward pass needs; see src/ops/attention/mod.rs.
+// Attention without tensor cores, and the row products of every backward pass; see
+// src/ops/attention/mod.rs for the contract.
 //
-// For f32, and for bf16 heads that the tensor cores' kernels do not take: any head dim up to 256, products in f32.
-// The tasks are those of the other kernels, with 32 own rows: a warp has four of them, a lane is one row of the other
-// side in products over columns (scores), and every 32nd column in products over rows (o, dq, dk, dv).
-// Bound by the loads from shared memory, five for four multiplications; kept plain, since f32 is for comparison.
+// For f32, and for bf16 heads that the tensor-core kernels do not support: any head dim up to 256,
+// with products in f32. The tasks are the same, with 32 own rows: a warp has four of them. A lane
+// has one row of the other side in products over columns (scores), and every 32nd column in
+// products over rows (o, dq, dk, dv). The kernels are bound by loads from shared memory, five per
+// four multiplications. They are kept simple, because f32 serves for comparison.
 #include "attention.cuh"
 
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP, MINE = 4, ROWS = WARPS * MINE, COLUMNS = 256 / WARP;
 
-// An odd stride, so that lanes which read one column of their rows meet different banks.
+// Row stride. It is odd, so that lanes that read the same column of different rows use different
+// banks.
 __device__ __forceinline__ int stride_of(int dh) { return dh | 1; }
 
-// Rows first .. first + ROWS of one head, zeros from `end` on.
+// Loads rows first .. first + ROWS of one head, with zeros from `end` on.
 template <class T> __device__ __forceinline__ void load_plain(float *tile, const T *head, size_t stride, int first, int end, int dh) {
   for (int i = int(threadIdx.x); i < ROWS * dh; i += THREADS) {
     int row = i / dh, column = i % dh;
@@ -21,7 +24,7 @@ template <class T> __device__ __forceinline__ void load_plain(float *tile, const
   }
 }
 
-// The products of this warp's rows with the lane's row.
+// Dot products of this warp's rows with the row of this lane.
 __device__ __forceinline__ void dot_rows(const float *own, const float *others, int dh, float (&products)[MINE]) {
   int stride = stride_of(dh);
   for (int i = 0; i < MINE; i++) products[i] = 0;
@@ -32,7 +35,8 @@ __device__ __forceinline__ void dot_rows(const float *own, const float *others, 
     for (int i = 0; i < MINE; i++) products[i] = fmaf(own[i * stride + column], others[column], products[i]);
 }
 
-// sums += weights others, in this lane's columns; weights [MINE, 32] of this warp are in shared memory.
+// Computes sums += weights * others for the columns of this lane. The weights [MINE, 32] of this
+// warp are in shared memory.
 __device__ __forceinline__ void add_rows(float (&sums)[MINE][COLUMNS], const float *weights, const float *others, int dh) {
   for (int j = 0; j < WARP; j++) {
 #pragma unroll
@@ -74,19 +78,19 @@ __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, co
   float sums[MINE][COLUMNS] = {}, most[MINE], total[MINE] = {}, factors[MINE];
   for (int i = 0; i < MINE; i++) most[i] = -INFINITE;
   for (int at = task.other_first; at < keys_end; at += ROWS) {
-    __syncthreads(); // the tiles are done with
+    __syncthreads(); // the tiles are no longer in use
     load_plain(k_tile, k + size_t(kv) * dh, stride, at, task.other_end, dh);
     load_plain(v_tile, v + size_t(kv) * dh, stride, at, task.other_end, dh);
     __syncthreads();
     float scores[MINE];
     dot_rows(q_tile, k_tile, dh, scores);
-    __syncwarp(); // the weights are done with
+    __syncwarp(); // the weights are no longer in use
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
       int key = at + lane(), row = task.first + warp() * MINE + i;
-      bool seen = key < task.other_end && !(causal && key > row + shift);
-      float score = seen ? scores[i] * scale : -INFINITE;
-      float new_most = fmaxf(most[i], warp_max(score)); // finite: a row sees the first key
+      bool visible = key < task.other_end && !(causal && key > row + shift);
+      float score = visible ? scores[i] * scale : -INFINITE;
+      float new_most = fmaxf(most[i], warp_max(score)); // finite: a row attends to the first key
       float factor = expf(most[i] - new_most), weight = expf(score - new_most);
       total[i] = fmaf(total[i], factor, weight);
       most[i] = new_most;
@@ -141,11 +145,11 @@ __device__ void backward(const T *own0, const T *own1, const T *other0, const T 
 #pragma unroll
       for (int i = 0; i < MINE; i++) {
         int row = task.first + warp() * MINE + i, other = at + lane(), query = KEYS ? other : row, key = KEYS ? row : other;
-        bool seen = row < task.end && other < task.other_end && !(causal && key > query + shift);
+        bool visible = row < task.end && other < task.other_end && !(causal && key > query + shift);
         size_t statistic = size_t(KEYS ? head : own_head) * num_rows + query;
-        float weight = seen ? expf(fmaf(scores[i], scale, -lse[statistic])) : 0.0f;
+        float weight = visible ? expf(fmaf(scores[i], scale, -lse[statistic])) : 0.0f;
         p[i * WARP + lane()] = weight;
-        ds[i * WARP + lane()] = seen ? weight * (dp[i] - delta[statistic]) : 0.0f;
+        ds[i * WARP + lane()] = visible ? weight * (dp[i] - delta[statistic]) : 0.0f;
       }
       __syncwarp();
       add_rows(sums0, ds, other0_tile, dh);
@@ -160,8 +164,9 @@ __device__ void backward(const T *own0, const T *own1, const T *other0, const T 
   if (KEYS) store_plain(d1 + size_t(own_head) * dh, own_stride, task.first, task.end, dh, sums1, ones);
 }
 
-// delta [H, T] = the sums of o * do over the head dim. A block is 32 rows of one head, half a warp a row at a time, so
-// that what it writes lies together; blocks of one row and different heads follow each other. Bound by device memory.
+// delta [H, T] = the sums of o * do over the head dim. A block has 32 rows of one head, and half a
+// warp computes a row at a time, so that the results of a block are contiguous. Blocks with the
+// same rows and different heads are adjacent. Bound by memory bandwidth.
 template <class T> __device__ void row_products(const T *o, const T *d_o, float *delta, int num_rows, int h, int dh, int vectors) {
   int head = int(blockIdx.x) % h, first = int(blockIdx.x) / h * ROWS;
   int step = vectors ? VECTOR<T> : 1;

@@ -1,8 +1,9 @@
-// Column sums of gradients, for biases; see src/ops/linear.rs for the contract.
+// Column sums of output gradients, for biases; see src/ops/linear.rs for the contract.
 //
-// A block has 256 columns of dy [n, m] and every gridDim.y-th group of 8 rows; a lane has 8 columns, in one or two
-// 16-byte loads, a warp one row of each group. The warps are added up in their order, and `columns.cu` adds the shares
-// up in the order of the blocks. Bound by reading dy once.
+// A block has 256 columns of dy [n, m] and every gridDim.y-th group of 8 rows. A lane has 8
+// columns, in one or two 16-byte loads; a warp has one row of each group. The sums of the warps are
+// added in their order, and `columns.cu` adds the partial sums in the order of the blocks. Bound by
+// one read of dy.
 #include "common.cuh"
 
 namespace {
@@ -11,7 +12,7 @@ constexpr int WARPS = 8;
 constexpr int LANE_COLUMNS = 8;
 constexpr int COLUMNS = WARP * LANE_COLUMNS;
 
-// Adds 8 columns from `first`: neighbours if there are vectors, else a warp's width apart.
+// Adds 8 columns, starting at `first`: adjacent ones with vector loads, otherwise 32 columns apart.
 template <class T> __device__ __forceinline__ void add_row(const T *row, int m, int first, bool vectors, float (&sums)[LANE_COLUMNS]) {
   if (vectors) {
 #pragma unroll

@@ -1,11 +1,12 @@
-// Neighbouring elements moved by one access, and what the row-wise kernels share.
+// Accesses to several adjacent elements at once, and common parts of the row-wise kernels.
 #pragma once
 
 #include "common.cuh"
 
 namespace {
 
-// What memory moves at once: the assignment of a struct may be split into words, and is (with nvcc 13.0).
+// Type of a single memory access. The compiler may split the assignment of a struct into words
+// (nvcc 13.0 does).
 template <int BYTES> struct Access;
 #ifndef EMULATION
 template <> struct Access<16> { using Type = uint4; };
@@ -14,7 +15,7 @@ template <> struct Access<4> { using Type = uint32_t; };
 template <> struct Access<2> { using Type = uint16_t; };
 #endif
 
-// E neighbouring elements as they are stored: 16 bytes, 8 bytes or one element.
+// E adjacent elements in their storage format: 16 bytes, 8 bytes or one element.
 template <class T, int E> struct Chunk;
 
 template <int E> struct alignas(4 * E) Chunk<float, E> {
@@ -43,7 +44,7 @@ template <> struct Chunk<bf16, 1> {
 
 template <int E, class T> __device__ __forceinline__ Chunk<T, E> load_chunk(const T *from) {
 #ifdef EMULATION
-  if (reinterpret_cast<uintptr_t>(from) % sizeof(Chunk<T, E>)) emulation::fail("a chunk is read off its boundary");
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(Chunk<T, E>)) emulation::fail("unaligned read of a chunk");
   Chunk<T, E> chunk;
   memcpy(&chunk, from, sizeof(chunk));
   return chunk;
@@ -57,7 +58,7 @@ template <int E, class T> __device__ __forceinline__ Chunk<T, E> load_chunk(cons
 
 template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, const Chunk<T, E> &chunk) {
 #ifdef EMULATION
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(chunk)) emulation::fail("a chunk is written off its boundary");
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(chunk)) emulation::fail("unaligned write of a chunk");
   memcpy(to, &chunk, sizeof(chunk));
 #else
   typename Access<sizeof(Chunk<T, E>)>::Type raw;
@@ -66,7 +67,7 @@ template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, con
 #endif
 }
 
-// Rounds E values to T and writes them, by at most 16 bytes.
+// Rounds E values to T and stores them, with at most 16 bytes per access.
 template <int E, class T> __device__ __forceinline__ void store_floats(T *to, const float (&from)[E]) {
   constexpr int STEP = E < VECTOR<T> ? E : VECTOR<T>;
 #pragma unroll
@@ -77,7 +78,7 @@ template <int E, class T> __device__ __forceinline__ void store_floats(T *to, co
   }
 }
 
-// E floats, by 16 bytes where E allows it.
+// Loads E floats, with 16 bytes per access if E allows it.
 template <int E> __device__ __forceinline__ void load_floats(const float *from, float (&to)[E]) {
   constexpr int STEP = E % 4 == 0 ? 4 : E % 2 == 0 ? 2 : 1;
 #pragma unroll
@@ -88,7 +89,7 @@ template <int E> __device__ __forceinline__ void load_floats(const float *from, 
   }
 }
 
-// All elements zero.
+// A chunk of zeros.
 template <class T, int E> __device__ __forceinline__ Chunk<T, E> no_chunk() {
   float zeros[E] = {};
   Chunk<T, E> chunk;
@@ -96,7 +97,7 @@ template <class T, int E> __device__ __forceinline__ Chunk<T, E> no_chunk() {
   return chunk;
 }
 
-// 1 / (1 + e^-x), with the fast exponential: an absolute error of a few 1e-7.
+// Computes 1 / (1 + e^-x) with the fast exponential; the absolute error is a few 1e-7.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 } // namespace

@@ -1,10 +1,11 @@
-// Column sums in a fixed order, for the gradients of norms' weights and of biases.
+// Column sums in a fixed order, for the gradients of norm weights and of biases.
 //
-// A block of 32 warps has 32 columns: warp i adds rows i, i + 32, .., and the warps' sums are added in their order.
-// A few megabytes at most: the latency of the loads bounds it, so each thread has eight of them under way.
+// A block of 32 warps has 32 columns: warp i adds rows i, i + 32, .., and the sums of the warps are
+// added in their order. The input has a few megabytes at most, so load latency is the limit, and
+// each thread has eight loads in flight.
 #include "common.cuh"
 
-// sums [d] += the column sums of shares [n, d].
+// Adds the column sums of shares [n, d] to sums [d].
 extern "C" __global__ void __launch_bounds__(1024) add_columns_f32(const float *shares, float *sums, int n, int d) {
   __shared__ float partial[WARP][WARP + 1];
   int column = int(blockIdx.x) * WARP + lane();

@@ -1,7 +1,9 @@
-// What every kernel builds on: element types, vector loads, warp and block reductions, tensor-core tiles.
+// Foundation of all kernels: element types, vector loads, warp and block reductions, tensor-core
+// tiles.
 //
-// The same source is compiled by nvcc for GPUs and, with EMULATION defined, by the host's C++ compiler, where
-// emulation.h runs each thread as a fiber. So kernels reach the hardware only through the functions below.
+// nvcc compiles the kernels for GPUs. With EMULATION defined, the C++ compiler of the host compiles
+// the same source, and emulation.h runs each thread as a fiber. So kernels use hardware features
+// only through the functions below.
 #pragma once
 
 #ifdef EMULATION
@@ -18,7 +20,7 @@ namespace {
 constexpr int WARP = 32;
 constexpr float INFINITE = __builtin_huge_valf();
 
-// bf16 as storage: two bytes, read and written through float.
+// Storage type of bf16: two bytes, converted to and from float.
 struct bf16 {
   uint16_t bits;
 };
@@ -46,7 +48,7 @@ __device__ __forceinline__ uint32_t float_to_bits(float x) {
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest bf16, ties to even; propagates NaN.
 __device__ __forceinline__ uint16_t round_bits(float x) {
 #ifdef EMULATION
   uint32_t bits = float_to_bits(x);
@@ -61,11 +63,12 @@ template <class T> __device__ __forceinline__ T narrow(float x);
 template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return bf16{round_bits(x)}; }
 
-// The value that storage in T keeps of x.
+// Rounds x to the precision of T.
 template <class T> __device__ __forceinline__ float rounded(float x) { return widen(narrow<T>(x)); }
 
 #ifndef EMULATION
-// 2^x by the special function unit: about two units in the last place, and 0 for whatever is below 2^-126.
+// 2^x by the special function unit: error of about two units in the last place, and 0 for results
+// below 2^-126.
 __device__ __forceinline__ float exp2f_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
@@ -73,8 +76,8 @@ __device__ __forceinline__ float exp2f_fast(float x) {
 }
 #endif
 
-// Hides how a pointer or an offset came about: what follows from it is computed where it is needed, and does not wait
-// in registers from before a loop on.
+// Hides the origin of a pointer or an offset from the compiler: values derived from it are then
+// computed where they are used and do not occupy registers across a loop.
 template <class T> __device__ __forceinline__ void compute_here(const T *&pointer) {
 #ifndef EMULATION
   asm volatile("" : "+l"(pointer));
@@ -86,7 +89,8 @@ __device__ __forceinline__ void compute_here(int &offset) {
 #endif
 }
 
-// Two values in the halves of a register, the first in the low half: an operand of the tensor cores.
+// Packs two values as bf16 into a register, the first in the low half: an operand of the tensor
+// cores.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
 #ifdef EMULATION
   return uint32_t(round_bits(low)) | uint32_t(round_bits(high)) << 16;
@@ -96,15 +100,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 #endif
 }
 
-// Sixteen bytes, moved as one.
+// Sixteen bytes, accessed at once.
 struct alignas(16) Bytes16 {
   uint32_t words[4];
 };
 
-// Elements of T in sixteen bytes.
+// Number of elements of T in sixteen bytes.
 template <class T> constexpr int VECTOR = 16 / int(sizeof(T));
 
-// Reads VECTOR<T> elements from a 16-byte aligned address.
+// Loads VECTOR<T> elements from a 16-byte aligned address.
 template <class T> __device__ __forceinline__ void load_vector(const T *from, float *to) {
   Bytes16 raw = *reinterpret_cast<const Bytes16 *>(from);
   const T *elements = reinterpret_cast<const T *>(&raw);
@@ -112,7 +116,7 @@ template <class T> __device__ __forceinline__ void load_vector(const T *from, fl
   for (int i = 0; i < VECTOR<T>; i++) to[i] = widen(elements[i]);
 }
 
-// Writes VECTOR<T> elements to a 16-byte aligned address.
+// Stores VECTOR<T> elements to a 16-byte aligned address.
 template <class T> __device__ __forceinline__ void store_vector(T *to, const float *from) {
   Bytes16 raw;
   T *elements = reinterpret_cast<T *>(&raw);
@@ -132,7 +136,7 @@ template <class V> __device__ __forceinline__ V shuffle_xor(V value, int mask) {
 template <class V> __device__ __forceinline__ V shuffle(V value, int from) { return __shfl_sync(0xFFFFFFFFu, value, from); }
 #endif
 
-// Every lane gets the sum over its warp; all 32 lanes take part.
+// Returns the sum over the warp to every lane. All 32 lanes must call it.
 template <class V> __device__ __forceinline__ V warp_sum(V value) {
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
@@ -145,11 +149,11 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Every thread gets the sum over its block of at most 32 whole warps, in a fixed order.
+// Returns the sum over the block (at most 32 whole warps) to every thread, added in a fixed order.
 template <class V> __device__ __forceinline__ V block_sum(V value) {
   __shared__ V partial[WARP];
   value = warp_sum(value);
-  __syncthreads(); // the last use of `partial`
+  __syncthreads(); // protects `partial` from the previous call
   if (lane() == 0) partial[warp()] = value;
   __syncthreads();
   value = lane() < int(blockDim.x) / WARP ? partial[lane()] : V(0);
@@ -166,9 +170,10 @@ __device__ __forceinline__ float block_max(float value) {
   return warp_max(value);
 }
 
-// One tile of the tensor cores: c [16, 8] += a [16, 16] b [16, 8], bf16 operands, f32 sums. With g = lane / 4 and
-// t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), two columns each; b holds rows
-// 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; c holds (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// One tile of the tensor cores: c [16, 8] += a [16, 16] b [16, 8], with bf16 operands and f32 sums.
+// With g = lane / 4 and t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8),
+// two columns each; b holds rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; c holds (g, 2t),
+// (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 #ifdef EMULATION
 using emulation::mma;
 using emulation::load_matrices;
@@ -184,26 +189,29 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of bf16 out of shared memory: lanes 8i .. 8i + 7 give the addresses of the rows of matrix i
-// (16-byte aligned), and register i of a lane gets row lane / 4, columns 2 (lane % 4) and the next, of matrix i.
+// Loads four 8 x 8 bf16 matrices from shared memory. Lanes 8i .. 8i + 7 pass the 16-byte aligned
+// addresses of the rows of matrix i. Register i of a lane receives columns 2 (lane % 4) and the
+// next of row lane / 4 of matrix i.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void *row) {
   uint32_t address = uint32_t(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
 }
 
-// The same of the transposes: register i gets rows 2 (lane % 4) and the next of column lane / 4.
+// Same for the transposed matrices: register i receives rows 2 (lane % 4) and the next of column
+// lane / 4.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], const void *row) {
   uint32_t address = uint32_t(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
 }
 
-// Sixteen bytes from global to shared memory in the background; zeros, and nothing read, where `valid` is false.
+// Starts an asynchronous copy of sixteen bytes from global to shared memory. If `valid` is false,
+// it writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool valid) {
   uint32_t address = uint32_t(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
-// A barrier of WARPS whole warps, those that name `barrier` (1 .. 15; __syncthreads is 0).
+// Barrier for the WARPS whole warps that use the same `barrier` (1 .. 15; __syncthreads is 0).
 template <int WARPS> __device__ __forceinline__ void sync_warps(int barrier) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(WARPS * WARP) : "memory");
 }
@@ -211,7 +219,8 @@ template <int WARPS> __device__ __forceinline__ void sync_warps(int barrier) {
 // Ends a group of copies of this thread.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most N groups of this thread are under way. Other threads see the bytes after __syncthreads().
+// Waits until at most N groups of copies of this thread are in flight. Other threads see the bytes
+// after __syncthreads().
 template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 #endif
 

@@ -1,19 +1,22 @@
-// Softmax cross-entropy over chunks of logits, and its gradient; see src/ops/linear_cross_entropy.rs for the contract.
+// Softmax cross-entropy over chunks of logits, and its gradient; see
+// src/ops/linear_cross_entropy.rs for the contract.
 //
-// One block a row of f32 logits [rows, v]. One read gives maximum, sum of exponentials and argmax, each thread on its
-// own columns first. With a gradient, a second read goes through the row from its end, where the cache still has it,
-// and writes (softmax - onehot) * scale in its place: as f32 over the logits, as bf16 into the second half of the row.
-// There, column i lies over logit (v + i) / 2 >= i, so going backwards no logit is overwritten before it is read, once
-// a barrier parts the reads of a tile from its writes. Bound by memory: 4 bytes an element, with a gradient 8 and what
-// is written, less what the second read finds in the cache.
+// One block per row of f32 logits [rows, v]. One read gives the maximum, the sum of exponentials
+// and the argmax, first per thread on its own columns. If the gradient is requested, a second read
+// goes through the row from its end, which is still cached, and writes (softmax - onehot) * scale
+// over the row: f32 over the logits, bf16 into the second half of the row. There column i is at the
+// position of logit (v + i) / 2 >= i, so in backward order each logit is read before it is
+// overwritten, if a barrier separates the reads of a tile from its writes. Bound by memory
+// bandwidth: 4 bytes per element; with a gradient 8 plus the writes, minus cache hits of the second
+// read.
 #include "common.cuh"
 
 namespace {
 
-constexpr int LOADS = 4; // under way in each thread
+constexpr int LOADS = 4; // loads in flight per thread
 constexpr int NOWHERE = 0x7FFFFFFF;
 
-// W columns, 1 or 4, from a 16-byte aligned address if 4.
+// Loads W columns, 1 or 4. For 4 the address is 16-byte aligned.
 template <int W> __device__ __forceinline__ void load(const float *from, float *to) {
   if constexpr (W == 4) load_vector(from, to);
   else to[0] = from[0];
@@ -33,7 +36,7 @@ template <int W> __device__ __forceinline__ void store(bf16 *to, const float *fr
   else to[0] = narrow<bf16>(from[0]);
 }
 
-// Where the gradient of a row goes.
+// Location of the gradient of a row.
 __device__ __forceinline__ float *gradient_of(float *row, int, float) { return row; }
 __device__ __forceinline__ bf16 *gradient_of(float *row, int v, bf16) { return reinterpret_cast<bf16 *>(row) + v; }
 
@@ -41,7 +44,7 @@ __device__ __forceinline__ int block_min(int value) {
   __shared__ int partial[WARP];
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) value = min(value, shuffle_xor(value, mask));
-  __syncthreads(); // the last use of `partial`
+  __syncthreads(); // protects `partial` from the previous call
   if (lane() == 0) partial[warp()] = value;
   __syncthreads();
   value = lane() < int(blockDim.x) / WARP ? partial[lane()] : NOWHERE;
@@ -104,7 +107,7 @@ template <class T, int W> __device__ __forceinline__ void write_gradient(float *
   int start = (v - 1) / tile * tile;
   read(start, x);
   for (; start >= 0; start -= tile) {
-    // No write of this tile or of one behind it reaches the tile before it.
+    // The writes of this tile and of later ones do not overlap the previous tile.
     if (start > 0) read(start - tile, next);
     __syncthreads();
 #pragma unroll
@@ -127,7 +130,7 @@ template <class T, int W>
 __device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, bool gradient) {
   float *row = logits + size_t(blockIdx.x) * v;
   uint32_t target = targets[blockIdx.x];
-  // A target outside of the vocabulary makes the loss and the gradient not a number: that stops the run.
+  // A target outside the vocabulary gives a NaN loss and gradient, which stops the run.
   float at_target = target < uint32_t(v) ? row[target] : INFINITE - INFINITE;
   Softmax softmax = read_row<W>(row, v);
   float max = block_max(softmax.max);
@@ -139,7 +142,8 @@ __device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll
     int best = block_min(softmax.max == max ? softmax.best : NOWHERE);
     if (threadIdx.x == 0) argmax[blockIdx.x] = best < v ? best : 0;
   }
-  // A step whose loss is not finite must not become an update, and only gradients are looked at before it is one.
+  // If the loss is not finite, the gradient must not be either, because only gradients are checked
+  // before an update.
   if (gradient) write_gradient<T, W>(row, v, int(target), lse, fabsf(loss) < INFINITE ? scale : NAN);
 }
 

@@ -1,29 +1,31 @@
-// Rows held in registers, for the norms: a group of warps has a row, and each of its threads H columns.
+// Rows held in registers, for the norms: a group of warps has a row, and each of its threads has H
+// columns.
 //
-// A block has as many groups as make eight warps, so that short rows do not leave a block with one warp. Chunks of a
-// row are dealt out to the threads of its group in turn: neighbouring threads read neighbouring 16 bytes.
+// A block has enough groups for eight warps, so that short rows do not give blocks of one warp.
+// Adjacent threads of a group have adjacent 16-byte chunks of the row, so that reads are coalesced.
 #pragma once
 
 #include "chunks.cuh"
 
 namespace {
 
-// Columns that a thread holds: a backward pass holds more rows at once, and sums besides.
+// Number of columns per thread. A backward pass has fewer, because it also holds more rows and
+// sums.
 constexpr int FORWARD = 16, BACKWARD = 8;
 
-// The place of a thread: its group has `warps` warps.
+// Position of a thread. Its group has `warps` warps.
 struct Group {
   int warps, threads, number, index, count;
   __device__ __forceinline__ explicit Group(int warps)
       : warps(warps), threads(warps * WARP), number(warp() / warps), index(int(threadIdx.x) - number * warps * WARP), count(int(blockDim.x) / (warps * WARP)) {}
 };
 
-// The columns of one row that a thread holds, as they are stored.
+// The columns of one row that a thread holds, in their storage format.
 template <class T, int E, int H> struct Held {
   static constexpr int COUNT = H / E;
   Chunk<T, E> chunks[COUNT];
 
-  // The row, or zeros where it has no column or is not `valid`.
+  // Loads the row, with zeros for columns beyond `d` or if it is not `valid`.
   __device__ __forceinline__ void load(const T *row, int d, const Group &group, bool valid) {
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
@@ -44,7 +46,7 @@ template <int E, int H, class F> __device__ __forceinline__ void for_chunks(int 
   }
 }
 
-// Writes value(i) to the columns of this thread.
+// Stores value(i) to the columns of this thread.
 template <int E, int H, class T, class F> __device__ __forceinline__ void store_row(T *row, int d, const Group &group, F value) {
   for_chunks<E, H>(d, group, [&](int at, int first) {
     float values[E];
@@ -54,8 +56,9 @@ template <int E, int H, class T, class F> __device__ __forceinline__ void store_
   });
 }
 
-// Every thread gets the sums over its group, in a fixed order. All threads of the block take part; `turn` counts the
-// sums of a kernel: a warp may be one ahead of the others, so they alternate between two buffers.
+// Returns the sums over the group to every thread, added in a fixed order. All threads of the block
+// must call it. `turn` counts the calls in a kernel: a warp may be one call ahead of the others, so
+// calls alternate between two buffers.
 template <int K> __device__ __forceinline__ void group_sum(float (&sums)[K], const Group &group, int turn) {
   __shared__ float partial[2][K][WARP];
 #pragma unroll

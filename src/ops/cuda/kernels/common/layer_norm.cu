@@ -1,7 +1,8 @@
 // Layer norm with bias; see src/ops/layer_norm.rs for the contract.
 //
-// As rms_norm.cu: rows are held in registers, so the variance is taken about the mean without a second read, and
-// memory bounds all three. Gradients of weight and bias leave a backward block as one share a group.
+// As in rms_norm.cu, rows are held in registers, so the variance is computed about the mean without
+// a second read, and all three kernels are bound by memory bandwidth. Each group of a backward
+// block writes partial sums of the weight and bias gradients.
 #include "held_rows.cuh"
 
 namespace {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void apply(const T *x, const float *stats, const T *w
   apply_row<T, E>(held, stats[2 * size_t(row)], stats[2 * size_t(row) + 1], w, b, y + size_t(row) * d, d, group);
 }
 
-// With g = w dy and h the normed row: dx = rstd (g - mean(g) - h mean(g h)).
+// With g = w dy and h the normalized row: dx = rstd (g - mean(g) - h mean(g h)).
 template <class T, int E>
 __device__ __forceinline__ void backward(const T *x, const float *stats, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, float *db_shares, int n,
                                          int d, int warps) {
@@ -71,10 +72,10 @@ __device__ __forceinline__ void backward(const T *x, const float *stats, const T
     dy_row.load(dy + start, d, group, valid);
     kept.load(residual + start, d, group, valid && residual);
     float mean = valid ? stats[2 * size_t(row)] : 0, rstd = valid ? stats[2 * size_t(row) + 1] : 0;
-    float sums[2] = {0, 0}; // of g, and of g h
+    float sums[2] = {0, 0}; // of g and of g h
 #pragma unroll
     for (int i = 0; i < BACKWARD; i++) {
-      // A column beyond the row has dy = 0, and so adds nothing.
+      // Columns beyond the row have dy = 0, so they add nothing.
       float h = (x_row.get(i) - mean) * rstd, g = dy_row.get(i) * weight.get(i);
       sums[0] += g;
       sums[1] += g * h;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void backward(const T *x, const float *stats, const T
 
 } // namespace
 
-// `bound`: threads of a backward block, at most, so that nothing spills.
+// `bound`: maximum number of threads of a backward block that avoids register spills.
 #define LAYER_NORM(T, E, bound, name)                                                                                                           \
   extern "C" __global__ void __launch_bounds__(512)                                                                                      \
       layer_norm_##name(const T *x, const T *w, const T *b, T *y, float *stats, int n, int d, int warps, float eps) {                    \

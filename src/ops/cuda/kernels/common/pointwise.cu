@@ -1,19 +1,22 @@
-// Elementwise ops: swiglu, both gelus, sums in place and zeros; see src/ops/{swiglu,gelu,rows,adamw}.rs.
+// Elementwise ops: swiglu, both gelus, in-place sums and zeros; see
+// src/ops/{swiglu,gelu,rows,adamw}.rs.
 //
-// A thread has 8 elements in chunks of 16 bytes, all of them under way before the first is used: memory bounds them.
-// A block has 2,048 neighbouring elements. Tensors of any length; the last chunk goes element by element.
+// A thread has 8 elements in 16-byte chunks and issues all loads before it uses the first one: the
+// kernels are bound by memory bandwidth. A block has 2,048 adjacent elements. Tensors may have any
+// length; the last chunk is processed element by element.
 #include "chunks.cuh"
 
 namespace {
 
-// Elements of a thread.
+// Number of elements per thread.
 constexpr int SHARE = 8;
 
 template <class T, int COUNT> struct Pointers {
   T *at[COUNT];
 };
 
-// out[..][i] = f(in[..][i]) for the elements of this thread, out of n. An output may be an input.
+// Computes out[..][i] = f(in[..][i]) for the elements of this thread, out of n. An output may alias
+// an input.
 template <int E, class T, int IN, int OUT, class F>
 __device__ __forceinline__ void each(const Pointers<const T, IN> &in, const Pointers<T, OUT> &out, long long n, F f) {
   constexpr int CHUNKS = SHARE / E;
@@ -42,7 +45,7 @@ __device__ __forceinline__ void each(const Pointers<const T, IN> &in, const Poin
 #pragma unroll
       for (int i = 0; i < OUT; i++) store_floats<E>(out.at[i] + at, results[i]);
     } else {
-      for (; at < n; at++) { // the end of the tensor, in one thread
+      for (; at < n; at++) { // the tail of the tensor, in one thread
         float x[IN], y[OUT];
 #pragma unroll
         for (int i = 0; i < IN; i++) x[i] = widen(in.at[i][at]);
@@ -56,7 +59,7 @@ __device__ __forceinline__ void each(const Pointers<const T, IN> &in, const Poin
 
 __device__ __forceinline__ void swiglu(const float (&in)[2], float (&out)[1]) { out[0] = in[0] * sigmoid(in[0]) * in[1]; }
 
-// Of gate, up and dy: dgate, dup and, if there is room, the output again.
+// Maps gate, up and dy to dgate, dup and, if OUT is 3, the recomputed output.
 template <int OUT> __device__ __forceinline__ void swiglu_backward(const float (&in)[3], float (&out)[OUT]) {
   float s = sigmoid(in[0]), silu = in[0] * s;
   out[0] = in[2] * in[1] * (s + silu * (1.0f - s));
@@ -66,19 +69,19 @@ template <int OUT> __device__ __forceinline__ void swiglu_backward(const float (
 
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691f, CUBIC = 0.044715f;
 
-// (1 + tanh u) / 2 is sigmoid(2 u).
+// Uses (1 + tanh u) / 2 = sigmoid(2 u).
 __device__ __forceinline__ float tanh_gate(float x) { return sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x * x + 1.0f)); }
 
 __device__ __forceinline__ void gelu_tanh(const float (&in)[1], float (&out)[1]) { out[0] = in[0] * tanh_gate(in[0]); }
 
-// Of x and dy: dx and, if there is room, the output again.
+// Maps x and dy to dx and, if OUT is 2, the recomputed output.
 template <int OUT> __device__ __forceinline__ void gelu_tanh_backward(const float (&in)[2], float (&out)[OUT]) {
   float x = in[0], s = tanh_gate(x), slope = TWICE_SQRT_2_OVER_PI * (3.0f * CUBIC * x * x + 1.0f);
   out[0] = in[1] * (x * s * (1.0f - s) * slope + s);
   if constexpr (OUT > 1) out[1] = x * s;
 }
 
-// The normal distribution function, absolute error below 1e-6, and e^(-x^2/2): the polynomial of src/ops/simd.rs.
+// Standard normal distribution function, absolute error below 1e-6, and gauss = e^(-x^2/2).
 __device__ __forceinline__ float normal_cdf(float x, float &gauss) {
   constexpr float P[9] = {-0.05971492f, 0.2877683f, -0.49386365f, 0.2856977f, -0.031841757f, 0.20485366f, 0.24257289f, 0.28244504f, 0.28208267f};
   gauss = __expf(-0.5f * x * x);
@@ -131,10 +134,10 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
     each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 1>{{x}}, n, [](const auto &in, auto &out) { op(in, out); });    \
   }                                                                                                                    \
   EXPORT(op##_##name)                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(256, 4) op##_again_##name(T *x, T *dy, long long n) {                   \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_recompute_##name(T *x, T *dy, long long n) {                   \
     each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 2>{{x, dy}}, n, [](const auto &in, auto &out) { op(in, out); });\
   }                                                                                                                    \
-  EXPORT(op##_again_##name)
+  EXPORT(op##_recompute_##name)
 #define POINTWISE(T, E, name)                                                                                          \
   TWO_TO_ONE(swiglu, T, E, name)                                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
@@ -144,11 +147,11 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
   }                                                                                                                    \
   EXPORT(swiglu_backward_##name)                                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
-      swiglu_backward_again_##name(T *gate, T *up, T *dy, long long n) {                                               \
+      swiglu_backward_recompute_##name(T *gate, T *up, T *dy, long long n) {                                               \
     each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 3>{{gate, up, dy}}, n,                                   \
             [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
   }                                                                                                                    \
-  EXPORT(swiglu_backward_again_##name)                                                                                 \
+  EXPORT(swiglu_backward_recompute_##name)                                                                                 \
   ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                    \
   GELU_BACKWARD(gelu_tanh_backward, T, E, name)                                                                        \
   ONE_TO_ONE(gelu_erf, T, E, name)                                                                                     \

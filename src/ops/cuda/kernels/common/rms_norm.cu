@@ -1,8 +1,9 @@
 // Root-mean-square norm; see src/ops/rms_norm.rs for the contract.
 //
-// A group of warps holds a row in registers (held_rows.cuh), so that each operand is read once: memory bounds all
-// three. A backward block walks over the rows in strides, and each group keeps its share of the weight's gradient in
-// registers; `columns.cu` adds the shares up in the order of the groups.
+// A group of warps holds a row in registers (held_rows.cuh), so each operand is read once and all
+// three kernels are bound by memory bandwidth. A backward block iterates over rows, and each group
+// keeps its partial weight gradient in registers; `columns.cu` adds the partial sums in the order
+// of the groups.
 #include "held_rows.cuh"
 
 namespace {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   weight.load(w, d, group, true);
   float shares[BACKWARD] = {};
   int stride = int(gridDim.x) * group.count;
-  // All groups of a block take the same number of turns, since they meet at the barrier of the sum.
+  // All groups of a block do the same number of iterations, because group_sum has a barrier.
   int turn = 0;
   for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
     int row = first + group.number;
@@ -75,7 +76,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
 
 } // namespace
 
-// `bound`: threads of a backward block, at most, so that nothing spills and 1,024 threads fit on a multiprocessor.
+// `bound`: maximum number of threads of a backward block, so that registers do not spill and 1,024
+// threads fit on a multiprocessor.
 #define RMS_NORM(T, E, bound, name)                                                                                                               \
   extern "C" __global__ void __launch_bounds__(512) rms_norm_##name(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, float eps) { \
     forward<T, E>(x, w, y, rstd, n, d, warps, eps);                                                                                        \

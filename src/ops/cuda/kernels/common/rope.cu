@@ -1,20 +1,21 @@
-// Per-head RMS norm with rotation of queries and keys, and the rotation of the vision tower; see src/ops/rope.rs and
-// src/ops/vision_rope.rs for the contracts.
+// Per-head RMS norm with rotary embedding of queries and keys, and rotary embedding of the vision
+// encoder; see src/ops/rope.rs and src/ops/vision_rope.rs for the contracts.
 //
-// Dims i and i + Dh/2 of a head are rotated together, so a thread has a chunk of both halves. Memory bounds all four:
-// each operand is read once, but for the angles of a token, which its heads find in the cache.
+// Dims i and i + Dh/2 of a head are rotated together, so a thread has a chunk of both halves. All
+// four kernels are bound by memory bandwidth: each operand is read once, except that the heads of a
+// token read its angles from the cache.
 #include "chunks.cuh"
 
 namespace {
 
-// Heads of a token that a thread works on at once: they share weights and angles.
+// Number of heads of a token per thread. They share weights and angles.
 constexpr int HEADS = 2;
 
-// P chunks in each half of a head, as they are stored.
+// The P chunks of each half of a head that a thread holds.
 template <class T, int E, int P> struct Head {
   Chunk<T, E> low[P], high[P];
 
-  // The columns first_column + k lanes E of both halves, or zeros.
+  // Loads the columns `column` + k `stride` of both halves, or zeros if there are none.
   __device__ __forceinline__ void load(const T *head, int column, int stride, int half, bool valid) {
 #pragma unroll
     for (int k = 0; k < P; k++) {
@@ -25,7 +26,7 @@ template <class T, int E, int P> struct Head {
   }
 };
 
-// Angles of the columns of a thread, or no rotation.
+// Angles of the columns of a thread, or zeros.
 template <int E, int P> struct Angles {
   float cos[P][E], sin[P][E];
 
@@ -44,13 +45,13 @@ template <int E, int P> struct Angles {
   }
 };
 
-// The place of a thread: `lanes` threads of a warp, a power of two, have a head.
+// Position of a thread: `lanes` threads of a warp, a power of two, share a head.
 struct Place {
   int lanes, member, items_a_block, item;
   __device__ __forceinline__ explicit Place(int lanes)
       : lanes(lanes), member(lane() & (lanes - 1)), items_a_block(int(blockDim.x) / lanes), item(int(threadIdx.x) / lanes) {}
 
-  // The sum over the lanes of a head; whole warps take part.
+  // Sum over the lanes of a head. All lanes of the warp must call it.
   __device__ __forceinline__ float sum(float value) const {
     for (int mask = lanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
     return value;
@@ -103,8 +104,9 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
   }
 }
 
-// Blocks walk over the heads in strides. A thread always has the same columns of a head, so it keeps their share of the
-// weight's gradient; a block adds its threads' shares up into one, [Dh], and `columns.cu` those of the blocks.
+// Blocks iterate over the heads. A thread always has the same columns of a head, so it keeps their
+// partial weight gradient in registers. A block sums those of its threads to one row [Dh], and
+// `columns.cu` sums the rows of the blocks.
 template <class T, int E, int P>
 __device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const float *cosines, const float *sines, const T *dy, T *dx, float *dw_shares,
                                          int tokens, int heads, int half, int lanes) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   Head<T, E, P> weight;
   weight.load(w, column, stride, half, true);
   float low_shares[P][E] = {}, high_shares[P][E] = {};
-  // Whole warps go round together, for the sums.
+  // All lanes of a warp do the same number of iterations, because `place.sum` needs all of them.
   for (int start = int(blockIdx.x) * place.items_a_block; start < items; start += int(gridDim.x) * place.items_a_block) {
     int head = start + place.item, token = head / heads;
     bool valid = head < items;
@@ -123,7 +125,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
     grad.load(dy + size_t(head) * dh, column, stride, half, valid);
     angles.load(cosines + size_t(token) * half, sines + size_t(token) * half, column, stride, half, valid);
     float scale = valid ? rstd[head] : 0, product = 0;
-    float low[P][E], high[P][E]; // the gradient behind the rotation
+    float low[P][E], high[P][E]; // gradient before the rotation
 #pragma unroll
     for (int k = 0; k < P; k++) {
 #pragma unroll
@@ -159,7 +161,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   for (int k = 0; k < P; k++) {
 #pragma unroll
     for (int i = 0; i < E; i++) {
-      for (int mask = lanes; mask < WARP; mask *= 2) { // the heads of a warp
+      for (int mask = lanes; mask < WARP; mask *= 2) { // sum over the heads of a warp
         low_shares[k][i] += shuffle_xor(low_shares[k][i], mask);
         high_shares[k][i] += shuffle_xor(high_shares[k][i], mask);
       }
@@ -178,12 +180,14 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   }
 }
 
-// The three parts of a fused projection, each [patches, heads, 2 half], or their gradients.
+// The three parts q, k and v of a fused projection, each [patches, heads, 2 half], or their
+// gradients.
 template <class T> struct Parts {
   T *at[3];
 };
 
-// A chunk of both halves of q, k and v of one head a thread; q and k are rotated, by the negative angles where BACK.
+// Each thread handles a chunk of both halves of q, k and v of one head. q and k are rotated, by the
+// negative angles if BACK.
 template <class T, int E, bool BACK, class Load, class Store>
 __device__ __forceinline__ void rotate_parts(const float *cosines, const float *sines, int patches, int heads, int half, Load load, Store store) {
   unsigned chunks = unsigned(half / E), item = blockIdx.x * blockDim.x + threadIdx.x;
@@ -232,7 +236,7 @@ __device__ __forceinline__ void merge(Parts<const T> parts, const float *cosines
 
 } // namespace
 
-// E elements a chunk, P chunks of a half at most a thread.
+// E elements per chunk, at most P chunks of a half per thread.
 #define QK_NORM_ROPE(T, E, P, name)                                                                                             \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                          \
       qk_norm_rope_##name(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int lanes, float eps) { \
@@ -264,6 +268,6 @@ QK_NORM_ROPE(float, 1, 4, single_f32)
 QK_NORM_ROPE(bf16, 1, 4, single_bf16)
 VISION_ROPE(float, 4, f32)
 VISION_ROPE(bf16, 8, bf16)
-VISION_ROPE(bf16, 4, half_bf16) // a head of 72: halves of 72 bytes
+VISION_ROPE(bf16, 4, half_bf16) // heads of dim 72: a half has 72 bytes
 VISION_ROPE(float, 1, single_f32)
 VISION_ROPE(bf16, 1, single_bf16)

@@ -1,19 +1,21 @@
-// Rows gathered, set, added to and zeroed; see src/ops/rows.rs.
+// Gathering, copying, adding and zeroing of rows; see src/ops/rows.rs for the contract.
 //
-// A warp has a row and moves it by 16 bytes a lane, four of them under way at once: memory bounds them all. Rows out of
-// range were refused on the host; here they leave the tensor alone, and a gathered one is NaN, so that it is seen.
+// A warp handles a row, 16 bytes per lane, with four accesses in flight: all kernels are bound by
+// memory bandwidth. The host rejects rows out of range. Here they leave the tensor unchanged, and a
+// gathered one is NaN, which makes the error visible.
 #include "chunks.cuh"
 
 namespace {
 
 constexpr int UNDER_WAY = 4;
 
-// Calls f(column of this lane) once for UNDER_WAY chunks of a row.
+// Calls f(first column of this lane) for each group of UNDER_WAY chunks of a row.
 template <int E, class F> __device__ __forceinline__ void for_columns(int d, F f) {
   for (int start = lane() * E; start < d; start += UNDER_WAY * WARP * E) f(start);
 }
 
-// The row of this warp, and which row of x [t, d] it names; false if there is none.
+// The row number of this warp, and the row of x [t, d] that `rows` gives for it. False if the warp
+// has no row.
 __device__ __forceinline__ bool named_row(const uint32_t *rows, int m, size_t &row, size_t &named) {
   row = size_t(blockIdx.x) * (blockDim.x / WARP) + size_t(warp());
   if (row >= size_t(m)) return false;
@@ -97,14 +99,14 @@ template <int E, class T> __device__ __forceinline__ void zero(T *x, const uint3
     gather<E>(x, rows, y, t, m, d);                                                                                                            \
   }                                                                                                                                            \
   EXPORT(gather_rows_##name)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 4) set_rows_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {        \
+  extern "C" __global__ void __launch_bounds__(256, 4) index_copy_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {        \
     set<E>(x, rows, src, t, m, d);                                                                                                             \
   }                                                                                                                                            \
-  EXPORT(set_rows_##name)                                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(256, 4) add_to_rows_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {     \
+  EXPORT(index_copy_##name)                                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(256, 4) index_add_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {     \
     add_to<E>(x, rows, src, t, m, d);                                                                                                          \
   }                                                                                                                                            \
-  EXPORT(add_to_rows_##name)                                                                                                                   \
+  EXPORT(index_add_##name)                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(256, 4) zero_rows_##name(T *x, const uint32_t *rows, int t, int m, int d) {                     \
     zero<E>(x, rows, t, m, d);                                                                                                                 \
   }                                                                                                                                            \

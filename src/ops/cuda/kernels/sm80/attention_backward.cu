@@ -1,29 +1,38 @@
-// Attention, backward, bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
+// Attention backward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
 //
-// Two kernels out of one template, so that nothing is added across blocks. In attention_backward_keys a block owns keys
-// of one key-value head and walks the queries of all heads of its group: dk, dv. In attention_backward_queries it owns
-// queries of one head and walks the keys: dq. Both recompute p = exp(score - lse) and ds = p (dp - delta), which are
-// rounded to bf16 for the next products as they lie in registers; the scale of ds is applied to the sums at the end.
-// Tiles of the other side come in two stages; one barrier a tile. Only tiles on the diagonal and, where the others are
-// keys, at their end are masked; queries past the end have lse = infinity, so p = 0.
-// Where the registers of two gradients leave a warp no more than 16 keys, which is few for what it reads of the other
-// side, SPLIT = 2 warps share 32 keys instead: each has half of a tile's columns of p and ds, gives them to the other one
-// through shared memory, as the operands that they are, and adds to half of the columns of dk and dv.
-// Bound by shared memory and tensor cores alike: 7 products where the mathematics has 5, the price of no atomics.
+// One template gives two kernels, so that there are no sums across blocks. In
+// attention_backward_keys a block owns keys of one key-value head, iterates over the queries of all
+// heads of its group, and computes dk and dv. In attention_backward_queries a block owns queries of
+// one head, iterates over the keys, and computes dq. Both recompute p = exp(score - lse) and ds = p
+// (dp - delta), and round them to bf16 in registers as operands of the next products. The scale of
+// ds is applied to the sums at the end.
+//
+// Tiles of the other side are double-buffered, with one barrier per tile. Only tiles on the
+// diagonal are masked, and, where the other side is keys, the last tile. Queries past the end have
+// lse = infinity, so p = 0.
+//
+// If the registers for two gradients allowed only 16 keys per warp, too few for the data it reads
+// of the other side, SPLIT = 2 warps share 32 keys instead. Each computes half of the columns of p
+// and ds of a tile, passes them to the other warp through shared memory as operands, and
+// accumulates half of the columns of dk and dv.
+//
+// The kernels are bound equally by shared memory and tensor cores. They compute 7 products instead
+// of the 5 of the formula, which avoids atomics.
 #include "attention.cuh"
 
 namespace {
 
 template <int D_, int MT_, int WARPS_, int N_, bool KEYS_, int SPLIT_ = 1> struct Shape {
   static constexpr int D = D_, MT = MT_, WARPS = WARPS_, N = N_, SPLIT = SPLIT_;
-  static constexpr bool KEYS = KEYS_; // the own rows are keys
+  static constexpr bool KEYS = KEYS_; // whether the own rows are keys
   static constexpr int THREADS = WARPS * WARP, ROWS = WARPS / SPLIT * 16 * MT;
-  static constexpr int COLUMNS = N / SPLIT; // of p and ds, of a warp
-  static constexpr int C8 = D / SPLIT / 8;  // tiles of columns of the gradients, of a warp
-  static constexpr int TILE = N * Rows<D>::BYTES; // of one of the two others
+  static constexpr int COLUMNS = N / SPLIT; // columns of p and ds per warp
+  static constexpr int C8 = D / SPLIT / 8;  // 8-column tiles of the gradients per warp
+  static constexpr int TILE = N * Rows<D>::BYTES; // bytes of one of the two other operands
 };
 
-// The numbers that a query brings, for N queries: lse in base 2, then delta. One a thread, read early, kept late.
+// lse in base 2 and delta of N queries, one value per thread. Reads are issued early, and the
+// values are written to shared memory late.
 template <int N> struct Statistics {
   float value;
 
@@ -38,13 +47,13 @@ template <int N> struct Statistics {
   }
 };
 
-// Operands of MT row tiles and 16 columns, from the registers of one warp to those of another.
-template <int MT> __device__ __forceinline__ void give_operand(unsigned char *to, const uint32_t (&a)[MT][4]) {
+// Pass operands of MT row tiles and 16 columns from one warp to another.
+template <int MT> __device__ __forceinline__ void store_operand(unsigned char *to, const uint32_t (&a)[MT][4]) {
 #pragma unroll
   for (int m = 0; m < MT; m++) *reinterpret_cast<Bytes16 *>(to + (m * WARP + lane()) * 16) = Bytes16{a[m][0], a[m][1], a[m][2], a[m][3]};
 }
 
-template <int MT> __device__ __forceinline__ void take_operand(uint32_t (&a)[MT][4], const unsigned char *from) {
+template <int MT> __device__ __forceinline__ void load_operand(uint32_t (&a)[MT][4], const unsigned char *from) {
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     Bytes16 operand = *reinterpret_cast<const Bytes16 *>(from + (m * WARP + lane()) * 16);
@@ -59,8 +68,9 @@ struct Sizes {
   int causal;
 };
 
-// `own0`, `own1` are k, v and `other0`, `other1` are q, do if the own rows are keys, and the other way round if not;
-// `d0`, `d1` are the gradients of the own operands (d1 of keys only).
+// If the own rows are keys, `own0` and `own1` are k and v, and `other0` and `other1` are q and do;
+// otherwise the other way round. `d0` and `d1` are the gradients of the own operands (`d1` for keys
+// only).
 template <class S>
 __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse,
                          const float *delta, bf16 *d0, bf16 *d1, const int *tasks, Sizes sizes) {
@@ -69,12 +79,12 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   unsigned char *own0_tile = shared, *own1_tile = own0_tile + S::ROWS * Rows<D>::BYTES;
   unsigned char *stages = own1_tile + S::ROWS * Rows<D>::BYTES;            // [2][2] tiles
   float *statistics = reinterpret_cast<float *>(stages + 4 * S::TILE); // [2][2][N]
-  unsigned char *given = reinterpret_cast<unsigned char *>(statistics + 4 * N); // operands, of SPLIT > 1
+  unsigned char *exchange = reinterpret_cast<unsigned char *>(statistics + 4 * N); // operands that warps exchange if SPLIT > 1
   int h = sizes.h, hkv = sizes.hkv, dh = sizes.dh, group = h / hkv, own_heads = S::KEYS ? hkv : h;
   Task task = task_of(tasks, int(blockIdx.x) / own_heads);
   int own_head = int(blockIdx.x) % own_heads, other_head = S::KEYS ? own_head * group : own_head / group;
   unsigned own_stride = unsigned(own_heads) * dh, other_stride = unsigned(S::KEYS ? h : hkv) * dh;
-  // Query i sees the keys up to i + shift.
+  // Query i attends to the keys up to i + shift.
   int shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
   int from = task.other_first, to = task.other_end;
   if (sizes.causal && S::KEYS) from = max(from, task.first - shift);
@@ -95,7 +105,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 
   int part = warp() % S::SPLIT, first_row = task.first + warp() / S::SPLIT * 16 * MT, g = lane() / 4, t = lane() % 4;
   const int own_place = warp() / S::SPLIT * 16 * MT * Rows<D>::BYTES, part_place = part * COLUMNS * Rows<D>::BYTES;
-  float own_lse[MT][2], own_delta[MT][2]; // of queries
+  float own_lse[MT][2], own_delta[MT][2]; // of own queries
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -112,7 +122,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   int stage = 0, last_head = S::KEYS ? other_head + group - 1 : other_head;
   for (int head = other_head, at = from; head <= last_head;) {
     wait_copies<0>();
-    __syncthreads(); // this stage has come, the other one is done with
+    __syncthreads(); // this stage is loaded, the other one is no longer in use
     int next_head = at + N < to ? head : head + 1, next_at = at + N < to ? at + N : from;
     if (next_head <= last_head) fetch(next_head, next_at, stage ^ 1);
     const unsigned char *tile0 = stages + stage * 2 * S::TILE, *tile1 = tile0 + S::TILE;
@@ -142,7 +152,8 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           int row = first_row + m * 16 + r * 8 + g;
-          // Where the own rows are keys, the columns from this one on see the row; otherwise the row sees those before.
+          // For own keys: first column that attends to the row. For own queries: first masked
+          // column.
           int bound = S::KEYS ? row - shift : sizes.causal ? min(task.other_end, row + shift + 1) : task.other_end;
           bound -= at + part * COLUMNS + 2 * t;
 #pragma unroll
@@ -169,16 +180,16 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
     if constexpr (S::SPLIT == 1) {
       add_weighted<D, MT, N>(sums0, ds, tile0);
     } else {
-      static_assert(S::KEYS && S::SPLIT == 2 && Rows<D>::PERMUTED && S::C8 % 8 == 0, "a half is 128 bytes of a permuted row");
+      static_assert(S::KEYS && S::SPLIT == 2 && Rows<D>::PERMUTED && S::C8 % 8 == 0, "half of a permuted row has a multiple of 128 bytes");
       constexpr int STEPS = COLUMNS / 16, OPERAND = MT * WARP * 16;
       uint32_t p_own[STEPS][MT][4], ds_own[STEPS][MT][4];
-      unsigned char *to = given + warp() * 2 * STEPS * OPERAND, *from = given + (warp() ^ 1) * 2 * STEPS * OPERAND;
+      unsigned char *to = exchange + warp() * 2 * STEPS * OPERAND, *from = exchange + (warp() ^ 1) * 2 * STEPS * OPERAND;
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
         left_operand(p_own[k], p, k);
         left_operand(ds_own[k], ds, k);
-        give_operand(to + 2 * k * OPERAND, p_own[k]);
-        give_operand(to + (2 * k + 1) * OPERAND, ds_own[k]);
+        store_operand(to + 2 * k * OPERAND, p_own[k]);
+        store_operand(to + (2 * k + 1) * OPERAND, ds_own[k]);
       }
       int place = left_place<D>() ^ part * S::C8 * 16;
       compute_here(place);
@@ -188,15 +199,16 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
         add_step<D>(sums1, p_own[k], tile1 + here, place);
         add_step<D>(sums0, ds_own[k], tile0 + here, place);
       }
-      // The other one has given. What this one takes stays until the __syncthreads of the next tile.
+      // The other warp has written its operands. They stay until the __syncthreads of the next
+      // tile.
       sync_warps<2>(1 + warp() / 2);
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
         uint32_t a[MT][4];
         int there = (COLUMNS * Rows<D>::BYTES ^ part_place) + k * 16 * Rows<D>::BYTES;
-        take_operand(a, from + 2 * k * OPERAND);
+        load_operand(a, from + 2 * k * OPERAND);
         add_step<D>(sums1, a, tile1 + there, place);
-        take_operand(a, from + (2 * k + 1) * OPERAND);
+        load_operand(a, from + (2 * k + 1) * OPERAND);
         add_step<D>(sums0, a, tile0 + there, place);
       }
     }
@@ -213,7 +225,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       scales[m][r] = sizes.scale;
       ones[m][r] = 1.0f;
     }
-  if (S::SPLIT > 1) __syncthreads(); // both warps have read their rows
+  if (S::SPLIT > 1) __syncthreads(); // both warps have finished reading their rows
   int column = part * S::C8;
   store_rows<D>(d0 + size_t(own_head) * dh, own_stride, first_row, task.end, dh, sums0, scales, own0_tile + own_place, column);
   if constexpr (S::KEYS)
@@ -230,11 +242,12 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   }                                                                                                                                        \
   EXPORT(attention_backward_##kernel##_bf16)
 
-// Head dim, row tiles of a warp, warps, other rows of a tile, side, warps that share rows: as the registers allow. attention.rs has the same sizes.
+// Head dim, row tiles per warp, warps, other rows per tile, own rows are keys, warps that share
+// rows. The number of registers limits these sizes. attention.rs has the same sizes.
 using Keys64 = Shape<64, 2, 4, 32, true>;
 using Keys80 = Shape<80, 1, 8, 64, true>;
 using Keys128 = Shape<128, 2, 8, 64, true, 2>;
-using Keys128Less = Shape<128, 1, 8, 32, true>; // less shared memory: 99 KiB is all that a block has on sm_86, sm_89 and sm_120
+using Keys128Less = Shape<128, 1, 8, 32, true>; // for GPUs with 99 KiB of shared memory per block: sm_86, sm_89, sm_120
 using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;

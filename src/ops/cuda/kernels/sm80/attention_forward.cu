@@ -1,21 +1,22 @@
-// Attention, forward, bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
+// Attention forward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
 //
-// q, o: [T, H, Dh]; k, v: [., Hkv, Dh]; lse: [H, T]. A block is 128 queries of one head, four warps of 32, and walks the
-// keys in tiles of 64 with a running maximum and sum. Blocks of one task but different heads follow each other, so that
-// the heads of a group find their keys in L2. The next keys are under way during a whole tile, the values during
-// the scores and the softmax. Only tiles on the diagonal and at the end of the keys are masked.
-// Bound by the tensor cores (mma.sync) and close behind them by shared memory; two blocks share a multiprocessor.
+// q, o: [T, H, Dh]; k, v: [., Hkv, Dh]; lse: [H, T]. A block has 128 queries of one head in four
+// warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum. The blocks
+// of one task for different heads are adjacent, so that the heads of a group find their keys in L2.
+// The next keys are loaded during a whole tile, the values during the scores and the softmax. Only
+// tiles on the diagonal and at the end of the keys are masked. The kernel is bound by the tensor
+// cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor.
 #include "attention.cuh"
 
 namespace {
 
 constexpr int MT = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT, KEYS = 64;
 
-// What a row knows of the tiles so far: the largest score, and the sum of the exponentials relative to it.
+// Running state of a row: the largest score so far, and the sum of exponentials relative to it.
 template <int D> struct Running {
-  float max[MT][2], sum[MT][2]; // the sum of this lane's columns only
+  float max[MT][2], sum[MT][2]; // the sum covers the columns of this lane only
 
-  // Turns scores into exponentials, and scales what has been gathered to the new maximum.
+  // Replaces scores by exponentials, and rescales the accumulated output to the new maximum.
   __device__ __forceinline__ void softmax(float (&scores)[MT][KEYS / 8][4], float (&o)[MT][D / 8][4], float scale) {
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -26,7 +27,8 @@ template <int D> struct Running {
         for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         most = fmaxf(most, shuffle_xor(most, 1));
         most = fmaxf(most, shuffle_xor(most, 2));
-        // The first tile has a key that the row sees, so `most` is finite and the first factor is 2^-inf = 0.
+        // The first tile has a key that the row attends to, so `most` is finite, and the first
+        // factor is 2^-inf = 0.
         float factor = exp2f_fast((max[m][r] - most) * scale), bias = most * scale, total = 0;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
@@ -81,7 +83,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   int stage = 0;
   for (int at = task.other_first; at < keys_end; at += KEYS) {
     wait_copies<0>();
-    __syncthreads(); // these keys have come; the last values and the keys before the last are done with
+    __syncthreads(); // these keys are loaded; the previous values and keys are no longer in use
     compute_here(column);
     load_rows<D, KEYS, THREADS>(v_tile, v + column, stride, at, task.other_end, dh);
     commit_copies();
@@ -99,17 +101,17 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           int row = first_row + m * 16 + r * 8 + g;
-          int seen = (causal ? min(task.other_end, row + shift + 1) : task.other_end) - at - 2 * t;
+          int visible = (causal ? min(task.other_end, row + shift + 1) : task.other_end) - at - 2 * t;
 #pragma unroll
           for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-              if (8 * n + i >= seen) scores[m][n][2 * r + i] = -INFINITE;
+              if (8 * n + i >= visible) scores[m][n][2 * r + i] = -INFINITE;
         }
     }
     running.softmax(scores, sums, log2_scale);
     wait_copies<1>();
-    __syncthreads(); // the values have come
+    __syncthreads(); // the values are loaded
     add_weighted<D, MT, KEYS>(sums, scores, v_tile);
     stage ^= 1;
   }
