@@ -32,10 +32,10 @@ use std::path::{Path, PathBuf};
 use config::Settings;
 pub(super) use config::Size;
 pub use config::{ImageConfig, ImageConfigError};
-pub(super) use decode::Rgb;
-use decode::{DecodeError, decode};
 #[cfg(feature = "video")]
-pub(super) use decode::{MAX_PIXELS, upright};
+pub(super) use decode::upright;
+use decode::{DecodeError, decode};
+pub(super) use decode::{MAX_PIXELS, Rgb};
 use header::Header;
 #[cfg(feature = "video")]
 pub(super) use header::swaps_sides;
@@ -312,7 +312,7 @@ pub enum ImageError {
     /// The header declares more pixels than the decoder accepts.
     #[error(
         "image {image} is {width} x {height}, expected at most {limit} pixels in total",
-        limit = decode::MAX_PIXELS
+        limit = MAX_PIXELS
     )]
     TooLarge {
         /// The image.
