@@ -99,7 +99,7 @@ pub(super) struct Packer<T> {
     packing: Packing,
     rules: PackRules,
     pending: Vec<Item<T>>, // ascending; sequential: the open pack, best fit: old and new samples
-    new: usize,            // number of samples at the end of `pending` that arrived after the last window
+    new: usize, // number of samples at the end of `pending` that arrived after the last window
 }
 
 impl<T> Packer<T> {
