@@ -316,8 +316,8 @@ fn rows_that_cannot_be_encoded_say_why_and_where() {
             "image_count",
             "rendered chat has 1 media placeholders, expected 0",
         ),
-        (row(&[user("x"), silent]), "no_supervised_token", "no supervised token in"),
-        (row(&[user("x")]), "no_supervised_token", "no supervised token in"),
+        (row(&[user("x"), silent]), "no_supervised_token", "tokens is supervised"),
+        (row(&[user("x")]), "no_supervised_token", "tokens is supervised"),
         (
             json!({"messages": [user("<image>"), assistant("y")], "images": ["no.png"]}),
             "image_missing",

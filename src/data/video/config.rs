@@ -237,7 +237,7 @@ impl Settings {
         let setting =
             |key, found: String, expected| Err(VideoConfigError::Setting { key, found, expected });
         if !(fps.is_finite() && fps > 0.0) {
-            return setting("fps", fps.to_string(), "frames per second, above 0");
+            return setting("fps", fps.to_string(), "a number of frames per second above 0");
         }
         if max_frames < images.temporal_patch_size() {
             let expected = "at least the number of frames in a patch (`temporal_patch_size`)";

@@ -21,8 +21,9 @@ use crate::data::image::{MAX_PIXELS, Rgb, resolve, swaps_sides, upright};
 /// FFmpeg's names of the containers that hold their frames themselves.
 const CONTAINERS: &str =
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif,ivf,yuv4mpegpipe,m4v,h264,hevc";
-/// Divisor of the declared number of frames: one in this many may be missing at the end. For
-/// containers that only store a duration, the computed number is off by a frame or two.
+/// Inverse of the maximum share of the declared frames that may be missing at the end; two frames
+/// may always be missing. For containers that only store a duration, the computed number of frames
+/// is off by one or two.
 const MISSING_SHARE: usize = 50;
 
 /// An open video file; no frame is decoded yet.
