@@ -268,7 +268,12 @@ fn what_a_corpus_contradicts_is_said_with_its_place() {
         65,
         "`digits.txt` is plain text, but its data set has no `corpus` section",
     );
-    refuse("{path: documents.jsonl}", "", 65, "is plain text, but its data set has no `corpus` section");
+    refuse(
+        "{path: documents.jsonl}",
+        "",
+        65,
+        "is plain text, but its data set has no `corpus` section",
+    );
     let with = |path: &str, corpus: &str| format!("{{path: {path}, corpus: {{{corpus}}}}}");
     let chats = with("chats.jsonl", "sampling: document");
     refuse(&chats, "", 65, "`chats.jsonl` has rows of the form `alpaca`");
