@@ -17,7 +17,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::batch::{Content, Message, Part};
 
-/// Name of the template in error messages of minijinja.
+/// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";
 /// Contents of the user and the assistant turn that are rendered to learn how the template starts
 /// and ends an assistant turn.

@@ -1,8 +1,8 @@
 //! Packing: joins samples into packs.
 //!
 //! A packer uses only the lengths of samples, so that a plan can compute the packs of a run without
-//! reading the samples. Its state is the list of positions of the pending samples, so that a resumed
-//! run continues with the same packs.
+//! reading the samples. Its state is the list of positions of the pending samples, so that a
+//! resumed run continues with the same packs.
 
 mod balance;
 mod best_fit;
@@ -103,8 +103,8 @@ pub(super) struct Packer<T> {
 }
 
 impl<T> Packer<T> {
-    /// Creates a packer with the samples `pending`, whose positions [`Packer::held`] returned at the
-    /// end of a step.
+    /// Creates a packer with the samples `pending`, whose positions [`Packer::held`] returned at
+    /// the end of a step.
     pub(super) fn new(packing: Packing, rules: PackRules, pending: Vec<Item<T>>) -> Self {
         Self { packing, rules, pending, new: 0 }
     }

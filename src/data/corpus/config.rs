@@ -16,12 +16,12 @@ pub struct CorpusConfig {
     /// `document`.
     #[serde(default)]
     pub length: Option<NonZeroU32>,
-    /// Number of tokens between the starts of consecutive windows, for `sliding_window` only. `None`
-    /// uses `length`.
+    /// Number of tokens between the starts of consecutive windows, for `sliding_window` only.
+    /// `None` uses `length`.
     #[serde(default)]
     pub stride: Option<NonZeroU32>,
-    /// Token that ends each document; appended to texts that do not end with it. If neither this nor
-    /// `bos_token` is set, the model folder's end-of-document token is used.
+    /// Token that ends each document; appended to texts that do not end with it. If neither this
+    /// nor `bos_token` is set, the model folder's end-of-document token is used.
     #[serde(default)]
     pub eos_token: Option<String>,
     /// Token that starts each document; prepended to texts that do not start with it.

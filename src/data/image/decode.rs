@@ -216,8 +216,8 @@ mod tests {
     use super::super::golden;
     use super::*;
 
-    /// Maximum difference from the reference, in levels. JPEG decoders round the inverse DCT, chroma
-    /// upsampling and colour conversion differently. Other formats are exact.
+    /// Maximum difference from the reference, in levels. JPEG decoders round the inverse DCT,
+    /// chroma upsampling and colour conversion differently. Other formats are exact.
     fn tolerance(name: &str) -> u8 {
         if name.contains(".jpg") { 2 } else { 0 }
     }

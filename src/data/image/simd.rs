@@ -66,7 +66,7 @@ macro_rules! for_each_level {
                 // SAFETY: `level` detected every enabled feature on this CPU.
                 #[cfg(target_arch = "x86_64")]
                 $crate::data::image::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
-                // SAFETY: as above.
+                // SAFETY: `level` detected every enabled feature on this CPU.
                 #[cfg(target_arch = "x86_64")]
                 $crate::data::image::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
                 _ => body($($arg),*),

@@ -69,8 +69,8 @@ pub(super) fn best_fit_decreasing(sizes: &[Capacity], capacity: Capacity) -> Vec
     bins
 }
 
-/// Splits bins into packed ones, the fullest first, and pending ones, whose samples are packed again
-/// with the next window.
+/// Splits bins into packed ones, the fullest first, and pending ones, whose samples are packed
+/// again with the next window.
 ///
 /// Pending are the emptiest quarter of the bins, or one bin if there are fewer than four; bins that
 /// count as full are always packed. Equally full bins are ordered by their first sample.

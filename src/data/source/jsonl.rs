@@ -207,8 +207,8 @@ impl JsonlFile {
         self.stamp.as_ref()
     }
 
-    /// Returns whether the open file was written to since it was opened. A new file at the same path
-    /// does not count.
+    /// Returns whether the open file was written to since it was opened. A new file at the same
+    /// path does not count.
     pub(in crate::data) fn has_changed(&self) -> bool {
         let now = Stamp::of(&self.file).ok();
         !now.zip(self.opened.as_deref()).is_some_and(|(now, opened)| now.has_the_bytes_of(opened))

@@ -314,7 +314,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
     }
 }
 
-/// A fast hash of short strings. It does not resist crafted collisions, because model folders are
+/// A fast hash of short strings. It is not safe against crafted collisions; model folders are
 /// trusted.
 #[derive(Default)]
 struct TextHasher(u64);

@@ -233,8 +233,8 @@ fn orientation(stream: &format::stream::Stream) -> Orientation {
     }
 }
 
-/// Converts an error of FFmpeg. After the time limit it is always `Timeout`, because FFmpeg does not
-/// report whether it was interrupted.
+/// Converts an error of FFmpeg. After the time limit it is always `Timeout`, because FFmpeg does
+/// not report whether it was interrupted.
 fn failure(path: &Path, deadline: Deadline, error: Error) -> VideoError {
     let path = path.to_owned();
     if deadline.is_over() {
