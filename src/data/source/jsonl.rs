@@ -211,7 +211,8 @@ impl JsonlFile {
     /// path does not count.
     pub(in crate::data) fn has_changed(&self) -> bool {
         let now = Stamp::of(&self.file).ok();
-        !now.zip(self.opened.as_deref()).is_some_and(|(now, opened)| now.has_the_bytes_of(opened))
+        !now.zip(self.opened.as_deref())
+            .is_some_and(|(now, opened)| now.has_same_size_and_mtime(opened))
     }
 
     /// Reads the document in row `row < len()` of a corpus.

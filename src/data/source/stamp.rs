@@ -40,7 +40,7 @@ impl Stamp {
 
     /// Returns whether the size and modification time are those of `before`. Renaming the file or
     /// changing its owner does not count as a change.
-    pub(in crate::data) fn has_the_bytes_of(&self, before: &Self) -> bool {
+    pub(in crate::data) fn has_same_size_and_mtime(&self, before: &Self) -> bool {
         (self.bytes, self.mtime_ns) == (before.bytes, before.mtime_ns)
     }
 
