@@ -186,7 +186,7 @@ pub enum SampleError {
         cause: TemplateError,
     },
     /// The tokenizer failed.
-    #[error("{id}: cannot tokenise: {problem}")]
+    #[error("{id}: {problem}")]
     Tokenizer {
         /// File and line of the row.
         id: SampleId,
