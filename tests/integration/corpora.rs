@@ -266,9 +266,14 @@ fn what_a_corpus_contradicts_is_said_with_its_place() {
         "{path: digits.txt}",
         "",
         65,
-        "`digits.txt` is plain text, and its data set has no `corpus`",
+        "`digits.txt` is plain text, but its data set has no `corpus` section",
     );
-    refuse("{path: documents.jsonl}", "", 65, "is plain text, and its data set has no `corpus`");
+    refuse(
+        "{path: documents.jsonl}",
+        "",
+        65,
+        "is plain text, but its data set has no `corpus` section",
+    );
     let with = |path: &str, corpus: &str| format!("{{path: {path}, corpus: {{{corpus}}}}}");
     let chats = with("chats.jsonl", "sampling: document");
     refuse(&chats, "", 65, "`chats.jsonl` has rows of the form `alpaca`");

@@ -316,8 +316,8 @@ fn rows_that_cannot_be_encoded_say_why_and_where() {
             "image_count",
             "rendered chat has 1 media placeholders, expected 0",
         ),
-        (row(&[user("x"), silent]), "no_supervised_token", "no supervised token in"),
-        (row(&[user("x")]), "no_supervised_token", "no supervised token in"),
+        (row(&[user("x"), silent]), "no_supervised_token", "tokens is supervised"),
+        (row(&[user("x")]), "no_supervised_token", "tokens is supervised"),
         (
             json!({"messages": [user("<image>"), assistant("y")], "images": ["no.png"]}),
             "image_missing",
@@ -379,7 +379,7 @@ fn a_broken_model_folder_says_which_file_and_what() {
     };
     let config = r#"{"image_token_id": 2029, "text_config": {"vocab_size": 2000}}"#;
     let cases = [
-        (replace("tokenizer.json", "{}"), "tokenizer.json` is not a tokenizer"),
+        (replace("tokenizer.json", "{}"), "cannot load tokenizer `"),
         (replace("config.json", "{"), "config.json` is not JSON: EOF"),
         (replace("config.json", "{}"), "config.json`: `image_token_id` is missing or no token id"),
         (

@@ -288,7 +288,7 @@ fn each_unusable_video_has_its_reason() {
     for (videos, reason, message) in [
         (json!([["video/pan_0.png"]]), "video_too_short", "too few frames: 1"),
         (json!([["no.png", "no.png"]]), "video_frame", "frame 1: image `no.png` does not exist"),
-        (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 as the first"),
+        (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 like the first frame"),
         (broken, "video_frame", "frame 2: image in a data URI"),
         (json!([frames(2), frames(2)]), "video_count", "1 video placeholders but the row lists 2"),
         (json!([]), "video_count", "1 video placeholders but the row lists 0"),

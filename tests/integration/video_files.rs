@@ -119,14 +119,14 @@ fn each_unusable_file_has_its_reason() {
     for (name, config, reason, message) in [
         ("no.mp4", &none, "video_missing", "`no.mp4` does not exist in"),
         ("../pan.mp4", &none, "video_path_escapes_root", "`../pan.mp4` is outside of"),
-        ("folder.mp4", &none, "video_unreadable", "it is not a file"),
-        ("cut.mkv", &none, "video_broken", "`cut.mkv` is broken"),
-        ("cut.mp4", &none, "video_broken", "`cut.mp4` is broken"),
-        ("empty.mp4", &none, "video_broken", "`empty.mp4` is broken"),
-        ("text.mp4", &none, "video_broken", "`text.mp4` is broken"),
-        ("list.m3u8", &none, "video_broken", "`list.m3u8` is broken"),
-        ("list.ffconcat", &none, "video_broken", "`list.ffconcat` is broken"),
-        ("pan.mkv", &hurried, "video_timeout", "takes longer than 0.000000001 s"),
+        ("folder.mp4", &none, "video_unreadable", "it is not a regular file"),
+        ("cut.mkv", &none, "video_broken", "`cut.mkv` is damaged or not a video"),
+        ("cut.mp4", &none, "video_broken", "`cut.mp4` is damaged or not a video"),
+        ("empty.mp4", &none, "video_broken", "`empty.mp4` is damaged or not a video"),
+        ("text.mp4", &none, "video_broken", "`text.mp4` is damaged or not a video"),
+        ("list.m3u8", &none, "video_broken", "`list.m3u8` is damaged or not a video"),
+        ("list.ffconcat", &none, "video_broken", "`list.ffconcat` is damaged or not a video"),
+        ("pan.mkv", &hurried, "video_timeout", "takes longer to load than 0.000000001 s"),
         ("pan.mkv", &short, "video_too_long", "has 8 frames, expected at most 7"),
     ] {
         let error = encode(folder.path(), &json!(name), config).unwrap_err();

@@ -1,4 +1,5 @@
-//! `strftime_now` of templates that write a date; UTC, so that every machine writes the same.
+//! The template function `strftime_now`. It uses UTC, so that the text does not depend on the
+//! machine.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,9 +20,9 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 const DAYS: [&str; 7] =
-    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"]; // 1970-01-01 first
+    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"]; // from 1970-01-01
 
-/// Formats `time`; an error for a directive that is not one of `%Y %m %d %H %M %S %B %b %A %a %y %%`.
+/// Formats `time`. Supports `%Y %m %d %H %M %S %B %b %A %a %y %%`; other directives are errors.
 pub(super) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
     let (days, second) = (seconds / 86_400, seconds % 86_400);
@@ -49,7 +50,7 @@ pub(super) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> 
             'y' => two_digits(year % 100),
             '%' => "%".to_owned(),
             other => {
-                let message = format!("`strftime_now`: `%{other}` is not supported");
+                let message = format!("`strftime_now` does not support the directive `%{other}`");
                 return Err(Error::new(ErrorKind::InvalidOperation, message));
             }
         });
@@ -61,7 +62,7 @@ fn two_digits(value: u64) -> String {
     format!("{value:02}")
 }
 
-/// Year, month and day of a day since 1970-01-01.
+/// Converts days since 1970-01-01 to year, month and day.
 fn civil(mut days: u64) -> (u64, u64, u64) {
     let mut year = 1970;
     loop {
@@ -93,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_written_as_python_writes_them() {
+    fn dates_are_formatted_as_in_python() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let cases = [
             (0, "%Y-%m-%d %A", "1970-01-01 Thursday"),
@@ -106,8 +107,8 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_directive_is_named() {
+    fn the_error_for_an_unsupported_directive_names_it() {
         let error = strftime("%Q", UNIX_EPOCH).unwrap_err();
-        assert!(error.to_string().contains("`%Q` is not supported"));
+        assert!(error.to_string().contains("does not support the directive `%Q`"));
     }
 }

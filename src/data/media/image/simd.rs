@@ -1,19 +1,20 @@
-//! Loops over pixels, compiled for AVX-512, for AVX2 and for the baseline, chosen at run time.
+//! Compiles loops over pixels for AVX-512, for AVX2 and for the baseline, and selects one at run
+//! time.
 //!
-//! Sums of pixels are integers, and floats are not summed: every level gives the same bits.
+//! Every level computes the same bits, because only integers are summed.
 
-/// What a body is compiled for, in ascending order.
+/// Instruction set that a function is compiled for, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
-    /// No vector extension beyond the target's own.
+    /// The features of the compilation target.
     Baseline,
     /// AVX2.
     Avx2,
-    /// AVX-512 F, BW, VL.
+    /// AVX-512 F, BW and VL.
     Avx512,
 }
 
-/// The best level of this CPU.
+/// Detects the highest level that this CPU supports.
 fn best() -> Level {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
@@ -28,7 +29,7 @@ fn best() -> Level {
     Level::Baseline
 }
 
-/// The level that functions run at: the best.
+/// Level at which the functions run.
 #[cfg(not(test))]
 pub(super) fn level() -> Level {
     best()
@@ -37,9 +38,10 @@ pub(super) fn level() -> Level {
 #[cfg(test)]
 pub(super) use at_levels::{at_each_level, level};
 
-/// Defines functions whose body is compiled once for each [`Level`].
+/// Defines functions whose bodies are compiled once for each [`Level`].
 ///
-/// What a body calls must be inlined into it, or it is compiled for the baseline.
+/// Mark functions that a body calls as `#[inline(always)]`; otherwise they are compiled for the
+/// baseline only.
 macro_rules! for_each_level {
     ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
         $(#[$meta])*
@@ -61,10 +63,10 @@ macro_rules! for_each_level {
             }
 
             match $crate::data::media::image::simd::level() {
-                // SAFETY: the CPU has every feature that is enabled.
+                // SAFETY: `level` detected every enabled feature on this CPU.
                 #[cfg(target_arch = "x86_64")]
                 $crate::data::media::image::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
-                // SAFETY: as above.
+                // SAFETY: `level` detected every enabled feature on this CPU.
                 #[cfg(target_arch = "x86_64")]
                 $crate::data::media::image::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
                 _ => body($($arg),*),
@@ -83,12 +85,12 @@ mod at_levels {
         static HIGHEST: Cell<Level> = const { Cell::new(Level::Avx512) };
     }
 
-    /// The best level that the running test allows.
+    /// Highest supported level that the current test allows.
     pub(in super::super) fn level() -> Level {
         best().min(HIGHEST.get())
     }
 
-    /// What `body` gives at each level that the CPU has, the best one last.
+    /// Runs `body` at each level that the CPU supports, in ascending order.
     pub(in super::super) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(Level, T)> {
         let levels = [Level::Baseline, Level::Avx2, Level::Avx512];
         let run = |level| {
