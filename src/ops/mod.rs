@@ -31,7 +31,7 @@ macro_rules! return_if_on_gpu {
 
 mod adamw;
 mod attention;
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
 mod embedding;
@@ -58,6 +58,9 @@ pub use attention::FlashAttn;
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
+#[cfg(test)]
+pub(crate) use cpu::simd::at_each_level;
+pub(crate) use cpu::simd::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,

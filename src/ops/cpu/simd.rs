@@ -75,8 +75,7 @@ static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
 });
 
 /// SIMD level of all kernels of this process.
-pub(in crate::ops) static LEVEL: LazyLock<SimdLevel> =
-    LazyLock::new(|| simd_level().unwrap_or(best()));
+static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
 
 fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
     if requested.is_empty() {
@@ -109,6 +108,40 @@ fn best() -> SimdLevel {
     SimdLevel::Baseline
 }
 
+/// The level at which kernels run.
+#[cfg(not(test))]
+pub(crate) fn level() -> SimdLevel {
+    *LEVEL
+}
+
+#[cfg(test)]
+pub(crate) use at_levels::{at_each_level, level};
+
+#[cfg(test)]
+mod at_levels {
+    use super::{LEVEL, SimdLevel};
+    use std::cell::Cell;
+
+    thread_local! {
+        static HIGHEST: Cell<SimdLevel> = const { Cell::new(SimdLevel::Avx512) };
+    }
+
+    /// The level at which kernels run, on this thread at most the one that [`at_each_level`] sets.
+    pub(crate) fn level() -> SimdLevel {
+        (*LEVEL).min(HIGHEST.get())
+    }
+
+    /// Results of `body` at each level up to that of the process, best level last. `body` must stay on this thread.
+    pub(crate) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(SimdLevel, T)> {
+        let levels = [SimdLevel::Baseline, SimdLevel::Avx2, SimdLevel::Avx512];
+        let run = |level| {
+            HIGHEST.set(level);
+            (level, body())
+        };
+        levels.into_iter().filter(|level| *level <= *LEVEL).map(run).collect()
+    }
+}
+
 /// Defines functions whose body is compiled once for each [`SimdLevel`].
 ///
 /// Bodies use plain loops and the `#[inline(always)]` functions of this module. A closure or a
@@ -133,8 +166,8 @@ macro_rules! kernels {
                 body($($arg),*)
             }
 
-            match *$crate::ops::cpu::simd::LEVEL {
-                // SAFETY: `LEVEL` guarantees that the CPU has every enabled feature.
+            match $crate::ops::cpu::simd::level() {
+                // SAFETY: `level` guarantees that the CPU has every enabled feature.
                 #[cfg(target_arch = "x86_64")]
                 $crate::ops::cpu::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
@@ -145,7 +178,7 @@ macro_rules! kernels {
         }
     )* };
 }
-pub(in crate::ops) use kernels;
+pub(crate) use kernels;
 
 /// Coefficients of the polynomial in [`exp`], highest power first.
 const EXP: [f32; 6] =

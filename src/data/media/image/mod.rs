@@ -17,7 +17,6 @@ mod decode;
 mod header;
 mod patchify;
 mod resize;
-mod simd;
 mod smart_resize;
 mod source;
 mod transpose;

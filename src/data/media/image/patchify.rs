@@ -8,8 +8,8 @@
 
 use super::decode::Rgb;
 use super::resize::Resized;
-use super::simd::for_each_level;
 use crate::batch::Patches;
+use crate::ops::kernels;
 
 /// Number of pixels that are normalised at once.
 const LANES: usize = 16;
@@ -151,7 +151,7 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
     }
 }
 
-for_each_level! {
+kernels! {
 /// Writes the values `[3, p, p]` of the patch at row and column `at` of a band `[rows, 3, width]`.
 fn cut_patch(
     band: &[u8],
@@ -220,8 +220,8 @@ pub(in crate::data) fn unpatchify(
 mod tests {
     use super::super::resize::resize;
     use super::super::resize::tests::{by_definition, noise};
-    use super::super::simd::at_each_level;
     use super::*;
+    use crate::ops::at_each_level;
     use proptest::prelude::*;
 
     /// Reference for [`patchify`]: computes each value from the order of rows and columns.

@@ -9,9 +9,9 @@
 use std::ops::Range;
 
 use super::decode::Rgb;
-use super::simd::for_each_level;
 use super::transpose::{LANES, Lanes, transpose};
 use super::weights::{PRECISION_BITS, Weights};
+use crate::ops::kernels;
 
 /// Number of rows per band in [`resize`].
 const BAND: usize = 32;
@@ -187,7 +187,7 @@ fn finish(sum: i32) -> u8 {
     (sum >> PRECISION_BITS).clamp(0, 255) as u8
 }
 
-for_each_level! {
+kernels! {
 /// Resizes at most sixteen rows `[rows, source_width, 3]` to planes `[rows, 3, width]`.
 ///
 /// The rows are transposed, so that one vector holds the same byte of all rows.
@@ -297,8 +297,8 @@ fn interleave(planes: &[u8], row: &mut [u8]) {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::golden;
-    use super::super::simd::at_each_level;
     use super::*;
+    use crate::ops::at_each_level;
     use proptest::prelude::*;
     use rand::{Rng, SeedableRng};
 
