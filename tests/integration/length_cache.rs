@@ -40,8 +40,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(rows: &[Value]) -> Self {
         let place = Self { folder: TempDir::new().unwrap() };
-        for (name, image) in
-            [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
+        for (name, image) in [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
         {
             std::fs::copy(golden("data/images").join(image), place.path(name)).unwrap();
         }
@@ -203,8 +202,7 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
 #[test]
 fn a_changed_or_repaired_image_is_measured_again() {
     let encoder = encoder(&max_tokens(6));
-    let rows =
-        [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
+    let rows = [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached
