@@ -7,6 +7,7 @@ mod bad_input;
 mod bench;
 mod cli;
 mod corpora;
+mod doc_commands;
 mod docs;
 mod encoding;
 mod harness;
