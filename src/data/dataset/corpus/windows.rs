@@ -68,7 +68,7 @@ impl Windows {
     /// Number of windows in a pass; at least one.
     ///
     /// With `n` tokens from `offset` on, `Tiled` has `(n - 1) / T` windows, and `Lanes` has
-    /// `(n - 1) / lanes / T` windows in each lane.
+    /// `(n - 1) / lanes / T` windows in each lane, with both quotients rounded down.
     pub fn count(&self, offset: u32) -> u32 {
         let targets = self.tokens - offset - 1;
         match self.spacing {

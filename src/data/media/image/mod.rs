@@ -4,7 +4,7 @@
 //! MediaRef -> bytes -> upright RGB -> bicubic resize to the size of smart_resize -> patches
 //! ```
 //!
-//! Shapes: `gh`, `gw` patches per column and per row of the image, `p` patch size in pixels, `tp`
+//! Shapes: `gh`, `gw` number of patches along the height and width, `p` patch size in pixels, `tp`
 //! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
 //!
 //! Libraries differ in some choices. Here the EXIF orientation is applied, transparency is
@@ -101,7 +101,7 @@ impl ImageProcessor {
     }
 
     /// Settings that determine the grid of an image of a given size, as text. The length cache
-    /// stores it to detect changed settings.
+    /// hashes it to detect changed settings.
     pub(in crate::data) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
         format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")

@@ -1,10 +1,10 @@
 //! Cuts pixels into normalised patches, in merge-block order.
 //!
-//! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` patches per column
-//! and per row of a frame. Each row of the result is a patch. Rows are ordered
-//! `(t, gh/m, gw/m, m, m)`, so that the patches that are merged into one token are adjacent; the
-//! columns are `(3, tp, p, p)`. An image is one frame repeated `tp` times; the last frame of a
-//! video is repeated until the number of frames is a multiple of `tp`.
+//! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` number of patches
+//! along the height and width of a frame. Each row of the result is a patch. Rows are ordered `(t,
+//! gh/m, gw/m, m, m)`, so that the patches that are merged into one token are adjacent; the columns
+//! are `(3, tp, p, p)`. An image is one frame repeated `tp` times; the last frame of a video is
+//! repeated until the number of frames is a multiple of `tp`.
 
 use super::decode::Rgb;
 use super::resize::Resized;

@@ -4,8 +4,8 @@
 //! VideoRef -> number, rate and size of frames -> sampled indices -> RGB -> resize -> patches
 //! ```
 //!
-//! Shapes: `t` groups of `tp` frames, `gh`, `gw` patches per column and per row of a frame, `p`
-//! patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
+//! Shapes: `t` number of groups of `tp` frames, `gh`, `gw` number of patches along the height and
+//! width, `p` patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
 //!
 //! A list of frames without a frame rate counts as sampled already. All frames of a video must
 //! have the same size. The last frame is repeated to fill the last group. [`Clip`] holds what the
@@ -45,7 +45,7 @@ pub struct VideoProcessor {
 /// Grid and timestamps of a video, which determine its tokens in the prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Clip {
-    /// Number of frame groups, of patches per column and of patches per row: `[t, gh, gw]`.
+    /// Number of frame groups, and of patches along the height and width: `[t, gh, gw]`.
     pub grid_thw: [u32; 3],
     /// Time of each frame group in seconds from the start of the video, `[t]`.
     pub timestamps: Vec<f64>,
@@ -125,7 +125,7 @@ impl VideoProcessor {
         frames.into_iter().map(Pixels::from).collect()
     }
 
-    /// Settings that determine the clip of a video, as text. The length cache stores it to detect
+    /// Settings that determine the clip of a video, as text. The length cache hashes it to detect
     /// changed settings.
     pub(in crate::data) fn limits(&self) -> String {
         let Settings { sampling, budget, marks, .. } = &self.settings;
