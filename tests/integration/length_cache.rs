@@ -40,8 +40,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(rows: &[Value]) -> Self {
         let place = Self { folder: TempDir::new().unwrap() };
-        for (name, image) in
-            [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
+        for (name, image) in [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
         {
             std::fs::copy(golden("data/images").join(image), place.path(name)).unwrap();
         }
@@ -204,8 +203,7 @@ fn only_new_and_changed_rows_are_measured_again() {
 #[test]
 fn a_changed_or_repaired_image_is_measured_again() {
     let encoder = encoder(&max_tokens(6));
-    let rows =
-        [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
+    let rows = [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached
@@ -299,11 +297,11 @@ fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
             thread::sleep(Duration::from_micros(100));
             true
         };
-        let beside = scope
+        let background = scope
             .spawn(|| LengthCache::update_beside(file, &encoder, &cache, &{ slowly }).unwrap());
         wait.recv().unwrap();
         let updated = place.update(&encoder);
-        assert_eq!(beside.join().unwrap(), None, "it yields to the waiting update");
+        assert_eq!(background.join().unwrap(), None, "it yields to the waiting update");
         updated
     });
     assert_eq!(work.measured + work.reused, 13_000);

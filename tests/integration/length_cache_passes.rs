@@ -35,7 +35,7 @@ fn stopped_after(count: usize, place: &Place, encoder: &Encoder, rows: &JsonlRow
 }
 
 /// Path of the hidden file in the folder of the cache file `path`, with the suffix `ending`.
-fn beside(path: &Path, ending: &str) -> PathBuf {
+fn hidden_file(path: &Path, ending: &str) -> PathBuf {
     path.with_file_name(format!(".{}{ending}", path.file_name().unwrap().to_str().unwrap()))
 }
 
@@ -87,7 +87,7 @@ fn a_stopped_pass_over_changed_images_is_continued_at_its_last_row() {
     place.update(&encoder);
     std::fs::copy(place.path("b.png"), place.path("a.png")).unwrap();
     touch(&place.path("a.png"));
-    // `go_on` is also called while the image headers of a batch are read.
+    // Some of these calls are made while image headers of a batch are read.
     stopped_after(3000, &place, &encoder, &rows);
     stopped_after(3000 + 3000, &place, &encoder, &rows);
     let (cached, work) = place.update(&encoder);
@@ -125,7 +125,7 @@ fn a_quick_update_needs_a_matching_unlocked_cache_and_few_changed_images() {
     let (cached, work) = quick(&rows, &place, 0).unwrap();
     assert_eq!(work, CacheWork { measured: 0, reused: 150 });
     assert_as_measured(&cached, &rows);
-    let lock = File::create(beside(&place.cache(), ".lock")).unwrap();
+    let lock = File::create(hidden_file(&place.cache(), ".lock")).unwrap();
     lock.lock().unwrap();
     assert!(quick(&rows, &place, 999).is_none());
     drop(lock);
@@ -147,10 +147,10 @@ fn a_background_pass_stops_for_a_waiting_process_but_not_for_a_killed_one() {
     place.update(&encoder);
     let cache = place.cache();
     std::fs::remove_file(&cache).unwrap();
-    let wanted = beside(&cache, ".wanted");
-    let asked = AtomicUsize::new(0);
+    let wanted = hidden_file(&cache, ".wanted");
+    let calls = AtomicUsize::new(0);
     let waited_for = || {
-        asked.fetch_add(1, Relaxed);
+        calls.fetch_add(1, Relaxed);
         File::create(&wanted).unwrap();
         thread::sleep(Duration::from_millis(20));
         true
@@ -159,8 +159,8 @@ fn a_background_pass_stops_for_a_waiting_process_but_not_for_a_killed_one() {
         LengthCache::update_beside(file(&rows), &encoder, &place.path("cache"), go_on).unwrap()
     };
     assert_eq!(update(&waited_for), None);
-    let asked = asked.into_inner();
-    assert!(asked < 100, "asked {asked} times");
+    let calls = calls.into_inner();
+    assert!(calls < 100, "{calls} calls");
     assert!(wanted.exists());
     let slowly = || {
         thread::sleep(Duration::from_millis(1));

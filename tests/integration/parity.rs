@@ -242,9 +242,9 @@ fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
     wanted.as_array().unwrap().iter().map(row).collect()
 }
 
-/// `scripts/golden/make_variants.py` writes the two models: one with an untied head, a q projection
-/// wider than the hidden size and `config.json` as transformers 5 writes it; one with bf16 weights in
-/// two shards.
+/// Two models from `scripts/golden/make_variants.py`: one with an untied head, a q projection wider
+/// than the hidden size and `config.json` as transformers 5 writes it; one with bf16 weights in two
+/// shards.
 #[test]
 fn other_shapes_and_files_give_the_references_losses_and_gradients() {
     let golden_variants = golden_json("variants.json");

@@ -167,7 +167,7 @@ fn many_rows_train_the_same_before_while_and_after_they_are_measured() {
     assert!(starts_at_once(&run("run")));
     let is_measured =
         |name: &String| [".tmp", ".arrow"].iter().any(|ending| name.ends_with(ending));
-    assert!(place.names("lengths").iter().any(is_measured), "nothing was measured beside the run");
+    assert!(place.names("lengths").iter().any(is_measured), "no row was measured meanwhile");
     run("next");
     place.trainer(&[&["cache", "--config", "config.yaml"], &cache[..]].concat()).ends_with(0);
     let log = run("last");

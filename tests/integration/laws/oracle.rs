@@ -133,7 +133,7 @@ impl Oracle {
         let positions = stretch.matmul(self.p("model.visual.pos_embed.weight"))?;
         let mut h = (self.linear(&pixels, "model.visual.patch_embed.proj")? + positions)?;
 
-        // A quarter of the frequencies rotates by the row, a quarter by the column, and again.
+        // In each half of the head, the first half of the angles is by row, the second by column.
         let head_dim = v.hidden_size / v.num_heads;
         let quarter = head_dim / 4;
         let angles = matrix(num_patches, head_dim, |patch, dim| {
@@ -142,7 +142,7 @@ impl Oracle {
             let at = if k < quarter { places[patch].row } else { places[patch].column };
             at as f64 * frequency
         })?;
-        let seen =
+        let mask =
             matrix(num_patches, num_patches, |i, j| indicator(places[i].frame == places[j].frame))?;
         let mut taps = Vec::new();
         for block in 0..v.depth {
@@ -153,7 +153,7 @@ impl Oracle {
                 part.reshape((num_patches, v.num_heads, head_dim))
             };
             let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
-            let attended = attention(&q, &k, &part(2)?, &seen)?;
+            let attended = attention(&q, &k, &part(2)?, &mask)?;
             h = (h + self.linear(&attended, &name("attn.proj"))?)?;
             let inner =
                 self.linear(&self.layer_norm(&h, &name("norm2"))?, &name("mlp.linear_fc1"))?;
@@ -220,7 +220,7 @@ impl Oracle {
         for (index, segment) in batch.cu_seqlens.segments().enumerate() {
             sample[segment].fill(index);
         }
-        let seen =
+        let mask =
             matrix(num_tokens, num_tokens, |i, j| indicator(sample[i] == sample[j] && j <= i))?;
 
         for layer in 0..c.num_hidden_layers {
@@ -235,7 +235,7 @@ impl Oracle {
                 let y = self.rms_norm(&heads(part)?, &name(&format!("self_attn.{part}_norm")))?;
                 rotate(&y, &angles)
             };
-            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &seen)?;
+            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &mask)?;
             h = (h + self.linear(&attended, &name("self_attn.o_proj"))?)?;
             let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
             let gate = self.linear(&x, &name("mlp.gate_proj"))?;
@@ -303,9 +303,9 @@ fn rotate(x: &Tensor, angles: &Tensor) -> Result<Tensor> {
     x.broadcast_mul(&cos)? + turned.broadcast_mul(&sin)?
 }
 
-/// Attention, one head at a time: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, mask `seen: [N, N]` of
+/// Attention, one head at a time: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `mask: [N, N]` of
 /// zeros and ones. Returns `[N, H * Dh]`.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seen: &Tensor) -> Result<Tensor> {
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let (_, num_heads, head_dim) = q.dims3()?;
     let group = num_heads / k.dim(1)?;
     let mut outputs = Vec::with_capacity(num_heads);
@@ -313,7 +313,7 @@ fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seen: &Tensor) -> Result<Tensor
         let one = |x: &Tensor, head: usize| x.narrow(1, head, 1)?.squeeze(1)?.contiguous();
         let (q, k, v) = (one(q, head)?, one(k, head / group)?, one(v, head / group)?); // [N, Dh]
         let scores = (q.matmul(&k.t()?)? / (head_dim as f64).sqrt())?; // [N, N]
-        let weights = scores.exp()?.mul(seen)?; // scores are small: no maximum to subtract
+        let weights = scores.exp()?.mul(mask)?; // scores are small: no maximum to subtract
         outputs.push(weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(1)?)?);
     }
     Tensor::cat(&outputs, 1)
