@@ -431,8 +431,8 @@ mod tests {
     fn other_dtypes_and_unknown_names_are_errors() {
         let (folder, _) = written(u64::MAX);
         let files = WeightFiles::open(folder.path()).unwrap();
-        let error = files.load("nobody", DType::F32, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("no tensor `nobody`"), "{error}");
+        let error = files.load("absent", DType::F32, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("no tensor `absent`"), "{error}");
 
         let path = folder.path().join("ids.safetensors");
         let header = br#"{"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}}"#;

@@ -4,7 +4,7 @@ use super::harness::{Place, golden};
 use std::fs;
 
 const STEPS: usize = 1000;
-/// Number of rows; each is one step, so that all shapes have occurred after so many steps.
+/// Number of rows. Each is one step, so that all shapes have occurred after this step.
 const SETTLED: usize = 200;
 /// Maximum growth afterwards, for allocators and the loader's threads; a third of it is typical.
 /// One activation leaked in each step would add 30 MB.

@@ -235,7 +235,7 @@ fn send(signal: &str, child: &Child) {
 }
 
 #[test]
-fn a_signal_saves_the_run_and_the_same_command_goes_on() {
+fn a_signal_saves_the_run_and_the_same_command_resumes_it() {
     let place = place();
     place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
     let mut interrupted = 0;
@@ -256,7 +256,7 @@ fn a_signal_saves_the_run_and_the_same_command_goes_on() {
 }
 
 #[test]
-fn a_run_killed_at_any_time_goes_on_and_ends_equal_to_the_bit() {
+fn a_run_killed_at_any_time_resumes_and_ends_equal_to_the_bit() {
     let place = place();
     place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
     let mut random = 12345_u64;
@@ -314,7 +314,7 @@ fn a_finished_run_that_is_run_again_does_no_step_and_changes_nothing() {
 }
 
 #[test]
-fn another_config_starts_anew_and_keeps_the_old_run() {
+fn another_config_starts_a_new_run_and_keeps_the_old_one() {
     let place = short();
     let old = place.read("run/final/model.safetensors");
     for (number, more) in [
