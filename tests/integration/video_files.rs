@@ -109,7 +109,7 @@ fn each_unusable_video_file_is_rejected_with_its_reason() {
     place("cut.mkv", &mkv[..mkv.len() / 2]);
     place("cut.mp4", &mp4[..mp4.len() / 2]);
     place("empty.mp4", b"");
-    place("text.mp4", b"this is no video, and it is long enough to look like a file\n");
+    place("text.mp4", b"this is only a text, but it is long enough to be probed as a file\n");
     place("list.m3u8", b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:2,\npan.mkv\n#EXT-X-ENDLIST\n");
     place("list.ffconcat", b"ffconcat version 1.0\nfile pan.mkv\n");
     std::fs::create_dir(folder.path().join("folder.mp4")).unwrap();
