@@ -77,7 +77,7 @@ pub use linear_cross_entropy::{LOGITS_BYTES, linear_cross_entropy, linear_cross_
 pub use recycler::CachingAllocator;
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
-pub use rows::{add_in_place, index_add, gather_rows, index_copy, scatter_rows, zero_rows};
+pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use simd::{SimdError, SimdLevel, simd_level};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

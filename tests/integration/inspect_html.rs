@@ -262,7 +262,7 @@ fn a_page_of_twenty_rows_with_images_is_about_a_megabyte() {
     let (page, samples) = page(&rows_of("data/image_exact.jsonl", 20), "  packing_length: 2048");
     assert_marks(&page, &samples);
     assert_eq!(samples.len(), 20);
-    let images = samples.iter().map(|sample| sample["image_grid_thw"].as_array().unwrap().len());
-    assert_eq!(images(&page).len(), images.sum::<usize>());
+    let counts = samples.iter().map(|sample| sample["image_grid_thw"].as_array().unwrap().len());
+    assert_eq!(images(&page).len(), counts.sum::<usize>());
     assert!(page.len() < 1_200_000, "{} bytes", page.len());
 }

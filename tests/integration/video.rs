@@ -12,7 +12,7 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig, collate, video::VideoMarks,
 };
-use trainer::model::ModelInput;
+use trainer::models::ModelInput;
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{

@@ -1,10 +1,10 @@
 //! Why a row cannot be used: each message names the file and line, and what was found there.
 
 use crate::batch::SampleId;
-use crate::data::chat::TemplateError;
-use crate::data::image::ImageError;
-use crate::data::truncate::CutError;
-use crate::data::video::VideoError;
+use crate::data::encode::truncate::CutError;
+use crate::data::media::image::ImageError;
+use crate::data::media::video::VideoError;
+use crate::data::template::TemplateError;
 
 /// Why a row of a data file is rejected. The message begins with `file:line`.
 #[derive(Debug, thiserror::Error)]

@@ -17,7 +17,7 @@ use super::SampleError;
 use super::formats::{RowForm, parse_row, parse_text};
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
-use crate::data::corpus::CorpusError;
+use crate::data::dataset::corpus::CorpusError;
 
 /// Rows looked at to find the form of a file.
 const DETECTION_ROWS: usize = 100;

@@ -8,6 +8,6 @@ mod stamp;
 
 pub use error::SampleError;
 pub use formats::RowForm;
-pub(super) use jsonl::LineIndex;
+pub(in crate::data) use jsonl::LineIndex;
 pub use jsonl::{JsonlFile, SourceError};
-pub(super) use stamp::{ImageStamp, Stamp};
+pub(in crate::data) use stamp::{ImageStamp, Stamp};

@@ -9,7 +9,7 @@ use super::{
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
-use trainer::model::{ParamSpec, Part, RecomputePolicy};
+use trainer::models::{ParamSpec, Part, RecomputePolicy};
 use trainer::tape::Recompute;
 
 /// Asserts that all gradients are bit-identical.

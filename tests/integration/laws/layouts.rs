@@ -7,7 +7,7 @@ use super::{
 };
 use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
 use trainer::loss::Targets;
-use trainer::model::RecomputePolicy;
+use trainer::models::RecomputePolicy;
 
 /// Whether padding is removed after collation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

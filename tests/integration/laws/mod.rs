@@ -23,7 +23,7 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::model::{
+use trainer::models::{
     Model, ModelConfig, ModelInput, ParamSpec, RecomputePolicy, TextConfig, VisionConfig,
     param_specs,
 };
