@@ -11,7 +11,7 @@ pub enum CheckpointError {
     Write {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// Cause reported by the operating system.
         source: io::Error,
     },
     /// The operating system refused a read.
@@ -19,7 +19,7 @@ pub enum CheckpointError {
     Read {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// Cause reported by the operating system.
         source: io::Error,
     },
     /// A checkpoint lacks a file, or a file differs from its entry in the manifest.
@@ -94,7 +94,7 @@ pub enum CheckpointError {
     Tensor {
         /// The tensor.
         tensor: String,
-        /// What candle said.
+        /// Cause reported by candle.
         source: candle_core::Error,
     },
     /// Two tensors of one file have the same name.

@@ -11,7 +11,7 @@ fn assert_positive(row: &Value, key: &str) {
 }
 
 #[test]
-fn each_op_of_a_gpu_runs_in_both_precisions() {
+fn every_benchmark_of_an_op_runs_in_both_precisions() {
     let place = Place::empty();
     for precision in ["f32", "bf16"] {
         let arguments = ["bench", "--ops", "--sizes", "tiny", "--json", "--precision", precision];

@@ -96,7 +96,7 @@ fn inspect_shows_the_windows_of_thirty_five_tokens() {
 }
 
 #[test]
-fn packs_of_a_corpus_have_windows_that_differ() {
+fn packs_of_a_corpus_contain_each_window_once() {
     let place = place();
     let set = "{path: documents.jsonl, corpus: {sampling: random, length: 15}}";
     config(&place, &format!("{{train: [{set}], packing_length: 64}}"), "{}");

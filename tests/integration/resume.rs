@@ -399,7 +399,7 @@ fn a_damaged_checkpoint_is_skipped_with_a_warning() {
 }
 
 #[test]
-fn a_checkpoint_from_elsewhere_is_not_mixed_with_what_the_folder_holds() {
+fn resuming_from_another_folder_moves_older_files_of_output_dir_aside() {
     let place = short();
     place.trainer(&sft(&["--set", "output_dir=other", "--set", "train.max_steps=3"])).ends_with(0);
     let from = ["--set", "output_dir=other", "--resume", "run/checkpoints/step-00000002"];

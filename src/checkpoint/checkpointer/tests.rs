@@ -299,7 +299,7 @@ fn editing_a_text_file_of_final_does_not_damage_the_checkpoint() {
 }
 
 #[test]
-fn final_is_never_made_from_a_damaged_file_of_another_size() {
+fn final_is_not_written_from_a_file_of_the_wrong_size() {
     let run = Run::new(3);
     let checkpoint = run.save(1);
     File::create(checkpoint.join("model.safetensors")).unwrap();

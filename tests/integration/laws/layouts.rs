@@ -236,7 +236,7 @@ fn targets_never_cross_samples() {
 }
 
 #[test]
-fn the_label_of_a_samples_first_token_is_no_target() {
+fn the_label_of_a_samples_first_token_is_not_a_target() {
     let mut all = samples();
     let subject = Subject::new(&Weights::random(Head::Tied, 75), Backend::Flash);
     for sample in &mut all {
@@ -252,7 +252,7 @@ fn the_label_of_a_samples_first_token_is_no_target() {
 }
 
 #[test]
-fn a_shift_of_a_samples_positions_leaves_its_losses() {
+fn shifting_the_positions_of_a_sample_does_not_change_its_losses() {
     let all = samples();
     for head in BOTH_HEADS {
         let subject = Subject::new(&Weights::random(head, 76), Backend::Flash);
