@@ -1,8 +1,6 @@
-//! The same binary at three levels of vector instructions: each level runs, and all results have
-//! the same bits.
+//! The three SIMD levels of the binary give bit-identical results.
 //!
-//! Matrix products use the `gemm` crate, which detects the CPU itself and so behaves the same at
-//! every level on one machine.
+//! Matrix multiplication is not affected by the level: `gemm` detects the CPU by itself.
 
 use crate::harness::{Output, Place, finish, golden};
 
@@ -28,7 +26,7 @@ fn train(place: &Place, level: &str, precision: &str) -> Output {
 }
 
 #[test]
-fn every_level_of_the_cpu_trains_the_same_weights() {
+fn every_level_that_the_cpu_has_trains_the_same_weights() {
     let place = Place::with_model_and_rows();
     for precision in ["f32", "bf16"] {
         place.write("run.yaml", &config(precision));
@@ -39,19 +37,19 @@ fn every_level_of_the_cpu_trains_the_same_weights() {
         for level in LEVELS {
             let run = train(&place, level, precision);
             if run.code == 64 {
-                // The CPU does not support the level: an error, not a silent fallback.
+                // A level that the CPU lacks is an error; it is not replaced by a lower one.
                 run.says("the best level of this CPU is");
-                println!("this CPU has no `{level}`: not compared");
+                println!("this CPU does not support `{level}`: not compared");
                 continue;
             }
             run.ends_with(0).says(&format!("simd={level}")).says("attention=\"flash, cpu\"");
-            assert!(weights(level) == want, "{precision}: {level} trained different weights");
+            assert!(weights(level) == want, "{precision}: {level} trained other weights");
         }
     }
 }
 
 #[test]
-fn an_unknown_level_is_rejected() {
+fn an_unknown_simd_level_is_rejected() {
     let place = Place::empty();
     let output = finish(place.command(&["bench", "--ops"]).env("TRAINER_SIMD", "sse9"));
     output.ends_with(64).says("`TRAINER_SIMD` is `sse9`, expected `avx512`").says("hint: unset it");
