@@ -19,7 +19,7 @@ pub mod config;
 pub mod data;
 pub mod loss;
 pub mod metrics;
-pub mod model;
+pub mod models;
 pub mod ops;
 pub mod optim;
 pub mod run;

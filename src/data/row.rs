@@ -4,8 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::source::SampleError;
 use crate::batch::{EncodedSample, SampleId};
+use crate::data::source::SampleError;
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,6 +1,5 @@
 //! A run: everything that training needs, assembled from a config.
 
-use super::beside::CachesBeside;
 use super::device::device_name;
 use super::error::RunError;
 use super::inputs::{
@@ -13,14 +12,14 @@ use super::plan::{RunPlan, plan_run};
 use super::resume::{Resume, find_checkpoint, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
-use crate::data::{DataState, Loader};
+use crate::data::{CachesBeside, DataSet, DataState, JsonlRows, Loader};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::optim::{AdamW, Groups, OptimConfig, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    DataSet, JsonlRows, ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError,
-    TrainState, Trainer, TrainerParts, Weights, write_rejects,
+    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
+    Trainer, TrainerParts, Weights, write_rejects,
 };
 use candle_core::{DType, Device};
 use sha2::digest::generic_array::GenericArray;

@@ -8,10 +8,11 @@ use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DatasetShare, Encoder, EncoderError, ImageConfig,
-    ImageConfigError, LoaderOptions, Order, Purpose, Rmpad, SourceError, VideoConfigError,
+    ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
+    VideoConfigError,
 };
 use crate::optim::Groups;
-use crate::train::{JsonlRows, ModelSection};
+use crate::train::ModelSection;
 use candle_core::Device;
 use std::cell::RefCell;
 use std::num::NonZeroU64;

@@ -4,7 +4,6 @@
 //! `bench`) call the functions below. Nothing here prints or reads arguments; slow work reports
 //! its progress to a [`SetupObserver`].
 
-mod beside;
 mod build;
 mod device;
 mod error;

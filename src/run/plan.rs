@@ -1,14 +1,14 @@
 //! Lengths of rows and number of steps, known before the first step.
 
-use super::beside::CachesBeside;
 use super::error::RunError;
 use super::observer::{SetupObserver, SetupWork};
 use crate::config::RunConfig;
-use crate::data::{CacheWork, LoaderOptions, Order, Plan, RowReader, plan};
-use crate::metrics::JsonlSink;
-use crate::train::{
-    CachedRows, DataSet, JsonlRows, LengthSummary, Planned, TrainState, write_rejects,
+use crate::data::{
+    CacheWork, CachedRows, CachesBeside, DataSet, JsonlRows, LengthSummary, LoaderOptions, Order,
+    Plan, RowReader, plan,
 };
+use crate::metrics::JsonlSink;
+use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
 
 /// Maximum number of rows that a run of `train.max_steps` alone measures at its start. Measuring so

@@ -1,6 +1,6 @@
 //! The config sections `model`, `train`, `eval` and `log`.
 
-use crate::model::RecomputePolicy;
+use crate::models::RecomputePolicy;
 use crate::ops::{AttentionBackend, Flash, Masked};
 use crate::tape::Recompute;
 use candle_core::DType;

@@ -4,11 +4,11 @@
 //! greedy decoding would then produce exactly this answer. One forward pass tells both.
 
 use super::datasets::DatasetLoss;
-use super::reader::JsonlRows;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
+use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, Row, RowReader, collate};
 use crate::loss::{Targets, scores};
-use crate::model::{Model, ModelInput};
+use crate::models::{Model, ModelInput};
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 use serde::Serialize;

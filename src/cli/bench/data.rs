@@ -3,10 +3,9 @@
 use super::table::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, Loader, Row, RowReader};
+use crate::data::{DataState, Encoder, JsonlRows, Loader, Row, RowReader};
 use crate::metrics::cpu_seconds;
 use crate::run::{loader_options, order};
-use crate::train::JsonlRows;
 use rayon::prelude::*;
 use std::num::NonZeroU64;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use super::clock::Clock;
 use super::table::Table;
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, Loader, StepData};
+use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
 use crate::metrics::{
     LayerTape, MemoryModel, MicroBatchSizes, ModelWork, Passes, StepSizes, TowerMemory,
     cpu_seconds, peak_memory_bytes,
@@ -12,7 +12,7 @@ use crate::metrics::{
 use crate::ops::{LOGITS_BYTES, gpu_memory};
 use crate::run::{load_model, loader_options, order, step_runner};
 use crate::tape::Recompute;
-use crate::train::{JsonlRows, PreparedStep, StepRunner};
+use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;

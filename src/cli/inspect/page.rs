@@ -7,8 +7,7 @@ use super::media::{ShownMedium, media_of};
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{Dropped, Encoder, Pixels, Rejection, Row};
-use crate::train::JsonlRows;
+use crate::data::{Dropped, Encoder, JsonlRows, Pixels, Rejection, Row};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;

@@ -7,10 +7,10 @@ use std::time::SystemTime;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::data::chat::{ChatTemplate, TemplateError};
-use crate::data::image::ImageConfigError;
-use crate::data::tokenizer::{TextTokenizer, TokenizerError};
-use crate::data::video::VideoConfigError;
+use crate::data::media::image::ImageConfigError;
+use crate::data::media::video::VideoConfigError;
+use crate::data::template::tokenizer::{TextTokenizer, TokenizerError};
+use crate::data::template::{ChatTemplate, TemplateError};
 
 /// Variables of the template that name special tokens.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];

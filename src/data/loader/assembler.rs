@@ -12,14 +12,14 @@ use std::task::Poll;
 
 use super::{LoaderError, StepData};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
-use crate::data::collate::collate;
 use crate::data::config::OnError;
-use crate::data::packing::Item;
-use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
-use crate::data::steps::{
+use crate::data::loader::collate::collate;
+use crate::data::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, fill,
 };
-use crate::data::workers::{Done, Workers};
+use crate::data::loader::workers::{Done, Workers};
+use crate::data::packing::Item;
+use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
 
 /// Workers that look at rows, in the order of the epoch.
 pub(super) type Looks = Workers<Row, Result<FirstLook, Rejection>>;
@@ -360,8 +360,8 @@ mod tests {
 
     use super::*;
     use crate::data::config::PackingStrategy;
-    use crate::data::test_reader::{Kind, TestReader, options};
-    use crate::data::workers::Limits;
+    use crate::data::loader::test_reader::{Kind, TestReader, options};
+    use crate::data::loader::workers::Limits;
 
     /// A step that waits has a state with all packs of the window in it: a window of them would take
     /// memory that is quadratic in its length.

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::super::config::{OnError, PackingStrategy, Truncation};
-use super::super::order::RowOrder;
-use super::super::packing::{Overlong, PackRules, Packing};
-use super::super::plan::{first_epoch_packs, plan};
-use super::super::test_reader::{
+use super::*;
+use crate::data::config::{OnError, PackingStrategy, Truncation};
+use crate::data::dataset::order::RowOrder;
+use crate::data::loader::plan::{first_epoch_packs, plan};
+use crate::data::loader::test_reader::{
     Kind, TestReader, any_options, any_readable_rows, any_rows, options, order,
 };
-use super::*;
+use crate::data::packing::{Overlong, PackRules, Packing};
 
 fn start(rows: &[Kind], row_order: RowOrder, options: LoaderOptions, from: DataState) -> Loader {
     let order = order(rows.len(), row_order);

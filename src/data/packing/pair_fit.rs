@@ -7,7 +7,7 @@
 
 use std::cmp::Reverse;
 
-use super::best_fit::{Bin, Room, best_fit_decreasing};
+use super::best_fit::{Bin, Capacity, best_fit_decreasing};
 
 /// Larger windows are left to best fit: finding a pair takes up to the window's length.
 const MOST_SAMPLES: usize = 4096;
@@ -34,7 +34,7 @@ impl Key {
 }
 
 /// The fewest and fullest bins of those that best fit and pairs make.
-pub(super) fn fullest(sizes: &[Room], room: Room) -> Vec<Bin> {
+pub(super) fn fullest(sizes: &[Capacity], room: Capacity) -> Vec<Bin> {
     let bins = best_fit_decreasing(sizes, room);
     let plain = waste(bins.iter().map(|bin| bin.free.tokens as u32).collect());
     let is_full = plain.1 * FULL <= room.tokens * emitted(plain.0);
@@ -93,7 +93,7 @@ impl Flat {
             let longest = own[0] as usize;
             let mut samples: Vec<usize> = own.iter().map(|sample| *sample as usize).collect();
             samples.sort_unstable();
-            Bin { samples, longest, free: Room { tokens: free as usize, patches: u64::MAX } }
+            Bin { samples, longest, free: Capacity { tokens: free as usize, patches: u64::MAX } }
         });
         bins.collect()
     }
@@ -167,14 +167,14 @@ mod tests {
 
     use super::*;
 
-    fn rooms(tokens: &[usize]) -> Vec<Room> {
-        tokens.iter().map(|tokens| Room { tokens: *tokens, patches: 0 }).collect()
+    fn rooms(tokens: &[usize]) -> Vec<Capacity> {
+        tokens.iter().map(|tokens| Capacity { tokens: *tokens, patches: 0 }).collect()
     }
 
     #[test]
     fn two_that_fill_a_bin_go_before_one_that_does_not() {
         let sizes = rooms(&[48, 35, 33, 27, 25, 23]);
-        let room = Room { tokens: 100, patches: u64::MAX };
+        let room = Capacity { tokens: 100, patches: u64::MAX };
         assert_eq!(best_fit_decreasing(&sizes, room).len(), 3); // 48 + 35, 33 + 27 + 25, 23
         let bins: Vec<_> = fullest(&sizes, room).into_iter().map(|bin| bin.samples).collect();
         assert_eq!(bins, [[0, 3, 4], [1, 2, 5]]);
@@ -186,7 +186,7 @@ mod tests {
             tokens in prop::collection::vec(200usize..700, 1..400), limit in 300usize..2000
         ) {
             let sizes = rooms(&tokens);
-            let room = Room { tokens: limit, patches: u64::MAX };
+            let room = Capacity { tokens: limit, patches: u64::MAX };
             let bins = fullest(&sizes, room);
             prop_assert!(bins.len() <= best_fit_decreasing(&sizes, room).len());
             let mut seen = Vec::new();
