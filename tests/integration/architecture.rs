@@ -9,13 +9,14 @@ use trainer::config::{RunConfig, load};
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
 const MAY_IMPORT: [(&str, &[&str]); 13] = [
     ("batch", &[]),
-    ("ops", &[]),
+    // Segment boundaries come from `batch`.
+    ("ops", &["batch"]),
     ("metrics", &[]),
     ("checkpoint", &[]),
     ("tape", &[]),
     ("optim", &["ops", "tape"]),
-    // Neither models nor devices.
-    ("data", &["batch"]),
+    // Neither models nor devices; of `ops`, only the SIMD dispatcher.
+    ("data", &["batch", "ops"]),
     // Neither data files nor tokenizers nor the config.
     ("models", &["batch", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),

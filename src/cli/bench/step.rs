@@ -33,7 +33,8 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
     sizes
 }
 
-/// Sizes that decide the memory of a micro-batch; `step_patches` and `samples` are of the whole step.
+/// Sizes that decide the memory of a micro-batch; `step_patches` and `samples` are of the whole
+/// step.
 fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> MicroBatchSizes {
     let patches: usize = batch.media.iter().map(crate::batch::Patches::num_patches).sum();
     MicroBatchSizes {
@@ -45,8 +46,8 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The sizes of the model that decide its memory. Every decoder layer counts as part of the backward
-/// pass: the embedding, the vision encoder or the first layer is trained.
+/// The sizes of the model that decide its memory. Every decoder layer counts as part of the
+/// backward pass: the embedding, the vision encoder or the first layer is trained.
 fn memory_model(runner: &StepRunner) -> MemoryModel {
     let tape = |recompute| match recompute {
         Recompute::No => LayerTape::Whole,
