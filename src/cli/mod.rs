@@ -29,7 +29,7 @@ use crate::data::{
     CorpusError, CorpusOptions, Encoder, EncoderError, ImageConfig, ImageConfigError, Purpose,
     SourceError, VideoConfigError,
 };
-use crate::optim::Groups;
+use crate::optim::ParamGroups;
 use crate::train::{DeviceChoice, JsonlRows, LoadedModel, ModelSection, SetupError, load_model};
 use candle_core::Device;
 use clap::{Args, Parser, Subcommand};
@@ -197,7 +197,7 @@ impl ConfigArgs {
     }
 
     /// Applies `model.freeze` and `optim.lr_multipliers`.
-    fn groups(&self, config: &RunConfig, loaded: &LoadedModel) -> anyhow::Result<Groups> {
+    fn groups(&self, config: &RunConfig, loaded: &LoadedModel) -> anyhow::Result<ParamGroups> {
         let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
         Ok(loaded.groups(freeze, multipliers).map_err(|error| {
             let (key, pattern) = error.origin();

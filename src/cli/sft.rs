@@ -14,7 +14,7 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;
-use crate::optim::{AdamW, Groups, Schedule, Warmup};
+use crate::optim::{AdamW, ParamGroups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     DataSet, JsonlRows, LoadedModel, Observer, Outcome, Rejected, StepRunner, TrainState, Trainer,
@@ -323,7 +323,7 @@ pub(super) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
 pub(super) fn runner(
     config: &RunConfig,
     loaded: LoadedModel,
-    groups: &Groups,
+    groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
 ) -> anyhow::Result<(StepRunner, serde_json::Value)> {
@@ -339,7 +339,7 @@ pub(super) fn runner(
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
         AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
-    for slot in optimizer.slots_mut() {
+    for slot in optimizer.states_mut() {
         for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
         {
             let (dtype, device) = (moment.dtype(), moment.device().clone());
@@ -369,7 +369,7 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
     tracing::info!(
         path = %config.model.path.display(),
         parameters = count(&mut runner.params.iter()),
-        trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
+        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
         precision = config.model.precision.hf_name(),
         attention = attention_kernels(config, runner),
         device = device_name(&runner.device),
@@ -390,11 +390,18 @@ fn describe(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &T
 
 /// What computes attention: in the decoder, and in the vision encoder if that differs.
 fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
-    let (backend, model) = (config.model.attention.backend(), runner.model.config());
-    let kernel = |head_dim| backend.kernel(&runner.device, runner.dtype, head_dim);
-    let text = kernel(model.text.head_dim);
-    let vision = kernel(model.vision.hidden_size / model.vision.num_heads);
-    if text == vision { text.to_owned() } else { format!("{text}; vision: {vision}") }
+    let backend = config.model.attention.backend();
+    let mut kernels = String::new();
+    let mut first = "";
+    for (name, head_dim) in runner.model.head_dims() {
+        let kernel = backend.kernel(&runner.device, runner.dtype, head_dim);
+        if kernels.is_empty() {
+            (kernels, first) = (kernel.to_owned(), kernel);
+        } else if kernel != first {
+            kernels.push_str(&format!("; {name}: {kernel}"));
+        }
+    }
+    kernels
 }
 
 /// Shows a run: a bar on a terminal, log lines everywhere.

@@ -9,7 +9,8 @@ use crate::data::{
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
 use crate::metrics::JsonlError;
-use crate::models::{ModelConfigError, WeightError};
+use crate::models::ModelConfigError;
+use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
 use crate::train::{EvalError, SetupError, StepError, TrainError};
 use std::error::Error;

@@ -25,5 +25,7 @@ pub use generate::{GenerateOptions, generate};
 pub use reader::{DataSet, JsonlRows};
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
-pub use step::{LaunchedStep, Losses, PreparedStep, StepError, StepOutcome, StepRunner};
+pub use step::{
+    LaunchedStep, Losses, PreparedStep, StepCounts, StepError, StepOutcome, StepRunner,
+};
 pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};

@@ -6,11 +6,8 @@ use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::cli::sft;
 use crate::config::RunConfig;
 use crate::data::{DataState, Encoder, Loader, StepData};
-use crate::metrics::{
-    LayerTape, MemoryModel, MicroBatchSizes, StepSizes, TowerMemory, cpu_seconds, peak_memory_bytes,
-};
+use crate::metrics::{MemoryModel, MicroBatchSizes, StepSizes, cpu_seconds, peak_memory_bytes};
 use crate::ops::{LOGITS_BYTES, gpu_memory};
-use crate::tape::Recompute;
 use crate::train::{JsonlRows, PreparedStep, StepRunner, load_model};
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -44,51 +41,27 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The sizes that the prediction needs. Every layer counts as visited: the embedding or the tower is
-/// trained, or the first layer.
-fn memory_model(runner: &StepRunner) -> MemoryModel {
-    let tape = |recompute| match recompute {
-        Recompute::No => LayerTape::Whole,
-        Recompute::Yes => LayerTape::Input,
-    };
-    let (text, vision) = (&runner.model.config().text, &runner.model.config().vision);
-    let (mut parameters, mut trained, mut tower_trained) = (0, 0, false);
+/// The sizes that the prediction needs.
+fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
+    let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads.iter()) {
-        parameters += param.tensor().elem_count();
-        if grad.is_some() {
-            trained += param.tensor().elem_count();
-            tower_trained |= param.name().starts_with("model.visual.");
-        }
+        let count = param.tensor().elem_count();
+        parameters += count;
+        trained += if grad.is_some() { count } else { 0 };
     }
-    MemoryModel {
+    let moment = runner.optimizer.states().first().map_or(DType::F32, |s| s.exp_avg.dtype());
+    let element = runner.dtype.size_in_bytes() as f64;
+    let (vocabulary, hidden) = runner.model.lm_head().tensor().dims2()?;
+    Ok(MemoryModel {
         parameters: parameters as f64,
         trained: trained as f64,
-        element: runner.dtype.size_in_bytes() as f64,
-        moment: runner
-            .optimizer
-            .slots()
-            .first()
-            .map_or(4, |slot| slot.exp_avg.dtype().size_in_bytes()) as f64,
-        layers: text.num_hidden_layers as f64,
-        hidden: text.hidden_size as f64,
-        heads: text.num_attention_heads as f64,
-        kv_heads: text.num_key_value_heads as f64,
-        head_dim: text.head_dim as f64,
-        intermediate: text.intermediate_size as f64,
-        vocabulary: text.vocab_size as f64,
+        element,
+        moment: moment.size_in_bytes() as f64,
+        hidden: hidden as f64,
+        vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
-        layer_tape: tape(runner.recompute.llm),
-        tower: TowerMemory {
-            patch_values: vision.patch_values() as f64,
-            blocks: if tower_trained { vision.depth as f64 } else { 0.0 },
-            hidden: vision.hidden_size as f64,
-            intermediate: vision.intermediate_size as f64,
-            heads: vision.num_heads as f64,
-            mergers: (1 + vision.deepstack_visual_indexes.len()) as f64,
-            join: vision.spatial_merge_size.pow(2) as f64,
-            block_tape: tape(runner.recompute.vision),
-        },
-    }
+        activations: runner.model.activation_memory(element, runner.recompute, &runner.grads),
+    })
 }
 
 /// A step whose data is there and on its way to the device, and what it will cost.
@@ -102,7 +75,7 @@ struct Ready {
 
 impl Ready {
     fn new(runner: &StepRunner, memory: &MemoryModel, data: StepData) -> anyhow::Result<Self> {
-        let merge = f64::from(runner.model.config().merge_size().get());
+        let merge = f64::from(runner.model.merge_size().get());
         let sizes = sizes(&data, merge);
         let micro_batches = data.micro_batches.iter();
         let predicted = micro_batches.map(|batch| {
@@ -130,9 +103,11 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     options.epochs = None;
     let loaded = load_model(&config.model, config.seed, &device)?;
     let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-    let (work, passes) = (loaded.work(), loaded.passes(&groups));
+    let work = loaded.work();
+    let trained: Vec<bool> = groups.iter().map(|group| !group.frozen).collect();
+    let passes = work.passes(|index| trained[index]);
     let (runner, _) = sft::runner(config, loaded, &groups, None, &device)?;
-    let memory = memory_model(&runner);
+    let memory = memory_model(&runner)?;
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let read = |loader: &mut Loader| -> anyhow::Result<Option<Ready>> {
         let Some(data) = loader.next_step() else { return Ok(None) };
@@ -140,7 +115,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     };
     let (mut ahead, mut predicted) = (None, 0f64);
     let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
-    let (mut honest, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
+    let (mut model_flops, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
     let (mut cpu_before, mut first, mut first_step_s) = (0.0, (0.0, 0.0), 0.0);
     for step in 1..=steps + 1 {
         let asked = Instant::now();
@@ -170,7 +145,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         let elapsed = asked.elapsed().as_secs_f64();
         seconds += elapsed;
         waited += wait;
-        honest += work.honest(&sizes, passes);
+        model_flops += work.model_flops(&sizes, &passes);
         theirs += work.lmms_engine(&sizes);
         total.tokens += sizes.tokens;
         computed += in_stream;
@@ -188,8 +163,8 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         ("tokens/cpu_s", total.tokens / cpu),
         ("step_s", seconds / steps as f64),
         ("data_wait", waited / seconds),
-        ("GFLOP/s", honest / seconds / 1e9),
-        ("mfu", honest / seconds / peak),
+        ("GFLOP/s", model_flops / seconds / 1e9),
+        ("mfu", model_flops / seconds / peak),
         ("mfu_lmms_engine", theirs / (seconds - waited) / peak),
         ("peak_GFLOP/s", peak / 1e9),
         ("peak_memory_gib", peak_memory_bytes() as f64 / gib),

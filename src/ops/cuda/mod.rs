@@ -28,7 +28,9 @@ mod tests;
 #[cfg(feature = "cuda")]
 mod upload;
 
-pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
+pub(super) use adamw::{
+    adamw_step, clipped_update, fill_zero_all, sum_of_squares, sums_of_squares,
+};
 pub(super) use attention::{
     attention_kernel, decode_attention, flash_attention, flash_attention_backward,
 };
