@@ -8,7 +8,9 @@ use super::{
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
-use trainer::models::{ParamSpec, Part, RecomputePolicy};
+use trainer::models::RecomputePolicy;
+use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
+use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 
 /// The same bits in each gradient.
@@ -63,7 +65,7 @@ fn a_batch_of_text_agrees_with_the_oracle_and_leaves_the_tower_alone() {
             let grads = assert_agrees(&weights, &batch, backend);
             for (spec, grad) in weights.specs.iter().zip(&grads) {
                 let silent = grad.iter().all(|x| *x == 0.0);
-                assert_eq!(silent, spec.part != Part::Llm, "`{}`", spec.name);
+                assert_eq!(silent, spec.component != LLM, "`{}`", spec.name);
             }
         }
     }
@@ -176,9 +178,9 @@ type Pick = fn(&ParamSpec) -> bool;
 
 /// The parts, and pieces of them at which the backward pass may or may not stop.
 const PICKS: [(&str, Pick); 14] = [
-    ("vision", |spec| spec.part == Part::Vision),
-    ("merger", |spec| spec.part == Part::Merger),
-    ("llm", |spec| spec.part == Part::Llm),
+    ("vision", |spec| spec.component == VISION),
+    ("merger", |spec| spec.component == MERGER),
+    ("llm", |spec| spec.component == LLM),
     ("embedding", |spec| spec.name.contains("embed_tokens")),
     ("head", |spec| spec.name.starts_with("lm_head")),
     ("last norm", |spec| spec.name == "model.language_model.norm.weight"),
