@@ -21,9 +21,10 @@ pub use dataset::corpus::{
 };
 pub use dataset::mixture::{Mixture, StoppingStrategy};
 pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
+pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::truncate::{Cut, CutError, Dropped, Keep, Outline};
-pub use encode::{Encoder, EncoderError, Measured};
+pub use encode::{Encoder, EncoderError, Measured, TextSample};
 pub use length_cache::background::CachesBeside;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use loader::collate::{CollateError, collate};
@@ -35,6 +36,6 @@ pub use media::image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use packing::{Overlong, PackRules, Packing};
-pub use row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
+pub use row::{Length, Rejection, Row, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use template::tokenizer::TokenizerError;

@@ -145,7 +145,9 @@ fn every_character_is_of_the_references_class() {
 fn documents_have_the_references_ids_and_offsets() {
     let both = Both::small();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for name in ["README.md", "docs/data-format.md", "src/data/tokenizer/file.rs", "Cargo.toml"] {
+    for name in
+        ["README.md", "docs/data-format.md", "src/data/template/tokenizer/file.rs", "Cargo.toml"]
+    {
         let text = std::fs::read_to_string(root.join(name)).unwrap();
         assert!(both.check(&text) > 100);
         both.check(&text.replace('\n', "\r\n"));
