@@ -162,7 +162,7 @@ fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
     };
     let results: Vec<_> = rows.rows().map(|row| read(&cached, row)).collect();
     for (row, result) in rows.rows().zip(&results) {
-        assert!(*result == read(&rows, row), "{}", rows.id(row));
+        assert!(*result == read(&*rows, row), "{}", rows.id(row));
     }
     let usable = results.iter().filter(|result| result.is_ok()).count();
     assert!((5..55).contains(&usable), "{usable} rows are usable");

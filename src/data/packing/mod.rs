@@ -5,15 +5,13 @@
 
 mod balance;
 mod best_fit;
-mod pair_fit;
 #[cfg(test)]
 mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use balance::in_steps_of_like_cost;
-use best_fit::{Bin, Room, split_off_emptiest};
-use pair_fit::fullest;
+use best_fit::{Bin, Room, best_fit_decreasing, split_off_emptiest};
 
 use crate::data::config::PackingStrategy;
 use crate::data::row::Length;
@@ -162,7 +160,7 @@ impl<T> Packer<T> {
 
     fn bins(&self, length: NonZeroU32) -> Vec<Bin> {
         let sizes: Vec<Room> = self.held.iter().map(|item| self.room_of(item)).collect();
-        fullest(&sizes, self.room(length))
+        best_fit_decreasing(&sizes, self.room(length))
     }
 
     /// What an empty pack has.

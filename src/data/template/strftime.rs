@@ -1,94 +1,24 @@
 //! `strftime_now` of templates that write a date; UTC, so that every machine writes the same.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
+use chrono::format::{Item, StrftimeItems};
+use chrono::{DateTime, Utc};
 use minijinja::{Error, ErrorKind};
 
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-const DAYS: [&str; 7] =
-    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"]; // 1970-01-01 first
-
-/// Formats `time`; an error for a directive that is not one of `%Y %m %d %H %M %S %B %b %A %a %y %%`.
+/// Formats `time`; an error for a format with an unknown directive.
 pub(super) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    let (year, month, day) = civil(days);
-    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
-    let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let directive = chars.next().unwrap_or('%');
-        out.push_str(&match directive {
-            'Y' => year.to_string(),
-            'm' => two_digits(month),
-            'd' => two_digits(day),
-            'H' => two_digits(second / 3600),
-            'M' => two_digits(second / 60 % 60),
-            'S' => two_digits(second % 60),
-            'B' => month_name.to_owned(),
-            'b' => month_name[..3].to_owned(),
-            'A' => day_name.to_owned(),
-            'a' => day_name[..3].to_owned(),
-            'y' => two_digits(year % 100),
-            '%' => "%".to_owned(),
-            other => {
-                let message = format!("`strftime_now`: `%{other}` is not supported");
-                return Err(Error::new(ErrorKind::InvalidOperation, message));
-            }
-        });
+    let items: Vec<Item<'_>> = StrftimeItems::new(format).collect();
+    if items.contains(&Item::Error) {
+        let message = format!("`strftime_now`: `{format}` is not supported");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
     }
-    Ok(out)
-}
-
-fn two_digits(value: u64) -> String {
-    format!("{value:02}")
-}
-
-/// Year, month and day of a day since 1970-01-01.
-fn civil(mut days: u64) -> (u64, u64, u64) {
-    let mut year = 1970;
-    loop {
-        let length = 365 + u64::from(is_leap(year));
-        if days < length {
-            break;
-        }
-        days -= length;
-        year += 1;
-    }
-    let february = 28 + u64::from(is_leap(year));
-    let lengths = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while days >= lengths[month] {
-        days -= lengths[month];
-        month += 1;
-    }
-    (year, month as u64 + 1, days + 1)
-}
-
-fn is_leap(year: u64) -> bool {
-    year.is_multiple_of(4) && !year.is_multiple_of(100) || year.is_multiple_of(400)
+    Ok(DateTime::<Utc>::from(time).format_with_items(items.iter()).to_string())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::{Duration, UNIX_EPOCH};
 
     use super::*;
 

@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::sampling::Sampling;
 use super::smart_resize::Budget;
 use crate::data::media::image::{ImageProcessor, Normalise, Size};
+use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// `data.video` of the config; `null` is what the model folder's `video_preprocessor_config.json`
 /// says, else what the published one does.
@@ -69,22 +70,9 @@ pub enum VideoMarks {
 /// Why the video processor of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum VideoConfigError {
-    /// The file cannot be read.
-    #[error("cannot read `{}`: {cause}", .path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        cause: std::io::Error,
-    },
-    /// The file is not JSON.
-    #[error("cannot parse `{}`: {cause}", .path.display())]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Line, column and what was expected.
-        cause: serde_json::Error,
-    },
+    /// The file cannot be read or parsed.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// A value of the folder that this processor cannot work with.
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
     Value {
@@ -113,10 +101,8 @@ impl VideoConfigError {
     /// What to do about it.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::Read { .. } => "check the permissions of the file",
-            Self::Parse { .. } | Self::Value { .. } => {
-                "copy the file from the published model again"
-            }
+            Self::File(error) => error.hint(),
+            Self::Value { .. } => "copy the file from the published model again",
             Self::Setting { .. } => {
                 "`null` takes what the model folder says; docs/video.md has what each key does"
             }
@@ -259,29 +245,18 @@ impl Settings {
 /// The settings and the file that they stand in; in transformers' order: the combined file, the
 /// published one, none.
 fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
-    let parse = |path: &Path| -> Result<Option<Value>, VideoConfigError> {
-        match std::fs::read(path) {
-            Ok(bytes) => serde_json::from_slice(&bytes)
-                .map(Some)
-                .map_err(|cause| VideoConfigError::Parse { path: path.to_owned(), cause }),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(cause) => Err(VideoConfigError::Read { path: path.to_owned(), cause }),
-        }
-    };
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
-    let nested = parse(&combined)?.and_then(|mut value| {
+    let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
         value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
     });
     let (path, value) = match nested {
         Some(value) => (combined, Some(value)),
-        None => (published.clone(), parse(&published)?),
+        None => (published.clone(), read_json_if_there(&published)?),
     };
     let file = value.map_or(Ok(File::default()), serde_json::from_value);
-    match file {
-        Ok(file) => Ok((path, file)),
-        Err(cause) => Err(VideoConfigError::Parse { path, cause }),
-    }
+    let file = file.map_err(ModelFileError::parse(&path))?;
+    Ok((path, file))
 }
 
 #[cfg(test)]
