@@ -17,7 +17,7 @@ pub mod config;
 pub mod data;
 pub mod loss;
 pub mod metrics;
-pub mod model;
+pub mod models;
 pub mod ops;
 pub mod optim;
 pub mod tape;

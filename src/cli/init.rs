@@ -2,8 +2,8 @@
 
 use super::report::{Exit, Failure};
 use crate::checkpoint::{CarriedFiles, ModelFiles, WeightFiles, write_atomically};
-use crate::model::init::random_tensor;
-use crate::model::{ModelConfig, param_specs};
+use crate::models::init::random_tensor;
+use crate::models::{ModelConfig, param_specs};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};

@@ -9,7 +9,7 @@ use crate::data::{
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
 use crate::metrics::JsonlError;
-use crate::model::{ModelConfigError, WeightError};
+use crate::models::{ModelConfigError, WeightError};
 use crate::optim::{GroupError, OptimError};
 use crate::train::{EvalError, SetupError, StepError, TrainError};
 use std::error::Error;

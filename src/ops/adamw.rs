@@ -5,13 +5,13 @@
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::narrow_into;
+use super::cpu::blocks::to_bf16_block;
+use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
 use super::moments::{self, step_seed, tensor_seed};
-use super::simd::kernels;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -173,7 +173,7 @@ pub fn clip_and_update(
         .map(|update| Scalars::new(hyper, update.lr, update.weight_decay, step))
         .collect();
     let seed = step_seed(step);
-    gpu!(first.tensors.grad => clip_and_update(updates, &scalars, seed, max_grad_norm));
+    return_if_on_gpu!(first.tensors.grad => clip_and_update(updates, &scalars, seed, max_grad_norm));
     let squares = updates.iter().map(|update| sum_of_squares(update.tensors.grad));
     let squares = squares.collect::<Result<Vec<f64>>>()?;
     let norm = squares.iter().sum::<f64>().sqrt();
@@ -203,7 +203,7 @@ pub fn adamw_step(
     check(op, tensors, step)?;
     let scalars = Scalars::new(hyper, lr, weight_decay, step);
     let seed = step_seed(step);
-    gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
+    return_if_on_gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
     update_on_cpu(op, tensors, scalars, grad_scale, tensor_seed(seed, 0))
 }
 
@@ -251,7 +251,7 @@ fn update_blocks<M: Element>(
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
                         |((index, (((p, m), v), grad)), weight)| {
                             update(index * BLOCK, grad, p, m, v);
-                            narrow_into(p, weight);
+                            to_bf16_block(p, weight);
                         },
                     );
                 })
@@ -263,7 +263,7 @@ fn update_blocks<M: Element>(
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
-    gpu!(t => sum_of_squares(t));
+    return_if_on_gpu!(t => sum_of_squares(t));
     let t = read("sum_of_squares", "t", t)?;
     let t = t.slice::<f32>()?;
     let partials: Vec<f64> = t.par_chunks(BLOCK).map(sum_of_squares_block).collect();
@@ -276,7 +276,7 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     for tensor in tensors {
         expect_f32("fill_zero_all", "t", tensor, tensor.dims())?;
     }
-    gpu!(first => fill_zero_all(tensors));
+    return_if_on_gpu!(first => fill_zero_all(tensors));
     tensors.iter().try_for_each(|tensor| fill_zero(tensor))
 }
 
@@ -284,7 +284,7 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
-    gpu!(t => fill_zero(t));
+    return_if_on_gpu!(t => fill_zero(t));
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));

@@ -1,6 +1,6 @@
 //! The sections `model`, `train`, `eval` and `log` of a config.
 
-use crate::model::RecomputePolicy;
+use crate::models::RecomputePolicy;
 use crate::ops::{AttentionBackend, Flash, Masked};
 use crate::tape::Recompute;
 use candle_core::DType;

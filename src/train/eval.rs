@@ -8,7 +8,7 @@ use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, Row, RowReader, collate};
 use crate::loss::{Targets, scores};
-use crate::model::{Model, ModelInput};
+use crate::models::{Model, ModelInput};
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 use serde::Serialize;

@@ -3,7 +3,7 @@
 use crate::batch::{EncodedSample, Pack, PaddingSide};
 use crate::data::collate;
 use crate::loss::{Targets, scores};
-use crate::model::Model;
+use crate::models::Model;
 use crate::train::eval::EvalError;
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};

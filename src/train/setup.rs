@@ -3,8 +3,8 @@
 use super::config::{AttentionChoice, ModelSection, Precision, Weights};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::metrics::{ModelWork, Passes};
-use crate::model::init::random_tensor;
-use crate::model::{
+use crate::models::init::random_tensor;
+use crate::models::{
     Model, ModelConfig, ModelConfigError, ParamSpec, Part, WeightError, param_specs,
 };
 use crate::optim::{GroupError, Groups, Named};

@@ -2,7 +2,7 @@
 
 use crate::batch::VarlenBatch;
 use crate::loss::{Targets, loss_and_gradient};
-use crate::model::{Model, ModelInput, RecomputePolicy};
+use crate::models::{Model, ModelInput, RecomputePolicy};
 use crate::ops;
 use crate::optim::{AdamW, OptimError, Update};
 use crate::tape::{Gradients, Param};

@@ -19,10 +19,13 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
     // Never sees a model or a device.
     ("data", &["batch"]),
     // Never sees a file of data, a tokenizer or our config.
-    ("model", &["batch", "ops", "tape"]),
+    ("models", &["batch", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),
     // The only place where they meet.
-    ("train", &["batch", "checkpoint", "data", "loss", "metrics", "model", "ops", "optim", "tape"]),
+    (
+        "train",
+        &["batch", "checkpoint", "data", "loss", "metrics", "models", "ops", "optim", "tape"],
+    ),
     // Composes the section structs.
     ("config", &["checkpoint", "data", "optim", "train"]),
     // The only place that prints and exits, and reads the environment, but for `TRAINER_SIMD`; `bench` times the ops
@@ -35,7 +38,7 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
             "config",
             "data",
             "metrics",
-            "model",
+            "models",
             "ops",
             "optim",
             "tape",

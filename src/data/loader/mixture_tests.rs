@@ -88,8 +88,8 @@ fn thirty_five_tokens_in_shuffled_windows_of_five() {
 const GOLDEN: [[u32; 6]; 2] = [[22, 27, 17, 7, 2, 12], [7, 2, 27, 12, 17, 22]];
 
 #[test]
-fn tracks_are_never_shuffled_and_have_another_offset_each_epoch() {
-    let windows = Windows::new(1000, 7, Spacing::Tracks(3)).unwrap();
+fn lanes_are_never_shuffled_and_have_another_offset_each_epoch() {
+    let windows = Windows::new(1000, 7, Spacing::Lanes(3)).unwrap();
     let order = order_of(windows, &[], 2.0, RowOrder::Shuffled);
     let mut offsets = Vec::new();
     for epoch in 0..20 {

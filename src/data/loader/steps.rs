@@ -237,7 +237,7 @@ impl<T> Assembly<T> {
             .collect::<Result<_, _>>()?;
         let overfull = |pack: &Vec<Item<T>>| {
             let tokens: usize = pack.iter().map(|item| item.length.tokens).sum();
-            pack.len() > 1 && options.packing.room().is_some_and(|room| tokens > room)
+            pack.len() > 1 && options.packing.max_tokens().is_some_and(|max| tokens > max)
         };
         if ready.iter().any(overfull) {
             let problem = "rows that share a pack have become longer than it".to_owned();

@@ -1,7 +1,8 @@
-//! Which samples share a pack.
+//! Packing: joins samples into packs.
 //!
-//! A packer sees lengths only, so that a plan can foretell what a run does, and what it holds can
-//! be told as stream positions, so that a resumed run goes on with the same packs.
+//! A packer uses only the lengths of samples, so that a plan can compute the packs of a run without
+//! reading the samples. Its state is the list of positions of the pending samples, so that a
+//! resumed run continues with the same packs.
 
 mod balance;
 mod best_fit;
@@ -10,65 +11,66 @@ mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
-use balance::in_steps_of_like_cost;
-use best_fit::{Bin, Room, best_fit_decreasing, split_off_emptiest};
+use balance::group_by_cost;
+use best_fit::{Bin, Capacity, best_fit_decreasing, split_off_emptiest};
 
 use crate::data::config::PackingStrategy;
 use crate::data::row::Length;
 
-/// New samples after which a window is packed, unless the config says otherwise.
+/// Default number of new samples per window of a best-fit packer.
 pub(in crate::data) const WINDOW_SAMPLES: usize = 1000;
 
-/// How samples become packs.
+/// How samples are joined into packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// One sample a pack.
+    /// Each pack holds one sample.
     Off,
-    /// Several samples a pack.
+    /// A pack may hold several samples.
     On {
-        /// Upper bound on one pack, in tokens, vision tokens included.
+        /// Maximum number of tokens of one pack, vision tokens included.
         length: NonZeroU32,
-        /// Which samples share one.
+        /// How the samples of a pack are chosen.
         strategy: PackingStrategy,
-        /// What becomes of a sample that is longer than that.
+        /// How samples longer than `length` are handled.
         overlong: Overlong,
     },
 }
 
-/// What becomes of a sample longer than a pack.
+/// How samples longer than a pack are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overlong {
-    /// It is rejected as `overlong`.
+    /// The sample is rejected with the reason `overlong`.
     Reject,
-    /// It is a pack of its own.
+    /// The sample becomes a pack of its own.
     Alone,
 }
 
 impl Packing {
-    /// Tokens that samples may share; `None` with packing off.
-    pub(in crate::data) fn room(self) -> Option<usize> {
+    /// Maximum number of tokens of a pack of several samples; `None` with packing off.
+    pub(in crate::data) fn max_tokens(self) -> Option<usize> {
         match self {
             Self::Off => None,
             Self::On { length, .. } => Some(length.get() as usize),
         }
     }
 
-    /// Tokens that a pack of `num_tokens` offers room for; `None` with packing off.
+    /// Number of tokens that a pack of `num_tokens` tokens could hold, for the packing efficiency:
+    /// the maximum, or `num_tokens` for a longer sample. `None` with packing off.
     pub fn capacity(self, num_tokens: usize) -> Option<usize> {
-        self.room().map(|room| num_tokens.max(room))
+        self.max_tokens().map(|max_tokens| num_tokens.max(max_tokens))
     }
 }
 
-/// What else decides which samples share a pack, and in which order packs come.
+/// Further settings that determine which samples share a pack, and the order of packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackRules {
-    /// New samples that a best-fit packer looks at together.
+    /// Number of new samples that a best-fit packer packs together.
     pub window: NonZeroUsize,
-    /// Upper bound on the visual patches of one pack; a sample with more goes alone.
+    /// Maximum number of visual patches of one pack. A sample with more becomes a pack of its own.
     pub max_patches: Option<NonZeroU32>,
-    /// Bytes of the pixel values of one patch.
+    /// Size of the pixel values of one patch, in bytes.
     pub patch_bytes: NonZeroU64,
-    /// Packs a step, if the packs of a step shall cost alike.
+    /// Number of packs per step. If set, packs of similar cost are grouped into steps.
     pub balanced_step: Option<NonZeroUsize>,
 }
 
@@ -78,75 +80,76 @@ impl PackRules {
     }
 }
 
-/// A sample on its way into a pack.
+/// A sample to be packed.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::data) struct Item<T> {
     /// Position in the order of the epoch.
     pub position: u64,
-    /// Size.
+    /// Number of tokens and of pixel bytes.
     pub length: Length,
-    /// The sample itself, or nothing when only packs are counted.
+    /// The sample, or `()` if packs are only counted.
     pub value: T,
 }
 
-/// Joins the samples of one epoch, which arrive by ascending position.
+/// Joins the samples of one epoch, which must be pushed by ascending position.
 #[derive(Debug)]
 pub(in crate::data) struct Packer<T> {
     packing: Packing,
     rules: PackRules,
-    held: Vec<Item<T>>, // ascending; sequential: the open pack, best fit: carried ones, new ones
-    new: usize,         // the last of `held`, arrived since a window was packed
+    pending: Vec<Item<T>>, // ascending; sequential: the open pack, best fit: old and new samples
+    new: usize, // number of samples at the end of `pending` that arrived after the last window
 }
 
 impl<T> Packer<T> {
-    /// A packer that holds `carry`, as [`Packer::held`] told it at the end of a step.
-    pub(in crate::data) fn new(packing: Packing, rules: PackRules, carry: Vec<Item<T>>) -> Self {
-        Self { packing, rules, held: carry, new: 0 }
+    /// Creates a packer with the samples `pending`, whose positions [`Packer::held`] returned at
+    /// the end of a step.
+    pub(in crate::data) fn new(packing: Packing, rules: PackRules, pending: Vec<Item<T>>) -> Self {
+        Self { packing, rules, pending, new: 0 }
     }
 
-    /// Positions of the samples that are in no pack yet.
+    /// Positions of the pending samples, which are in no pack yet.
     pub(in crate::data) fn held(&self) -> impl Iterator<Item = u64> + '_ {
-        self.held.iter().map(|item| item.position)
+        self.pending.iter().map(|item| item.position)
     }
 
-    /// Takes the next sample; returns the packs that it completes, in order.
+    /// Adds the next sample and returns the completed packs, in order.
     ///
-    /// While it returns none, a best-fit packer is in the middle of a window: only after packs came
-    /// out is [`Packer::held`] all of its state.
+    /// If it returns no pack, a best-fit packer may be inside a window. [`Packer::held`] is its
+    /// complete state only directly after a call that returned packs.
     pub(in crate::data) fn push(&mut self, item: Item<T>) -> Vec<Vec<Item<T>>> {
         match self.packing {
             Packing::Off => vec![vec![item]],
             Packing::On { length, strategy: PackingStrategy::Sequential, .. } => {
-                let room = self.room(length);
-                let mut held = self.held.iter().map(|held| self.room_of(held));
-                let free = held.try_fold(room, Room::less);
-                let fits = free.is_some_and(|free| free.less(self.room_of(&item)).is_some());
-                let closed = if fits { Vec::new() } else { self.finish() };
-                self.held.push(item);
-                closed
+                let capacity = self.capacity(length);
+                let mut sizes = self.pending.iter().map(|pending| self.size(pending));
+                let free = sizes.try_fold(capacity, Capacity::checked_sub);
+                let fits = free.is_some_and(|free| free.checked_sub(self.size(&item)).is_some());
+                let packed = if fits { Vec::new() } else { self.finish() };
+                self.pending.push(item);
+                packed
             }
             Packing::On { length, strategy: PackingStrategy::BestFit, .. } => {
                 self.new += 1;
-                self.held.push(item);
+                self.pending.push(item);
                 if self.new < self.rules.window.get() {
                     return Vec::new();
                 }
                 self.new = 0;
                 let bins = self.bins(length);
-                let (mut emitted, mut carried) = split_off_emptiest(bins, &self.held, length);
+                let (mut packed, mut pending) = split_off_emptiest(bins, &self.pending, length);
                 if let Some(step) = self.rules.balanced_step {
-                    // the emptiest are the last: so steps end where windows do
-                    carried.extend(emitted.split_off(emitted.len() / step * step.get()));
+                    // emit whole steps only; the emptiest bins are at the end and stay pending
+                    pending.extend(packed.split_off(packed.len() / step * step.get()));
                 }
-                self.take(emitted, carried)
+                self.take(packed, pending)
             }
         }
     }
 
-    /// Ends the epoch: everything held becomes packs.
+    /// Ends the epoch: packs all pending samples.
     pub(in crate::data) fn finish(&mut self) -> Vec<Vec<Item<T>>> {
         self.new = 0;
-        if self.held.is_empty() {
+        if self.pending.is_empty() {
             return Vec::new();
         }
         match self.packing {
@@ -154,44 +157,45 @@ impl<T> Packer<T> {
                 let bins = self.bins(length);
                 self.take(bins, Vec::new())
             }
-            _ => vec![std::mem::take(&mut self.held)],
+            _ => vec![std::mem::take(&mut self.pending)],
         }
     }
 
     fn bins(&self, length: NonZeroU32) -> Vec<Bin> {
-        let sizes: Vec<Room> = self.held.iter().map(|item| self.room_of(item)).collect();
-        best_fit_decreasing(&sizes, self.room(length))
+        let sizes: Vec<Capacity> = self.pending.iter().map(|item| self.size(item)).collect();
+        best_fit_decreasing(&sizes, self.capacity(length))
     }
 
-    /// What an empty pack has.
-    fn room(&self, length: NonZeroU32) -> Room {
-        let patches = self.rules.max_patches.map_or(u64::MAX, |most| u64::from(most.get()));
-        Room { tokens: length.get() as usize, patches }
+    /// Capacity of an empty pack.
+    fn capacity(&self, length: NonZeroU32) -> Capacity {
+        let patches = self.rules.max_patches.map_or(u64::MAX, |max| u64::from(max.get()));
+        Capacity { tokens: length.get() as usize, patches }
     }
 
-    /// What a sample takes.
-    fn room_of(&self, item: &Item<T>) -> Room {
-        Room { tokens: item.length.tokens, patches: self.rules.patches(item.length) }
+    /// Capacity that a sample uses.
+    fn size(&self, item: &Item<T>) -> Capacity {
+        Capacity { tokens: item.length.tokens, patches: self.rules.patches(item.length) }
     }
 
-    /// Makes packs of the emitted bins, by the arrival of their longest samples or in steps of like
-    /// cost; keeps the rest.
-    fn take(&mut self, mut emitted: Vec<Bin>, carried: Vec<Bin>) -> Vec<Vec<Item<T>>> {
-        // not by the first arrival: packs of many short samples have early ones and would come first
-        emitted.sort_unstable_by_key(|bin| bin.longest);
+    /// Converts the bins `packed` to packs, ordered by the position of their longest samples or
+    /// grouped into steps of similar cost. The samples of the bins `pending` stay.
+    fn take(&mut self, mut packed: Vec<Bin>, pending: Vec<Bin>) -> Vec<Vec<Item<T>>> {
+        // not by the first sample: packs of many short samples would come first, because their
+        // first samples have low positions
+        packed.sort_unstable_by_key(|bin| bin.longest);
         if let Some(step) = self.rules.balanced_step {
-            let size = |sample: usize| self.room_of(&self.held[sample]);
-            emitted = in_steps_of_like_cost(emitted, step, size);
+            let size = |sample: usize| self.size(&self.pending[sample]);
+            packed = group_by_cost(packed, step, size);
         }
-        let mut held: Vec<Option<Item<T>>> = self.held.drain(..).map(Some).collect();
-        let mut take = |sample: usize| held[sample].take().expect("a sample is in one bin");
-        let packs = emitted
+        let mut items: Vec<Option<Item<T>>> = self.pending.drain(..).map(Some).collect();
+        let mut take = |sample: usize| items[sample].take().expect("a sample is in one bin");
+        let packs = packed
             .into_iter()
             .map(|bin| bin.samples.into_iter().map(&mut take).collect())
             .collect();
-        let mut rest: Vec<usize> = carried.into_iter().flat_map(|bin| bin.samples).collect();
+        let mut rest: Vec<usize> = pending.into_iter().flat_map(|bin| bin.samples).collect();
         rest.sort_unstable();
-        self.held = rest.into_iter().map(take).collect();
+        self.pending = rest.into_iter().map(take).collect();
         packs
     }
 }

@@ -1,4 +1,5 @@
-//! Rows of data files -> [`Sample`](crate::batch::Sample). Text only: no image is opened here.
+//! Reads the rows of data files as [`Sample`](crate::batch::Sample). It does not open images or
+//! videos.
 
 mod content;
 mod error;

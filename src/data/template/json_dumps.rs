@@ -1,9 +1,10 @@
-//! `json.dumps(value, ensure_ascii=False)` of Python, for templates that print tools and calls.
+//! Python's `json.dumps(value, ensure_ascii=False)`, for templates that print tools and tool calls.
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-/// JSON text with Python's separators: `", "` and `": "`, or lines with `indent` spaces a level.
+/// Formats `value` with Python's separators `", "` and `": "`, or on lines with `indent` spaces per
+/// level.
 pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
     let mut writer = Writer { out: String::new(), indent, depth: 0 };
     writer.value(value)?;
@@ -37,7 +38,7 @@ impl Writer {
                 })?;
             }
             kind => {
-                let message = format!("`tojson` of {kind}");
+                let message = format!("`tojson` does not support a value of type {kind}");
                 return Err(Error::new(ErrorKind::InvalidOperation, message));
             }
         }
@@ -96,7 +97,8 @@ impl Writer {
     }
 }
 
-/// Python's `repr`: shortest digits, an exponent below 1e-4 and from 1e16 on.
+/// Formats a float like Python's `repr`: shortest digits, with an exponent below 1e-4 and from 1e16
+/// on.
 fn float(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();
@@ -120,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_are_written_as_python_writes_them() {
+    fn floats_are_formatted_as_in_python() {
         let cases = [
             (0.0, "0.0"),
             (-0.0, "-0.0"),
@@ -139,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn text_keeps_html_and_other_scripts_and_order() {
+    fn html_non_ascii_text_and_key_order_are_kept() {
         let inner = Value::from_pairs([("z", Value::from("<\u{e9}&'\"\\\n\u{1}\u{7f}>"))]);
         let items = vec![Value::from(1), Value::from(true), Value::from(()), inner];
         let value = Value::from_pairs([("b", Value::from(items)), ("a", Value::from(2.5))]);
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn indented_text_breaks_lines_but_not_empty_containers() {
+    fn empty_containers_stay_on_one_line_with_indentation() {
         let value = Value::from_pairs([
             ("a", Value::from(vec![1, 2])),
             ("b", Value::from(Vec::<i32>::new())),

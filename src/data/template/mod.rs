@@ -1,8 +1,9 @@
-//! The chat template of the model folder: turns to text, and where in that text the targets stand.
+//! Renders conversations with the chat template of the model folder and locates the targets.
 //!
-//! Targets are found by rendering: the prefix before an assistant turn with the generation prompt
-//! ends where the turn's content begins, and the prefix that includes it ends where it ends. No
-//! text is searched for, so nothing that a user writes can start a target.
+//! Targets are located by rendering prefixes of the conversation. The prefix before an assistant
+//! turn, with the generation prompt, ends where the content of the turn starts; the prefix that
+//! includes the turn ends where the turn ends. The text is not searched for markers, so text
+//! written by a user can never become a target.
 
 mod json_dumps;
 mod strftime;
@@ -17,8 +18,10 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::batch::{Content, Message, Part};
 
+/// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";
-/// Contents of the exchange that shows how the template opens and closes an assistant turn.
+/// Contents of the user and the assistant turn that are rendered to learn how the template starts
+/// and ends an assistant turn.
 const PROBE: [&str; 2] = ["question", "answer"];
 
 /// A compiled chat template.
@@ -26,56 +29,54 @@ const PROBE: [&str; 2] = ["question", "answer"];
 pub(in crate::data) struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: Vec<(&'static str, String)>,
-    /// What follows the content of an assistant turn, as in `"<|im_end|>\n"`.
+    /// Text after the content of an assistant turn, such as `"<|im_end|>\n"`.
     tail: String,
 }
 
-/// Whether the text ends with the header of an assistant turn to come.
+/// Whether to append the header of an assistant turn, so that the model answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) enum GenerationPrompt {
-    /// It does: the model is to answer.
     Append,
-    /// It does not.
     Omit,
 }
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct RenderedChat {
-    /// The text, media as one placeholder each.
+    /// Text with one placeholder per image or video.
     pub text: String,
-    /// Bytes of `text` that are targets: content and end mark of each trained assistant turn.
+    /// Byte ranges of the targets in `text`: content and end mark of each trained assistant turn.
     pub targets: Vec<Range<usize>>,
 }
 
-/// A conversation cut before its last assistant turn.
+/// A rendered conversation, split before the content of its last assistant turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct RenderedPrompt {
-    /// Everything up to and with the header of that turn.
+    /// Text up to and including the header of that turn.
     pub text: String,
     /// Content of that turn, without its end mark.
     pub answer: String,
 }
 
-/// Why a template, or a conversation with it, cannot be used.
+/// The reason why a chat template, or a conversation rendered with it, cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
-    /// Not a template.
+    /// The template has a syntax error.
     #[error("the chat template does not compile: {problem}")]
     Compile {
-        /// What the engine says, with the line.
+        /// Error of the template engine, with its line.
         problem: String,
     },
-    /// The template refused these turns.
+    /// The template failed on this conversation.
     #[error("the chat template fails: {problem}")]
     Render {
-        /// What the engine or the template says.
+        /// Error of the template engine, or raised by the template.
         problem: String,
     },
-    /// An assistant turn without a mark at its end could not be told from what follows.
+    /// The template writes nothing after an assistant turn that the model could learn to stop at.
     #[error("the chat template writes no end mark after an assistant turn")]
     NoEndMark,
-    /// Rendering a part of the conversation gives other text than rendering all of it.
+    /// A prefix of the conversation renders differently than within the whole conversation.
     #[error(
         "the chat template is not prefix-stable: it renders turn {turn} differently when more turns follow"
     )]
@@ -86,7 +87,7 @@ pub enum TemplateError {
 }
 
 impl TemplateError {
-    /// Short key, for counting rejected rows by reason.
+    /// Returns the key under which rejected rows are counted, such as `template`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Compile { .. } | Self::Render { .. } => "template",
@@ -95,14 +96,14 @@ impl TemplateError {
         }
     }
 
-    /// What to do about it, where that is not plain from the message.
+    /// Returns the fix that the error message suggests; `None` if the message alone is enough.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::NotPrefixStable { .. } => {
-                "targets could not be told apart: use a template that renders earlier turns unchanged"
+                "targets cannot be located: use a template that renders earlier turns unchanged"
             }
             Self::NoEndMark => {
-                "the model would never learn to stop: end assistant turns with a mark"
+                "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
             }
             Self::Compile { .. } => "copy the chat template from the published model again",
             Self::Render { .. } => return None,
@@ -112,8 +113,8 @@ impl TemplateError {
 }
 
 impl ChatTemplate {
-    /// Compiles `source` with the settings and functions of transformers, and tries it on one
-    /// exchange. `special_tokens` are variables of the template, such as `bos_token`.
+    /// Compiles `source` with the settings and functions of transformers, and checks it on a short
+    /// conversation. `special_tokens` become variables of the template, such as `bos_token`.
     pub(in crate::data) fn new(
         source: String,
         special_tokens: Vec<(&'static str, String)>,
@@ -124,7 +125,7 @@ impl ChatTemplate {
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         env.add_filter("tojson", to_json);
         env.add_function("raise_exception", raise_exception);
-        let loaded = SystemTime::now(); // one run, one date
+        let loaded = SystemTime::now(); // the date must not change within a run
         env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
         env.add_template_owned(NAME, source).map_err(|error| compile_error(&error))?;
         let mut this = Self { env, special_tokens, tail: String::new() };
@@ -132,7 +133,7 @@ impl ChatTemplate {
         Ok(this)
     }
 
-    /// Text of a conversation, media as one placeholder each.
+    /// Renders a conversation, with one placeholder per image or video.
     pub(in crate::data) fn render(
         &self,
         messages: &[Message],
@@ -142,7 +143,7 @@ impl ChatTemplate {
         Chat::new(self, messages, tools).render(messages.len(), prompt)
     }
 
-    /// Text of a conversation, and where its targets are.
+    /// Renders a conversation and locates its targets.
     pub(in crate::data) fn render_with_targets(
         &self,
         messages: &[Message],
@@ -160,7 +161,8 @@ impl ChatTemplate {
         Ok(RenderedChat { text, targets })
     }
 
-    /// The conversation up to its last assistant turn, and that turn; `None` without one.
+    /// Renders a conversation up to its last assistant turn, split before the content of that turn.
+    /// Returns `None` if it has no assistant turn.
     pub(in crate::data) fn render_prompt(
         &self,
         messages: &[Message],
@@ -177,7 +179,7 @@ impl ChatTemplate {
         Ok(Some(RenderedPrompt { text, answer }))
     }
 
-    /// What the template writes after the content of an assistant turn.
+    /// Returns the text that the template writes after the content of an assistant turn.
     fn probe(&self) -> Result<String, TemplateError> {
         let messages = [("user", PROBE[0]), ("assistant", PROBE[1])].map(probe_turn);
         let chat = Chat::new(self, &messages, None);
@@ -192,7 +194,7 @@ impl ChatTemplate {
     }
 }
 
-/// A conversation as values of the template.
+/// A conversation converted to template values.
 struct Chat<'a> {
     template: &'a ChatTemplate,
     messages: Vec<Value>,
@@ -237,7 +239,8 @@ impl<'a> Chat<'a> {
             .map_err(|error| TemplateError::Render { problem: describe(&error) })
     }
 
-    /// Where the content of assistant turn `turn` stands in `text`, the whole conversation.
+    /// Returns the byte range of the content of assistant turn `turn` in `text`, the rendered
+    /// conversation.
     fn content_of(&self, turn: usize, text: &str) -> Result<Range<usize>, TemplateError> {
         let tail = self.template.tail.as_str();
         let rendered;
@@ -255,13 +258,13 @@ impl<'a> Chat<'a> {
         }
     }
 
-    /// What stands before the content of assistant turn `turn`.
+    /// Returns the text before the content of assistant turn `turn`.
     fn head_of(&self, turn: usize) -> Result<String, TemplateError> {
         if turn > 0 {
             return self.render(turn, GenerationPrompt::Append);
         }
-        // Templates look at the first turn, so there is no rendering of no turns: take the
-        // opening from a conversation that begins with a known answer.
+        // Templates access the first turn, so an empty conversation cannot be rendered. Render a
+        // known answer as the first turn and remove it.
         let answer = message_value(&probe_turn(("assistant", PROBE[1])));
         let mut opening = self.render_turns(vec![answer], GenerationPrompt::Omit)?;
         let body = opening.strip_suffix(self.template.tail.as_str());
@@ -294,7 +297,7 @@ fn part_value(part: &Part) -> Value {
     }
 }
 
-/// Keeps the order of keys.
+/// Converts JSON to a template value and keeps the order of keys.
 fn value_of_json(json: &serde_json::Value) -> Value {
     use serde_json::Value as Json;
     match json {
@@ -314,11 +317,11 @@ fn value_of_json(json: &serde_json::Value) -> Value {
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "the signature of a filter")]
-/// `tojson` as transformers replaces it: `json.dumps` without escapes of HTML or of non-ASCII.
+#[expect(clippy::needless_pass_by_value, reason = "required signature of a filter")]
+/// The filter `tojson` as in transformers: `json.dumps` that escapes neither HTML nor non-ASCII.
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent = options.get::<Option<usize>>("indent")?;
-    // Accepted because transformers has it; non-ASCII text stays as it is.
+    // Accepted for compatibility with transformers, and ignored.
     options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
     json_dumps::dumps(value, indent)
@@ -332,7 +335,7 @@ fn compile_error(error: &Error) -> TemplateError {
     TemplateError::Compile { problem: describe(error) }
 }
 
-/// One line: what, and where in the template.
+/// Formats an error in one line, with its line in the template.
 fn describe(error: &Error) -> String {
     let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     error.line().map_or_else(|| what.clone(), |line| format!("{what} (line {line})"))

@@ -1,4 +1,5 @@
-//! `strftime_now` of templates that write a date; UTC, so that every machine writes the same.
+//! The template function `strftime_now`. It uses UTC, so that the text does not depend on the
+//! machine.
 
 use std::time::SystemTime;
 
@@ -6,11 +7,11 @@ use chrono::format::{Item, StrftimeItems};
 use chrono::{DateTime, Utc};
 use minijinja::{Error, ErrorKind};
 
-/// Formats `time`; an error for a format with an unknown directive.
+/// Formats `time`. An unknown directive is an error.
 pub(super) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> {
     let items: Vec<Item<'_>> = StrftimeItems::new(format).collect();
     if items.contains(&Item::Error) {
-        let message = format!("`strftime_now`: `{format}` is not supported");
+        let message = format!("`strftime_now` does not support a directive in `{format}`");
         return Err(Error::new(ErrorKind::InvalidOperation, message));
     }
     Ok(DateTime::<Utc>::from(time).format_with_items(items.iter()).to_string())
@@ -23,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_written_as_python_writes_them() {
+    fn dates_are_formatted_as_in_python() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let cases = [
             (0, "%Y-%m-%d %A", "1970-01-01 Thursday"),
@@ -36,8 +37,8 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_directive_is_named() {
+    fn the_error_for_an_unsupported_directive_names_it() {
         let error = strftime("%Q", UNIX_EPOCH).unwrap_err();
-        assert!(error.to_string().contains("`%Q` is not supported"));
+        assert!(error.to_string().contains("does not support a directive in `%Q`"));
     }
 }

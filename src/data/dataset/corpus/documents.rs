@@ -1,30 +1,30 @@
-//! Where documents of a token stream begin and end, by their separators.
+//! Divides a token stream into documents by their separators.
 
 use crate::batch::{EncodedSample, IGNORE_INDEX, SampleId};
 
-/// Ids that part documents: one that ends them, one that begins them, or both.
+/// Ids that separate documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Separators {
-    /// Ends a document.
+    /// Id that ends a document; `None` if only `bos` separates documents.
     pub(super) eos: Option<u32>,
-    /// Begins one.
+    /// Id that starts a document; `None` if only `eos` separates documents.
     pub(super) bos: Option<u32>,
 }
 
 impl Separators {
-    /// Whether a document begins at `id`, which follows `before`.
-    pub(super) fn part(self, before: u32, id: u32) -> bool {
+    /// Returns whether a document starts at `id`, which follows `before`.
+    pub(super) fn separate(self, before: u32, id: u32) -> bool {
         self.eos == Some(before) || self.bos == Some(id)
     }
 
-    /// Tokens of a stream as a sample: each document in it is a segment with positions from 0, and
-    /// every token but the first of a segment is a target. `ids: [T]`.
+    /// Converts a span of tokens, `[T]`, to a sample. Each document in it is a segment with
+    /// positions from 0, and every token except the first of a segment is a target.
     pub(super) fn sample(self, id: SampleId, ids: Vec<u32>) -> EncodedSample {
         let mut labels: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
         let mut position_ids = Vec::with_capacity(ids.len());
         let mut start = 0;
         for at in 0..ids.len() {
-            if at == 0 || self.part(ids[at - 1], ids[at]) {
+            if at == 0 || self.separate(ids[at - 1], ids[at]) {
                 start = at;
                 labels[at] = IGNORE_INDEX;
             }
@@ -41,19 +41,22 @@ impl Separators {
     }
 }
 
-/// Pieces of the documents of a stream: all of each, or runs of at most so many tokens.
+/// Pieces of the documents of a stream: whole documents, or parts of a limited number of tokens.
 ///
-/// A piece begins with the last token of the one before, so that every token of a document but its
-/// first is a target once.
+/// A piece starts with the last token of the piece before, so that every token of a document except
+/// its first is a target exactly once.
 #[derive(Debug)]
 pub(super) struct Pieces {
+    /// Maximum number of tokens of a piece; `None` does not split documents.
     at_most: Option<u32>,
-    /// Pieces of all documents before each, and of all; `[documents + 1]`. Empty without a limit.
+    /// Number of pieces before each document, and in total, `[documents + 1]`. Empty if documents
+    /// are not split.
     before: Vec<u32>,
 }
 
 impl Pieces {
-    /// `lengths` are those of the documents, `at_most` is above 1. `None`: more than fit.
+    /// Splits documents of these `lengths` into pieces of at most `at_most` tokens, which must be
+    /// above 1. Returns `None` if there are more than `u32::MAX` pieces.
     pub(super) fn new(lengths: impl Iterator<Item = u32>, at_most: Option<u32>) -> Option<Self> {
         let mut before = Vec::new();
         if let Some(at_most) = at_most {
@@ -67,12 +70,12 @@ impl Pieces {
         Some(Self { at_most, before })
     }
 
-    /// Pieces of `documents` documents.
+    /// Number of pieces; `documents` is the number of documents.
     pub(super) fn len(&self, documents: usize) -> usize {
         self.before.last().map_or(documents, |pieces| *pieces as usize)
     }
 
-    /// Document of a piece, and its first token in that.
+    /// Returns the document of a piece, and the index of its first token in that document.
     pub(super) fn place(&self, piece: u32) -> (usize, u32) {
         match self.at_most {
             None => (piece as usize, 0),
@@ -83,7 +86,7 @@ impl Pieces {
         }
     }
 
-    /// Tokens of the piece that begins at `start` of a document of `length` tokens.
+    /// Number of tokens of the piece that starts at token `start` of a document of `length` tokens.
     pub(super) fn tokens(&self, length: u32, start: u32) -> u32 {
         (length - start).min(self.at_most.unwrap_or(u32::MAX))
     }
@@ -114,9 +117,9 @@ mod tests {
         for (separators, ids, lengths) in [
             (EOS, &[5, 6, 0, 7, 8, 0][..], &[3, 3][..]),
             (EOS, &[5, 6, 0, 7], &[3, 1]),
-            (EOS, &[0, 7, 8], &[1, 2]), // begins with the end of a document before it
+            (EOS, &[0, 7, 8], &[1, 2]), // starts with the end of the document before
             (EOS, &[5, 6], &[2]),
-            (EOS, &[5, 1, 6], &[3]), // a BOS is a token like any other here
+            (EOS, &[5, 1, 6], &[3]), // without `bos`, id 1 is an ordinary token
             (BOS, &[1, 5, 1, 6, 7], &[2, 3]),
             (BOS, &[5, 6, 1], &[2, 1]),
             (BOTH, &[1, 5, 0, 1, 6, 0], &[3, 3]),
@@ -152,23 +155,24 @@ mod tests {
         assert!(Pieces::new([u32::MAX; 3].into_iter(), Some(2)).is_none());
     }
 
-    /// May token `i` of the rows see token `j`: by hand from ids, as a dense `[B * L, B * L]` mask.
+    /// Element (`i`, `j`) of the dense attention mask `[B * L, B * L]`, computed from the ids:
+    /// whether token `i` attends to token `j`. Both are (row, place).
     fn dense(
         rows: &[Vec<u32>],
         separators: Separators,
         i: (usize, usize),
         j: (usize, usize),
     ) -> bool {
-        let parted = |at: usize| {
+        let starts_document = |at: usize| {
             let ids = &rows[i.0];
             separators.eos == Some(ids[at - 1]) || separators.bos == Some(ids[at])
         };
-        i.0 == j.0 && j.1 <= i.1 && !(j.1 + 1..=i.1).any(parted)
+        i.0 == j.0 && j.1 <= i.1 && !(j.1 + 1..=i.1).any(starts_document)
     }
 
     proptest! {
         #[test]
-        fn boundaries_of_a_batch_are_those_of_the_dense_mask(
+        fn segment_boundaries_of_a_batch_equal_the_dense_mask(
             rows in prop::collection::vec(prop::collection::vec(0u32..5, 1..12), 1..5),
             kind in 0usize..3,
         ) {
@@ -186,14 +190,14 @@ mod tests {
             prop_assert_eq!(places.len(), stream.num_tokens);
             for (i, to) in places.iter().enumerate() {
                 for (j, from) in places.iter().enumerate() {
-                    let sees = j <= i && segment_of[i] == segment_of[j];
-                    prop_assert_eq!(sees, dense(&rows, separators, *to, *from));
+                    let attends = j <= i && segment_of[i] == segment_of[j];
+                    prop_assert_eq!(attends, dense(&rows, separators, *to, *from));
                 }
             }
         }
 
         #[test]
-        fn each_token_of_a_document_but_its_first_is_a_target_once(
+        fn each_token_of_a_document_except_its_first_is_a_target_once(
             lengths in prop::collection::vec(1u32..60, 1..20), at_most in 2u32..20,
         ) {
             let pieces = Pieces::new(lengths.iter().copied(), Some(at_most)).unwrap();

@@ -1,104 +1,102 @@
-//! Why a corpus cannot be used.
+//! Errors of a corpus.
 
 use std::io;
 use std::path::PathBuf;
 
 use crate::data::row::Rejection;
 
-/// Why a corpus cannot be used.
+/// The reason why a corpus cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CorpusError {
-    /// The system refused it.
+    /// The file cannot be read.
     #[error("cannot read `{}`: {cause}", .path.display())]
     Read {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         cause: io::Error,
     },
-    /// Bytes that are no text.
+    /// The file is not UTF-8.
     #[error("{}:{line}: the line is not UTF-8", .path.display())]
     Utf8 {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// From 1.
+        /// Line number, starting at 1.
         line: u64,
     },
-    /// The tokenised corpus could not be written.
+    /// The tokenised corpus cannot be written.
     #[error("cannot write the tokens of `{}` to `{}`: {cause}", .path.display(), .folder.display())]
     Write {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// Where to.
+        /// Folder of the tokens.
         folder: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         cause: io::Error,
     },
-    /// A separator that is no token.
-    #[error("`corpus.{key}` of `{}` is `{token}`, which `tokenizer.json` does not have", .path.display())]
+    /// A separator is not a token.
+    #[error("`corpus.{key}` of `{}` is `{token}`, expected a token of `tokenizer.json`", .path.display())]
     UnknownToken {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
         /// `eos_token` or `bos_token`.
         key: &'static str,
-        /// Its value.
+        /// Value of the key.
         token: String,
     },
-    /// A corpus that gives no window.
-    #[error("`{}` has {tokens} tokens, windows of `length` {length} need at least {fewest}", .path.display())]
+    /// The corpus is too short for a window.
+    #[error("`{}` has {tokens} tokens, expected at least {fewest} for `length` {length}", .path.display())]
     TooShort {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// Its tokens.
+        /// Number of tokens of the corpus.
         tokens: u32,
-        /// Inputs of a window.
+        /// Number of input tokens of a window.
         length: u32,
-        /// Tokens that would do.
+        /// Minimum number of tokens.
         fewest: u64,
     },
-    /// More tokens, lines or pieces than an index counts.
-    #[error("`{}` has more tokens or lines than fit, at most {}", .path.display(), u32::MAX)]
+    /// The corpus has more tokens, lines or pieces than the index can count.
+    #[error("`{}` has more than {} tokens, lines or samples", .path.display(), u32::MAX)]
     TooLarge {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
     },
-    /// A row that cannot be used, and the config says that this stops the run.
+    /// A row cannot be used, and `data.on_error` is `stop`.
     #[error("{0}")]
     Rejected(Box<Rejection>),
-    /// More rows cannot be used than the config allows.
-    #[error("`{}`: {rejected} of {rows} rows rejected, at most a share of {max_rejected} may be: {first}", .path.display())]
+    /// More rows were rejected than the config allows.
+    #[error("`{}`: {rejected} of {rows} rows rejected, expected a share of at most {max_rejected}: {first}", .path.display())]
     TooManyRejected {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// How many.
+        /// Number of rejected rows.
         rejected: usize,
-        /// Of how many.
+        /// Number of all rows.
         rows: u64,
-        /// The share that is allowed.
+        /// Maximum share of rejected rows, from 0 to 1.
         max_rejected: f64,
-        /// One of them.
+        /// The first rejection.
         first: Box<Rejection>,
     },
 }
 
 impl CorpusError {
-    /// What to do about it, where that is not plain from the message.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self {
             Self::Read { .. } => {
-                "paths in `data` lead to files, from the folder in which the command runs"
+                "paths in `data` must point to files, relative to the folder in which the command runs"
             }
             Self::Utf8 { .. } => "convert the file to UTF-8",
-            Self::Write { .. } => "check free space and permissions of the folder",
+            Self::Write { .. } => "check the free space and the permissions of the folder",
             Self::UnknownToken { .. } => {
-                "name a token of the model folder's tokenizer, or leave the key out"
+                "use a token of the model folder's tokenizer, or remove the key"
             }
             Self::TooShort { .. } => "lower `corpus.length`, or add text",
             Self::TooLarge { .. } => "split the file into several data sets",
-            Self::Rejected(_) => "repair the row, or skip such rows with `data.on_error: skip`",
-            Self::TooManyRejected { .. } => {
-                "repair the rows, or allow more with `data.max_rejected`"
-            }
+            Self::Rejected(_) => "fix the row, or set `data.on_error: skip` to skip such rows",
+            Self::TooManyRejected { .. } => "fix the rows, or raise `data.max_rejected`",
         }
         .to_owned()
     }

@@ -1,8 +1,8 @@
-//! Plain text as a data set: tokenised once into a file, and read from there as windows or documents.
+//! Plain text as a data set: tokenised once into a file, then read as windows or documents.
 //!
-//! A row of a corpus of windows is the first token of a window, so that a row is the same sample in
-//! each epoch though each epoch draws an offset. A row of a corpus of documents is one of these, or
-//! of their pieces.
+//! For windows, a row number is the index of the window's first token, so that a row is the same
+//! sample in every epoch although each epoch draws a new offset. For documents, a row number counts
+//! the documents, or their pieces if long documents are split.
 
 mod config;
 mod documents;
@@ -33,29 +33,30 @@ use crate::data::encode::truncate::{Cut, CutError, Dropped, Outline, dropped};
 use crate::data::row::{Length, Rejection};
 use crate::data::source::{JsonlFile, RowForm, SampleError, SourceError};
 
-/// What a corpus has to know of the rest of the config.
+/// Settings of a corpus that come from other sections of the config.
 #[derive(Debug, Clone)]
 pub struct CorpusOptions {
-    /// What it is opened for.
+    /// Whether the corpus is opened for training or evaluation.
     pub purpose: Purpose,
-    /// Tokens of a piece of a document that is longer, above 1; `None`: documents stay whole.
+    /// Maximum number of tokens of a piece of a document, above 1. `None` does not split documents.
     pub split_at: Option<NonZeroU32>,
-    /// How documents that are longer than a limit are cut; windows are not.
+    /// How long documents are truncated. Windows are never truncated.
     pub cut: Option<Cut>,
-    /// Folder in which tokens are kept for the next time; `None`: they go when the process ends.
+    /// Folder in which the tokens are cached. `None` stores them in a temporary file.
     pub cache: Option<PathBuf>,
-    /// What becomes of the run when a text cannot be used.
+    /// Whether a text that cannot be used is skipped or stops the run.
     pub on_error: OnError,
-    /// Share of the texts that may be rejected.
+    /// Maximum share of rejected texts, from 0 to 1.
     pub max_rejected: f64,
 }
 
-/// What a corpus is opened for.
+/// Whether a corpus is opened for training or evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Training, with so many rows a batch.
+    /// Training, with this many rows per batch.
     Train(NonZeroUsize),
-    /// Evaluation: windows stand where they stand, end to end unless they slide.
+    /// Evaluation: windows start at the first token, without a random offset. They are placed end
+    /// to end unless `sampling` is `sliding_window`.
     Eval,
 }
 
@@ -72,7 +73,7 @@ impl Default for CorpusOptions {
     }
 }
 
-/// A tokenised corpus, open for reading samples from many threads.
+/// A tokenised corpus. Samples can be read from several threads.
 #[derive(Debug)]
 pub struct Corpus {
     path: Arc<Path>,
@@ -90,8 +91,9 @@ enum Rows {
 }
 
 impl Corpus {
-    /// Tokenises `path`, a `.txt` file or JSONL with `text`, unless `options.cache` has its tokens. While it
-    /// does, `progress` is told the bytes of text that are done, and all of them.
+    /// Opens `path`, a `.txt` file or JSONL with the key `text`, and tokenises it unless
+    /// `options.cache` has its tokens. During tokenisation, calls
+    /// `progress(bytes of text done, bytes of text in total)`.
     pub fn open(
         path: &Path,
         config: &CorpusConfig,
@@ -103,42 +105,42 @@ impl Corpus {
         let texts = Texts::open(path)?;
         let fingerprint = key(&texts, separators, encoder);
         let tokens = tokens(path, &texts, separators, encoder, options, fingerprint, progress)?;
-        judge(path, &tokens, options)?;
+        check_rejected(path, &tokens, options)?;
         let rows = rows(path, &tokens, config, options)?;
         Ok(Self { path: path.into(), fingerprint, separators, tokens, rows, cut: options.cut })
     }
 
-    /// Whether `path` is read as one text, by its ending.
+    /// Returns whether `path` ends in `.txt`, so that the file is read as one text.
     pub fn is_text_file(path: &Path) -> bool {
         path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("txt"))
     }
 
-    /// The path as given.
+    /// Path as passed to [`Self::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Hash of text, tokenizer and separators: equal where the tokens are.
+    /// Hash of the text, the tokenizer and the separators. Equal hashes mean equal tokens.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
 
-    /// Tokens, separators included.
+    /// Number of tokens, including separators.
     pub fn num_tokens(&self) -> u64 {
         u64::from(self.tokens.index.num_tokens)
     }
 
-    /// Documents, parted by separators.
+    /// Number of documents, as divided by the separators.
     pub fn num_documents(&self) -> usize {
         self.tokens.index.documents.len()
     }
 
-    /// Texts that could not be used.
+    /// Rejections of the texts that could not be used.
     pub fn rejected(&self) -> &[Rejection] {
         &self.tokens.index.rejected
     }
 
-    /// Samples of a pass at the first offset.
+    /// Number of samples in a pass with offset 0.
     pub fn len(&self) -> usize {
         match &self.rows {
             Rows::Windows(windows) => windows.count(0) as usize,
@@ -146,12 +148,12 @@ impl Corpus {
         }
     }
 
-    /// Never true: a corpus without samples is refused.
+    /// Always `false`, because a corpus without samples cannot be opened.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The rows of a pass at the first offset; [`Corpus::len`] of them.
+    /// The [`Corpus::len`] row numbers of a pass with offset 0.
     pub fn rows(&self) -> Box<dyn Iterator<Item = u32> + '_> {
         match &self.rows {
             Rows::Windows(windows) => Box::new(windows.starts(0)),
@@ -159,7 +161,7 @@ impl Corpus {
         }
     }
 
-    /// Where windows begin; `None` for documents.
+    /// Positions of the windows; `None` for documents.
     pub fn windows(&self) -> Option<Windows> {
         match &self.rows {
             Rows::Windows(windows) => Some(*windows),
@@ -167,38 +169,39 @@ impl Corpus {
         }
     }
 
-    /// Length of every sample, if they are all alike.
+    /// Length of every sample if all are equal; `None` for documents.
     pub fn uniform_length(&self) -> Option<Length> {
         let tokens = self.windows()?.length() as usize + 1;
         Some(Length { tokens, ..Length::default() })
     }
 
-    /// First token of a row in the corpus, and how many it has after a cut.
+    /// Returns the first token of a row in the corpus, and its number of tokens after truncation.
     pub fn span(&self, row: u32) -> (u32, u32) {
         let (start, tokens) = self.whole_span(row);
         let kept = self.kept(tokens).unwrap_or(0..tokens as usize);
         (start + kept.start as u32, kept.len() as u32)
     }
 
-    /// Which of so many tokens of a row stay.
+    /// Returns the range of tokens that truncation keeps of a row with `tokens` tokens.
     fn kept(&self, tokens: u32) -> Result<Range<usize>, CutError> {
         let cut = self.cut.filter(|_| matches!(self.rows, Rows::Documents(_)));
         Outline::of_text(tokens as usize).kept_text(cut)
     }
 
-    /// Which tokens of a row stay.
+    /// Returns the range of tokens that truncation keeps of a row.
     fn kept_of(&self, row: u32) -> Result<Range<usize>, SampleError> {
         let kept = self.kept(self.whole_span(row).1);
         kept.map_err(|cause| SampleError::Cut { id: self.id(row), cause })
     }
 
-    /// Documents that are cut.
+    /// Number of documents that are truncated.
     pub fn num_truncated(&self) -> usize {
         let cut = |row: &u32| self.span(*row).1 < self.whole_span(*row).1;
         if self.cut.is_some() { self.rows().filter(cut).count() } else { 0 }
     }
 
-    /// The tokens that the cut takes from a row, by their places in what [`Corpus::read`] gives.
+    /// Returns the tokens that truncation removes from a row, by their places in the result of
+    /// [`Corpus::read`].
     pub fn dropped(&self, row: u32) -> Result<Vec<Dropped>, SampleError> {
         let (start, tokens) = self.whole_span(row);
         let kept = self.kept_of(row)?;
@@ -207,7 +210,7 @@ impl Corpus {
         Ok(dropped(&ids, &[kept]))
     }
 
-    /// First token of a row in the corpus, and how many it has before a cut.
+    /// Returns the first token of a row in the corpus, and its number of tokens before truncation.
     fn whole_span(&self, row: u32) -> (u32, u32) {
         match &self.rows {
             Rows::Windows(windows) => (row, windows.length() + 1),
@@ -219,13 +222,13 @@ impl Corpus {
         }
     }
 
-    /// File, and the line in which the row's first token begins.
+    /// Returns the file and the line in which the first token of a row starts.
     pub fn id(&self, row: u32) -> SampleId {
         let line = self.tokens.index.line(self.span(row).0);
         SampleId { file: self.path.clone(), line }
     }
 
-    /// The sample of a row.
+    /// Reads the sample of a row.
     pub fn read(&self, row: u32) -> Result<EncodedSample, SampleError> {
         self.check_targets(row)?;
         let (start, tokens) = self.span(row);
@@ -236,13 +239,15 @@ impl Corpus {
         }
     }
 
-    /// The size of [`Corpus::read`], with its checks.
+    /// Returns the length of the sample of a row. Fails like [`Corpus::read`], without reading the
+    /// tokens.
     pub fn length(&self, row: u32) -> Result<Length, SampleError> {
         self.check_targets(row)?;
         Ok(Length { tokens: self.span(row).1 as usize, ..Length::default() })
     }
 
-    /// A document of one token has nothing to learn from, nor has one that is cut to one.
+    /// Checks that a row has at least two tokens before and after truncation: with one token it has
+    /// no target.
     fn check_targets(&self, row: u32) -> Result<(), SampleError> {
         if self.whole_span(row).1 < 2 {
             return Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 });
@@ -251,7 +256,7 @@ impl Corpus {
     }
 }
 
-/// Where text comes from.
+/// Source of the text: a JSONL file, or the path and SHA-256 of a text file.
 enum Texts {
     Rows(JsonlFile),
     File(PathBuf, [u8; 32]),
@@ -279,6 +284,7 @@ impl Texts {
     }
 }
 
+/// Computes the fingerprint of a tokenised corpus.
 fn key(texts: &Texts, separators: Separators, encoder: &Encoder) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update(token_file::VERSION.to_le_bytes());
@@ -291,6 +297,8 @@ fn key(texts: &Texts, separators: Separators, encoder: &Encoder) -> [u8; 32] {
     hash.finalize().into()
 }
 
+/// Resolves the separators of the config to ids. Without any, documents end in the model folder's
+/// end-of-document token.
 fn separators(
     path: &Path,
     config: &CorpusConfig,
@@ -311,8 +319,12 @@ fn separators(
     Ok(Separators { eos: if neither { Some(encoder.end_of_document()) } else { eos }, bos })
 }
 
-/// Stops a run that loses more of a corpus than the config allows.
-fn judge(path: &Path, tokens: &TokenFile, options: &CorpusOptions) -> Result<(), CorpusError> {
+/// Fails if more texts were rejected than the config allows.
+fn check_rejected(
+    path: &Path,
+    tokens: &TokenFile,
+    options: &CorpusOptions,
+) -> Result<(), CorpusError> {
     let index = &tokens.index;
     let Some(first) = index.rejected.first() else { return Ok(()) };
     if options.on_error == OnError::Stop {
@@ -339,12 +351,12 @@ fn rows(
     let path = path.to_owned();
     let index = &tokens.index;
     let num_tokens = index.num_tokens;
-    let tracks = match options.purpose {
+    let lanes = match options.purpose {
         Purpose::Train(rows) => u32::try_from(rows.get()).unwrap_or(u32::MAX),
         Purpose::Eval => 1,
     };
     let length = config.length.map_or(1, NonZeroU32::get);
-    let Some(spacing) = config.spacing(tracks) else {
+    let Some(spacing) = config.spacing(lanes) else {
         if index.documents.is_empty() {
             return Err(CorpusError::TooShort { path, tokens: 0, length, fewest: 2 });
         }
@@ -352,7 +364,7 @@ fn rows(
         return pieces.map(Rows::Documents).ok_or(CorpusError::TooLarge { path });
     };
     let spacing = match (options.purpose, spacing) {
-        (Purpose::Eval, Spacing::Tiled | Spacing::Tracks(_)) => Spacing::Stride(length),
+        (Purpose::Eval, Spacing::Tiled | Spacing::Lanes(_)) => Spacing::Stride(length),
         (_, spacing) => spacing,
     };
     Windows::new(num_tokens, length, spacing)

@@ -35,7 +35,7 @@ fn all_ids(corpus: &Corpus) -> Vec<u32> {
     corpus.tokens.read(0, corpus.tokens.index.num_tokens).unwrap()
 }
 
-/// Ids of texts in one call each, and of the end of a document.
+/// Tokenises each text on its own, without separators.
 fn ids_of(texts: &[&str]) -> Vec<Vec<u32>> {
     let encoder = encoder();
     let id = SampleId { file: Path::new("a").into(), line: 1 };
@@ -47,7 +47,7 @@ fn lines(corpus: &Corpus) -> Vec<u64> {
 }
 
 #[test]
-fn rows_are_documents_and_each_ends_in_one_separator() {
+fn rows_are_documents_that_end_in_exactly_one_separator() {
     let rows = [
         r#"{"text": "One document."}"#,
         "",
@@ -72,7 +72,7 @@ fn rows_are_documents_and_each_ends_in_one_separator() {
 }
 
 #[test]
-fn a_window_over_the_end_of_a_document_has_a_segment_of_each() {
+fn a_window_across_documents_has_a_segment_for_each() {
     let (_folder, path) =
         file("a.jsonl", "{\"text\": \"0123\"}\n{\"text\": \"456\"}\n{\"text\": \"78\"}\n");
     let text = r#"{"sampling": "sliding_window", "length": 6, "stride": 1}"#;
@@ -99,7 +99,7 @@ fn a_window_over_the_end_of_a_document_has_a_segment_of_each() {
 }
 
 #[test]
-fn a_text_file_is_one_text_whose_windows_know_their_line() {
+fn a_text_file_is_one_text_whose_windows_have_line_numbers() {
     let text = "\u{feff}12\n34\n\n567\n89";
     let (_folder, path) = file("a.TXT", text);
     let corpus =
@@ -107,19 +107,19 @@ fn a_text_file_is_one_text_whose_windows_know_their_line() {
     let end = encoder().token_id("<|endoftext|>").unwrap();
     let expected = [&ids_of(&["12\n34\n\n567\n89"])[0][..], &[end]].concat();
     assert_eq!(all_ids(&corpus), expected);
-    // digits, newlines (one token when there are two), and the end: a window each but for the last
+    // one window per digit and per run of newlines, which is one token; none for the last token
     assert_eq!(lines(&corpus), [1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 5, 5]);
     assert_eq!(corpus.num_documents(), 1);
 }
 
 #[test]
-fn long_documents_are_split_and_short_ones_have_nothing_to_learn_from() {
+fn long_documents_are_split_and_documents_of_one_token_have_no_targets() {
     let (_folder, path) =
         file("a.jsonl", "{\"text\": \"0123456789\"}\n{\"text\": \"<|endoftext|>\"}\n");
     let split_at = NonZeroU32::new(4);
     let options = CorpusOptions { split_at, ..CorpusOptions::default() };
     let corpus = open(&path, DOCUMENTS, &options);
-    let ids = all_ids(&corpus); // ten digits and two ends
+    let ids = all_ids(&corpus); // ten digits and two separators
     let samples: Vec<_> = (0..4).map(|row| corpus.read(row).unwrap().input_ids).collect();
     assert_eq!(samples, [&ids[0..4], &ids[3..7], &ids[6..10], &ids[9..11]]);
     assert_eq!(corpus.len(), 5);
@@ -131,7 +131,7 @@ fn long_documents_are_split_and_short_ones_have_nothing_to_learn_from() {
 }
 
 #[test]
-fn long_documents_are_cut_at_the_end_that_the_config_names() {
+fn long_documents_are_truncated_at_the_configured_side() {
     let (_folder, path) = file(
         "a.jsonl",
         "{\"text\": \"0123456789\"}\n{\"text\": \"ab\"}\n{\"text\": \"<|endoftext|>\"}\n",
@@ -167,18 +167,18 @@ fn long_documents_are_cut_at_the_end_that_the_config_names() {
             let error = result.unwrap_err();
             assert_eq!((error.reason(), error.id().line), ("no_target_after_truncation", 1));
         }
-        // what a window is does not depend on it: the config refuses those that are longer
+        // windows are never truncated: the config rejects windows longer than `max_length`
         let windows = open_cut(r#"{"sampling": "sliding_window", "length": 5}"#, keep, 3);
         assert_eq!((windows.span(0), windows.num_truncated()), ((0, 6), 0));
     }
 }
 
 #[test]
-fn tokens_are_kept_for_the_next_time_unless_anything_differs() {
+fn cached_tokens_are_reused_unless_text_or_separators_differ() {
     let (folder, path) = file("a.jsonl", "{\"text\": \"0123456789\"}\n{\"text\": 5}\n");
     let cache = folder.path().join("cache");
     let options = CorpusOptions { cache: Some(cache.clone()), ..CorpusOptions::default() };
-    let kept = || {
+    let cached = || {
         let files = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap());
         let mut files: Vec<_> =
             files.map(|f| (f.file_name(), f.metadata().unwrap().modified().unwrap())).collect();
@@ -186,37 +186,37 @@ fn tokens_are_kept_for_the_next_time_unless_anything_differs() {
         files
     };
     let first = open(&path, DOCUMENTS, &options);
-    let before = kept();
+    let before = cached();
     assert_eq!(before.len(), 1);
-    // other samples of the same tokens
+    // another sampling uses the same tokens
     let again = open(&path, r#"{"sampling": "random", "length": 3}"#, &options);
-    assert_eq!(kept(), before);
+    assert_eq!(cached(), before);
     assert_eq!(first.tokens.index, again.tokens.index);
-    assert_eq!(again.rejected().len(), 1, "told again");
+    assert_eq!(again.rejected().len(), 1, "cached rejections are reported again");
     assert_eq!(first.fingerprint(), again.fingerprint());
     let other = open(&path, r#"{"sampling": "document", "eos_token": "<|im_end|>"}"#, &options);
     assert_ne!(first.fingerprint(), other.fingerprint());
-    assert_eq!(kept().len(), 2);
+    assert_eq!(cached().len(), 2);
     File::options().append(true).open(&path).unwrap().write_all(b"{\"text\": \"1\"}\n").unwrap();
     assert_eq!(open(&path, DOCUMENTS, &options).num_documents(), 2);
-    assert_eq!(kept().len(), 3);
+    assert_eq!(cached().len(), 3);
     let without = open(&path, DOCUMENTS, &CorpusOptions::default());
-    assert_eq!((without.num_documents(), kept().len()), (2, 3));
+    assert_eq!((without.num_documents(), cached().len()), (2, 3));
 }
 
 #[test]
-fn progress_ends_at_all_of_the_text_and_kept_tokens_have_none() {
+fn progress_ends_at_the_total_and_cached_tokens_report_none() {
     let rows = "{\"text\": \"0123456789\"}\n".repeat(150);
     let text = "\u{feff}".to_owned() + &"some words of a text\n".repeat(200_000);
     for (name, text) in [("a.jsonl", rows), ("a.txt", text)] {
         let (folder, path) = file(name, &text);
         let cache = Some(folder.path().join("cache"));
         let options = CorpusOptions { cache, ..CorpusOptions::default() };
-        let told = RefCell::new(Vec::new());
+        let reported = RefCell::new(Vec::new());
         let open = || {
-            let progress = |done, total| told.borrow_mut().push((done, total));
+            let progress = |done, total| reported.borrow_mut().push((done, total));
             Corpus::open(&path, &config(DOCUMENTS), &encoder(), &options, &progress).unwrap();
-            told.take()
+            reported.take()
         };
         let first = open();
         assert!(first.len() > 2 && first.is_sorted(), "{name}: {first:?}");
@@ -228,7 +228,7 @@ fn progress_ends_at_all_of_the_text_and_kept_tokens_have_none() {
 }
 
 #[test]
-fn texts_that_cannot_be_used_are_named_with_file_and_line() {
+fn rejected_texts_are_reported_with_file_and_line() {
     let rows = [
         r#"{"text": "fine"}"#,
         r#"{"text": 5}"#,
@@ -239,10 +239,10 @@ fn texts_that_cannot_be_used_are_named_with_file_and_line() {
     ];
     let (_folder, path) = file("a.jsonl", &rows.join("\n"));
     let corpus = open(&path, DOCUMENTS, &CorpusOptions::default());
-    let told: Vec<_> = corpus.rejected().iter().map(|r| (r.row, r.reason.as_str())).collect();
+    let reported: Vec<_> = corpus.rejected().iter().map(|r| (r.row, r.reason.as_str())).collect();
     let expected =
         [(2, "wrong_type"), (3, "empty"), (4, "missing_key"), (5, "json"), (6, "reserved_token")];
-    assert_eq!(told, expected);
+    assert_eq!(reported, expected);
     let open = |path: &Path, text: &str, options: &CorpusOptions| {
         Corpus::open(path, &config(text), &encoder(), options, &|_, _| ())
             .map(drop)
@@ -264,7 +264,7 @@ fn texts_that_cannot_be_used_are_named_with_file_and_line() {
     assert!(error.contains("`corpus.bos_token`") && error.contains("`<s>`"), "{error}");
     let (_folder, short) = file("a.txt", "0123");
     let error = open(&short, r#"{"sampling": "random", "length": 3}"#, &default);
-    assert!(error.contains("has 5 tokens, windows of `length` 3 need at least 6"), "{error}");
+    assert!(error.contains("has 5 tokens, expected at least 6 for `length` 3"), "{error}");
     let (_folder, chats) = file("b.jsonl", r#"{"instruction": "a", "output": "b"}"#);
     assert!(open(&chats, DOCUMENTS, &default).contains("rows of the form `alpaca`"));
     let (_folder, none) = file("none.txt", "");
@@ -272,7 +272,7 @@ fn texts_that_cannot_be_used_are_named_with_file_and_line() {
 }
 
 #[test]
-fn windows_of_an_evaluation_stand_still() {
+fn windows_of_an_evaluation_have_no_offset() {
     let (_folder, path) = file("a.txt", &"0123456789".repeat(4));
     let eval = CorpusOptions { purpose: Purpose::Eval, ..CorpusOptions::default() };
     for sampling in ["random", "sequential"] {
@@ -290,7 +290,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn ids_of_the_pieces_of_a_text_are_those_of_the_whole(
+    fn ids_of_the_pieces_of_a_text_equal_those_of_the_whole(
         words in prop::collection::vec(
             prop_oneof![
                 r"[a-zA-Z]{1,6}", r"[0-9]{1,3}", r"[.,!?'-]{1,3}", r"'(s|t|re|ll)",

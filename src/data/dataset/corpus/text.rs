@@ -1,4 +1,4 @@
-//! Plain text from disk: rows of JSONL, or the pieces of a `.txt` file.
+//! Reads a `.txt` file in pieces that can be tokenised separately.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,11 +6,11 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-/// A piece is cut once it has so many bytes; one without a place to cut is longer.
+/// Maximum length of a piece in bytes; a text without a place to cut has longer pieces.
 const PIECE_BYTES: usize = 32 << 10;
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// SHA-256 over a file.
+/// Computes the SHA-256 of a file.
 pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
     let mut file = File::open(path)?;
     let mut hasher = Sha256::new();
@@ -23,24 +23,26 @@ pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
     }
 }
 
-/// A piece of a text, and the line in which it begins, from 1.
+/// A piece of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) text: String,
+    /// Line in which the piece starts, from 1.
     pub(super) line: u64,
 }
 
-/// Why a text file gives no more pieces.
+/// The reason why the next piece of a text file cannot be read.
 #[derive(Debug)]
 pub(super) enum TextFault {
     Read(io::Error),
-    /// The line that is no UTF-8.
+    /// A line that is not UTF-8, from 1.
     Utf8(u64),
 }
 
-/// The pieces of a file; together they are all of it but a byte order mark. Byte-level tokenizers
-/// of the GPT-2 kind part words at the places where it is cut, so that the ids of the pieces are
-/// those of the whole.
+/// Iterator over the pieces of a file, which together are the file without its byte order mark.
+///
+/// Pieces end where byte-level tokenizers of the GPT-2 kind split words, so that the ids of the
+/// pieces equal those of the whole text.
 pub(super) struct Pieces<R> {
     reader: R,
     buffer: Vec<u8>,
@@ -59,7 +61,7 @@ impl<R: Read> Pieces<R> {
         Self { reader, buffer: Vec::new(), line: 1, begun: false, ended: false, piece_bytes }
     }
 
-    /// Reads until the buffer has so many bytes, or all that are left.
+    /// Reads until the buffer has `bytes` bytes, or the file ends.
     fn fill(&mut self, bytes: usize) -> io::Result<()> {
         if let Some(missing) = bytes.checked_sub(self.buffer.len()).filter(|_| !self.ended) {
             let read = (&mut self.reader).take(missing as u64).read_to_end(&mut self.buffer)?;
@@ -109,17 +111,17 @@ impl<R: Read> Iterator for Pieces<R> {
     }
 }
 
-/// How many lines end in the bytes.
+/// Counts the newlines in `bytes`.
 pub(super) fn newlines(bytes: &[u8]) -> u64 {
     bytes.split(|byte| *byte == b'\n').count() as u64 - 1
 }
 
-/// Whether no word spans the bytes before and from `at`: between a newline and what is no space, or
-/// between an ASCII letter and a space with a letter after it.
+/// Returns whether no word crosses `at`: between a newline and a character that is not white space,
+/// or between an ASCII letter and a space that an ASCII letter follows.
 fn is_cut(bytes: &[u8], at: usize) -> bool {
     let letter = |at: usize| bytes.get(at).is_some_and(u8::is_ascii_alphabetic);
     match (bytes[at - 1], bytes[at]) {
-        // These four bytes also begin white space beyond ASCII.
+        // the four excluded bytes also start white space beyond ASCII
         (b'\n', next) => {
             next.is_ascii_graphic() || (next >= 0x80 && !matches!(next, 0xc2 | 0xe1..=0xe3))
         }
@@ -149,14 +151,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_no_text_are_named_by_their_line() {
+    fn the_error_for_invalid_utf8_names_the_line() {
         let fault = Pieces::of(&b"one\ntwo\nth\xffree\n"[..], 4).find_map(Result::err);
         assert!(matches!(fault, Some(TextFault::Utf8(3))), "{fault:?}");
     }
 
     proptest! {
         #[test]
-        fn pieces_are_the_text_and_know_their_line(
+        fn pieces_join_to_the_text_and_have_its_line_numbers(
             text in r"([a-c\u{e9}\u{4e00}\u{3000}.]{0,5}[ \n\t]{0,2}){0,40}", piece_bytes in 1usize..40
         ) {
             let found = pieces(text.as_bytes(), piece_bytes);

@@ -1,8 +1,8 @@
-//! A tokenised corpus on disk: ids that are read by span, however many there are.
+//! A tokenised corpus on disk. Ids are read by span, so the corpus may exceed the memory.
 //!
-//! Layout: the ids, 4 bytes each in little endian; a JSON index; the length of the index in 8 bytes.
-//! A file is complete or not there: it is written under another name first. In memory are 4 bytes a
-//! document and 8 bytes a place of [`Index::places`].
+//! Layout: the ids as little-endian `u32`; a JSON index; the length of the index as little-endian
+//! `u64`. A file is written under a temporary name and renamed when it is complete. The index takes
+//! 4 bytes of memory per document and 8 bytes per entry of [`Index::places`].
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -15,42 +15,42 @@ use serde::{Deserialize, Serialize};
 use super::documents::Separators;
 use crate::data::row::Rejection;
 
-/// Version of the layout, part of the key.
+/// Version of the layout, which is part of the key.
 pub(super) const VERSION: u32 = 1;
 const ID_BYTES: u64 = size_of::<u32>() as u64;
 
-/// All but the ids.
+/// Index of the file: everything except the ids.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Index {
-    /// Hash of text, tokenizer and separators.
+    /// Hash of the text, the tokenizer and the separators.
     pub(super) key: String,
     /// Number of ids.
     pub(super) num_tokens: u32,
-    /// First token of each document, ascending from 0.
+    /// First token of each document, `[documents]`, ascending from 0.
     pub(super) documents: Vec<u32>,
-    /// `(token, line)`: the line of the text that the token begins in; those after it, up to the next
-    /// entry, begin there, too. Both ascend.
+    /// `(token, line)`: this token and those up to the next entry start in this line of the text.
+    /// Both numbers ascend.
     pub(super) places: Vec<(u32, u32)>,
-    /// Texts that could not be used.
+    /// Rejections of the texts that could not be used.
     pub(super) rejected: Vec<Rejection>,
-    /// Texts read, usable or not.
+    /// Number of texts, including rejected ones.
     pub(super) num_texts: u64,
 }
 
 impl Index {
-    /// Line of the text in which a token begins, from 1.
+    /// Returns the line of the text in which a token starts, from 1.
     pub(super) fn line(&self, token: u32) -> u64 {
         let after = self.places.partition_point(|(at, _)| *at <= token);
         after.checked_sub(1).map_or(1, |place| u64::from(self.places[place].1))
     }
 
-    /// Tokens of a document: the first, and the first after it.
+    /// Returns the first token of a document and the first token after it.
     pub(super) fn document(&self, document: usize) -> (u32, u32) {
         let end = self.documents.get(document + 1).copied().unwrap_or(self.num_tokens);
         (self.documents[document], end)
     }
 
-    /// Tokens of each document.
+    /// Number of tokens of each document.
     pub(super) fn document_lengths(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.documents.len()).map(|document| {
             let (start, end) = self.document(document);
@@ -59,7 +59,7 @@ impl Index {
     }
 }
 
-/// A complete file, open for reading from many threads.
+/// An open, complete file. It can be read from several threads.
 #[derive(Debug)]
 pub(super) struct TokenFile {
     file: File,
@@ -67,7 +67,8 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens the file at `path` if it is there, complete, and of this key.
+    /// Opens the file at `path`. Returns `None` if it does not exist, is incomplete, or has another
+    /// key.
     pub(super) fn open(path: &Path, key: &str) -> io::Result<Option<Self>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -77,7 +78,7 @@ impl TokenFile {
         Ok((index.key == key).then_some(Self { file, index }))
     }
 
-    /// Ids of a span that lies inside of the corpus.
+    /// Reads `tokens` ids from `start` on. The span must lie inside the corpus.
     pub(super) fn read(&self, start: u32, tokens: u32) -> io::Result<Vec<u32>> {
         let mut bytes = vec![0; tokens as usize * ID_BYTES as usize];
         self.file.read_exact_at(&mut bytes, u64::from(start) * ID_BYTES)?;
@@ -86,7 +87,7 @@ impl TokenFile {
     }
 }
 
-/// `None`: the file is no complete one.
+/// Reads the index; `None` if the file is incomplete.
 fn read_index(file: &File) -> io::Result<Option<Index>> {
     let size = file.metadata()?.len();
     let Some(end) = size.checked_sub(8) else { return Ok(None) };
@@ -100,11 +101,11 @@ fn read_index(file: &File) -> io::Result<Option<Index>> {
     Ok(index.filter(|index| u64::from(index.num_tokens) * ID_BYTES == start))
 }
 
-/// More tokens than an id of a row can count.
+/// Error: the corpus has more tokens or lines than a `u32` can count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TooManyTokens;
 
-/// A file in the making. Dropped before its end, it leaves nothing.
+/// Writes a token file. If it is dropped before [`Self::finish`], it removes its temporary file.
 pub(super) struct TokenWriter {
     out: BufWriter<File>,
     temporary: PathBuf,
@@ -114,9 +115,9 @@ pub(super) struct TokenWriter {
 }
 
 impl TokenWriter {
-    /// Begins a file in `folder`, which is made if it is not there.
+    /// Creates a temporary file in `folder`, which is created if it does not exist.
     pub(super) fn create(folder: &Path, separators: Separators, key: String) -> io::Result<Self> {
-        static FILES: AtomicU64 = AtomicU64::new(0); // several corpora of one process
+        static FILES: AtomicU64 = AtomicU64::new(0); // numbers the files of this process
         fs::create_dir_all(folder)?;
         let number = FILES.fetch_add(1, Ordering::Relaxed);
         let temporary = folder.join(format!(".tmp-tokens-{}-{number}", std::process::id()));
@@ -127,13 +128,13 @@ impl TokenWriter {
         Ok(Self { out, temporary, separators, last: None, index })
     }
 
-    /// The next id of the corpus, which begins in this line of the text.
+    /// Appends the next id of the corpus. `line` is the line of the text in which the token starts.
     pub(super) fn push(&mut self, id: u32, line: u64) -> io::Result<Result<(), TooManyTokens>> {
         let token = self.index.num_tokens;
         let (Some(next), Ok(line)) = (token.checked_add(1), u32::try_from(line)) else {
             return Ok(Err(TooManyTokens));
         };
-        if self.last.is_none_or(|last| self.separators.part(last, id)) {
+        if self.last.is_none_or(|last| self.separators.separate(last, id)) {
             self.index.documents.push(token);
         }
         if self.index.places.last().is_none_or(|place| place.1 != line) {
@@ -145,18 +146,19 @@ impl TokenWriter {
         Ok(Ok(()))
     }
 
-    /// The id before the next one.
+    /// Last id that was appended.
     pub(super) fn last(&self) -> Option<u32> {
         self.last
     }
 
-    /// Counts a text, and why it could not be used.
+    /// Counts a text, and records its rejection if it could not be used.
     pub(super) fn count(&mut self, rejection: Option<Rejection>) {
         self.index.num_texts += 1;
         self.index.rejected.extend(rejection);
     }
 
-    /// Completes the file under its name, or as one without a name that ends with this process.
+    /// Completes the file and renames it to `path`. With `None` the file gets no name, and the
+    /// operating system deletes it when it is closed.
     pub(super) fn finish(mut self, path: Option<&Path>) -> io::Result<TokenFile> {
         let json = serde_json::to_vec(&self.index).map_err(io::Error::other)?;
         self.out.write_all(&json)?;
@@ -176,7 +178,7 @@ impl TokenWriter {
 
 impl Drop for TokenWriter {
     fn drop(&mut self) {
-        // After `finish` there is no file of this name.
+        // after `finish` no file of this name exists
         let _ = fs::remove_file(&self.temporary);
     }
 }
@@ -197,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_by_span_document_and_line() {
+    fn written_tokens_are_read_by_span_document_and_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.tokens");
         let made = written(folder.path(), Some(&path));
@@ -215,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_a_name_leaves_nothing_and_can_be_read() {
+    fn a_file_without_a_name_can_be_read_and_leaves_no_file() {
         let folder = tempfile::tempdir().unwrap();
         let file = written(folder.path(), None);
         assert_eq!(file.read(3, 1).unwrap(), [5]);
@@ -224,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_file_is_none() {
+    fn an_incomplete_file_is_not_opened() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.tokens");
         written(folder.path(), Some(&path));

@@ -1,4 +1,4 @@
-//! Texts to tokens: in parallel, and in their order into a file.
+//! Tokenises texts in parallel and writes the tokens to a file in the order of the texts.
 
 use std::fs::File;
 use std::io;
@@ -18,10 +18,11 @@ use crate::data::encode::Encoder;
 use crate::data::row::Rejection;
 use crate::data::source::{JsonlFile, SampleError};
 
-/// Texts tokenised at a time, in parallel.
+/// Number of texts that are tokenised in parallel before their tokens are written.
 const TEXTS_AT_A_TIME: usize = 64;
 
-/// The tokens of earlier, or those of now; of these `progress` is told the bytes of text that are done, and all.
+/// Opens the cached tokens of a corpus, or tokenises it. During tokenisation, calls
+/// `progress(bytes of text done, bytes of text in total)`.
 pub(super) fn tokens(
     path: &Path,
     texts: &Texts,
@@ -43,7 +44,7 @@ pub(super) fn tokens(
     let folder = options.cache.clone().unwrap_or_else(std::env::temp_dir);
     let failed =
         |cause| CorpusError::Write { path: path.to_owned(), folder: folder.clone(), cause };
-    tracing::info!(file = %path.display(), "tokenising");
+    tracing::info!(file = %path.display(), "tokenising corpus");
     let mut writer = TokenWriter::create(&folder, separators, key).map_err(failed)?;
     match texts {
         Texts::Rows(file) => tokenise_rows(file, separators, encoder, &mut writer, progress),
@@ -53,7 +54,7 @@ pub(super) fn tokens(
     writer.finish(kept.as_deref()).map_err(failed)
 }
 
-/// What ends a tokenisation.
+/// The reason why tokenisation stops, without the paths.
 enum Fault {
     Read(io::Error),
     Write(io::Error),
@@ -83,7 +84,7 @@ fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Fault> {
     }
 }
 
-/// Every row is a text, and at least one document.
+/// Tokenises a JSONL file, in which every row is a text of one or more documents.
 fn tokenise_rows(
     file: &JsonlFile,
     separators: Separators,
@@ -122,7 +123,7 @@ fn tokenise_rows(
     Ok(())
 }
 
-/// The file is one text.
+/// Tokenises a text file, which is one text.
 fn tokenise_file(
     path: &Path,
     separators: Separators,
@@ -154,7 +155,7 @@ fn tokenise_file(
             let (piece, tokens) = encoded?;
             let text_bytes = piece.text.as_bytes();
             done += text_bytes.len() as u64;
-            let mut counted = 0; // bytes whose newlines are in `line`
+            let mut counted = 0; // number of bytes whose newlines `line` includes
             line = piece.line;
             for (id, (start, _)) in tokens.ids.into_iter().zip(tokens.offsets) {
                 line += text::newlines(&text_bytes[counted..start.max(counted)]);
@@ -169,7 +170,7 @@ fn tokenise_file(
         }
         progress(done.min(num_bytes), num_bytes);
     }
-    progress(num_bytes, num_bytes); // with the byte order mark, which is no text
+    progress(num_bytes, num_bytes); // the byte order mark was not counted above
     if let (Some(last), Some(eos)) = (writer.last(), separators.eos)
         && last != eos
     {

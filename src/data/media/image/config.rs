@@ -1,4 +1,4 @@
-//! What the config and the model folder say about images.
+//! Image settings from the config and from the model folder.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -8,64 +8,65 @@ use serde::{Deserialize, Serialize};
 use super::decode::MAX_PIXELS;
 use crate::data::model_file::{ModelFileError, read_json_if_there};
 
-/// `data.image` of the config: the budget of one image, in pixels after resizing.
+/// The section `data.image` of the config: limits on the size of one image after resizing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ImageConfig {
-    /// Smaller images are enlarged to this area; `null`: as the model folder says.
+    /// Minimum area in pixels; smaller images are enlarged. `None` uses the model folder's value.
     pub min_pixels: Option<u64>,
-    /// Larger images are reduced to this area; `null`: as the model folder says.
+    /// Maximum area in pixels; larger images are reduced. `None` uses the model folder's value.
     pub max_pixels: Option<u64>,
-    /// Most visual tokens of an image, as if `max_pixels` were their area; `null`: no other bound.
+    /// Maximum number of visual tokens of an image, converted to an area; the smaller of this and
+    /// `max_pixels` applies. `None` sets no limit.
     pub max_tokens: Option<NonZeroU32>,
 }
 
-/// Why the image processor of a model folder cannot be used.
+/// The reason why the image settings of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageConfigError {
-    /// Neither of the two files that may hold the settings is there.
+    /// The folder has neither of the two files that may hold the settings.
     #[error(
-        "`{}` has no `preprocessor_config.json`, nor a `processor_config.json` with an \
+        "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
          `image_processor`", .folder.display()
     )]
     Missing {
-        /// The model folder.
+        /// Path of the model folder.
         folder: PathBuf,
     },
     /// The file cannot be read or parsed.
     #[error(transparent)]
     File(#[from] ModelFileError),
-    /// A value that this processor cannot work with.
+    /// A value is missing or not supported.
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
     Value {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The key.
+        /// Key in the file.
         key: &'static str,
-        /// Its value, or `missing`.
+        /// Found value, or `missing`.
         found: String,
-        /// What would work.
+        /// Supported values.
         expected: &'static str,
     },
-    /// The budget of one image is impossible.
+    /// The limits on the area of an image contradict each other.
     #[error(
         "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
          1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
         limit = MAX_PIXELS
     )]
     Budget {
-        /// From the config, else from the model folder.
+        /// Value of the config, or of the model folder if the config has none.
         min_pixels: u64,
-        /// From the config, else from the model folder.
+        /// Value of the config, or of the model folder if the config has none.
         max_pixels: u64,
     },
 }
 
 impl ImageConfigError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::Missing { .. } => "copy preprocessor_config.json from the published model",
+            Self::Missing { .. } => "copy `preprocessor_config.json` from the published model",
             Self::File(error) => error.hint(),
             Self::Value { .. } => "copy the file from the published model again",
             Self::Budget { .. } => {
@@ -75,7 +76,7 @@ impl ImageConfigError {
     }
 }
 
-/// The keys of `preprocessor_config.json` that matter; others are left alone.
+/// The keys of `preprocessor_config.json` that are used; others are ignored.
 #[derive(Debug, Deserialize)]
 struct File {
     size: Option<Size>,
@@ -94,8 +95,8 @@ struct File {
     do_convert_rgb: Option<bool>,
 }
 
-/// Areas of images, or volumes of videos, in pixels in spite of their names; some files use the
-/// other pair of names.
+/// Limits on the pixels of an image, or of all frames of a video together. Despite their names,
+/// the keys are areas; some files use the aliases.
 #[derive(Debug, Default, Deserialize)]
 pub(in crate::data) struct Size {
     #[serde(alias = "min_pixels")]
@@ -104,7 +105,7 @@ pub(in crate::data) struct Size {
     pub(in crate::data) longest_edge: Option<u64>,
 }
 
-/// Checked settings.
+/// Validated image settings.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Settings {
     pub(super) patch_size: u32,
@@ -114,12 +115,12 @@ pub(super) struct Settings {
     pub(super) max_pixels: u64,
     pub(super) mean: [f32; 3],
     pub(super) std: [f32; 3],
-    /// The largest pixel value: 1 / `rescale_factor`.
+    /// Largest pixel value, `1 / rescale_factor`.
     pub(super) scale: f32,
 }
 
 impl Settings {
-    /// Reads the model folder; `config` wins over its budget.
+    /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
     pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
         let (path, file) = read_file(folder)?;
         let File {
@@ -146,14 +147,14 @@ impl Settings {
         };
         let count = |key, value: Option<u32>| match value {
             Some(value @ 1..=1024) => Ok(value),
-            other => Err(bad(key, other.map(|n| n.to_string()), "a number from 1 to 1024")),
+            other => Err(bad(key, other.map(|n| n.to_string()), "a whole number from 1 to 1024")),
         };
         let triple = |key, value: Option<[f32; 3]>, low: f32| match value {
             Some(value) if value.iter().all(|v| v.is_finite() && *v >= low) => Ok(value),
             other => Err(bad(
                 key,
                 other.map(|v| format!("{v:?}")),
-                "three numbers, one a channel, and a spread above 0",
+                "three numbers, one per channel (above 0 for `image_std`)",
             )),
         };
         for (key, value) in [
@@ -174,7 +175,7 @@ impl Settings {
             return Err(bad("rescale_factor", Some(rescale.to_string()), "a number above 0"));
         }
         let size = size.unwrap_or_default();
-        let areas = "an area in pixels (or give the top-level `min_pixels` and `max_pixels`)";
+        let areas = "an area in pixels (or top-level keys `min_pixels` and `max_pixels`)";
         let min_pixels = config.min_pixels.or(min_pixels).or(size.shortest_edge);
         let max_pixels = config.max_pixels.or(max_pixels).or(size.longest_edge);
         let min_pixels = min_pixels.ok_or_else(|| bad("size.shortest_edge", None, areas))?;
@@ -201,8 +202,9 @@ impl Settings {
     }
 }
 
-/// The settings and the file that they stand in: the published one, or the combined one that newer
-/// versions of transformers save instead.
+/// Reads the image settings and returns them with the path of their file. That is
+/// `preprocessor_config.json` or, as newer versions of transformers save it,
+/// `processor_config.json`.
 fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
     #[derive(Deserialize)]
     struct Combined {
@@ -250,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_published_file_gives_areas_and_sizes() {
+    fn the_published_file_is_read() {
         let found = settings(&json!({})).unwrap();
         let expected = Settings {
             patch_size: 16,
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn the_config_wins_over_top_level_keys_and_these_over_size() {
+    fn the_config_overrides_top_level_keys_and_these_override_size() {
         let file = json!({"min_pixels": 4096, "max_pixels": 200704});
         let found = settings(&file).unwrap();
         assert_eq!((found.min_pixels, found.max_pixels), (4096, 200704));
@@ -276,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_tokens_is_an_area_and_the_smaller_bound_holds() {
+    fn max_tokens_is_converted_to_an_area_and_the_smaller_limit_applies() {
         let settings = |max_tokens, max_pixels| {
             let max_tokens = NonZeroU32::new(max_tokens);
             let config = ImageConfig { max_pixels, max_tokens, ..ImageConfig::default() };
@@ -289,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_combined_file_of_newer_transformers_is_read_too() {
+    fn the_combined_file_of_newer_transformers_is_read() {
         let file = json!({"image_processor": published(), "processor_class": "Qwen3VLProcessor"});
         let config = ImageConfig::default();
         let found = settings_in("processor_config.json", &file, &config).unwrap();
@@ -297,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn each_wrong_value_is_named() {
+    fn the_error_for_an_invalid_value_names_its_key_and_value() {
         for (changes, message) in [
             (json!({"patch_size": null}), "`patch_size` is `missing`"),
             (json!({"merge_size": 0}), "`merge_size` is `0`"),
@@ -319,9 +321,9 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_the_file_says_which_file_to_copy() {
+    fn the_error_for_a_folder_without_the_file_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let error = Settings::read(folder.path(), &ImageConfig::default()).unwrap_err();
-        assert!(error.to_string().contains("has no `preprocessor_config.json`"), "{error}");
+        assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
     }
 }

@@ -1,9 +1,10 @@
-//! Bytes of an image to upright RGB.
+//! Decodes the bytes of an image to upright 8-bit RGB, `[height, width, 3]`.
 //!
-//! Colour: grey is repeated, palettes are looked up, 16-bit values become `round(value / 257)`,
-//! and every kind of transparency is composited on white with Pillow's `alpha_composite`
-//! arithmetic. Animations give their first frame. Incomplete files are errors; only a JPEG that was
-//! cut and then closed with an end marker cannot be told from a whole one (nor does Pillow try).
+//! Grey is repeated for the three channels, palettes are expanded, 16-bit values become
+//! `round(value / 257)`, and every kind of transparency is composited on white with the arithmetic
+//! of Pillow's `alpha_composite`. Only the first frame of an animation is decoded. Incomplete files
+//! are errors, with one exception: a JPEG that was truncated and then closed with an end marker is
+//! accepted, as in Pillow.
 
 use std::error::Error;
 use std::io::Cursor;
@@ -14,7 +15,8 @@ use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 
 use super::header::{Header, swaps_sides};
 
-/// Larger images are refused from their header, before memory is spent on them.
+/// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
+/// is allocated for them.
 pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
 
 /// 8-bit RGB, `[height, width, 3]`.
@@ -25,14 +27,14 @@ pub(in crate::data) struct Rgb {
     pub(in crate::data) data: Vec<u8>,
 }
 
-/// Why bytes are not an image; the caller knows which one.
+/// The reason why bytes cannot be decoded, without the name of the image.
 #[derive(Debug)]
 pub(super) enum DecodeError {
-    /// None of the formats that are decoded here.
+    /// The format is not supported.
     UnknownFormat,
-    /// Declares more than [`MAX_PIXELS`].
+    /// The header declares more than [`MAX_PIXELS`].
     TooLarge { width: u32, height: u32 },
-    /// Damaged or incomplete.
+    /// The image is damaged or incomplete.
     Broken(Box<dyn Error + Send + Sync>),
 }
 
@@ -51,16 +53,17 @@ impl From<std::io::Error> for DecodeError {
     }
 }
 
-/// Decodes a whole file.
+/// Decodes the bytes of a whole file.
 pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
-    // A bug in a decoder that a damaged image sets off costs that image, not the run.
+    // A decoder that panics on a damaged image must not stop the run: reject only this image.
     catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes)))
         .unwrap_or_else(|_| Err(DecodeError::Broken("the decoder panicked".into())))
 }
 
 fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     let header = Header::read(&mut Cursor::new(bytes))?;
-    // Decoders are lenient: they fill what is missing with grey, or miss a late orientation.
+    // The decoders accept incomplete files: missing pixels become grey, and an orientation that is
+    // stored after the pixels is lost.
     let complete = match header.format {
         ImageFormat::Jpeg => jpeg_has_an_end(bytes),
         ImageFormat::WebP => riff_is_whole(bytes),
@@ -72,18 +75,19 @@ fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     }
     let mut reader = ImageReader::with_format(Cursor::new(bytes), header.format);
     let mut limits = Limits::no_limits();
-    // 8 bytes a pixel is the widest layout; as much again for a decoder's own buffers.
+    // The widest layout has 8 bytes per pixel; allow the same again for the decoder's buffers.
     limits.max_alloc = Some(MAX_PIXELS * 16);
     reader.limits(limits);
     let image = reader.decode()?;
     if (image.width(), image.height()) != (header.width, header.height) {
-        return Err(DecodeError::Broken("the pixels have another size than the header".into()));
+        return Err(DecodeError::Broken("its pixels and its header differ in size".into()));
     }
     Ok(upright(to_rgb(image)?, header.orientation))
 }
 
-/// Whether an end-of-image marker follows the scans. Inside of a scan `ff` is followed by `00` or
-/// a restart marker; other segments have a length.
+/// Returns whether the file has an end-of-image marker after its scans.
+///
+/// Inside a scan, `ff` is followed by `00` or by a restart marker. Other segments have a length.
 fn jpeg_has_an_end(bytes: &[u8]) -> bool {
     let mut at = 2;
     let mut in_scan = false;
@@ -98,14 +102,14 @@ fn jpeg_has_an_end(bytes: &[u8]) -> bool {
                 let Some(length) = bytes[at + 1..].first_chunk() else { return false };
                 at += 1 + usize::from(u16::from_be_bytes(*length));
             }
-            Some(_) if in_scan => at += 1, // a damaged scan: the decoder's business
+            Some(_) if in_scan => at += 1, // the scan is damaged: the decoder reports it
             _ => return false,
         }
     }
     false
 }
 
-/// Whether the chunks lead to `IEND`.
+/// Returns whether the chunks end with `IEND`.
 fn png_has_an_end(bytes: &[u8]) -> bool {
     let mut at = 8;
     while let Some([l0, l1, l2, l3, kind @ ..]) = bytes.get(at..).and_then(<[u8]>::first_chunk::<8>)
@@ -118,7 +122,7 @@ fn png_has_an_end(bytes: &[u8]) -> bool {
     false
 }
 
-/// Whether all bytes that the container declares are there.
+/// Returns whether the file has all bytes that the RIFF container declares.
 fn riff_is_whole(bytes: &[u8]) -> bool {
     bytes[4..]
         .first_chunk()
@@ -144,7 +148,7 @@ fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
     Ok(Rgb { width, height, data })
 }
 
-/// `round(value / 257)`: 65535 becomes 255.
+/// Converts 16-bit to 8-bit values by `round(value / 257)`: 65535 becomes 255.
 fn eight_bits(values: &[u16]) -> Vec<u8> {
     values.iter().map(|value| ((u32::from(*value) + 128) / 257) as u8).collect()
 }
@@ -162,19 +166,20 @@ fn rgb_alpha(pixels: &[u8]) -> Vec<u8> {
     pixels.iter().flat_map(|[r, g, b, alpha]| [*r, *g, *b].map(|c| on_white(c, *alpha))).collect()
 }
 
-/// `value` over white, rounded as Pillow's `alpha_composite` does.
+/// Composites `value` on white, rounded as in Pillow's `alpha_composite`.
 fn on_white(value: u8, alpha: u8) -> u8 {
     let (value, alpha) = (u32::from(value), u32::from(alpha));
     let sum = ((value * alpha + 255 * (255 - alpha)) << 7) + (0x80 << 7);
     ((((sum >> 8) + sum) >> 8) >> 7) as u8
 }
 
-/// Applies an EXIF orientation: each row of the result walks the source with a fixed stride.
+/// Applies an EXIF orientation. Each row of the result reads the source with a fixed stride.
 pub(in crate::data) fn upright(image: Rgb, orientation: Orientation) -> Rgb {
-    // Walked in squares, so that a column of the source stays in the cache.
+    // Copy in square tiles, so that a column of the source stays in the cache.
     const TILE: usize = 64;
     let (w, h) = (image.width as isize, image.height as isize);
-    // Source pixel of the result's (0, 0), and what one step right and one down add to it.
+    // Index of the source pixel for (0, 0) of the result, and its increments per step right and
+    // per step down.
     let (origin, right, down) = match orientation {
         Orientation::NoTransforms => return image,
         Orientation::FlipHorizontal => (w - 1, -1, w),
@@ -211,14 +216,14 @@ mod tests {
     use super::super::golden;
     use super::*;
 
-    /// Levels that a JPEG may be off the reference's: inverse DCT, chroma upsampling and colour
-    /// conversion are rounded differently. Everything else is exact.
+    /// Maximum difference from the reference, in levels. JPEG decoders round the inverse DCT,
+    /// chroma upsampling and colour conversion differently. Other formats are exact.
     fn tolerance(name: &str) -> u8 {
         if name.contains(".jpg") { 2 } else { 0 }
     }
 
     #[test]
-    fn every_format_and_colour_kind_gives_the_reference_rgb() {
+    fn every_format_and_colour_type_decodes_to_the_reference_rgb() {
         let expected = golden::images("rgb/");
         assert!(expected.len() > 50);
         for (name, expected) in expected {
@@ -231,11 +236,11 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_file_is_an_error_or_lacks_nothing_that_shows() {
+    fn a_truncated_file_is_an_error_or_decodes_to_the_same_pixels() {
         for (name, _) in golden::images("rgb/") {
             let bytes = golden::fixture(&name);
             let whole = decode(&bytes).unwrap();
-            // Each length takes a while in the long ones; these are spread over the whole file.
+            // Long files have too many lengths to test; take 400 of them, evenly spaced.
             for length in (0..bytes.len()).step_by(1 + bytes.len() / 400) {
                 if let Ok(part) = decode(&bytes[..length]) {
                     let spare = name.contains(".gif") || length + 8 >= bytes.len();
@@ -261,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn transparency_over_white_rounds_as_the_reference_does() {
+    fn transparency_on_white_rounds_as_in_the_reference() {
         let table: Vec<u8> = (0..=255)
             .flat_map(|value| (0..=255).map(move |alpha| on_white(value, alpha)))
             .collect();
@@ -269,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bomb_is_refused_from_its_header() {
+    fn an_image_of_too_many_pixels_is_rejected_from_its_header() {
         let mut bomb = golden::fixture("rgb.png");
         bomb[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 0, 0x10, 1]); // 65536 x 4097
         let found = decode(&bomb);
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_image_is_told_from_a_damaged_one() {
+    fn unknown_formats_and_damaged_images_are_different_errors() {
         let broken = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::Broken(_)));
         let unknown = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::UnknownFormat));
         assert!(broken(b""));

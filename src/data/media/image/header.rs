@@ -1,8 +1,9 @@
-//! Format, size and orientation of an image, from its headers alone.
+//! Reads format, size and orientation of an image from its headers.
 //!
-//! `grid` and `load` both ask here, so they cannot disagree. The format comes from the first bytes,
-//! never from a name. JPEG and PNG are walked by hand: the decoders would read the whole file, or
-//! miss an `eXIf` chunk behind the pixels.
+//! `ImageProcessor::grid` and `ImageProcessor::load` both use this module, so they return the same
+//! grid. The format is detected from the first bytes, not from the file name. JPEG segments and
+//! PNG chunks are parsed here because the decoders would read the whole file, or miss an `eXIf`
+//! chunk after the pixels.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
@@ -13,20 +14,21 @@ use image::{ImageDecoder, ImageFormat};
 
 use super::decode::{DecodeError, MAX_PIXELS};
 
-/// What is known before pixels are decoded.
+/// Properties of an image that are known before its pixels are decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) format: ImageFormat,
-    /// Sides as stored.
+    /// Width in pixels, before orientation.
     pub(super) width: u32,
+    /// Height in pixels, before orientation.
     pub(super) height: u32,
-    /// What EXIF says to do before showing it.
+    /// EXIF orientation to apply to the stored pixels.
     pub(super) orientation: Orientation,
 }
 
-/// Something to read an image from.
+/// A source of image bytes.
 pub(super) trait Image: BufRead + Seek {
-    /// Said before a part of all pages is read; until then few of them are.
+    /// Enables read-ahead. Called before a part of the file of which every page is read.
     fn all_pages(&self) {}
 }
 
@@ -39,28 +41,32 @@ impl Image for BufReader<File> {
     }
 }
 
-/// A file whose headers alone are wanted: of pages that are not in memory, few are read.
+/// Prepares a file for reading its headers only.
 ///
-/// The system reads no more than it is asked for until [`Image::all_pages`]: reading ahead is most of the
-/// time of such a header.
+/// Disables the read-ahead of the operating system until [`Image::all_pages`] is called. For files
+/// that are not in the page cache, read-ahead takes most of the time of reading a header.
 pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
-    let file = file.into_inner(); // nothing has been read
-    // refused, it only takes longer
+    let file = file.into_inner(); // the buffer is still empty
+    // an error only means that reading is slower
     #[cfg(not(target_vendor = "apple"))]
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
     BufReader::with_capacity(BUFFER, file)
 }
 
-/// Bytes read at a time: the places where chunks of a PNG begin are a page each.
+/// Number of bytes read at a time. It is below a page because most reads of a PNG only fetch the
+/// start of a chunk.
 const BUFFER: usize = 1 << 10;
 
-/// Bytes of a JPEG between segments that are put up with; encoders write a few at most. The decoder takes any number.
-const MOST_FILLING: usize = 1 << 20;
+/// Maximum number of bytes between two segments of a JPEG. Encoders write a few at most; the
+/// decoder accepts any number.
+const MAX_FILLER_BYTES: usize = 1 << 20;
 
-/// An EXIF block is at most 64 KiB in a JPEG; a longer one in a PNG is none.
-const MOST_EXIF: u32 = 1 << 20;
+/// Maximum size of an `eXIf` chunk of a PNG, in bytes; a larger chunk is ignored. A JPEG limits
+/// EXIF to 64 KiB.
+const MAX_EXIF_BYTES: u32 = 1 << 20;
 
-/// Chunks of PNG below this are met on all pages that are read.
+/// Minimum length of a PNG chunk, in bytes, for which read-ahead stays disabled. Shorter chunks
+/// start on every page of the file.
 const LARGE_CHUNK: u32 = 1 << 15;
 
 impl Header {
@@ -85,7 +91,7 @@ impl Header {
             _ => return Err(DecodeError::UnknownFormat),
         };
         if width == 0 || height == 0 {
-            return Err(DecodeError::Broken("a side is 0".into()));
+            return Err(DecodeError::Broken("its width or height is 0".into()));
         }
         if u64::from(width) * u64::from(height) > MAX_PIXELS {
             return Err(DecodeError::TooLarge { width, height });
@@ -103,7 +109,7 @@ impl Header {
     }
 }
 
-/// Whether the orientation turns the image on its side.
+/// Returns whether the orientation swaps width and height.
 pub(in crate::data) fn swaps_sides(orientation: Orientation) -> bool {
     matches!(
         orientation,
@@ -119,7 +125,8 @@ fn without_exif(decoder: &impl ImageDecoder) -> (u32, u32, Orientation) {
     (width, height, Orientation::NoTransforms)
 }
 
-/// Orientation in an EXIF block; some writers put JPEG's prefix before it in other formats too.
+/// Reads the orientation from an EXIF block. Some encoders write JPEG's prefix `Exif\0\0` in other
+/// formats too, so it is removed if present.
 fn orientation(exif: &[u8]) -> Orientation {
     let exif = exif.strip_prefix(EXIF_PREFIX).unwrap_or(exif);
     Orientation::from_exif_chunk(exif).unwrap_or(Orientation::NoTransforms)
@@ -132,25 +139,25 @@ fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> 
     reader.read_exact(&mut bytes).map(|()| bytes)
 }
 
-fn next_byte(reader: &mut impl BufRead, filling: &mut usize) -> Result<u8, DecodeError> {
-    *filling += 1;
-    if *filling > MOST_FILLING {
-        return Err(DecodeError::Broken("there is no segment in 1 MiB".into()));
+fn next_byte(reader: &mut impl BufRead, filler: &mut usize) -> Result<u8, DecodeError> {
+    *filler += 1;
+    if *filler > MAX_FILLER_BYTES {
+        return Err(DecodeError::Broken("1 MiB of the JPEG contains no segment".into()));
     }
     let [byte] = bytes(reader)?;
     Ok(byte)
 }
 
-/// Width, height and orientation from the segments before the first scan.
+/// Reads width, height and orientation from the segments before the first scan.
 fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
     let mut exif = None;
     let mut size = None;
     bytes::<2>(reader)?; // start of image
-    let mut filling = 0; // bytes since the last segment
+    let mut filler = 0; // bytes since the last segment
     loop {
-        while next_byte(reader, &mut filling)? != 0xff {} // tolerate bytes between segments
+        while next_byte(reader, &mut filler)? != 0xff {} // skip bytes between segments
         let marker = loop {
-            match next_byte(reader, &mut filling)? {
+            match next_byte(reader, &mut filler)? {
                 0xff => {}
                 marker => break marker,
             }
@@ -161,7 +168,7 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
         if matches!(marker, 0xd9 | 0xda) {
             break; // end of image, start of scan
         }
-        filling = 0;
+        filler = 0;
         let length = u16::from_be_bytes(bytes(reader)?).saturating_sub(2);
         match marker {
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) && length >= 5 => {
@@ -178,40 +185,40 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
         }
     }
     let Some([width, height]) = size else {
-        return Err(DecodeError::Broken("there is no frame header before the first scan".into()));
+        return Err(DecodeError::Broken("it has no frame header before the first scan".into()));
     };
     Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
 }
 
-/// Width, height and orientation; the `eXIf` chunk may stand behind the pixels.
+/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels.
 fn png(reader: &mut impl Image) -> Result<(u32, u32, Orientation), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
-        return Err(DecodeError::Broken("the first chunk is not `IHDR`".into()));
+        return Err(DecodeError::Broken("its first chunk is not `IHDR`".into()));
     };
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
-    let mut is_told = false;
+    let mut has_read_ahead = false;
     reader.seek(SeekFrom::Start(at))?;
     while at + 12 <= end {
         let length = u32::from_be_bytes(bytes(reader)?);
         let kind: [u8; 4] = bytes(reader)?;
-        // what is no chunk may be read as millions of them, and nothing of the image stands behind its end
+        // stop at bytes that are not a chunk: parsed as chunks, they could be millions
         if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
             break;
         }
-        if &kind == b"IDAT" && length < LARGE_CHUNK && !is_told {
+        if &kind == b"IDAT" && length < LARGE_CHUNK && !has_read_ahead {
             reader.all_pages();
-            is_told = true;
+            has_read_ahead = true;
         }
-        if &kind == b"eXIf" && length <= MOST_EXIF && at + 12 + u64::from(length) <= end {
+        if &kind == b"eXIf" && length <= MAX_EXIF_BYTES && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
             reader.read_exact(&mut exif)?;
             return Ok((width, height, orientation(&exif)));
         }
         at += 12 + u64::from(length);
-        reader.seek_relative(i64::from(length) + 4)?; // small chunks are read together
+        reader.seek_relative(i64::from(length) + 4)?; // keeps the buffer across small chunks
     }
     Ok((width, height, Orientation::NoTransforms))
 }
@@ -223,7 +230,7 @@ mod tests {
     use std::cell::Cell;
     use std::io::Read;
 
-    /// Turn by 90 degrees, in EXIF.
+    /// EXIF block with a rotation by 90 degrees.
     const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
 
     fn chunk(kind: [u8; 4], data: &[u8]) -> Vec<u8> {
@@ -231,14 +238,14 @@ mod tests {
         [&length, &kind[..], data, &[0; 4]].concat()
     }
 
-    /// A PNG of 7 x 5 pixels whose data nobody reads.
+    /// A PNG header of 7 x 5 pixels, followed by `chunks`.
     fn png(chunks: &[Vec<u8>]) -> Vec<u8> {
         let size = [7u32, 5].map(u32::to_be_bytes).concat();
         let header = chunk(*b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
         [b"\x89PNG\r\n\x1a\n".to_vec(), header, chunks.concat()].concat()
     }
 
-    /// A file that counts how often it is asked.
+    /// A file that counts its read calls.
     struct Counting<'a> {
         bytes: Cursor<Vec<u8>>,
         reads: &'a Cell<usize>,
@@ -259,7 +266,7 @@ mod tests {
 
     impl Image for BufReader<Counting<'_>> {}
 
-    /// Upright size, and how many reads it took.
+    /// Returns the upright size and the number of read calls.
     fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
         let (header, reads) = try_read(bytes);
         (header.unwrap().upright_size(), reads)
@@ -273,18 +280,18 @@ mod tests {
     }
 
     #[test]
-    fn a_jpeg_is_given_up_after_many_bytes_that_are_no_segment_and_read_after_a_few() {
+    fn a_jpeg_may_have_a_few_bytes_between_segments_but_not_more_than_1_mib() {
         let jpeg = golden::fixture("rgb.jpg");
-        let first = 4 + usize::from(u16::from_be_bytes([jpeg[4], jpeg[5]])); // behind its segment
-        let with = |filling: usize| [&jpeg[..first], &vec![7; filling], &jpeg[first..]].concat();
+        let first = 4 + usize::from(u16::from_be_bytes([jpeg[4], jpeg[5]])); // end of a segment
+        let with = |filler: usize| [&jpeg[..first], &vec![7; filler], &jpeg[first..]].concat();
         let size = read(jpeg.clone()).0;
         assert_eq!(read(with(1000)).0, size);
-        let (given_up, reads) = try_read(with(1 << 22));
-        assert!(given_up.is_err() && reads < 200, "{reads} reads");
+        let (found, reads) = try_read(with(1 << 22));
+        assert!(found.is_err() && reads < 200, "{reads} reads");
     }
 
     #[test]
-    fn an_exif_chunk_of_more_than_a_megabyte_is_none() {
+    fn an_exif_chunk_of_more_than_1_mib_is_ignored() {
         let size = |length: usize| {
             let mut exif = TURNED.to_vec();
             exif.resize(length, 0);
@@ -295,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_is_found_before_and_behind_the_pixels_and_not_behind_the_end() {
+    fn png_orientation_is_read_before_and_after_the_pixels_but_not_after_the_end_chunk() {
         let [exif, pixels, end] =
             [(*b"eXIf", TURNED), (*b"IDAT", &[0; 9000]), (*b"IEND", &[])].map(|(k, d)| chunk(k, d));
         let all = [exif, pixels, end];
@@ -306,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn many_small_chunks_are_read_together_and_zeros_are_no_chunks() {
+    fn many_small_chunks_take_few_reads_and_zeros_are_not_parsed_as_chunks() {
         let small = vec![chunk(*b"tEXt", b"a=b"); 1000];
         assert!(read(png(&small)).1 <= 4);
         assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);

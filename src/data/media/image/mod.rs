@@ -1,21 +1,22 @@
-//! Images to patches: decode, orient, resize, normalise, cut.
+//! Image processing: decode, orient, resize, normalise and cut into patches.
 //!
 //! ```text
-//! MediaRef -> bytes -> RGB, upright -> smart_resize, bicubic in bands of rows -> rows of patches
+//! MediaRef -> bytes -> upright RGB -> bicubic resize to the size of smart_resize -> patches
 //! ```
 //!
-//! Shapes: `gh`, `gw` patches a side, `p` patch size in pixels, `tp` temporal patch size;
-//! `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
-//! Choices where libraries differ: EXIF orientation is applied, transparency is composited on
-//! white, 16-bit values are divided by 257, an animation gives its first frame, and the resize is
-//! Pillow's, bit for bit. An incomplete file is an error, not a half-grey image.
+//! Shapes: `gh`, `gw` number of patches along the height and width, `p` patch size in pixels, `tp`
+//! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
+//!
+//! Libraries differ in some choices. Here the EXIF orientation is applied, transparency is
+//! composited on white, 16-bit values are divided by 257, only the first frame of an animation is
+//! used, and the resize equals Pillow's bit for bit. An incomplete file is an error; missing
+//! pixels are never filled with grey.
 
 mod config;
 mod decode;
 mod header;
 mod patchify;
 mod resize;
-mod simd;
 mod smart_resize;
 mod source;
 mod transpose;
@@ -30,10 +31,10 @@ use std::path::{Path, PathBuf};
 use config::Settings;
 pub(in crate::data) use config::Size;
 pub use config::{ImageConfig, ImageConfigError};
-pub(in crate::data) use decode::Rgb;
-use decode::{DecodeError, decode};
 #[cfg(feature = "video")]
-pub(in crate::data) use decode::{MAX_PIXELS, upright};
+pub(in crate::data) use decode::upright;
+use decode::{DecodeError, decode};
+pub(in crate::data) use decode::{MAX_PIXELS, Rgb};
 use header::Header;
 #[cfg(feature = "video")]
 pub(in crate::data) use header::swaps_sides;
@@ -48,8 +49,9 @@ pub(in crate::data) use source::resolve;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
 
-/// Turns references to images into patches, with the settings of one model. Shared by all
-/// loader workers; each call runs on the calling thread alone.
+/// Loads images as normalised patches, with the settings of one model folder.
+///
+/// All loader workers share one processor. Each call does its work on the calling thread.
 #[derive(Debug, Clone)]
 pub struct ImageProcessor {
     patch_size: u32,
@@ -61,7 +63,7 @@ pub struct ImageProcessor {
 }
 
 impl ImageProcessor {
-    /// Reads the settings of a model folder; the budget in `config` wins over the folder's.
+    /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
     pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
         let Settings {
             patch_size,
@@ -77,26 +79,29 @@ impl ImageProcessor {
         Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
     }
 
-    /// The grid `[t, gh, gw]` that [`Self::load`] will give, from the header alone: no pixel is
-    /// decoded, so damage behind the header goes unnoticed.
+    /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
+    /// so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
         Ok(self.grid_of(self.target(media, upright_size(media)?)?))
     }
 
-    /// Upright `[height, width]` in pixels as the header says, of an image that has a grid.
+    /// Returns the upright `[height, width]` in pixels, read from the header. Fails like
+    /// [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
         let size = upright_size(media)?;
         self.target(media, size).map(|_| size)
     }
 
-    /// The grid of an image of this upright `[height, width]`; `None` if it is too elongated.
+    /// Returns the grid `[1, gh, gw]` of an image with this upright `[height, width]` in pixels;
+    /// `None` if the aspect ratio is above 200.
     pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
         let factor = self.patch_size * self.merge_size;
         let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
         Some(self.grid_of(target))
     }
 
-    /// Whatever decides the grid of an image of a given size, in words.
+    /// Settings that determine the grid of an image of a given size, as text. The length cache
+    /// hashes it to detect changed settings.
     pub(in crate::data) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
         format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
@@ -110,40 +115,40 @@ impl ImageProcessor {
         Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
     }
 
-    /// The pixels that an image's patches were made of: what the model sees, as a person can.
+    /// Converts patches back to the resized image. The result has one element.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
-        frames.truncate(1); // the others are repeated
+        frames.truncate(1); // the other frames of the temporal patch are copies
         frames.into_iter().map(Pixels::from).collect()
     }
 
-    /// Patches a side of the square that merges into one token.
+    /// Side of the square of patches that is merged into one token, in patches.
     pub fn merge_size(&self) -> u32 {
         self.merge_size
     }
 
-    /// Pixels a side of a patch.
+    /// Side of a patch, in pixels.
     pub fn patch_size(&self) -> u32 {
         self.patch_size
     }
 
-    /// Frames in a patch.
+    /// Number of frames in a patch.
     pub fn temporal_patch_size(&self) -> u32 {
         self.temporal_patch_size
     }
 
-    /// Values of one flattened patch: `channels * temporal_patch_size * patch_size^2`.
+    /// Number of values in a flattened patch: `3 * temporal_patch_size * patch_size^2`.
     pub fn patch_values(&self) -> usize {
         3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
     }
 
-    /// Bytes of one flattened patch.
+    /// Size of a flattened patch of `f32` values, in bytes.
     pub fn patch_bytes(&self) -> NonZeroU64 {
         let bytes = self.patch_values() * size_of::<f32>();
         NonZeroU64::new(bytes as u64).unwrap_or(NonZeroU64::MIN)
     }
 
-    /// Tokens that a grid of patches fills after merging: `t * h * w / merge_size^2`.
+    /// Number of tokens of a grid of patches after merging: `t * gh * gw / merge_size^2`.
     pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
         let patches: usize = grid_thw.iter().map(|n| *n as usize).product();
         patches / (self.merge_size as usize).pow(2)
@@ -168,7 +173,7 @@ impl ImageProcessor {
     }
 }
 
-/// `[height, width]` of an image after orientation, from its header.
+/// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
 pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
     let header = match &media.source {
         MediaSource::File { root, path } => {
@@ -179,7 +184,7 @@ pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageE
     Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
 }
 
-/// An image, decoded and turned upright.
+/// Decodes an image and applies its EXIF orientation.
 pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
     let bytes = match &media.source {
         MediaSource::File { root, path } => {
@@ -197,11 +202,11 @@ pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageErro
 /// An image in 8-bit RGB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pixels {
-    /// In pixels.
+    /// Width in pixels.
     pub width: u32,
-    /// In pixels.
+    /// Height in pixels.
     pub height: u32,
-    /// `[height, width, 3]`.
+    /// Values of shape `[height, width, 3]`.
     pub rgb: Vec<u8>,
 }
 
@@ -211,12 +216,12 @@ impl From<Rgb> for Pixels {
     }
 }
 
-/// What to call an image in a message.
+/// How an error message names an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageName {
-    /// As the row writes it.
+    /// Path as written in the row.
     Path(PathBuf),
-    /// A data URI, which is too long to show.
+    /// A data URI; its text is too long for a message.
     DataUri,
 }
 
@@ -238,82 +243,82 @@ impl fmt::Display for ImageName {
     }
 }
 
-/// Why an image cannot be used.
+/// The reason why an image cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// There is no such file.
+    /// The file does not exist.
     #[error("image `{}` does not exist in `{}`", .path.display(), .root.display())]
     Missing {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// Where it was looked for.
+        /// Folder that the path is relative to.
         root: PathBuf,
     },
-    /// The folder itself is not there.
+    /// The folder `image_root` cannot be opened.
     #[error("cannot open `image_root` `{}`: {source}", .root.display())]
     Root {
-        /// The folder.
+        /// Path of the folder.
         root: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// The path leads out of its root, by itself or by a link.
+    /// The path points outside of its root folder, directly or through a symbolic link.
     #[error("image `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
     EscapesRoot {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// The folder that it must stay in.
+        /// Folder that must contain the image.
         root: PathBuf,
     },
     /// The file cannot be read, or is not a regular file.
     #[error("cannot read image `{}`: {source}", .path.display())]
     Read {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// The data URI itself is malformed.
+    /// The data URI is malformed.
     #[error("cannot read an image from a data URI: {problem}")]
     DataUri {
-        /// What is wrong with it.
+        /// Description of the defect.
         problem: String,
     },
-    /// The bytes are none of the formats that are decoded.
+    /// The bytes are not in a supported format.
     #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
     UnknownFormat {
-        /// Which image.
+        /// The image.
         image: ImageName,
     },
     /// The image is damaged or incomplete.
-    #[error("image {image} is broken: {source}")]
+    #[error("image {image} is damaged: {source}")]
     Broken {
-        /// Which image.
+        /// The image.
         image: ImageName,
-        /// What the decoder found.
+        /// Error of the decoder.
         source: Box<dyn Error + Send + Sync>,
     },
-    /// Too elongated for the model.
-    #[error("image {image} is {width} x {height}, expected sides of a ratio of at most 200")]
+    /// The aspect ratio is too large for the model.
+    #[error("image {image} is {width} x {height} pixels, expected an aspect ratio of at most 200")]
     AspectRatio {
-        /// Which image.
+        /// The image.
         image: ImageName,
-        /// In pixels, upright.
+        /// Upright width in pixels.
         width: u32,
-        /// In pixels, upright.
+        /// Upright height in pixels.
         height: u32,
     },
-    /// The header declares more pixels than are worth decoding.
+    /// The header declares more pixels than the decoder accepts.
     #[error(
-        "image {image} is {width} x {height}, expected at most {limit} pixels",
-        limit = decode::MAX_PIXELS
+        "image {image} is {width} x {height}, expected at most {limit} pixels in total",
+        limit = MAX_PIXELS
     )]
     TooLarge {
-        /// Which image.
+        /// The image.
         image: ImageName,
-        /// In pixels, as stored.
+        /// Width in pixels, before orientation.
         width: u32,
-        /// In pixels, as stored.
+        /// Height in pixels, before orientation.
         height: u32,
     },
 }
@@ -328,23 +333,28 @@ impl ImageError {
         }
     }
 
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Missing { .. } => {
-                "paths are relative to `image_root` of the data set, by default the folder of its file"
+                "paths are relative to `image_root` of the data set, which is the folder of the data file by default"
             }
-            Self::Root { .. } => "check `image_root` of the data set",
-            Self::EscapesRoot { .. } => "move the image, or set `image_root` to a folder above it",
-            Self::Read { .. } => "the path must lead to a file that you may read",
-            Self::DataUri { .. } => "write `data:image/png;base64,` and the encoded file",
-            Self::UnknownFormat { .. } => "convert it to PNG or JPEG",
-            Self::Broken { .. } => "copy or make the image again",
-            Self::AspectRatio { .. } | Self::TooLarge { .. } => "cut or scale the image",
+            Self::Root { .. } => "set `image_root` of the data set to an existing folder",
+            Self::EscapesRoot { .. } => {
+                "move the image into `image_root`, or set `image_root` to a folder that contains it"
+            }
+            Self::Read { .. } => "the path must point to a regular file with read permission",
+            Self::DataUri { .. } => {
+                "write `data:image/png;base64,` followed by the base64 text of the file"
+            }
+            Self::UnknownFormat { .. } => "convert the image to PNG or JPEG",
+            Self::Broken { .. } => "copy or export the image again",
+            Self::AspectRatio { .. } => "crop or pad the image",
+            Self::TooLarge { .. } => "crop the image or scale it down",
         }
     }
 
-    /// A short key to count rejected samples by.
+    /// Returns the key under which rejected samples are counted, such as `image_missing`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Missing { .. } => "image_missing",
@@ -360,7 +370,7 @@ impl ImageError {
     }
 }
 
-/// The fixtures and their expected values, made by `scripts/golden/image_fixtures.py`.
+/// Image fixtures and their expected values, written by `scripts/golden/image_fixtures.py`.
 #[cfg(test)]
 mod golden {
     use safetensors::SafeTensors;
@@ -374,7 +384,8 @@ mod golden {
         std::fs::read(format!("{folder}{name}")).unwrap()
     }
 
-    /// All tensors whose name starts with `prefix`, by the rest of their names, as images.
+    /// Returns the tensors whose names start with `prefix` as images, sorted by the rest of the
+    /// name.
     pub(super) fn images(prefix: &str) -> Vec<(String, Rgb)> {
         let tensors = SafeTensors::deserialize(TENSORS).unwrap();
         let mut images: Vec<(String, Rgb)> = tensors

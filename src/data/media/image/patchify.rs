@@ -1,20 +1,21 @@
-//! Pixels to rows of normalised patches, in merge-block order.
+//! Cuts pixels into normalised patches, in merge-block order.
 //!
-//! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` patches a side.
-//! Rows: `(t, gh/m, gw/m, m, m)`, so that the patches that merge into one token are neighbours;
-//! columns: `(3, tp, p, p)`. An image is one frame, repeated `tp` times; the last frame of a video
-//! is repeated until their number is a multiple of `tp`.
+//! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` number of patches
+//! along the height and width of a frame. Each row of the result is a patch. Rows are ordered `(t,
+//! gh/m, gw/m, m, m)`, so that the patches that are merged into one token are adjacent; the columns
+//! are `(3, tp, p, p)`. An image is one frame repeated `tp` times; the last frame of a video is
+//! repeated until the number of frames is a multiple of `tp`.
 
 use super::decode::Rgb;
 use super::resize::Resized;
-use super::simd::for_each_level;
 use crate::batch::Patches;
+use crate::ops::kernels;
 
-/// Pixels that are normalised side by side.
+/// Number of pixels that are normalised at once.
 const LANES: usize = 16;
 
-/// Rescaling and normalising fused as `(x - 255 mean) / (255 std)` in f32, exactly as the reference
-/// computes it, for each channel.
+/// Rescales and normalises each channel in one step, `(x - 255 mean) / (255 std)` in `f32`. The
+/// result equals that of the transformers processor bit for bit.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct Normalise([Channel; 3]);
 
@@ -22,12 +23,13 @@ pub(in crate::data) struct Normalise([Channel; 3]);
 struct Channel {
     mean: f32,
     std: f32,
-    /// Parts of `1 / std` that give each byte its exact quotient; None where there are none.
+    /// Two numbers whose sum is `1 / std` and whose products equal the division exactly for every
+    /// byte; `None` if they do not.
     inverse: Option<[f32; 2]>,
 }
 
 impl Normalise {
-    /// `scale` is the largest pixel value: 1 / `rescale_factor`.
+    /// `mean` and `std` are per channel; `scale` is the largest pixel value, `1 / rescale_factor`.
     pub(in crate::data) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
         Self(std::array::from_fn(|c| Channel::new(mean[c] * scale, std[c] * scale)))
     }
@@ -35,8 +37,9 @@ impl Normalise {
 
 impl Channel {
     fn new(mean: f32, std: f32) -> Self {
-        // Dividing is slow. Where a byte less the mean has few bits, its product with the first 12 bits
-        // of 1 / std is exact, and adding that with the rest rounds once, as a division does.
+        // Division is slow. If a byte minus the mean has few bits, its product with the first 12
+        // bits of 1 / std is exact. Adding the product with the rest then rounds once, like a
+        // division.
         let high = f32::from_bits((1.0 / std).to_bits() & !0xfff);
         let low = (1.0 / f64::from(std) - f64::from(high)) as f32;
         let is_exact = |x: u8| {
@@ -47,8 +50,8 @@ impl Channel {
         Self { mean, std, inverse }
     }
 
-    /// Normalises neighbouring pixels.
-    #[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+    /// Normalises the values of one channel for adjacent pixels.
+    #[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
     #[inline(always)]
     fn scale(&self, pixels: &[u8; LANES]) -> [f32; LANES] {
         let mut values = [0.0; LANES];
@@ -63,19 +66,22 @@ impl Channel {
     }
 }
 
-/// Sides of a patch: in pixels, frames, and patches a merge block.
+/// Size of a patch and of a merge block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) struct PatchShape {
+    /// Side of a patch in pixels, `p`.
     pub(in crate::data) patch: usize,
+    /// Number of frames in a patch, `tp`.
     pub(in crate::data) temporal: usize,
+    /// Side of a merge block in patches, `m`.
     pub(in crate::data) merge: usize,
 }
 
-/// Values of `frames`, which have one size: `[t * gh * gw, 3 * tp * p * p]`, `t` the number of
-/// frames over `tp`, rounded up.
+/// Returns the patches of `frames` of equal size, `[t * gh * gw, 3 * tp * p * p]`, where `t` is
+/// the number of frames divided by `tp`, rounded up.
 ///
 /// # Panics
-/// Without frames, and if a side is not a multiple of `p * m`.
+/// If `frames` is empty, or if a side is not a multiple of `p * m`.
 pub(in crate::data) fn patchify(
     frames: &[Rgb],
     shape: PatchShape,
@@ -91,8 +97,10 @@ pub(in crate::data) fn patchify(
     values
 }
 
-/// Values of an image at another size: what [`patchify`] gives for what
-/// [`resize`](super::resize::resize) gives, without the image in between.
+/// Resizes an image and returns its patches, `[gh * gw, 3 * tp * p * p]`.
+///
+/// Equals [`resize`](super::resize::resize) followed by [`patchify`], without storing the resized
+/// image.
 ///
 /// # Panics
 /// If a target side is 0 or not a multiple of `p * m`.
@@ -116,11 +124,11 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
     let (width, height) = (frames[0].width(), frames[0].height());
     assert!(
         width.is_multiple_of(block) && height.is_multiple_of(block),
-        "smart_resize makes both sides multiples of the merge block"
+        "both sides must be multiples of the merge block; `smart_resize` returns such sides"
     );
     let size = patch * patch;
-    // [frames, 3, p, p]: values are copied from here in order, which is faster than writing the
-    // repeated frames side by side.
+    // [frames, 3, p, p]: values are appended from this buffer in order, which is faster than
+    // writing repeated frames to their places.
     let mut cut = vec![0.0; frames.len() * 3 * size];
     for top in (0..height).step_by(block) {
         let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
@@ -143,9 +151,8 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
     }
 }
 
-for_each_level! {
-/// The values `[3, p, p]` of the patch that begins at row and column `at` of a band
-/// `[rows, 3, width]`.
+kernels! {
+/// Writes the values `[3, p, p]` of the patch at row and column `at` of a band `[rows, 3, width]`.
 fn cut_patch(
     band: &[u8],
     width: usize,
@@ -160,7 +167,7 @@ fn cut_patch(
         let rows = band[(y * 3 + c) * width + x..].chunks(3 * width);
         if patch == LANES {
             for (values, row) in values.as_chunks_mut().0.iter_mut().zip(rows) {
-                *values = channel.scale(row.first_chunk().expect("a patch is inside of its band"));
+                *values = channel.scale(row.first_chunk().expect("patches lie inside their band"));
             }
             continue;
         }
@@ -175,8 +182,8 @@ fn cut_patch(
 }
 }
 
-/// The frames of patches `[t * gh * gw, 3 * tp * p * p]`: what [`patchify`] was given, and the
-/// repeated ones.
+/// Inverse of [`patchify`]: returns the frames of patches `[t * gh * gw, 3 * tp * p * p]`,
+/// including repeated frames.
 pub(in crate::data) fn unpatchify(
     patches: &Patches,
     shape: PatchShape,
@@ -213,18 +220,18 @@ pub(in crate::data) fn unpatchify(
 mod tests {
     use super::super::resize::resize;
     use super::super::resize::tests::{by_definition, noise};
-    use super::super::simd::at_each_level;
     use super::*;
+    use crate::ops::at_each_level;
     use proptest::prelude::*;
 
-    /// What [`patchify`] promises, value by value.
+    /// Reference for [`patchify`]: computes each value from the order of rows and columns.
     fn patches(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
         let PatchShape { patch: p, temporal, merge: m } = shape;
         let (rows, columns) = (frames[0].height / p, frames[0].width / p);
         let mut values = Vec::new();
         for first in (0..frames.len()).step_by(temporal) {
             for at in 0..rows * columns {
-                // (gh / m, gw / m, m, m), last first
+                // index into (gh / m, gw / m, m, m), from the last axis to the first
                 let (at, dx) = (at / m, at % m);
                 let (at, dy) = (at / m, at % m);
                 let (y, x) = (at / (columns / m) * m + dy, at % (columns / m) * m + dx);
@@ -242,9 +249,9 @@ mod tests {
         values
     }
 
-    /// One pixel a patch, so that a patch's values name the pixel: red is 10 * row + column.
+    /// Each patch is one pixel whose values identify it: red is 10 * row + column.
     #[test]
-    fn rows_walk_merge_blocks_and_columns_walk_channels_then_frames() {
+    fn rows_are_in_merge_block_order_and_columns_are_channels_then_frames() {
         let (height, width) = (4, 6);
         let data = (0..height)
             .flat_map(|y| (0..width).flat_map(move |x| [10 * y + x, 100 + 10 * y + x, 200]))
@@ -263,9 +270,9 @@ mod tests {
         assert_eq!(red, expected.map(|value| value as f32));
     }
 
-    /// Division in f32 is what the reference does; products stand for it only where they are it.
+    /// The reference divides in `f32`. Products replace the division only where they are equal.
     #[test]
-    fn products_give_the_quotients_of_all_bytes_or_are_not_used() {
+    fn products_equal_the_quotients_of_all_bytes_or_are_not_used() {
         for std in (1..2000).map(|std| std as f32 / 1000.0) {
             for mean in [0.5, 0.0, 0.48145466, 0.4578275, 0.40821073] {
                 let channel = Channel::new(mean * 255.0, std * 255.0);
@@ -279,9 +286,10 @@ mod tests {
     }
 
     proptest! {
-        /// In one pass and in two, with sides that no vector divides, and the same at each level.
+        /// Tests the fused function and the two separate ones, with sides that are not multiples
+        /// of a vector, at each SIMD level.
         #[test]
-        fn patches_of_a_resized_image_are_those_of_the_resize(
+        fn fused_resize_and_patchify_equals_the_reference(
             sides in [1..90_usize, 1..90_usize],
             blocks in [1..5_u32, 1..5_u32],
             patch in prop::sample::select(vec![1_usize, 2, 5, 14, 16, 17]),
@@ -305,7 +313,7 @@ mod tests {
         }
 
         #[test]
-        fn patches_of_frames_are_cut_where_the_order_says(
+        fn patches_of_frames_equal_the_reference(
             grid in [1..4_usize, 1..4_usize],
             frames in 1..6_u64,
             patch in prop::sample::select(vec![1_usize, 3, 14, 16]),
@@ -325,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_frame_is_repeated_and_frames_of_a_patch_stand_side_by_side() {
+    fn an_odd_last_frame_is_repeated_and_frames_of_a_patch_are_adjacent() {
         let frame = |first: u8| {
             let data = (0..4).flat_map(|pixel| [first + pixel, 100 + first, 200]).collect();
             Rgb { width: 2, height: 2, data }

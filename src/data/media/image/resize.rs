@@ -1,23 +1,24 @@
-//! Antialiased bicubic resize of 8-bit RGB, bit for bit what Pillow computes, made in bands of rows
-//! so that what lies between the two passes stays in the cache.
+//! Antialiased bicubic resize of 8-bit RGB, equal to Pillow's bit for bit.
 //!
-//! Shapes: images `[height, width, 3]`; bands are planar, `[rows, 3, width]`. Width first, then
-//! height; each pass has 22-bit fixed-point weights, rounds and clamps to `u8`, and is left out when
-//! its size does not change.
+//! Shapes: images `[height, width, 3]`; bands of rows are planar, `[rows, 3, width]`.
+//!
+//! The first pass changes the width, the second the height. Each pass uses 22-bit fixed-point
+//! weights, rounds and clamps to `u8`, and is skipped if its size does not change. The image is
+//! processed in bands of rows, so that the rows between the two passes stay in the cache.
 
 use std::ops::Range;
 
 use super::decode::Rgb;
-use super::simd::for_each_level;
 use super::transpose::{LANES, Lanes, transpose};
 use super::weights::{PRECISION_BITS, Weights};
+use crate::ops::kernels;
 
-/// Rows of a band where the caller does not care.
+/// Number of rows per band in [`resize`].
 const BAND: usize = 32;
-/// A half: sums are rounded by it.
+/// One half in fixed point. Sums start with it, so that the final shift rounds.
 const HALF: i32 = 1 << (PRECISION_BITS - 1);
 
-/// Resizes to `height` x `width`; the image itself if it has that size.
+/// Resizes an image to `height` x `width`. Returns it unchanged if it has that size.
 ///
 /// # Panics
 /// If a target side is 0.
@@ -37,43 +38,41 @@ pub(in crate::data) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
     Rgb { width, height, data }
 }
 
-/// An image at another size, whose rows are made as they are asked for, from top to bottom.
+/// A resized image whose rows are computed on demand, from top to bottom.
 #[derive(Debug)]
 pub(super) struct Resized<'a> {
     rows: Rows<'a>,
     height: usize,
-    /// None if the height stays.
+    /// Weights for the height; `None` if the height does not change.
     weights: Option<Weights>,
-    sums: Vec<i32>, // of a row: [3, width]
-    band: Vec<u8>,
+    sums: Vec<i32>, // [3, width]
+    band: Vec<u8>,  // [rows, 3, width]
 }
 
 impl<'a> Resized<'a> {
-    /// `image` at `height` x `width`, nothing of it made yet.
+    /// Prepares the resize of `image` to `height` x `width`; computes no rows yet.
     ///
     /// # Panics
     /// If a target side is 0.
     pub(super) fn new(image: &'a Rgb, height: usize, width: usize) -> Self {
-        assert!(height > 0 && width > 0, "cannot resize to nothing");
+        assert!(height > 0 && width > 0, "target sides must be at least 1");
         let weights = (image.height != height).then(|| Weights::new(image.height, height));
         let sums = vec![0; width * 3];
         Self { rows: Rows::new(image, width), height, weights, sums, band: Vec::new() }
     }
 
-    /// Pixels a row.
     pub(super) fn width(&self) -> usize {
         self.rows.width
     }
 
-    /// Rows.
     pub(super) fn height(&self) -> usize {
         self.height
     }
 
-    /// The rows `wanted`, planar `[rows, 3, width]`.
+    /// Returns the rows `wanted`, planar `[rows, 3, width]`.
     ///
     /// # Panics
-    /// If a row is not below the height, or above those that were asked for before.
+    /// If `wanted` exceeds the height, or starts above the start of an earlier call.
     pub(super) fn band(&mut self, wanted: Range<usize>) -> &[u8] {
         let Some(weights) = &self.weights else { return self.rows.get(wanted) };
         let row = self.sums.len();
@@ -84,7 +83,7 @@ impl<'a> Resized<'a> {
         for (y, target) in wanted.zip(self.band.chunks_exact_mut(row)) {
             let quads = weights.quads(y);
             let first = weights.window(y).start - sources.start;
-            // Taps past the last row have weight 0; any row will do.
+            // Taps after the last row have weight 0, so their row does not matter.
             let source = |tap: usize| &rows[(first + tap).min(last) * row..][..row];
             let rows: Vec<_> =
                 (0..quads.len()).map(|i| [0, 1, 2, 3].map(|tap| source(4 * i + tap))).collect();
@@ -94,27 +93,29 @@ impl<'a> Resized<'a> {
     }
 }
 
-/// The rows of an image at their final width, planar, made as they are asked for.
+/// Rows of an image at the target width, planar, computed on demand.
 #[derive(Debug)]
 struct Rows<'a> {
     source: &'a Rgb,
     width: usize,
-    /// None if the width stays.
+    /// Weights for the width, and buffers; `None` if the width does not change.
     across: Option<(Weights, Squares)>,
-    /// Rows `made`, `[rows, 3, width]`, and room.
+    /// The rows `made`, `[rows, 3, width]`; the buffer may be longer.
     planes: Vec<u8>,
+    /// Rows that `planes` holds.
     made: Range<usize>,
 }
 
-/// Sixteen rows while their width changes.
+/// Buffers to change the width of sixteen rows at once, in blocks of 16 x 16 bytes.
 #[derive(Debug)]
 struct Squares {
-    /// `[16, 3 * width]` of the source, rows rounded up to whole squares. Read from here: the
-    /// image itself is not in the cache any more, and is fetched faster in one go.
+    /// Copy of the source rows, `[16, 3 * source_width]`; rows are padded to whole blocks. Copying
+    /// each row in one go is faster than reading the source, which is not in the cache, by columns.
     rows: Vec<Lanes>,
-    /// `[width + 3, 3]` of them: the last windows may reach past the row, with weight 0.
+    /// Transposed source rows, `[source_width + 3, 3, 16]`. The last windows may extend after the
+    /// row, with weight 0.
     columns: Vec<Lanes>,
-    /// `[3, width]` of the target, rounded up to whole squares.
+    /// Transposed target rows, `[3, width, 16]`, padded to whole blocks.
     resized: Vec<Lanes>,
 }
 
@@ -137,13 +138,16 @@ impl<'a> Rows<'a> {
         Self { source, width, across, planes: Vec::new(), made: 0..0 }
     }
 
-    /// The rows `wanted`; forgets those above them.
+    /// Returns the rows `wanted`, planar `[rows, 3, width]`, and drops the rows above them.
     fn get(&mut self, wanted: Range<usize>) -> &[u8] {
         let Self { source, width, across, planes, made } = self;
         let row = *width * 3;
-        assert!(made.start <= wanted.start && wanted.end <= source.height, "rows go downwards");
-        let gone = wanted.start.min(made.end) - made.start;
-        planes.copy_within(gone * row..made.len() * row, 0);
+        assert!(
+            made.start <= wanted.start && wanted.end <= source.height,
+            "rows are requested from top to bottom"
+        );
+        let dropped = wanted.start.min(made.end) - made.start;
+        planes.copy_within(dropped * row..made.len() * row, 0);
         *made = wanted.start..made.end.max(wanted.start);
         while made.end < wanted.end {
             let rows = made.end..source.height.min(made.end + LANES);
@@ -166,8 +170,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Adds four products to a sum. Wraps: only the sum of all has to fit.
-#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+/// Adds four products to a sum. Partial sums may wrap; only the final sum must fit in an `i32`.
+#[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
 #[inline(always)]
 fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> i32 {
     let product = |value: u8, weight: i32| i32::from(value).wrapping_mul(weight);
@@ -176,16 +180,17 @@ fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> 
     sum.wrapping_add(ab.wrapping_add(cd))
 }
 
-/// A byte of a sum that began with a half.
-#[expect(clippy::inline_always, reason = "compiled for the caller's level")]
+/// Converts a sum that started with [`HALF`] to a byte.
+#[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
 #[inline(always)]
 fn finish(sum: i32) -> u8 {
     (sum >> PRECISION_BITS).clamp(0, 255) as u8
 }
 
-for_each_level! {
-/// Resizes at most sixteen rows `[rows, source_width, 3]` to planes `[rows, 3, width]`, all at once:
-/// they are transposed, so that the sums of one byte in all of them lie side by side.
+kernels! {
+/// Resizes at most sixteen rows `[rows, source_width, 3]` to planes `[rows, 3, width]`.
+///
+/// The rows are transposed, so that one vector holds the same byte of all rows.
 fn resize_rows(
     sources: &[u8],
     source_width: usize,
@@ -238,7 +243,8 @@ fn resize_rows(
     }
 }
 
-/// Weighted sum of rows, which are as long as `target` and `sums`.
+/// Writes the weighted sum of `rows` to `target`. `sums` is scratch space; `target` and each row
+/// have `[3 * width]` bytes, and `sums` has at least as many elements.
 fn sum_rows(rows: &[[&[u8]; 4]], quads: &[[i32; 4]], sums: &mut [i32], target: &mut [u8]) {
     let len = target.len();
     let [first @ .., last] = quads else { return };
@@ -265,7 +271,7 @@ fn sum_rows(rows: &[[&[u8]; 4]], quads: &[[i32; 4]], sums: &mut [i32], target: &
     }
 }
 
-/// Rows `[rows, width, 3]` to planes `[rows, 3, width]`.
+/// Converts rows `[rows, width, 3]` to planes `[rows, 3, width]`.
 fn split_planes(rows: &[u8], planes: &mut [u8], width: usize) {
     for (row, planes) in rows.chunks_exact(width * 3).zip(planes.chunks_exact_mut(width * 3)) {
         let (red, rest) = planes.split_at_mut(width);
@@ -277,7 +283,7 @@ fn split_planes(rows: &[u8], planes: &mut [u8], width: usize) {
     }
 }
 
-/// Planes `[3, width]` to a row `[width, 3]`.
+/// Converts planes `[3, width]` to a row `[width, 3]`.
 fn interleave(planes: &[u8], row: &mut [u8]) {
     let (red, rest) = planes.split_at(planes.len() / 3);
     let (green, blue) = rest.split_at(red.len());
@@ -291,12 +297,13 @@ fn interleave(planes: &[u8], row: &mut [u8]) {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::golden;
-    use super::super::simd::at_each_level;
     use super::*;
+    use crate::ops::at_each_level;
     use proptest::prelude::*;
     use rand::{Rng, SeedableRng};
 
-    /// Random pixels; half of them black or white, so that sums overshoot on both sides.
+    /// Returns random pixels. Half of the values are 0 or 255, so that sums exceed both ends of the
+    /// range of a byte.
     pub(in super::super) fn noise([height, width]: [usize; 2], seed: u64) -> Rgb {
         let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
         let mut byte = || {
@@ -307,7 +314,7 @@ pub(super) mod tests {
         Rgb { width, height, data }
     }
 
-    /// The resize as it is defined: two whole passes, one sum after the other.
+    /// Reference resize by its definition: two passes over the whole image, one sum per value.
     pub(in super::super) fn by_definition(image: &Rgb, [height, width]: [u32; 2]) -> Rgb {
         let pass = |image: &Rgb, height: usize, width: usize| {
             let [across, down] =
@@ -345,7 +352,7 @@ pub(super) mod tests {
 
     proptest! {
         #[test]
-        fn bands_of_any_height_are_the_rows_of_two_whole_passes(
+        fn bands_of_any_height_equal_the_rows_of_two_whole_passes(
             sides in [1..120_usize, 1..120_usize],
             target in [1..120_u32, 1..120_u32],
             heights in prop::collection::vec(1..40_usize, 120),
@@ -379,7 +386,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn resized_images_are_the_references_to_the_bit() {
+    fn resized_images_equal_the_reference_bit_for_bit() {
         let cases = golden::json()["resize"].as_array().unwrap().clone();
         assert!(cases.len() > 10);
         for case in cases {
@@ -392,9 +399,9 @@ pub(super) mod tests {
         }
     }
 
-    /// The same law as above, on bytes: it says where a difference is.
+    /// Compares bytes instead of digests, so that a failure shows the first wrong byte.
     #[test]
-    fn small_resized_images_are_the_references_byte_for_byte() {
+    fn small_resized_images_equal_the_reference_byte_for_byte() {
         for (name, expected) in golden::images("resize/") {
             let file = name.rsplit_once('/').unwrap().0;
             let found = resize(source(file), expected.height as u32, expected.width as u32);
@@ -404,7 +411,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn one_colour_stays_that_colour_whatever_the_sizes() {
+    fn an_image_of_one_colour_keeps_its_colour_at_all_sizes() {
         for (height, width) in [(1, 1), (5, 7), (16, 33), (200, 3)] {
             let data = [7, 130, 255].repeat(height * width);
             for (new_height, new_width) in [(1, 1), (3, 2), (17, 31), (64, 96)] {
@@ -415,7 +422,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Sums of a hundred thousand taps, across and down.
+    /// Tests sums of 100 000 taps along both axes.
     #[test]
     fn a_very_long_strip_keeps_its_mean() {
         let length = 200_000;

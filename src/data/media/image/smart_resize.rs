@@ -1,14 +1,18 @@
-//! The size that an image is resized to: sides divisible by the factor, area inside the budget.
+//! Target size of an image: both sides are multiples of a factor and the area is within limits.
+//!
+//! The arithmetic and its rounding equal those of the transformers processor.
 
-/// Images more elongated than this are refused, as the model's own processor does.
+/// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: u64 = 200;
 
-/// Target `[height, width]` of a `height` x `width` image, both multiples of `factor`
-/// (`patch_size * merge_size`), with an area inside `min_pixels..=max_pixels` where the aspect
-/// ratio allows it. `None` if the ratio of the sides is over 200.
+/// Returns the target `[height, width]` in pixels of an image of `height` x `width` pixels.
 ///
-/// Rounds half to even: a side of 80 at factor 32 becomes 64, not 96. A side of at most half the
-/// factor rounds to 0 and so takes the "too small" branch whatever the area is.
+/// Both are multiples of `factor` (`patch_size * merge_size`). The area is in
+/// `min_pixels..=max_pixels` where the aspect ratio allows it. Returns `None` if the aspect ratio
+/// is above 200.
+///
+/// Sides round half to even: a side of 80 with factor 32 becomes 64, not 96. A side of at most
+/// half the factor rounds to 0; the image is then enlarged to `min_pixels`, whatever its area is.
 ///
 /// # Panics
 /// If a side or `factor` is 0.
@@ -19,7 +23,7 @@ pub fn smart_resize(
     min_pixels: u64,
     max_pixels: u64,
 ) -> Option<[u32; 2]> {
-    assert!(height > 0 && width > 0 && factor > 0, "a size or factor of 0 cannot be resized");
+    assert!(height > 0 && width > 0 && factor > 0, "sides and factor must be at least 1");
     if u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width)) {
         return None;
     }
@@ -27,16 +31,18 @@ pub fn smart_resize(
     Some(fit(sides, factor, Frames { shown: 1.0, counted: 1.0 }, min_pixels, max_pixels))
 }
 
-/// How many images of one size share a budget.
+/// Number of frames of equal size whose pixels are limited together; 1 for an image.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Frames {
-    /// As they are: the scale goes by these.
+    /// Number of frames, used to compute the scale.
     pub(in crate::data) shown: f64,
-    /// As the model's own processor counts them to see whether they keep the budget.
+    /// Number of frames that the transformers processor assumes when it compares the pixels with
+    /// the limits.
     pub(in crate::data) counted: f64,
 }
 
-/// The multiples of `factor` nearest to `sides`, scaled where all frames together miss the budget.
+/// Rounds `sides` to multiples of `factor`, and scales them if the pixels of all frames together
+/// are outside of `min_pixels..=max_pixels`.
 pub(in crate::data) fn fit(
     sides: [f64; 2],
     factor: u32,

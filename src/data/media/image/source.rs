@@ -1,4 +1,4 @@
-//! The bytes of an image: a file inside its root folder, or a data URI.
+//! Sources of image bytes: a file inside a root folder, or a data URI.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -11,8 +11,8 @@ use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 
 use super::ImageError;
 
-/// Padding is stripped before decoding; spare bits of the last character are ignored as other
-/// decoders do.
+/// Padding is removed before decoding. Spare bits of the last character are ignored, as in other
+/// decoders.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &alphabet::STANDARD,
     GeneralPurposeConfig::new()
@@ -20,15 +20,16 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// Opens what [`resolve`] finds.
+/// Opens the file at `path` if it is inside `root`; see [`resolve`].
 pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageError> {
     let real = resolve(root, path)?;
     let file = File::open(&real);
     file.map(BufReader::new).map_err(|source| ImageError::Read { path: path.to_owned(), source })
 }
 
-/// The real place of `path`, relative to `root` or absolute, if it is a file inside `root` after
-/// every link and `..` is resolved.
+/// Resolves `path`, which is absolute or relative to `root`, to its canonical path.
+///
+/// Fails unless it is a regular file inside `root` after all symbolic links and `..` are resolved.
 pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, ImageError> {
     let read_error = |source| ImageError::Read { path: path.to_owned(), source };
     let escapes = || ImageError::EscapesRoot { path: path.to_owned(), root: root.to_owned() };
@@ -36,7 +37,7 @@ pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, Imag
         root.canonicalize().map_err(|source| ImageError::Root { root: root.to_owned(), source })?;
     let real = match real_root.join(path).canonicalize() {
         Ok(real) => real,
-        // Nothing to resolve: say what is wrong from the path as it is written.
+        // `canonicalize` cannot resolve a missing file: choose the error from the path's text.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let written = normalise(&real_root.join(path));
             let inside = written.starts_with(&real_root)
@@ -52,14 +53,15 @@ pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, Imag
     if !real.starts_with(&real_root) {
         return Err(escapes());
     }
-    // Asked before opening: opening a pipe would wait for its writer.
+    // Checked before opening, because opening a pipe blocks until it has a writer.
     if !real.metadata().map_err(read_error)?.is_file() {
-        return Err(read_error(std::io::Error::new(ErrorKind::InvalidInput, "it is not a file")));
+        let problem = "it is not a regular file";
+        return Err(read_error(std::io::Error::new(ErrorKind::InvalidInput, problem)));
     }
     Ok(real)
 }
 
-/// Resolves `.` and `..` without the file system.
+/// Resolves `.` and `..` in the text of a path, without access to the file system.
 fn normalise(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for component in path.components() {
@@ -78,8 +80,8 @@ fn normalise(path: &Path) -> PathBuf {
     normal
 }
 
-/// Decodes `data:[mime][;param]..;base64,..`. The mime type is not looked at. The base64 text may
-/// be broken into lines, URL-safe, and without padding.
+/// Decodes `data:[mime][;param]..;base64,..`. The MIME type is ignored. The base64 text may contain
+/// whitespace, use the URL-safe alphabet and omit the padding.
 pub(super) fn decode_data_uri(uri: &str) -> Result<Vec<u8>, ImageError> {
     let error = |problem: String| ImageError::DataUri { problem };
     let rest = match uri.trim_start().split_at_checked(5) {
@@ -87,10 +89,10 @@ pub(super) fn decode_data_uri(uri: &str) -> Result<Vec<u8>, ImageError> {
         _ => return Err(error("it does not start with `data:`".into())),
     };
     let Some((header, text)) = rest.split_once(',') else {
-        return Err(error("there is no `,` before the data".into()));
+        return Err(error("it has no `,` before the data".into()));
     };
     if !header.split(';').skip(1).any(|param| param.trim().eq_ignore_ascii_case("base64")) {
-        return Err(error("it is not `;base64`".into()));
+        return Err(error("it has no `;base64` before the `,`".into()));
     }
     let mut text: Vec<u8> = text
         .bytes()
@@ -105,7 +107,7 @@ pub(super) fn decode_data_uri(uri: &str) -> Result<Vec<u8>, ImageError> {
     text.truncate(text.len() - padding);
     BASE64.decode(&text).map_err(|source| {
         let source = source.to_string();
-        error(format!("its base64 is broken: {}", source.trim_end_matches('.')))
+        error(format!("its base64 text is invalid: {}", source.trim_end_matches('.')))
     })
 }
 
@@ -118,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_data_uri_may_be_written_in_every_usual_way() {
+    fn common_spellings_of_a_data_uri_are_decoded() {
         let bytes = [0xfb, 0xff, 0xfe, 1];
         for uri in [
             "data:image/png;base64,+//+AQ==",
@@ -134,16 +136,16 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_data_uri_says_what_is_wrong() {
+    fn an_invalid_data_uri_is_an_error_that_names_the_defect() {
         for (uri, problem) in [
             ("data:image/png;base64", "no `,`"),
-            ("data:image/png,abcd", "not `;base64`"),
-            ("data:base64,abcd", "not `;base64`"),
+            ("data:image/png,abcd", "no `;base64`"),
+            ("data:base64,abcd", "no `;base64`"),
             ("data", "start with `data:`"),
             ("\u{e9}\u{e9}\u{e9}", "start with `data:`"),
-            ("data:;base64,abcde", "base64 is broken"),
-            ("data:;base64,ab*d", "base64 is broken"),
-            ("data:;base64,ab=d", "base64 is broken"),
+            ("data:;base64,abcde", "base64 text is invalid"),
+            ("data:;base64,ab*d", "base64 text is invalid"),
+            ("data:;base64,ab=d", "base64 text is invalid"),
         ] {
             let error = decode_data_uri(uri).unwrap_err();
             assert!(error.to_string().contains(problem), "{uri}: {error}");
@@ -183,7 +185,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn a_link_may_lead_around_inside_the_root_but_not_out_of_it() {
+    fn a_symbolic_link_may_point_inside_the_root_but_not_outside() {
         use std::os::unix::fs::symlink;
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().join("root");

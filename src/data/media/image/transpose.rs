@@ -1,16 +1,17 @@
-//! Squares of bytes with rows and columns swapped.
+//! Transposes blocks of 16 x 16 bytes.
 
-/// Sides of a square.
+/// Number of rows and of columns of a block.
 pub(super) const LANES: usize = 16;
-/// A row or a column.
+/// A row or a column of a block.
 pub(super) type Lanes = [u8; LANES];
 
-/// Hands the columns of sixteen rows to `put`, in order.
+/// Transposes a block: calls `put(i, column)` for each column `i`, in order; `row(i)` returns row
+/// `i`.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
     clippy::inline_always,
-    reason = "instructions of every x86-64, in the caller's level"
+    reason = "SSE2 is part of every x86-64; inlined to use the caller's features"
 )]
 #[inline(always)]
 pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
@@ -20,8 +21,9 @@ pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMu
     };
     const HALF: usize = LANES / 2;
 
-    /// Interleaves the bytes of rows `i` and `i + 8` to rows `2 i` and `2 i + 1`; after four times
-    /// rows are columns. Written for registers: compiled from a loop over bytes it goes through memory.
+    /// Interleaves the bytes of rows `i` and `i + 8` into rows `2 i` and `2 i + 1`. Four
+    /// applications transpose the block. Intrinsics keep the block in registers; the compiler
+    /// stores a loop over bytes to memory.
     #[inline(always)]
     fn interleave(square: [__m128i; LANES]) -> [__m128i; LANES] {
         let mut next = square;
@@ -36,16 +38,16 @@ pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMu
         next
     }
 
-    // SAFETY: as above.
+    // SAFETY: SSE2 is part of x86-64.
     let mut square = [unsafe { _mm_setzero_si128() }; LANES];
     for (i, lanes) in square.iter_mut().enumerate() {
-        // SAFETY: 16 bytes may be read through a reference to 16 bytes, at any alignment.
+        // SAFETY: the reference is valid for 16 bytes, and the load needs no alignment.
         *lanes = unsafe { _mm_loadu_si128(row(i).as_ptr().cast()) };
     }
     let square = interleave(interleave(interleave(interleave(square))));
     for (i, lanes) in square.iter().enumerate() {
         let mut column = [0; LANES];
-        // SAFETY: the same for writing.
+        // SAFETY: `column` is valid for 16 bytes, and the store needs no alignment.
         unsafe { _mm_storeu_si128(column.as_mut_ptr().cast(), *lanes) };
         put(i, &column);
     }
@@ -54,7 +56,7 @@ pub(super) fn transpose<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMu
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) use portable as transpose;
 
-/// The same on any CPU.
+/// Transposes a block on any CPU.
 #[cfg(any(test, not(target_arch = "x86_64")))]
 pub(super) fn portable<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
     for column in 0..LANES {

@@ -1,25 +1,25 @@
-//! Weights of a bicubic resize along one side, as Pillow computes them.
+//! Weights of an antialiased bicubic resize along one axis, computed as in Pillow.
 
 use std::ops::Range;
 
-/// Fraction bits of a weight.
+/// Number of fractional bits of a fixed-point weight.
 pub(super) const PRECISION_BITS: u32 = 22;
-/// Reach of the cubic kernel, in source pixels when not shrinking.
+/// Half the width of the cubic kernel, in source pixels when the image is not reduced.
 const SUPPORT: f64 = 2.0;
 
-/// For each output position a window of the input, and a weight for each position in it.
+/// For each output position, a window of input positions and a weight for each of them.
 #[derive(Debug)]
 pub(super) struct Weights {
-    /// Input positions of each window; starts and ends do not descend.
+    /// Windows `[output]` of input positions. Neither their starts nor their ends decrease.
     windows: Vec<Range<usize>>,
-    /// Where the quads of each window begin; one more for the end of the last.
+    /// Boundaries `[output + 1]` of the windows in `quads`.
     firsts: Vec<usize>,
-    /// Weights, four by four; those past the end of a window are 0.
+    /// Weights in groups of four, padded with 0 after the end of a window.
     quads: Vec<[i32; 4]>,
 }
 
 impl Weights {
-    /// For `output` positions from `input`; both at least 1.
+    /// Computes the weights that resize `input` positions to `output`; both are at least 1.
     pub(super) fn new(input: usize, output: usize) -> Self {
         let scale = input as f64 / output as f64;
         let stretch = scale.max(1.0);
@@ -46,12 +46,12 @@ impl Weights {
         weights
     }
 
-    /// Input positions that an output position is made of.
+    /// Returns the input positions that contribute to an output position.
     pub(super) fn window(&self, position: usize) -> Range<usize> {
         self.windows[position].clone()
     }
 
-    /// The weights of [`Self::window`], filled up to fours with 0.
+    /// Returns the weights of [`Self::window`], padded with 0 to a multiple of four.
     pub(super) fn quads(&self, position: usize) -> &[[i32; 4]] {
         &self.quads[self.firsts[position]..self.firsts[position + 1]]
     }
@@ -70,7 +70,7 @@ fn cubic(x: f64) -> f64 {
     }
 }
 
-/// Rounds half away from zero.
+/// Converts a weight to fixed point; halves round away from zero, as in Pillow.
 fn fixed_point(weight: f64) -> i32 {
     (weight * f64::from(1 << PRECISION_BITS) + 0.5_f64.copysign(weight)) as i32
 }
@@ -79,7 +79,7 @@ fn fixed_point(weight: f64) -> i32 {
 mod tests {
     use super::*;
 
-    /// What the passes rely on when they walk from one end to the other.
+    /// The resize passes rely on this when they move from one end of the axis to the other.
     #[test]
     fn windows_advance_and_their_weights_add_up_to_one() {
         for (input, output) in [(1, 1), (1, 7), (5, 3), (1000, 992), (992, 1000), (4000, 31)] {

@@ -1,4 +1,4 @@
-//! What the config and the model folder say about videos.
+//! Video settings from the config and from the model folder.
 
 use std::path::{Path, PathBuf};
 
@@ -10,26 +10,28 @@ use super::smart_resize::Budget;
 use crate::data::media::image::{ImageProcessor, Normalise, Size};
 use crate::data::model_file::{ModelFileError, read_json_if_there};
 
-/// `data.video` of the config; `null` is what the model folder's `video_preprocessor_config.json`
-/// says, else what the published one does.
+/// The section `data.video` of the config.
+///
+/// A key that is `None` uses the value of the model folder's `video_preprocessor_config.json`, or
+/// of the published Qwen3-VL file if the folder has none.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct VideoConfig {
-    /// Frames to take of a second.
+    /// Number of frames to sample per second of video.
     pub fps: Option<f64>,
-    /// No fewer frames, as far as there are as many.
+    /// Minimum number of sampled frames, if the video has as many.
     pub min_frames: Option<u32>,
-    /// No more frames; they are spread over the whole video.
+    /// Maximum number of sampled frames; they are spread over the whole video.
     pub max_frames: Option<u32>,
-    /// Smaller videos are enlarged to this many pixels, all frames together.
+    /// Minimum number of pixels of all sampled frames together; smaller videos are enlarged.
     pub min_pixels: Option<u64>,
-    /// Larger videos are reduced to this many pixels, all frames together.
+    /// Maximum number of pixels of all sampled frames together; larger videos are reduced.
     pub max_pixels: Option<u64>,
-    /// What stands around the frames in the text.
+    /// Placement of the vision start and end tokens around the frames.
     pub marks: VideoMarks,
-    /// Seconds that the work on one file may take; a file that needs more is rejected.
+    /// Maximum time to load one file, in seconds; a file that needs longer is rejected.
     pub timeout_s: f64,
-    /// Frames that one file may have, taken or not; a longer file is rejected.
+    /// Maximum number of frames in one file, sampled or not; a longer file is rejected.
     pub max_source_frames: u32,
 }
 
@@ -48,85 +50,86 @@ impl Default for VideoConfig {
     }
 }
 
-/// What one file may cost.
+/// Limits on one video file.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "video"), expect(dead_code, reason = "lists of frames need no limits"))]
+#[cfg_attr(not(feature = "video"), expect(dead_code, reason = "limits apply to video files only"))]
 pub(super) struct Limits {
     pub(super) timeout_s: f64,
     pub(super) max_source_frames: usize,
 }
 
-/// What stands around the frames of a video, each of which has its own pair of vision marks.
+/// Placement of the vision start and end tokens of a video. Each frame group always has its own
+/// pair.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VideoMarks {
-    /// The pair that the chat template writes stays around them, as in transformers 5.
+    /// Keeps the chat template's pair around all frame groups, as in transformers 5.
     #[default]
     Nested,
-    /// It goes: two tokens fewer, as in transformers 4.57.
+    /// Removes the chat template's pair, which saves two tokens, as in transformers 4.57.
     Flat,
 }
 
-/// Why the video processor of a model folder cannot be used.
+/// The reason why the video settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum VideoConfigError {
     /// The file cannot be read or parsed.
     #[error(transparent)]
     File(#[from] ModelFileError),
-    /// A value of the folder that this processor cannot work with.
+    /// A value in the model folder is not supported.
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
     Value {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The key.
+        /// Key in the file.
         key: &'static str,
-        /// Its value.
+        /// Found value.
         found: String,
-        /// What would work.
+        /// Supported values.
         expected: String,
     },
-    /// A value, from the config or the folder, that no video can be read with.
+    /// A setting is out of range. Its value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     Setting {
-        /// The key.
+        /// Key in `data.video`.
         key: &'static str,
-        /// Its value.
+        /// Found value.
         found: String,
-        /// What would work.
+        /// Supported values.
         expected: &'static str,
     },
 }
 
 impl VideoConfigError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::File(error) => error.hint(),
             Self::Value { .. } => "copy the file from the published model again",
             Self::Setting { .. } => {
-                "`null` takes what the model folder says; docs/video.md has what each key does"
+                "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
             }
         }
     }
 }
 
-/// The published `video_preprocessor_config.json`.
+// Values of the `video_preprocessor_config.json` published with Qwen3-VL.
 const PUBLISHED_FPS: f64 = 2.0;
-const PUBLISHED_FRAMES: [u32; 2] = [4, 768];
-const PUBLISHED_PIXELS: [u64; 2] = [4096, 25_165_824];
+const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
+const PUBLISHED_PIXELS: [u64; 2] = [4096, 25_165_824]; // minimum, maximum
 
-/// Checked settings.
+/// Validated video settings.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     pub(super) sampling: Sampling,
     pub(super) budget: Budget,
     pub(super) normalise: Normalise,
     pub(super) marks: VideoMarks,
-    #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "read with files"))]
+    #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
     pub(super) limits: Limits,
 }
 
-/// The keys of the folder's file that matter; others are left alone.
+/// The keys of the model folder's file that are used; others are ignored.
 #[derive(Debug, Default, Deserialize)]
 struct File {
     size: Option<Size>,
@@ -145,8 +148,10 @@ struct File {
 }
 
 impl Settings {
-    /// Reads the model folder; `config` wins over it. `images` is of the same folder: patches of
-    /// videos and images go through one tower.
+    /// Reads the settings of the model folder; `config` overrides them.
+    ///
+    /// `images` must be the image processor of the same folder. Patch sizes must agree, because
+    /// one vision encoder processes the patches of videos and of images.
     pub(super) fn read(
         folder: &Path,
         config: &VideoConfig,
@@ -177,11 +182,11 @@ impl Settings {
             ("merge_size", merge_size, images.merge_size()),
         ] {
             if let Some(found) = found.filter(|found| *found != expected) {
-                return bad(key, found.to_string(), format!("{expected}, as for images"));
+                return bad(key, found.to_string(), format!("`{expected}` as for images"));
             }
         }
         if cap_pixels_per_frame == Some(true) {
-            let expected = "`false`: lower `data.video.max_pixels` instead".to_owned();
+            let expected = "`false` (limit pixels by `data.video.max_pixels` instead)".to_owned();
             return bad("cap_pixels_per_frame", "true".to_owned(), expected);
         }
         let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
@@ -191,47 +196,51 @@ impl Settings {
         let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
         if !mean.iter().chain(&std).all(|value| value.is_finite()) || std.iter().any(|v| *v <= 0.0)
         {
-            let expected = "numbers, and a spread above 0".to_owned();
-            return bad("image_mean` or `image_std", format!("{mean:?}, {std:?}"), expected);
+            let expected = "finite numbers, above 0 for `image_std`".to_owned();
+            return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
         }
         let size = size.unwrap_or_default();
         let VideoConfig {
-            fps: asked_fps,
-            min_frames: asked_min_frames,
-            max_frames: asked_max_frames,
-            min_pixels: asked_min_pixels,
-            max_pixels: asked_max_pixels,
+            fps: config_fps,
+            min_frames: config_min_frames,
+            max_frames: config_max_frames,
+            min_pixels: config_min_pixels,
+            max_pixels: config_max_pixels,
             marks,
             timeout_s,
             max_source_frames,
         } = *config;
         let [published_min, published_max] = PUBLISHED_PIXELS;
-        let min_pixels = asked_min_pixels.or(min_pixels).or(size.shortest_edge);
-        let max_pixels = asked_max_pixels.or(max_pixels).or(size.longest_edge);
+        let min_pixels = config_min_pixels.or(min_pixels).or(size.shortest_edge);
+        let max_pixels = config_max_pixels.or(max_pixels).or(size.longest_edge);
         let budget = Budget {
             min_pixels: min_pixels.unwrap_or(published_min),
             max_pixels: max_pixels.unwrap_or(published_max),
         };
-        let min_frames = asked_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
-        let max_frames = asked_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
-        let fps = asked_fps.or(fps).unwrap_or(PUBLISHED_FPS);
+        let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
+        let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
+        let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
         let setting =
             |key, found: String, expected| Err(VideoConfigError::Setting { key, found, expected });
         if !(fps.is_finite() && fps > 0.0) {
-            return setting("fps", fps.to_string(), "a number of frames a second above 0");
+            return setting("fps", fps.to_string(), "a number of frames per second above 0");
         }
         if max_frames < images.temporal_patch_size() {
-            let expected = "at least the frames of one patch (`temporal_patch_size`)";
+            let expected = "at least the number of frames in a patch (`temporal_patch_size`)";
             return setting("max_frames", max_frames.to_string(), expected);
         }
         if !(timeout_s > 0.0 && timeout_s <= 86_400.0) {
-            return setting("timeout_s", timeout_s.to_string(), "seconds above 0, up to a day");
+            return setting(
+                "timeout_s",
+                timeout_s.to_string(),
+                "seconds above 0, at most 86400 (a day)",
+            );
         }
         if min_frames > max_frames {
             return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
         }
         if budget.min_pixels == 0 || budget.min_pixels > budget.max_pixels {
-            let expected = "1 or more, and at most `max_pixels`";
+            let expected = "at least 1 and at most `max_pixels`";
             return setting("min_pixels", budget.min_pixels.to_string(), expected);
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
@@ -242,8 +251,10 @@ impl Settings {
     }
 }
 
-/// The settings and the file that they stand in; in transformers' order: the combined file, the
-/// published one, none.
+/// Reads the video settings and returns them with the path of their file.
+///
+/// As in transformers, `processor_config.json` takes precedence over
+/// `video_preprocessor_config.json`. The settings are empty if neither file has any.
 fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
@@ -285,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_file_the_published_values_hold() {
+    fn a_folder_without_video_settings_uses_the_published_values() {
         let found = settings(&[], &VideoConfig::default()).unwrap();
         assert_eq!(found.sampling, Sampling { fps: 2.0, min_frames: 4, max_frames: 768 });
         assert_eq!(found.budget, Budget { min_pixels: 4096, max_pixels: 25_165_824 });
@@ -293,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_config_wins_over_the_combined_file_and_that_over_the_published_one() {
+    fn the_config_overrides_the_combined_file_and_that_overrides_the_published_one() {
         let published = ("video_preprocessor_config.json", json!({"fps": 3, "max_frames": 5}));
         let combined = json!({"video_processor": {"fps": 4, "min_frames": 2}});
         let combined = ("processor_config.json", combined);
@@ -308,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn each_impossible_value_is_named() {
+    fn the_error_for_an_invalid_value_names_its_key_and_value() {
         let none = VideoConfig::default();
         for (config, message) in [
             (VideoConfig { fps: Some(0.0), ..none.clone() }, "`data.video.fps` is `0`"),
@@ -321,9 +332,9 @@ mod tests {
             assert!(error.contains(message), "{error}");
         }
         for (file, message) in [
-            (json!({"patch_size": 14}), "`patch_size` is `14`, expected 16, as for images"),
+            (json!({"patch_size": 14}), "`patch_size` is `14`, expected `16` as for images"),
             (json!({"cap_pixels_per_frame": true}), "`cap_pixels_per_frame` is `true`"),
-            (json!({"image_std": [0.5, 0.0, 0.5]}), "a spread above 0"),
+            (json!({"image_std": [0.5, 0.0, 0.5]}), "above 0 for `image_std`"),
             (json!({"fps": "2"}), "cannot parse"),
         ] {
             let error = settings(&[("video_preprocessor_config.json", file)], &none).unwrap_err();

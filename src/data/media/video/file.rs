@@ -1,9 +1,8 @@
-//! Video files, through the system's FFmpeg.
+//! Reads video files with the FFmpeg libraries of the system.
 //!
-//! A file is data of strangers: only containers that hold their images themselves are opened, no
-//! playlist, no address; each read and each frame is held against the limits of the config.
-//! Frames are counted in the order in which they are shown, and turned upright as the container
-//! says.
+//! Files are untrusted. Only containers that hold their frames themselves are opened; playlists and
+//! URLs are rejected. The time limit of the config is checked on each read and for each frame.
+//! Frames are numbered in presentation order and rotated as the container specifies.
 
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -19,26 +18,30 @@ use image::metadata::Orientation;
 use super::{Limits, VideoError};
 use crate::data::media::image::{MAX_PIXELS, Rgb, resolve, swaps_sides, upright};
 
-/// Containers that hold their images themselves, by FFmpeg's names.
+/// FFmpeg's names of the containers that hold their frames themselves.
 const CONTAINERS: &str =
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif,ivf,yuv4mpegpipe,m4v,h264,hevc";
-/// Share of the announced frames that may be missing at the end: containers that give a duration
-/// only are a frame or two off.
+/// Inverse of the maximum share of the declared frames that may be missing at the end; two frames
+/// may always be missing. For containers that only store a duration, the computed number of frames
+/// is off by one or two.
 const MISSING_SHARE: usize = 50;
 
-/// An opened file, of which nothing is decoded yet.
+/// An open video file; no frame is decoded yet.
 pub(super) struct VideoFile {
     path: PathBuf,
     input: Input,
     decoder: decoder::Video,
+    /// Index of the video stream.
     stream: usize,
     orientation: Orientation,
+    /// Number of frames that the header declares.
     total: usize,
+    /// Frames per second.
     rate: f64,
     deadline: Deadline,
 }
 
-/// When the work on a file has to end.
+/// Time limit for loading a file.
 #[derive(Debug, Clone, Copy)]
 struct Deadline {
     begin: Instant,
@@ -52,10 +55,10 @@ impl Deadline {
 }
 
 impl VideoFile {
-    /// Reads the headers of a file inside `root`.
+    /// Opens a file inside `root` and reads its header.
     pub(super) fn open(root: &Path, path: &Path, limits: Limits) -> Result<Self, VideoError> {
         static START: Once = Once::new();
-        START.call_once(|| log::set_level(log::Level::Quiet)); // its words would go to stderr
+        START.call_once(|| log::set_level(log::Level::Quiet)); // FFmpeg logs to stderr
         let real = resolve(root, path).map_err(|cause| VideoError::of_path(path, cause))?;
         let deadline =
             Deadline { begin: Instant::now(), limit: Duration::from_secs_f64(limits.timeout_s) };
@@ -80,7 +83,7 @@ impl VideoFile {
         let counted = usize::try_from(stream.frames()).ok().filter(|frames| *frames > 0);
         let total = counted.or_else(|| Some((seconds? * rate?).round() as usize));
         let (Some(rate), Some(total)) = (rate, total) else {
-            let problem = "its header says no frame rate, or no length".to_owned();
+            let problem = "its header has no frame rate or no length".to_owned();
             return Err(VideoError::Broken { path: path.to_owned(), problem });
         };
         if total > limits.max_source_frames {
@@ -91,7 +94,7 @@ impl VideoFile {
         let index = stream.index();
         let context = codec::Context::from_parameters(stream.parameters()).map_err(broken)?;
         let mut context = context.decoder();
-        // Damage is an error, as in an image, not a frame with holes.
+        // Report damage as an error, as for images; by default FFmpeg conceals damaged areas.
         context.check(decoder::Check::CRC | decoder::Check::BITSTREAM | decoder::Check::EXPLODE);
         let decoder = context.video().map_err(broken)?;
         let (width, height) = (decoder.width(), decoder.height());
@@ -103,24 +106,26 @@ impl VideoFile {
         Ok(Self { path, input, decoder, stream: index, orientation, total, rate, deadline })
     }
 
-    /// Frames in the file, as its header has it.
+    /// Number of frames that the header declares.
     pub(super) fn total(&self) -> usize {
         self.total
     }
 
-    /// Frames a second.
+    /// Frames per second.
     pub(super) fn rate(&self) -> f64 {
         self.rate
     }
 
-    /// `[height, width]` of the frames, upright.
+    /// Upright `[height, width]` of the frames in pixels.
     pub(super) fn size(&self) -> [u32; 2] {
         let (width, height) = (self.decoder.width(), self.decoder.height());
         if swaps_sides(self.orientation) { [width, height] } else { [height, width] }
     }
 
-    /// Decodes up to the last of `indices`, which ascend, and gives those to `take`, with their
-    /// index.
+    /// Decodes the file up to the last of `indices`, which must ascend, and calls
+    /// `take(frame, index)` for each of them.
+    ///
+    /// If the file ends a few frames early, its last frame stands in for the missing ones.
     pub(super) fn decode(
         mut self,
         indices: &[usize],
@@ -140,11 +145,10 @@ impl VideoFile {
         }
         let missing = self.total.saturating_sub(number);
         if rest.peek().is_some() && missing > (self.total / MISSING_SHARE).max(2) {
-            let problem = format!("it ends after {number} of {} frames", self.total);
+            let problem = format!("it ends after {number} of {} declared frames", self.total);
             return Err(VideoError::Broken { path: self.path, problem });
         }
         for index in rest {
-            // The last frame stands for what the header counted too much.
             let Some(last) = &last else {
                 let problem = "no frame can be decoded".to_owned();
                 return Err(VideoError::Broken { path: self.path, problem });
@@ -154,7 +158,7 @@ impl VideoFile {
         Ok(())
     }
 
-    /// The next frame in the order of showing.
+    /// Decodes the next frame in presentation order; `None` at the end of the file.
     fn next_frame(&mut self) -> Result<Option<frame::Video>, VideoError> {
         let mut decoded = frame::Video::empty();
         loop {
@@ -168,17 +172,17 @@ impl VideoFile {
                 Err(error) => return Err(failure(&self.path, self.deadline, error)),
             }
             let mut packet = Packet::empty();
-            let fed = match packet.read(&mut self.input) {
+            let sent = match packet.read(&mut self.input) {
                 Ok(()) if packet.stream() != self.stream => continue,
                 Ok(()) => self.decoder.send_packet(&packet),
                 Err(Error::Eof) => self.decoder.send_eof(),
                 Err(error) => Err(error),
             };
-            fed.map_err(|error| failure(&self.path, self.deadline, error))?;
+            sent.map_err(|error| failure(&self.path, self.deadline, error))?;
         }
     }
 
-    /// A frame as upright RGB.
+    /// Converts a frame to upright RGB.
     fn rgb(
         &self,
         decoded: &frame::Video,
@@ -212,7 +216,8 @@ fn rational(value: Rational) -> f64 {
     f64::from(value.numerator()) / f64::from(value.denominator())
 }
 
-/// What the container's display matrix says to do before showing a frame: quarter turns only.
+/// Reads the rotation from the display matrix of the container; only multiples of 90 degrees are
+/// supported, others are ignored.
 fn orientation(stream: &format::stream::Stream) -> Orientation {
     let matrix = stream.side_data().find(|data| data.kind() == SideData::DisplayMatrix);
     let quarter = matrix.and_then(|matrix| {
@@ -228,7 +233,8 @@ fn orientation(stream: &format::stream::Stream) -> Orientation {
     }
 }
 
-/// An error of FFmpeg, which does not say itself that it was interrupted.
+/// Converts an error of FFmpeg. After the time limit it is always `Timeout`, because FFmpeg does
+/// not report whether it was interrupted.
 fn failure(path: &Path, deadline: Deadline, error: Error) -> VideoError {
     let path = path.to_owned();
     if deadline.is_over() {

@@ -1,14 +1,15 @@
-//! Videos to patches: choose frames, decode, resize, normalise, cut.
+//! Video processing: sample frames, decode, resize, normalise and cut into patches.
 //!
 //! ```text
-//! VideoRef -> number, rate and size of its frames -> indices -> RGB -> smart_resize -> patches
+//! VideoRef -> number, rate and size of frames -> sampled indices -> RGB -> resize -> patches
 //! ```
 //!
-//! Shapes: `t` groups of `tp` frames, `gh`, `gw` patches a side, `p` patch size in pixels;
-//! `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
-//! Choices: a list of frames without a rate is taken to be sampled already; its frames have one
-//! size; an odd last frame is repeated. What the text shows of a video is [`Clip`], which is known
-//! from headers alone.
+//! Shapes: `t` number of groups of `tp` frames, `gh`, `gw` number of patches along the height and
+//! width, `p` patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
+//!
+//! A list of frames without a frame rate counts as sampled already. All frames of a video must
+//! have the same size. The last frame is repeated to fill the last group. [`Clip`] holds what the
+//! prompt needs of a video; it is read from headers only.
 
 mod config;
 #[cfg(feature = "video")]
@@ -28,38 +29,42 @@ use smart_resize::smart_resize;
 
 use crate::batch::{MediaRef, Patches, VideoRef};
 use crate::data::media::image::{
-    ImageError, ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify, upright_pixels,
-    upright_size,
+    ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
+    upright_pixels, upright_size,
 };
 
-/// Turns references to videos into patches, with the settings of one model. Shared by all loader
-/// workers; each call runs on the calling thread.
+/// Loads videos as normalised patches, with the settings of one model folder.
+///
+/// All loader workers share one processor. Each call does its work on the calling thread.
 #[derive(Debug, Clone)]
 pub struct VideoProcessor {
     settings: Settings,
     images: ImageProcessor,
 }
 
-/// What the text shows of a video, known before its pixels are.
+/// Grid and timestamps of a video, which determine its tokens in the prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Clip {
-    /// Groups of frames, and patches a side.
+    /// Number of frame groups, and of patches along the height and width: `[t, gh, gw]`.
     pub grid_thw: [u32; 3],
-    /// Seconds from the start of the video, one a group of frames.
+    /// Time of each frame group in seconds from the start of the video, `[t]`.
     pub timestamps: Vec<f64>,
 }
 
-/// Which frames are taken, and to which size they are brought.
+/// Sampled frames of a video and their target size.
 struct Plan {
+    /// Indices of the sampled frames, ascending.
     indices: Vec<usize>,
     clip: Clip,
-    /// `[height, width]` of the frames, before and after.
+    /// `[height, width]` of the frames in pixels, before resizing.
     source: [u32; 2],
+    /// `[height, width]` of the frames in pixels, after resizing.
     target: [u32; 2],
 }
 
 impl VideoProcessor {
-    /// Reads the settings of a model folder, whose images `images` reads; `config` wins.
+    /// Reads the settings of a model folder; `config` overrides them. `images` must be the image
+    /// processor of the same folder.
     pub fn from_folder(
         folder: &Path,
         config: &VideoConfig,
@@ -69,7 +74,8 @@ impl VideoProcessor {
         Ok(Self { settings, images: images.clone() })
     }
 
-    /// What [`Self::load`] will show, from headers alone: of a list, the first frame's.
+    /// Returns the clip that [`Self::load`] would return. Reads only the header of the file, or of
+    /// the first frame of a list.
     pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
         match video {
             VideoRef::Frames { frames, fps } => Ok(self.plan_list(frames, *fps)?.clip),
@@ -83,7 +89,7 @@ impl VideoProcessor {
         }
     }
 
-    /// Decodes the chosen frames into normalised patches.
+    /// Decodes the sampled frames into normalised patches.
     pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
         match video {
             VideoRef::Frames { frames, fps } => {
@@ -113,19 +119,20 @@ impl VideoProcessor {
         }
     }
 
-    /// The pixels that a video's patches were made of, frame by frame.
+    /// Converts patches back to the resized frames.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let frames = unpatchify(patches, self.images.patch_shape(), &self.settings.normalise);
         frames.into_iter().map(Pixels::from).collect()
     }
 
-    /// Whatever decides the clip of a video, in words.
+    /// Settings that determine the clip of a video, as text. The length cache hashes it to detect
+    /// changed settings.
     pub(in crate::data) fn limits(&self) -> String {
         let Settings { sampling, budget, marks, .. } = &self.settings;
         format!("{sampling:?} {budget:?} {marks:?}")
     }
 
-    /// What stands around the frames.
+    /// Placement of the vision start and end tokens around the frames.
     pub(in crate::data) fn marks(&self) -> VideoMarks {
         self.settings.marks
     }
@@ -149,7 +156,7 @@ impl VideoProcessor {
         self.plan(indices, file.rate(), file.size())
     }
 
-    /// `rate` frames make a second; `source` is `[height, width]`.
+    /// `rate` is in frames per second; `source` is `[height, width]` in pixels.
     fn plan(&self, indices: Vec<usize>, rate: f64, source: [u32; 2]) -> Result<Plan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let frames = indices.len();
@@ -175,7 +182,7 @@ impl VideoProcessor {
 }
 
 impl Plan {
-    /// A frame at its final size; `frame` counts from 1.
+    /// Resizes a frame to the target size. `frame` is its number in the video, starting at 1.
     fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
         let found = [pixels.height as u32, pixels.width as u32];
         if found != self.source {
@@ -194,114 +201,118 @@ impl Plan {
     }
 }
 
-/// Why a video cannot be used.
+/// The reason why a video cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum VideoError {
-    /// Files are read by a feature of the build.
-    #[error("video `{}` is a file, and this build reads lists of frames only", .path.display())]
+    /// The row names a video file, and the program was built without the feature `video`.
+    #[error("video `{}` is a file, but this build only reads lists of frames", .path.display())]
     NotBuilt {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
     },
-    /// There is no such file.
+    /// The file does not exist.
     #[error("video `{}` does not exist in `{}`", .path.display(), .root.display())]
     Missing {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// Where it was looked for.
+        /// Folder that the path is relative to.
         root: PathBuf,
     },
-    /// The path leads out of its root, by itself or by a link.
+    /// The path points outside of its root folder, directly or through a symbolic link.
     #[error("video `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
     EscapesRoot {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// The folder that it must stay in.
+        /// Folder that must contain the video.
         root: PathBuf,
     },
     /// The file cannot be read.
     #[error("cannot read video `{}`: {problem}", .path.display())]
     Read {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         problem: String,
     },
-    /// The file is damaged, or no video.
-    #[error("video `{}` is broken: {problem}", .path.display())]
+    /// The file is damaged, or is not a video.
+    #[error("video `{}` is damaged or not a video: {problem}", .path.display())]
     Broken {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// What was found.
+        /// Description of the defect.
         problem: String,
     },
-    /// The work on it has to end some time.
-    #[error("video `{}` takes longer than {seconds} s", .path.display())]
+    /// Reading and decoding the file takes too long.
+    #[error("video `{}` takes longer to load than {seconds} s", .path.display())]
     Timeout {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
         /// `data.video.timeout_s`.
         seconds: f64,
     },
-    /// More frames than are worth decoding.
+    /// The file has too many frames.
     #[error("video `{}` has {frames} frames, expected at most {limit}", .path.display())]
     TooLong {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// As its header says.
+        /// Number of frames that the header declares.
         frames: usize,
         /// `data.video.max_source_frames`.
         limit: usize,
     },
-    /// Frames of more pixels than are worth decoding, or of none.
-    #[error("video `{}` has frames of {width} x {height}", .path.display())]
+    /// The frames have no pixels, or more pixels than the decoder accepts.
+    #[error(
+        "video `{}` has frames of {width} x {height}, expected 1 to {limit} pixels per frame",
+        .path.display(),
+        limit = MAX_PIXELS
+    )]
     TooLarge {
-        /// As the row writes it.
+        /// Path as written in the row.
         path: PathBuf,
-        /// In pixels.
+        /// Width in pixels.
         width: u32,
-        /// In pixels.
+        /// Height in pixels.
         height: u32,
     },
-    /// The model knows no videos.
-    #[error("the model folder names no token for videos (`video_token_id` in config.json)")]
+    /// The model does not support videos.
+    #[error("the model folder has no video token (`video_token_id` in config.json)")]
     NoToken,
-    /// A frame that cannot be used.
+    /// A frame of a list cannot be loaded.
     #[error("frame {frame}: {cause}")]
     Frame {
-        /// Which of the list, starting at 1.
+        /// Position in the list, starting at 1.
         frame: usize,
-        /// Why.
+        /// Error of the frame.
         cause: ImageError,
     },
-    /// Frames of a video are one tensor.
+    /// A frame differs in size from the first frame.
     #[error(
-        "frame {frame} is {width} x {height}, expected {expected_width} x {expected_height} as the first"
+        "frame {frame} is {width} x {height}, expected {expected_width} x {expected_height} like the first frame"
     )]
     FrameSize {
-        /// Which of the video, starting at 1.
+        /// Position in the video, starting at 1.
         frame: usize,
-        /// In pixels, upright.
+        /// Upright width in pixels.
         width: u32,
-        /// In pixels, upright.
+        /// Upright height in pixels.
         height: u32,
-        /// Of the first frame.
+        /// Upright width of the first frame in pixels.
         expected_width: u32,
-        /// Of the first frame.
+        /// Upright height of the first frame in pixels.
         expected_height: u32,
     },
-    /// Not enough to fill one patch in time.
-    #[error("too few frames: {frames}, expected at least 2 (one patch in time)")]
+    /// The video has fewer sampled frames than a patch.
+    #[error("too few frames: {frames}, expected at least 2 (the frames of one patch)")]
     TooShort {
-        /// Frames that could be taken.
+        /// Number of sampled frames.
         frames: usize,
     },
-    /// Too elongated for the model.
-    #[error("frames are {width} x {height}, expected sides of a ratio of at most 200")]
+    /// The aspect ratio of the frames is too large for the model.
+    #[error("frames are {width} x {height} pixels, expected an aspect ratio of at most 200")]
     AspectRatio {
-        /// In pixels, upright.
+        /// Upright width in pixels.
         width: u32,
-        /// In pixels, upright.
+        /// Upright height in pixels.
         height: u32,
     },
 }
@@ -318,30 +329,34 @@ impl VideoError {
         }
     }
 
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NotBuilt { .. } => {
-                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list its frames as images"
+                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list the frames as images"
             }
             Self::Missing { .. } => {
-                "paths are relative to `image_root` of the data set, by default the folder of its file"
+                "paths are relative to `image_root` of the data set, which is the folder of the data file by default"
             }
-            Self::EscapesRoot { .. } => "move the video, or set `image_root` to a folder above it",
-            Self::Read { .. } => "the path must lead to a file that you may read",
+            Self::EscapesRoot { .. } => {
+                "move the video into `image_root`, or set `image_root` to a folder that contains it"
+            }
+            Self::Read { .. } => "the path must point to a regular file with read permission",
             Self::Broken { .. } => "copy or convert the video again",
-            Self::Timeout { .. } => "shorten or scale the video, or raise `data.video.timeout_s`",
-            Self::TooLong { .. } => "cut the video, or raise `data.video.max_source_frames`",
-            Self::TooLarge { .. } => "scale the video",
-            Self::NoToken => "use a model folder that knows videos, or remove the row",
+            Self::Timeout { .. } => {
+                "shorten the video, scale it down, or raise `data.video.timeout_s`"
+            }
+            Self::TooLong { .. } => "shorten the video, or raise `data.video.max_source_frames`",
+            Self::TooLarge { .. } => "scale the video to a supported size",
+            Self::NoToken => "use a model that supports videos, or remove the row",
             Self::Frame { cause, .. } => cause.hint(),
-            Self::FrameSize { .. } => "bring all frames of the list to one size",
-            Self::TooShort { .. } => "give more frames, or use an image",
-            Self::AspectRatio { .. } => "cut or scale the video",
+            Self::FrameSize { .. } => "resize all frames of the list to one size",
+            Self::TooShort { .. } => "list more frames, or use an image instead of a video",
+            Self::AspectRatio { .. } => "crop or pad the video",
         }
     }
 
-    /// A short key to count rejected samples by.
+    /// Returns the key under which rejected samples are counted, such as `video_missing`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotBuilt { .. } => "video_not_built",

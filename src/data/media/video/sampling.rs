@@ -1,26 +1,28 @@
-//! Which frames of a video are looked at, and what time the text says they are of.
+//! Samples the frames of a video and computes their timestamps.
 //!
-//! The arithmetic is that of transformers' `Qwen3VLVideoProcessor` and `Qwen3VLProcessor`, with its
-//! roundings: frames by index, spread evenly from the first to the last, not by time ticks.
+//! The arithmetic and its rounding equal those of `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` in
+//! transformers: indices are spread evenly from the first to the last frame; presentation times in
+//! the file are not used.
 
-/// How densely a video is looked at.
+/// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Sampling {
-    /// Frames to take of a second.
+    /// Number of frames to sample per second of video.
     pub(super) fps: f64,
-    /// No fewer frames, as far as there are as many.
+    /// Minimum number of sampled frames, if the video has as many.
     pub(super) min_frames: usize,
-    /// No more frames.
+    /// Maximum number of sampled frames.
     pub(super) max_frames: usize,
 }
 
 impl Sampling {
-    /// Indices of the frames to take of `total`, of which `rate` make a second.
+    /// Returns the indices of the frames to sample from `total` frames at `rate` frames per second.
     pub(super) fn of_clip(&self, total: usize, rate: f64) -> Vec<usize> {
         self.spread(total, (total as f64 / rate * self.fps) as usize)
     }
 
-    /// The same of a list that is sampled already: all of them, up to the limit.
+    /// Returns the indices for a list that is sampled already: all of its `total` frames, or
+    /// `max_frames` of them if it has more.
     pub(super) fn of_sampled(&self, total: usize) -> Vec<usize> {
         self.spread(total, total)
     }
@@ -37,8 +39,8 @@ impl Sampling {
     }
 }
 
-/// Seconds of each group of `temporal` frames: the mean of its first and last frame's time. The
-/// last frame fills an incomplete group.
+/// Returns the time in seconds of each group of `temporal` frames: the mean of the times of its
+/// first and last frame. An incomplete last group is filled with its last frame.
 pub(super) fn timestamps(indices: &[usize], rate: f64, temporal: usize) -> Vec<f64> {
     let second = |index: usize| index as f64 / rate;
     let groups = indices.chunks(temporal);
@@ -57,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn indices_and_times_are_the_references() {
+    fn indices_and_timestamps_equal_the_reference() {
         let golden = golden();
         let cases = golden["indices"].as_array().unwrap();
         assert!(cases.len() > 70);
@@ -88,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_is_sampled_already_loses_frames_to_the_limit_only() {
+    fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
         let sampling = Sampling { fps: 1.7, min_frames: 4, max_frames: 6 };
         for total in 1..=6 {
             assert_eq!(sampling.of_sampled(total), (0..total).collect::<Vec<_>>());
@@ -97,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quarter_of_a_second_is_written_half_to_even() {
+    fn timestamps_are_formatted_with_halves_rounded_to_even() {
         assert_eq!(format!("{:.1} {:.1} {:.1}", 0.25, 0.75, 1.25), "0.2 0.8 1.2");
     }
 }

@@ -1,22 +1,27 @@
-//! The size that the frames of a video are resized to: the budget is of the whole video.
+//! Target size of the frames of a video: limits apply to the pixels of all frames together.
+//!
+//! The arithmetic and its rounding equal those of the transformers processor.
 
 use crate::data::media::image::{Frames, fit};
 
-/// Videos more elongated than this are refused, as the model's own processor does.
+/// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: f64 = 200.0;
 
-/// Pixels of a whole video, all frames together.
+/// Limits on the pixels of all frames of a video together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Budget {
     pub(super) min_pixels: u64,
     pub(super) max_pixels: u64,
 }
 
-/// Target `[height, width]` of `num_frames` frames of `height` x `width`, both multiples of
-/// `factor` (`patch_size * merge_size`); `None` if the ratio of the sides is over 200.
+/// Returns the target `[height, width]` in pixels of `num_frames` frames of `height` x `width`.
 ///
-/// Sides below the factor are first scaled up. Frames count in multiples of `temporal`, rounded
-/// half to even; when the area is over or under the budget, as they are.
+/// Both are multiples of `factor` (`patch_size * merge_size`). Returns `None` if the aspect ratio
+/// is above 200.
+///
+/// A frame with a side below `factor` is first scaled up. To compare the pixels with the budget,
+/// the number of frames is rounded half to even to a multiple of `temporal`; the scale is computed
+/// from the actual number of frames.
 pub(super) fn smart_resize(
     num_frames: usize,
     [height, width]: [u32; 2],
@@ -44,7 +49,7 @@ mod tests {
 
     use super::*;
 
-    /// Made by `scripts/golden/video_cases.py`.
+    /// The table was written by `scripts/golden/video_cases.py`.
     #[test]
     fn all_sizes_of_the_reference_table_agree() {
         let golden: Value =

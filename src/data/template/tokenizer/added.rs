@@ -1,22 +1,22 @@
-//! Added tokens: found in the text before anything else is done to it.
+//! Splits a text at added tokens, before it is normalised.
 
-/// A part of a text.
+/// A piece of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
-    /// From and to this byte: text without added tokens, never empty.
+pub(super) enum Piece {
+    /// Start and end byte of text without added tokens; never empty.
     Text(usize, usize),
-    /// An added token and its bytes.
+    /// Id, start byte and end byte of an added token.
     Token(u32, usize, usize),
 }
 
-/// The added tokens, by their first byte.
+/// Added tokens, indexed by their first byte.
 #[derive(Debug)]
 pub(super) struct AddedTokens {
-    by_first: Vec<Vec<(Box<str>, u32)>>, // 256 lists, the longest token first
+    by_first: Vec<Vec<(Box<str>, u32)>>, // [256], each list from the longest token to the shortest
 }
 
 impl AddedTokens {
-    /// Takes contents, none of them empty, and ids.
+    /// Indexes tokens, given as content and id. No content may be empty.
     pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a str, u32)>) -> Self {
         let mut by_first = vec![Vec::new(); 256];
         for (content, id) in tokens {
@@ -28,9 +28,9 @@ impl AddedTokens {
         Self { by_first }
     }
 
-    /// Calls `each` with the parts of `text`, in order: of the tokens that begin at a place the
-    /// longest.
-    pub(super) fn split(&self, text: &str, mut each: impl FnMut(Part)) {
+    /// Calls `each` with the pieces of `text`, in order. Of several tokens that match at the same
+    /// place, the longest is used.
+    pub(super) fn split(&self, text: &str, mut each: impl FnMut(Piece)) {
         let bytes = text.as_bytes();
         let (mut begin, mut at) = (0, 0);
         while let Some(byte) = bytes.get(at) {
@@ -42,14 +42,14 @@ impl AddedTokens {
                 continue;
             };
             if begin < at {
-                each(Part::Text(begin, at));
+                each(Piece::Text(begin, at));
             }
             begin = at + content.len();
-            each(Part::Token(*id, at, begin));
+            each(Piece::Token(*id, at, begin));
             at = begin;
         }
         if begin < bytes.len() {
-            each(Part::Text(begin, bytes.len()));
+            each(Piece::Text(begin, bytes.len()));
         }
     }
 }
@@ -59,11 +59,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_token_and_of_these_the_longest_is_found() {
+    fn the_longest_token_at_the_first_match_is_found() {
         let tokens = AddedTokens::new([("<a>", 1), ("<a>b", 2), ("a", 3), ("<", 4)]);
-        let mut parts = Vec::new();
-        tokens.split("x<a>bc<a>a<<", |part| parts.push(part));
-        let (text, token) = (Part::Text, Part::Token);
+        let mut pieces = Vec::new();
+        tokens.split("x<a>bc<a>a<<", |piece| pieces.push(piece));
+        let (text, token) = (Piece::Text, Piece::Token);
         let expected = [
             text(0, 1),
             token(2, 1, 5),
@@ -73,7 +73,7 @@ mod tests {
             token(4, 10, 11),
             token(4, 11, 12),
         ];
-        assert_eq!(parts, expected);
-        tokens.split("", |part| panic!("{part:?} of nothing"));
+        assert_eq!(pieces, expected);
+        tokens.split("", |piece| panic!("{piece:?} in an empty text"));
     }
 }

@@ -1,6 +1,6 @@
-//! What the tokenizer must know of each character: letter, number, space, or changed by NFC.
+//! Character classes for the tokenizer: letter, number, space, and changed by NFC.
 //!
-//! The classes come from the crates that the reference engine uses itself, so both read the same
+//! The classes come from the crates that the `tokenizers` crate uses, so that both use the same
 //! version of Unicode.
 
 use std::iter;
@@ -11,25 +11,26 @@ use regex_syntax::hir::{Class, HirKind};
 use unicode_normalization_alignments::char::canonical_combining_class;
 use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
-/// `\p{L}`.
+/// Flag of the class `\p{L}`.
 pub(super) const LETTER: u8 = 1;
-/// `\p{N}`.
+/// Flag of the class `\p{N}`.
 pub(super) const NUMBER: u8 = 2;
-/// `\s`.
+/// Flag of the class `\s`.
 pub(super) const SPACE: u8 = 4;
-/// The bits that decide where words end.
+/// Mask of the flags that determine where words end.
 pub(super) const KIND: u8 = LETTER | NUMBER | SPACE;
-/// NFC may change it, or what stands beside it; no such character lies outside of [`COMBINING`].
+/// Flag of characters that NFC may change, or whose neighbours it may change. All of them are in
+/// [`COMBINING`].
 pub(super) const UNSTABLE: u8 = 8;
 
-/// Characters that are asked for [`UNSTABLE`]: a test holds that no other one is.
+/// Range of the characters that are tested for [`UNSTABLE`]. A test checks that it contains all.
 const COMBINING: std::ops::Range<u32> = 0x300..0x2fa20;
 
-/// Flags of every character.
+/// Flags of all characters, `[char::MAX + 1]`.
 static FLAGS: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let mut flags = vec![0; char::MAX as usize + 1];
     for (class, flag) in [(r"\p{L}", LETTER), (r"\p{N}", NUMBER), (r"\s", SPACE)] {
-        let parsed = Parser::new().parse(class).expect("the class is written here");
+        let parsed = Parser::new().parse(class).expect("the classes are valid constants");
         let HirKind::Class(Class::Unicode(ranges)) = parsed.kind() else {
             unreachable!("the pattern is a class of characters")
         };
@@ -49,17 +50,18 @@ fn is_unstable(c: char) -> bool {
     canonical_combining_class(c) != 0 || is_nfc_quick(iter::once(c)) != IsNormalized::Yes
 }
 
-/// The flags of characters, borrowed once a text.
+/// Table of character flags. A caller gets it once per text, to avoid a check per character.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Classes(&'static [u8]);
 
 impl Classes {
-    /// The table; made by the first call.
+    /// Returns the table, which the first call builds.
     pub(super) fn get() -> Self {
         Self(&FLAGS)
     }
 
-    /// Flags of the character at byte `at` of UTF-8, and its bytes; `None` at the end.
+    /// Returns the flags and the number of bytes of the character at byte `at` of the UTF-8
+    /// `text`; `None` at the end.
     #[inline]
     pub(super) fn at(self, text: &[u8], at: usize) -> Option<(u8, usize)> {
         let first = u32::from(*text.get(at)?);
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn characters_of_every_length_are_found_by_their_bytes() {
+    fn characters_of_every_utf8_length_are_decoded() {
         let text = "a1 \u{e9}\u{301}\u{3000}\u{4e2d}\u{1f600}\u{1d400}";
         let mut at = 0;
         let mut found = Vec::new();

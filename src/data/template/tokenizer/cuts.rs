@@ -1,20 +1,21 @@
-//! Places inside a word that no token spans, so that its parts can be tokenised apart.
+//! Finds places inside a word that no token crosses, so that its parts can be tokenised separately.
 //!
-//! Scripts without spaces make words as long as sentences. Nothing merges across a place that no token
-//! of the vocabulary has inside; between such places lie short parts that come again and again.
+//! In scripts without spaces, words are as long as sentences. If no token of the vocabulary
+//! contains the bytes around the place between two characters, no merge crosses it. The parts
+//! between such places are short and repeat often, so their tokens can be cached.
 
-/// Bits of [`Cuts::wide`].
+/// Number of hash bits that index [`Cuts::wide`].
 const WIDE_BITS: u32 = 22;
 
-/// Which bytes stand beside each other inside of tokens, where a character of several bytes begins.
+/// Byte sequences that occur inside tokens around the start of a multi-byte character.
 #[derive(Debug)]
 pub(super) struct Cuts {
-    wide: Vec<u64>,    // bits by hash of three bytes before and three after
-    narrow: Vec<bool>, // [256 * 256] by one byte before and one after: tokens that end sooner
+    wide: Vec<u64>, // bit set, indexed by the hash of three bytes before and three after
+    narrow: Vec<bool>, // [256 * 256] by one byte before and one after, for places near a token's end
 }
 
 impl Cuts {
-    /// Takes the bytes of every token of the model.
+    /// Collects the byte sequences of `tokens`, the bytes of every token of the model.
     pub(super) fn new(tokens: impl Iterator<Item = Vec<u8>>) -> Self {
         let mut cuts = Self { wide: vec![0; 1 << (WIDE_BITS - 6)], narrow: vec![false; 1 << 16] };
         for token in tokens {
@@ -29,20 +30,20 @@ impl Cuts {
         cuts
     }
 
-    /// The first place after `at` where `word` can be cut, or its end.
+    /// Returns the first place after `at` where `word` can be cut, or its end.
     pub(super) fn next(&self, word: &[u8], at: usize) -> usize {
         let mut places = at + 1..word.len();
         places.find(|at| is_between(word, *at) && !self.may_join(word, *at)).unwrap_or(word.len())
     }
 
-    /// Whether some token may span the place: it may be said of one that none does.
+    /// Returns whether a token may cross the place. `true` may be wrong, because hashes collide.
     fn may_join(&self, word: &[u8], at: usize) -> bool {
         let Some(bit) = wide_bit(word, at) else { return true };
         self.wide[bit / 64] >> (bit % 64) & 1 != 0 || self.narrow[narrow_index(word, at)]
     }
 }
 
-/// Whether a character of several bytes begins here, after another one.
+/// Returns whether a multi-byte character starts at `at`, directly after another one.
 fn is_between(bytes: &[u8], at: usize) -> bool {
     bytes[at] >= 0xc0 && bytes[at - 1] >= 0x80
 }
@@ -63,8 +64,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_cut_where_no_token_lies() {
-        // the tokens are `ab` of a, b and `bc`, of Chinese characters, and the second half of one
+    fn words_are_cut_where_no_token_crosses() {
+        // three tokens of Chinese characters: `ab`, `bc` and `a`
         let (a, b, c, d) = ("\u{4e00}", "\u{4e01}", "\u{4e02}", "\u{4e43}");
         let tokens = [format!("{a}{b}"), format!("{b}{c}"), a.to_owned()].map(String::into_bytes);
         let cuts = Cuts::new(tokens.into_iter());
@@ -77,7 +78,8 @@ mod tests {
             places
         };
         assert_eq!(places(&cuts, &word), [0, 9, 19]);
-        // a token that begins inside of a character joins whatever it may begin in
+        // a token that starts inside a character may cross the place after any character that ends
+        // with the same byte
         let inside = [a.as_bytes()[2..].to_vec(), [&a.as_bytes()[2..], b.as_bytes()].concat()];
         let cuts = Cuts::new(inside.into_iter());
         assert_eq!(places(&cuts, &format!("{c}{b}{a}{b}{d}")), [0, 3, 6, 12, 15]);

@@ -1,14 +1,14 @@
-//! Our own tokenizer for the published Qwen kind: the ids and offsets of the `tokenizers` crate, tens
-//! of times faster.
+//! Tokenizer for files with the rules of the published Qwen tokenizers. It returns the same ids and
+//! offsets as the `tokenizers` crate and is tens of times faster.
 //!
 //! ```text
-//! text -> parts between added tokens -> NFC -> words -> merged bytes -> ids, offsets
+//! text -> pieces between added tokens -> NFC -> words -> merged bytes -> ids, offsets
 //! ```
 
 use std::sync::{Mutex, PoisonError};
 
 use super::Tokens;
-use super::added::{AddedTokens, Part};
+use super::added::{AddedTokens, Piece};
 use super::classes::Classes;
 use super::cuts::Cuts;
 use super::file::{Vocabulary, byte_to_char};
@@ -16,35 +16,35 @@ use super::merges::{Merges, Workspace};
 use super::normalise::{is_nfc, nfc};
 use super::split::word_end;
 
-/// Places for words that were tokenised before, in each workspace.
+/// Number of cached words per thread.
 const CACHED_WORDS: usize = 1 << 15;
-/// Longest word, in bytes, that is kept.
+/// Maximum length of a cached word, in bytes.
 const CACHED_BYTES: usize = 15;
-/// Most tokens of a word that is kept.
+/// Maximum number of tokens of a cached word.
 const CACHED_TOKENS: usize = 3;
 
-/// The tokenizer; shared by all threads.
+/// The tokenizer, shared by all threads.
 pub(super) struct Engine {
     merges: Merges,
     cuts: Cuts,
     added: AddedTokens,
     tokens: Vec<Option<Box<str>>>, // by id; model tokens in the byte alphabet
-    lengths: Vec<u32>,             // by id, of model tokens: bytes
+    lengths: Vec<u32>,             // by id: number of bytes of a model token
     special: Vec<bool>,            // by id
     added_ids: Vec<u32>,
-    idle: Mutex<Vec<Memory>>, // at most as many as there are cores
+    idle: Mutex<Vec<Memory>>, // at most one per core
 }
 
-/// What a thread works with.
+/// Cache and buffers of one call of [`Engine::encode`].
 struct Memory {
-    words: Vec<CachedWord>, // [CACHED_WORDS]; a word has one place, the last one there is kept
+    words: Vec<CachedWord>, // [CACHED_WORDS], by hash; a new word replaces the one in its place
     work: Workspace,
 }
 
 /// A word and its tokens.
 #[derive(Clone, Copy, Default)]
 struct CachedWord {
-    key: u128, // its bytes and, in the highest one, their number; 0: none
+    key: u128, // the bytes of the word, and their number in the highest byte; 0 if empty
     ids: [u32; CACHED_TOKENS],
     num: u32,
 }
@@ -77,27 +77,27 @@ impl Engine {
         }
     }
 
-    /// Ids and offsets of `text`.
+    /// Tokenises `text`.
     pub(super) fn encode(&self, text: &str) -> Tokens {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut memory = idle.unwrap_or_else(|| {
             let words = vec![CachedWord::default(); CACHED_WORDS];
             Memory { words, work: Workspace::default() }
         });
-        let expected = text.len() / 3; // bytes a token, roughly
+        let expected = text.len() / 3; // a token has about three bytes or more
         let mut tokens =
             Tokens { ids: Vec::with_capacity(expected), offsets: Vec::with_capacity(expected) };
         let classes = Classes::get();
-        self.added.split(text, |part| match part {
-            Part::Token(id, begin, end) => {
+        self.added.split(text, |piece| match piece {
+            Piece::Token(id, begin, end) => {
                 tokens.ids.push(id);
                 tokens.offsets.push((begin, end));
             }
-            Part::Text(begin, end) => {
-                let part = &text[begin..end];
-                if is_nfc(classes, part) {
-                    // a token that ends inside a character spans the whole of it
-                    let bytes = part.as_bytes();
+            Piece::Text(begin, end) => {
+                let piece = &text[begin..end];
+                if is_nfc(classes, piece) {
+                    // a token that starts or ends inside a character spans the whole character
+                    let bytes = piece.as_bytes();
                     let inside = |at: usize| bytes.get(at).is_some_and(|byte| byte & 0xc0 == 0x80);
                     let span = |mut from: usize, mut to: usize| {
                         while inside(from) {
@@ -108,18 +108,18 @@ impl Engine {
                         }
                         (begin + from, begin + to)
                     };
-                    self.encode_part(classes, part, span, &mut memory, &mut tokens);
+                    self.encode_piece(classes, piece, span, &mut memory, &mut tokens);
                 } else {
-                    let normal = nfc(part);
+                    let normal = nfc(piece);
                     let spans = &normal.spans;
                     let span =
                         |from: usize, to: usize| (begin + spans[from].0, begin + spans[to - 1].1);
-                    self.encode_part(classes, &normal.text, span, &mut memory, &mut tokens);
+                    self.encode_piece(classes, &normal.text, span, &mut memory, &mut tokens);
                 }
             }
         });
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        // threads that wait for disks are many times the cores, and each memory is a MiB
+        // loader threads may outnumber the cores many times, and each `Memory` takes 1 MiB
         if idle.len() < rayon::current_num_threads() {
             idle.push(memory);
         }
@@ -127,8 +127,9 @@ impl Engine {
         tokens
     }
 
-    /// Tokens of a text in NFC; `span` turns bytes of it, not none, into an offset.
-    fn encode_part(
+    /// Appends the tokens of a text in NFC. `span` converts a non-empty byte range of the text to
+    /// an offset in the original text.
+    fn encode_piece(
         &self,
         classes: Classes,
         text: &str,
@@ -137,7 +138,7 @@ impl Engine {
         tokens: &mut Tokens,
     ) {
         let bytes = text.as_bytes();
-        let (mut begin, mut at, mut end) = (0, 0, 0); // of the word: `at` is inside or at its end
+        let (mut begin, mut at, mut end) = (0, 0, 0); // word `begin..end`; tokenised up to `at`
         while at < bytes.len() {
             if at == end {
                 begin = at;
@@ -156,7 +157,7 @@ impl Engine {
         }
     }
 
-    /// Tokens of the word, or a part that is cut out of one, at `at..end`.
+    /// Returns the tokens of `text[at..end]`, which is a word or a part of one.
     fn word<'a>(&self, text: &[u8], at: usize, end: usize, memory: &'a mut Memory) -> &'a [u32] {
         let Memory { words, work } = memory;
         let word = &text[at..end];
@@ -181,7 +182,7 @@ impl Engine {
         &cached.ids[..cached.num as usize]
     }
 
-    /// Text of `ids`; unknown ones are left out, and special ones unless wanted.
+    /// Converts ids to text. Unknown ids are skipped.
     pub(super) fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> String {
         let mut bytes = Vec::new();
         for id in ids {
@@ -202,27 +203,27 @@ impl Engine {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Text of one token as the file writes it.
+    /// Returns the text of a token as the file writes it.
     pub(super) fn token(&self, id: u32) -> Option<&str> {
         self.tokens.get(id as usize)?.as_deref()
     }
 
-    /// Id of one token: a search, meant for a few of them.
+    /// Returns the id of a token. This is a linear search, meant for a few tokens.
     pub(super) fn id(&self, token: &str) -> Option<u32> {
         let mut added = self.added_ids.iter().copied();
         added.find(|id| self.token(*id) == Some(token)).or_else(|| {
-            let is_it = |listed: &Option<Box<str>>| listed.as_deref() == Some(token);
-            self.tokens.iter().position(is_it).map(|id| id as u32)
+            let matches = |listed: &Option<Box<str>>| listed.as_deref() == Some(token);
+            self.tokens.iter().position(matches).map(|id| id as u32)
         })
     }
 
-    /// The largest id.
     pub(super) fn max_id(&self) -> u32 {
         self.tokens.len().saturating_sub(1) as u32
     }
 }
 
-/// Up to [`CACHED_BYTES`] bytes and their number; never 0, for a word is not empty.
+/// Packs up to [`CACHED_BYTES`] bytes and their number into a key. It is never 0, because `len` is
+/// at least 1.
 fn word_key(text: &[u8], at: usize, len: usize) -> u128 {
     let bits = if let Some(sixteen) = text[at..].first_chunk() {
         u128::from_le_bytes(*sixteen) & ((1 << (8 * len)) - 1)
@@ -234,7 +235,8 @@ fn word_key(text: &[u8], at: usize, len: usize) -> u128 {
     bits | (len as u128) << 120
 }
 
-/// The byte that a letter of the byte alphabet stands for.
+/// Returns the byte that a character of the byte alphabet represents; the inverse of
+/// [`byte_to_char`].
 fn char_to_byte(c: char) -> Option<u8> {
     let byte = match u32::from(c) {
         c @ 0x100..=0x120 => c - 0x100,

@@ -1,7 +1,7 @@
-//! `tokenizer.json`, if it is of the kind that [`Engine`](super::engine::Engine) knows: NFC, the
-//! split pattern of Qwen, byte-level byte pair encoding without further rules, plain added tokens.
+//! Parses a `tokenizer.json` for [`Engine`](super::engine::Engine), which supports NFC, the split
+//! pattern of Qwen, byte-level byte pair encoding without further rules, and plain added tokens.
 //!
-//! Every key is looked at, so that a file with any other rule is left to the `tokenizers` crate.
+//! Every key is checked, so that a file with any other rule is passed to the `tokenizers` crate.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -15,20 +15,21 @@ use serde_json::{Value, json};
 use super::merges::MAX_IDS;
 use super::split::PATTERN;
 
-/// A vocabulary of the known kind.
+/// Vocabulary of a supported file.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
-    /// Token of each byte.
+    /// Token id of each byte, `[256]`.
     pub byte_ids: Box<[u32; 256]>,
-    /// Pairs of tokens and what they merge into, by ascending rank.
+    /// Pairs of token ids and the id they merge into, by ascending rank.
     pub merges: Vec<((u32, u32), u32)>,
-    /// Every token as it is written in the file; those of the model in its byte alphabet.
+    /// Id and text of every token; tokens of the model are in the byte alphabet, added tokens are
+    /// not.
     pub tokens: Vec<(u32, Box<str>)>,
-    /// Added tokens: id, content, whether it is special.
+    /// Added tokens: id, content, and whether the token is special.
     pub added: Vec<(u32, String, bool)>,
 }
 
-/// Reads a vocabulary, or says what about the file is of another kind.
+/// Parses a vocabulary. The error describes the first unsupported rule or defect.
 pub(super) fn read(bytes: &[u8]) -> Result<Vocabulary, String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let file: File = serde_json::from_str(text).map_err(|error| error.to_string())?;
@@ -56,7 +57,7 @@ fn check(key: &str, found: &Value, expected: &Value) -> Result<(), String> {
     Err(format!("`{key}` is not `{expected}`"))
 }
 
-/// Leaves `trim_offsets` out: it has no effect before post-processing, and there is none here.
+/// Removes `trim_offsets`, which only affects post-processing; no post-processor is used.
 fn without_trim(mut value: Value) -> Value {
     if let Some(list) = value.get_mut("pretokenizers").and_then(Value::as_array_mut) {
         for entry in list.iter_mut().filter_map(Value::as_object_mut) {
@@ -74,11 +75,11 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
     for (token, id) in tokens {
         let twice = std::mem::replace(&mut seen[*id as usize], true);
         if twice || ids.insert(&token.0, *id).is_some() {
-            return Err(format!("`{}` or its id {id} is there twice", token.0));
+            return Err(format!("token `{}` or its id `{id}` occurs twice", token.0));
         }
     }
     let id_of = |token: &str| {
-        ids.get(token).copied().ok_or_else(|| format!("`{token}` is not in the vocabulary"))
+        ids.get(token).copied().ok_or_else(|| format!("token `{token}` is not in `model.vocab`"))
     };
 
     let mut byte_ids = Box::new([0; 256]);
@@ -87,7 +88,8 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
         *id = id_of(byte_to_char(byte).encode_utf8(&mut buffer))?;
     }
     if model.merges.len() > MAX_IDS {
-        return Err(format!("`model.merges` has {} entries", model.merges.len()));
+        let found = model.merges.len();
+        return Err(format!("`model.merges` has `{found}` entries, expected at most `{MAX_IDS}`"));
     }
     let mut joined = String::new();
     let mut merges = Vec::with_capacity(model.merges.len());
@@ -98,20 +100,22 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
         merges.push(((id_of(left)?, id_of(right)?), id_of(&joined)?));
     }
 
-    // the reference numbers added tokens itself
+    // the `tokenizers` crate ignores the listed ids and numbers new added tokens itself
     let mut next = tokens.len() as u32;
     let mut added: Vec<(u32, String, bool)> = Vec::new();
     for token in added_tokens {
         let AddedToken { id, content, single_word, lstrip, rstrip, normalized, special } = token;
         if single_word || lstrip || rstrip || normalized || content.is_empty() {
-            return Err(format!("the added token `{content}` has rules"));
+            return Err(format!("added token `{content}` is empty or has matching rules"));
         }
         let expected = ids.get(content.as_str()).copied().unwrap_or_else(|| {
             next += 1;
             next - 1
         });
         if id != expected || added.iter().any(|(_, other, _)| *other == content) {
-            return Err(format!("the added token `{content}` has the id {id}"));
+            return Err(format!(
+                "added token `{content}` occurs twice or its id is not `{expected}`"
+            ));
         }
         added.push((id, content, special));
     }
@@ -121,7 +125,8 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
     Ok(Vocabulary { byte_ids, merges, tokens, added })
 }
 
-/// The letter that stands for a byte: itself if it can be printed, else one from U+0100 on.
+/// Returns the character that represents a byte in the byte alphabet: the byte itself if it is
+/// printable, otherwise a character from U+0100 on.
 pub(super) fn byte_to_char(byte: u8) -> char {
     let rest = match byte {
         0..=32 => u32::from(byte),
@@ -137,7 +142,7 @@ pub(super) fn byte_to_char(byte: u8) -> char {
 struct File<'a> {
     version: String,
     #[serde(rename = "truncation", default)]
-    _truncation: IgnoredAny, // a sample is never cut or padded by the tokenizer
+    _truncation: IgnoredAny, // truncation and padding happen elsewhere
     #[serde(rename = "padding", default)]
     _padding: IgnoredAny,
     #[serde(default)]
@@ -145,7 +150,7 @@ struct File<'a> {
     normalizer: Value,
     pre_tokenizer: Value,
     #[serde(rename = "post_processor", default)]
-    _post_processor: IgnoredAny, // the template writes every special token
+    _post_processor: IgnoredAny, // the chat template writes all special tokens
     decoder: Value,
     #[serde(borrow)]
     model: Model<'a>,
@@ -153,7 +158,7 @@ struct File<'a> {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-#[expect(clippy::struct_excessive_bools, reason = "they are keys of the file")]
+#[expect(clippy::struct_excessive_bools, reason = "the fields are the keys of the file")]
 struct AddedToken {
     id: u32,
     content: String,
@@ -206,11 +211,11 @@ impl Model<'_> {
         } else {
             return Ok(());
         };
-        Err(format!("`model.{rule}` is set to something else"))
+        Err(format!("the value of `model.{rule}` is not supported"))
     }
 }
 
-/// A text of the file, in place where it has no escapes.
+/// A string of the file, borrowed unless it contains escapes.
 struct Text<'a>(Cow<'a, str>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
@@ -252,7 +257,9 @@ impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
                 let mut tokens = Vec::new();
                 while let Some((token, id)) = map.next_entry()? {
                     if id as usize >= MAX_IDS {
-                        return Err(Error::custom(format!("an id of {id}")));
+                        return Err(Error::custom(format!(
+                            "token id is `{id}`, expected below `{MAX_IDS}`"
+                        )));
                     }
                     tokens.push((token, id));
                 }
@@ -263,7 +270,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
     }
 }
 
-/// Two neighbours: a list of both, or a text with a space between them.
+/// The two tokens of a merge: a list of two, or a string with a space between them.
 struct Pair<'a>(Cow<'a, str>, Cow<'a, str>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
@@ -279,12 +286,14 @@ impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Pair<'de>, A::Error> {
                 let mut token = || {
                     let token: Option<Text> = list.next_element()?;
-                    token.map(|token| token.0).ok_or_else(|| Error::custom("half a merge"))
+                    token
+                        .map(|token| token.0)
+                        .ok_or_else(|| Error::custom("a merge has fewer than two tokens"))
                 };
                 let pair = Pair(token()?, token()?);
                 match list.next_element::<IgnoredAny>()? {
                     None => Ok(pair),
-                    Some(_) => Err(Error::custom("a merge of three")),
+                    Some(_) => Err(Error::custom("a merge has more than two tokens")),
                 }
             }
 
@@ -295,7 +304,9 @@ impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
                     {
                         Ok(Pair(Cow::Owned(left.to_owned()), Cow::Owned(right.to_owned())))
                     }
-                    _ => Err(E::custom(format!("`{text}` is not two tokens"))),
+                    _ => Err(E::custom(format!(
+                        "merge `{text}` is not two tokens with a space between them"
+                    ))),
                 }
             }
         }
@@ -303,7 +314,8 @@ impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
     }
 }
 
-/// A quick hash of short texts, for a table that is made once from a trusted file.
+/// A fast hash of short strings. It is not safe against crafted collisions; model folders are
+/// trusted.
 #[derive(Default)]
 struct TextHasher(u64);
 

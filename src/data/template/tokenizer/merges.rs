@@ -1,46 +1,49 @@
-//! Byte pair encoding of one word: of all neighbours that can merge those of the lowest rank do,
-//! the first of equal ones, until none can.
+//! Byte pair encoding of one word: repeatedly merges the adjacent pair of the lowest rank (the
+//! first one if several have that rank) until no pair can merge.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Longest word, in bytes, whose pairs are scanned for the lowest rank again after each merge; longer
-/// ones keep a heap, so that no word takes quadratic time.
+/// Maximum length, in bytes, of a word whose pairs are all scanned after each merge. Longer words
+/// use a heap, so that no word takes quadratic time.
 const SCANNED: usize = 40;
 
 /// Rank of a pair that does not merge.
 const NEVER: u32 = u32::MAX;
 
-/// Bits of an id and of a rank in a slot.
+/// Number of bits of an id in a hash table slot.
 const ID_BITS: u32 = 20;
+/// Number of bits of a rank in a hash table slot.
 const RANK_BITS: u32 = 24;
-/// Ids and ranks are smaller.
+/// Maximum number of ids and of merges.
 pub(super) const MAX_IDS: usize = 1 << ID_BITS;
-/// A slot that has no pair; its rank is out of range.
+/// An empty hash table slot. No pair equals it, because no rank is that large.
 const EMPTY: u64 = u64::MAX;
 
-/// Tokens of single bytes and the merges of pairs of tokens.
+/// Token ids of single bytes, and the merges of pairs of tokens.
 #[derive(Debug)]
 pub(super) struct Merges {
     byte_ids: Box<[u32; 256]>,
     byte_ranks: Vec<u32>, // [256 * 256] by two bytes
-    slots: Vec<u64>,      // left id, right id, rank; open addressing, a power of two of them
-    merged: Vec<u32>,     // by rank: what the pair merges into
+    slots: Vec<u64>, // hash table with open addressing: (left id, right id, rank); a power of two
+    merged: Vec<u32>, // by rank: id of the merged token
 }
 
-/// Room that [`Merges::apply`] works in.
+/// Buffers of [`Merges::apply`].
 #[derive(Debug, Default)]
 pub(super) struct Workspace {
-    /// The result.
+    /// Token ids of the word.
     pub ids: Vec<u32>,
-    ranks: Vec<u32>, // of each id and the next one
+    ranks: Vec<u32>, // rank of each id with the next one
     links: Vec<(u32, u32)>,
     heap: BinaryHeap<Reverse<(u32, u32)>>,
 }
 
 impl Merges {
-    /// Takes the token of each byte, and pairs of tokens with what they merge into, by ascending
-    /// rank: no more than [`MAX_IDS`] ids and pairs. Of equal pairs the last one holds.
+    /// Builds the tables from the id of each byte and from `pairs` of ids with the id that they
+    /// merge into, by ascending rank. If a pair occurs more than once, its last rank is used.
+    ///
+    /// Ids must be below [`MAX_IDS`], and there may be at most [`MAX_IDS`] pairs.
     pub(super) fn new(byte_ids: Box<[u32; 256]>, pairs: &[((u32, u32), u32)]) -> Self {
         let num_slots = (pairs.len() * 2).next_power_of_two().max(16);
         let mut merges = Self {
@@ -62,7 +65,7 @@ impl Merges {
         merges
     }
 
-    /// Rank of a pair; [`NEVER`] if it does not merge.
+    /// Returns the rank of a pair; [`NEVER`] if it does not merge.
     fn rank(&self, left: u32, right: u32) -> u32 {
         match self.slots[self.slot(left, right)] {
             EMPTY => NEVER,
@@ -70,7 +73,7 @@ impl Merges {
         }
     }
 
-    /// The slot that has this pair or, empty, would.
+    /// Returns the index of the slot of this pair, or of the empty slot where it belongs.
     fn slot(&self, left: u32, right: u32) -> usize {
         let key = key(left, right);
         let hash = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -81,7 +84,7 @@ impl Merges {
         slot
     }
 
-    /// The tokens of `word`, left in `work.ids`.
+    /// Writes the token ids of `word` to `work.ids`.
     pub(super) fn apply(&self, word: &[u8], work: &mut Workspace) {
         let two_bytes = |two: &[u8]| usize::from(two[0]) << 8 | usize::from(two[1]);
         work.ids.clear();
@@ -91,6 +94,7 @@ impl Merges {
         if word.len() <= SCANNED { self.scan(work) } else { self.drain(work) }
     }
 
+    /// Merges by scanning all ranks for the lowest after each merge.
     fn scan(&self, Workspace { ids, ranks, .. }: &mut Workspace) {
         loop {
             let (mut at, mut rank) = (0, NEVER);
@@ -114,15 +118,16 @@ impl Merges {
         }
     }
 
-    /// The same with a heap. An entry is out of date unless the pair at its place has its rank.
+    /// Merges with a heap of (rank, place). An entry is stale if the pair at its place has another
+    /// rank by then.
     fn drain(&self, Workspace { ids, ranks, links, heap }: &mut Workspace) {
         const GONE: u32 = u32::MAX;
         let num = ids.len() as u32;
         links.clear(); // (previous, next); `GONE` before the first, `num` after the last
         links.extend((0..num).map(|at| (at.wrapping_sub(1), at + 1)));
         heap.clear();
-        let able = (0u32..).zip(&*ranks).filter(|(_, rank)| **rank != NEVER);
-        heap.extend(able.map(|(at, rank)| Reverse((*rank, at))));
+        let mergeable = (0u32..).zip(&*ranks).filter(|(_, rank)| **rank != NEVER);
+        heap.extend(mergeable.map(|(at, rank)| Reverse((*rank, at))));
         while let Some(Reverse((rank, at))) = heap.pop() {
             if ranks[at as usize] != rank {
                 continue;
@@ -164,7 +169,7 @@ mod tests {
 
     use super::*;
 
-    /// `a`, `b`, `c` and four merges of them; the other bytes are token 0.
+    /// Tokens 1 to 3 are `a`, `b` and `c`, with five merges; all other bytes are token 0.
     fn merges() -> Merges {
         let mut byte_ids = Box::new([0; 256]);
         for (byte, id) in [(b'a', 1), (b'b', 2), (b'c', 3)] {
@@ -175,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_rank_merges_first_and_then_the_first_place() {
+    fn the_lowest_rank_merges_first_and_equal_ranks_merge_from_the_left() {
         let mut work = Workspace::default();
         for (word, expected) in [
             ("abc", [5].as_slice()), // b c before a b

@@ -1,7 +1,7 @@
-//! The published `tokenizer.json`: text to ids with byte offsets, and back.
+//! Tokenizer of a model folder: text to ids with byte offsets, and ids to text.
 //!
-//! Files of the published Qwen kind are read by our own [`engine`], others by the `tokenizers` crate.
-//! Both give the same; tests hold them together.
+//! A `tokenizer.json` with the rules of the published Qwen tokenizers is run by [`engine`], any
+//! other by the `tokenizers` crate. Tests check that both return the same results.
 
 mod added;
 mod classes;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use engine::Engine;
 use tokenizers::{PostProcessorWrapper, Tokenizer};
 
-/// A byte-level tokenizer; special tokens in the text become their ids.
+/// A tokenizer. Special tokens that occur in a text are encoded as their ids.
 pub(in crate::data) struct TextTokenizer {
     inner: Inner,
 }
@@ -30,43 +30,43 @@ enum Inner {
     Reference(Box<Tokenizer>),
 }
 
-/// A tokenised text; both lists are `[T]`.
+/// A tokenised text of `T` tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct Tokens {
-    /// Token ids.
+    /// Token ids, `[T]`.
     pub ids: Vec<u32>,
-    /// Bytes of the text, before normalisation, that a token stands for. The tokens that share a
-    /// character all span that whole character.
+    /// Start and end byte of each token in the text before normalisation, `[T]`. Tokens that share
+    /// a character all span the whole character.
     pub offsets: Vec<(usize, usize)>,
 }
 
-/// What the tokenizer refuses.
+/// The reason why a tokenizer cannot be loaded or used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TokenizerError {
-    /// Not a tokenizer.
-    #[error("`{}` is not a tokenizer: {problem}", .path.display())]
+    /// The file is not a tokenizer.
+    #[error("cannot load tokenizer `{}`: {problem}", .path.display())]
     Load {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the parser says.
+        /// Error of the parser.
         problem: String,
     },
-    /// A text that cannot be tokenised.
-    #[error("cannot tokenise: {problem}")]
+    /// A text cannot be tokenised.
+    #[error("cannot tokenise the text: {problem}")]
     Encode {
-        /// What the tokenizer says.
+        /// Error of the tokenizer.
         problem: String,
     },
-    /// Ids that cannot be turned into text.
-    #[error("cannot decode: {problem}")]
+    /// Ids cannot be converted to text.
+    #[error("cannot decode the token ids: {problem}")]
     Decode {
-        /// What the tokenizer says.
+        /// Error of the tokenizer.
         problem: String,
     },
 }
 
 impl TextTokenizer {
-    /// Parses a `tokenizer.json`; `path` is for messages.
+    /// Parses the `bytes` of a `tokenizer.json`. `path` appears in messages only.
     pub(in crate::data) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TokenizerError> {
         let difference = match file::read(bytes) {
             Ok(vocabulary) => {
@@ -78,12 +78,12 @@ impl TextTokenizer {
         tracing::info!(
             path = %path.display(),
             difference,
-            "a tokenizer of another kind than Qwen's: the `tokenizers` crate runs it, more slowly"
+            "the tokenizer differs from Qwen's: the `tokenizers` crate runs it, which is slower"
         );
         Ok(tokenizer)
     }
 
-    /// Ids and offsets of `text`, in one call: tokens may span anything but special tokens.
+    /// Tokenises `text` as a whole: tokens may cross any boundary except special tokens.
     pub(in crate::data) fn encode(&self, text: &str) -> Result<Tokens, TokenizerError> {
         match &self.inner {
             Inner::Ours(engine) => Ok(engine.encode(text)),
@@ -97,12 +97,12 @@ impl TextTokenizer {
         }
     }
 
-    /// Text of `ids` without special tokens.
+    /// Converts ids to text, without special tokens.
     pub(in crate::data) fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decoded(ids, true)
     }
 
-    /// Text of `ids` with special tokens.
+    /// Converts ids to text, including special tokens.
     pub(in crate::data) fn decode_with_specials(
         &self,
         ids: &[u32],
@@ -110,7 +110,7 @@ impl TextTokenizer {
         self.decoded(ids, false)
     }
 
-    /// Text of one token.
+    /// Returns the text of a token as `tokenizer.json` writes it.
     pub(in crate::data) fn token(&self, id: u32) -> Option<String> {
         match &self.inner {
             Inner::Ours(engine) => engine.token(id).map(str::to_owned),
@@ -118,7 +118,7 @@ impl TextTokenizer {
         }
     }
 
-    /// Id of one token.
+    /// Returns the id of a token.
     pub(in crate::data) fn id(&self, token: &str) -> Option<u32> {
         match &self.inner {
             Inner::Ours(engine) => engine.id(token),
@@ -126,7 +126,7 @@ impl TextTokenizer {
         }
     }
 
-    /// The largest id that a text can contain.
+    /// Returns the largest token id.
     pub(in crate::data) fn max_id(&self) -> u32 {
         match &self.inner {
             Inner::Ours(engine) => engine.max_id(),
@@ -146,11 +146,11 @@ impl TextTokenizer {
     }
 }
 
-/// The file as the `tokenizers` crate reads it.
+/// Loads the file with the `tokenizers` crate.
 fn reference(path: &Path, bytes: &[u8]) -> Result<Tokenizer, TokenizerError> {
     let load_error = |problem: String| TokenizerError::Load { path: path.to_owned(), problem };
     let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| load_error(e.to_string()))?;
-    // A sample is never cut or padded here, and the template writes every special token.
+    // Truncation and padding happen elsewhere, and the chat template writes all special tokens.
     tokenizer.with_truncation(None).map_err(|e| load_error(e.to_string()))?;
     tokenizer.with_padding(None);
     tokenizer.with_post_processor(None::<PostProcessorWrapper>);

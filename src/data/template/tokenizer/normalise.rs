@@ -1,4 +1,4 @@
-//! NFC, and which bytes of the text each character of the result stands for.
+//! NFC normalisation that maps each byte of the result to its bytes in the original text.
 
 use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization as _, is_nfc_quick};
 
@@ -6,14 +6,14 @@ use super::classes::{Classes, UNSTABLE};
 
 /// A text in NFC.
 pub(super) struct Normalised {
-    /// The result.
     pub text: String,
-    /// For each of its bytes the bytes of the text before, from and to. A character that was joined
-    /// from several has those of the first.
+    /// Start and end byte of the original character, for each byte of `text`. A character that was
+    /// composed from several has the span of the first.
     pub spans: Vec<(usize, usize)>,
 }
 
-/// Whether `text` is in NFC beyond doubt. A text that is may give `false`, and takes longer then.
+/// Returns whether `text` is certainly in NFC. A text in NFC may also return `false`; the caller
+/// then normalises it without effect.
 pub(super) fn is_nfc(classes: Classes, text: &str) -> bool {
     let bytes = text.as_bytes();
     let mut at = 0;
@@ -26,12 +26,13 @@ pub(super) fn is_nfc(classes: Classes, text: &str) -> bool {
     true
 }
 
-/// Normalises. A character of the result comes with a change: 1 if it was split off from the one
-/// before, else 0, less the number of characters after it that were joined to it.
+/// Normalises `text` to NFC.
 pub(super) fn nfc(text: &str) -> Normalised {
     let mut source = text.char_indices().map(|(at, c)| (at, at + c.len_utf8()));
     let mut span = (0, 0);
     let mut result = Normalised { text: String::with_capacity(text.len()), spans: Vec::new() };
+    // `change` is 1 for a character that was split off from the one before; otherwise it is minus
+    // the number of following characters that were composed into this one.
     for (c, change) in text.nfc() {
         let mut last = span;
         if change <= 0 {
@@ -53,8 +54,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn joined_split_and_reordered_characters_know_where_they_come_from() {
-        // e + acute joins; the Devanagari qa splits into ka and nukta; dot below sorts before acute
+    fn composed_and_decomposed_characters_keep_their_original_bytes() {
+        // e + acute is composed; Devanagari qa is decomposed into ka and nukta
         for (text, expected, spans) in [
             ("e\u{301}x", "\u{e9}x", [(0, 1), (0, 1), (3, 4)].as_slice()),
             (
@@ -69,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_in_nfc_is_told_from_others() {
+    fn is_nfc_accepts_only_texts_in_nfc() {
         for (text, expected) in [
             ("", true),
             ("plain \u{e9}\u{4e2d}\u{1f600}", true),

@@ -1,19 +1,20 @@
-//! Where words end: the split pattern of the published Qwen tokenizers, as a scanner.
+//! Splits a text into words: a scanner for the split pattern of the published Qwen tokenizers.
 //!
 //! ```text
 //! (?i:'s|'t|'re|'ve|'m|'ll|'d) | [^\r\n\p{L}\p{N}]?\p{L}+ | \p{N} | ?[^\s\p{L}\p{N}]+[\r\n]*
 //!                              | \s*[\r\n]+ | \s+(?!\S) | \s+
 //! ```
 //!
-//! The first alternative that matches holds, each as long as it can be. Every character begins one
-//! of them, so words tile the text.
+//! The first alternative that matches is used, with its longest match. Some alternative matches at
+//! every character, so the words cover the text without gaps.
 
 use super::classes::{Classes, KIND, LETTER, NUMBER, SPACE};
 
-/// The pattern that [`word_end`] follows, as `tokenizer.json` writes it.
+/// The pattern that [`word_end`] implements, as written in `tokenizer.json`.
 pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// End of the word that begins at byte `at` of the UTF-8 `text`; `at` is before its end.
+/// Returns the end of the word that starts at byte `at` of the UTF-8 `text`. `at` must be below the
+/// length of the text.
 pub(super) fn word_end(classes: Classes, text: &[u8], at: usize) -> usize {
     let run = |kind: u8, mut at: usize| {
         while let Some((flags, len)) = classes.at(text, at) {
@@ -58,7 +59,7 @@ pub(super) fn word_end(classes: Classes, text: &[u8], at: usize) -> usize {
     }
     match after_newline {
         Some(after_newline) => after_newline,
-        // before a word the last space belongs to that, if it is not the only one
+        // `\s+(?!\S)`: of several spaces before a word, the last one is left for the next match
         None if end < text.len() && last > at => last,
         None => end,
     }
@@ -68,8 +69,8 @@ fn is_newline(byte: u8) -> bool {
     byte == b'\r' || byte == b'\n'
 }
 
-/// Bytes of the contraction that `text` begins with. Of the letters only `s` has a third case: the
-/// long s.
+/// Returns the number of bytes of the contraction at the start of `text`. Case-insensitively, `s`
+/// also matches the long s (U+017F, bytes `c5 bf`).
 fn contraction(text: &[u8]) -> Option<usize> {
     let lower = |at: usize| text.get(at).map(u8::to_ascii_lowercase);
     if text[0] != b'\'' {
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_those_of_the_pattern() {
+    fn words_match_the_pattern() {
         for (text, expected) in [
             ("don't WE'LL x'\u{17f}", &["don", "'t", " WE", "'LL", " x", "'\u{17f}"] as &[_]),
             ("'hello' 'r", &["'hello", "'", " '", "r"]),

@@ -1,4 +1,4 @@
-//! Our engine against the `tokenizers` crate: ids, offsets, decoded text, and files of other kinds.
+//! Compares our engine with the `tokenizers` crate: ids, offsets, decoded text, unsupported files.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ fn small_file() -> Vec<u8> {
         .unwrap()
 }
 
-/// Both readers of one file.
+/// One file, loaded by our engine and by the `tokenizers` crate.
 struct Both {
     ours: TextTokenizer,
     reference: Tokenizer,
@@ -26,7 +26,7 @@ impl Both {
     fn of(bytes: &[u8]) -> Self {
         let path = Path::new("tokenizer.json");
         let ours = TextTokenizer::from_bytes(path, bytes).unwrap();
-        assert!(matches!(ours.inner, Inner::Ours(_)), "the file is not of our kind");
+        assert!(matches!(ours.inner, Inner::Ours(_)), "our engine does not support the file");
         Self { ours, reference: reference(path, bytes).unwrap() }
     }
 
@@ -43,7 +43,7 @@ impl Both {
     }
 }
 
-/// Pieces that tokenizers stumble over.
+/// Texts at the edges of the rules: normalisation, splitting, added tokens.
 const PIECES: [&str; 66] = [
     "a",
     "The",
@@ -114,7 +114,7 @@ const PIECES: [&str; 66] = [
 ];
 
 #[test]
-fn nasty_texts_have_the_references_ids_and_offsets() {
+fn edge_case_texts_have_the_ids_and_offsets_of_the_reference() {
     let both = Both::small();
     let tokens = |text: &str| both.check(text);
     assert_eq!(tokens(""), 0);
@@ -131,7 +131,7 @@ fn nasty_texts_have_the_references_ids_and_offsets() {
 }
 
 #[test]
-fn every_character_is_of_the_references_class() {
+fn every_character_has_the_class_of_the_reference() {
     let both = Both::small();
     let all: Vec<char> = ('\0'..=char::MAX).filter(|c| (*c as u32) < 0x32000).collect();
     for chunk in all.chunks(64) {
@@ -142,7 +142,7 @@ fn every_character_is_of_the_references_class() {
 }
 
 #[test]
-fn documents_have_the_references_ids_and_offsets() {
+fn documents_have_the_ids_and_offsets_of_the_reference() {
     let both = Both::small();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for name in
@@ -155,7 +155,7 @@ fn documents_have_the_references_ids_and_offsets() {
 }
 
 #[test]
-fn decoded_texts_are_the_references() {
+fn decoded_texts_equal_the_reference() {
     let both = Both::small();
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     for _ in 0..500 {
@@ -196,13 +196,13 @@ fn no_text_takes_quadratic_time() {
         let began = Instant::now();
         let tokens = tokenizer.encode(&text).unwrap();
         assert_eq!(tokens.offsets.last().map(|offset| offset.1 <= text.len()), Some(true));
-        // a quadratic step over a million bytes takes minutes
+        // a step that takes quadratic time needs minutes for a million bytes
         assert!(began.elapsed() < Duration::from_secs(10), "{piece:?}: {:?}", began.elapsed());
     }
 }
 
 #[test]
-fn files_of_other_kinds_are_left_to_the_reference() {
+fn unsupported_files_are_run_by_the_tokenizers_crate() {
     let file: Value = serde_json::from_slice(&small_file()).unwrap();
     let with = |pointer: &str, value: Value| {
         let mut file = file.clone();
@@ -241,7 +241,7 @@ fn files_of_other_kinds_are_left_to_the_reference() {
     ] {
         assert!(ours(&with(pointer, value)), "{pointer}");
     }
-    // merges as texts, the older way to write them
+    // older files write merges as strings
     let merges = file["model"]["merges"].as_array().unwrap().iter();
     let merges =
         merges.map(|pair| format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()));
@@ -253,7 +253,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn mixtures_of_nasty_pieces_have_the_references_ids_and_offsets(
+    fn random_mixtures_of_edge_cases_have_the_ids_and_offsets_of_the_reference(
         mixtures in prop::collection::vec(prop::collection::vec(0..PIECES.len(), 0..40), 20)
     ) {
         let both = Both::small();
@@ -263,10 +263,10 @@ proptest! {
     }
 }
 
-/// The long form, on any file: see `scripts/bench/tokenizer.sh`.
+/// Compares ids, offsets and speed on any tokenizer and corpus; see `scripts/bench/tokenizer.sh`.
 #[test]
 #[ignore = "needs TOKENIZER_JSON and CORPUS, a list of text files"]
-fn a_published_tokenizer_has_the_references_ids_and_offsets_and_is_faster() {
+fn a_published_tokenizer_has_the_ids_and_offsets_of_the_reference_and_is_faster() {
     let bytes = std::fs::read(std::env::var("TOKENIZER_JSON").unwrap()).unwrap();
     let seconds = |began: Instant| began.elapsed().as_secs_f64();
     let began = Instant::now();
@@ -311,16 +311,16 @@ fn a_published_tokenizer_has_the_references_ids_and_offsets_and_is_faster() {
             });
             text.len() as f64 / 1e6 / best.fold(f64::INFINITY, f64::min)
         };
-        let first_sight = TextTokenizer::from_bytes(Path::new("t.json"), &bytes).unwrap();
+        let cold = TextTokenizer::from_bytes(Path::new("t.json"), &bytes).unwrap();
         let began = Instant::now();
         for chunk in &chunks {
-            drop(first_sight.encode(chunk).unwrap());
+            drop(cold.encode(chunk).unwrap());
         }
         let first = text.len() as f64 / 1e6 / seconds(began);
         let ours = rate(&|chunk| drop(both.ours.encode(chunk).unwrap()));
         let theirs = rate(&|chunk| drop(both.reference.encode(chunk, false).unwrap()));
         eprintln!(
-            "{name}: {:.1} MB, {tokens} tokens, identical; MB/s: ours {ours:.1} (first sight {first:.1}), \
+            "{name}: {:.1} MB, {tokens} tokens, identical; MB/s: ours {ours:.1} (cold cache {first:.1}), \
              tokenizers {theirs:.2}, ratio {:.1}",
             text.len() as f64 / 1e6,
             ours / theirs
