@@ -1,10 +1,11 @@
-//! Compiles `src/ops/cuda/*.cu`, under the features that need them: `cuda` with nvcc to one fatbin a file,
-//! `cuda-emulation` with the host's C++ compiler. The default build does nothing here.
+//! Compiles `src/ops/cuda/kernels/*/*.cu` if a feature needs them: with `cuda`, nvcc builds one fatbin per
+//! file; with `cuda-emulation`, the C++ compiler of the host builds a static library. The default
+//! build compiles nothing here.
 
 #![expect(
     clippy::disallowed_methods,
     clippy::unnecessary_debug_formatting,
-    reason = "cargo runs nothing before the build script ends; a path goes into Rust source, quoted"
+    reason = "an interrupted build script runs again; `{:?}` quotes a path for Rust source"
 )]
 
 use std::fmt::Write as _;
@@ -12,13 +13,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const SOURCES: &str = "src/ops/cuda";
+/// Folders below `src/ops/cuda/kernels`: kernels for every GPU, and kernels that need compute capability 8.0.
+const KERNELS: [&str; 2] = ["common", "sm80"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed={SOURCES}");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     println!("cargo:rerun-if-env-changed=CXX");
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets `OUT_DIR`"));
     if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
         compile_for_gpus(&out);
     } else if std::env::var_os("CARGO_FEATURE_CUDA_EMULATION").is_some() {
@@ -26,28 +29,37 @@ fn main() {
     }
 }
 
-/// The `.cu` files, by name.
+/// Returns the `.cu` files, sorted by folder and name.
 fn kernels() -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(SOURCES).expect("the sources are in the repository");
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
+    let mut files = Vec::new();
+    for folder in KERNELS {
+        let folder = Path::new(SOURCES).join("kernels").join(folder);
+        let entries = std::fs::read_dir(folder).expect("the sources are in the repository");
+        files.extend(entries.map(|entry| entry.expect("readable").path()));
+    }
     files.retain(|file| file.extension().is_some_and(|extension| extension == "cu"));
     files.sort();
     files
 }
 
+/// Compiler options for the folders of the shared headers.
+fn includes() -> [String; 2] {
+    ["kernels/common", "emulation"].map(|folder| format!("-I{SOURCES}/{folder}"))
+}
+
 fn stem(file: &Path) -> &str {
-    file.file_stem().and_then(|stem| stem.to_str()).expect("names of sources are ASCII")
+    file.file_stem().and_then(|stem| stem.to_str()).expect("source file names are ASCII")
 }
 
 fn run(command: &mut Command, hint: &str) {
     match command.status() {
         Ok(status) if status.success() => {}
-        Ok(status) => panic!("{command:?} ended with {status}"),
-        Err(error) => panic!("{command:?} did not start: {error}; {hint}"),
+        Ok(status) => panic!("{command:?} failed: {status}"),
+        Err(error) => panic!("cannot start {command:?}: {error}; hint: {hint}"),
     }
 }
 
-/// Machine code for Ampere and Hopper, and PTX that later GPUs compile when they load it.
+/// Compiles machine code for Ampere and Hopper, and PTX that the driver compiles for later GPUs.
 fn compile_for_gpus(out: &Path) {
     let nvcc = std::env::var_os("CUDA_HOME")
         .map_or_else(|| PathBuf::from("nvcc"), |home| PathBuf::from(home).join("bin/nvcc"));
@@ -63,7 +75,7 @@ fn compile_for_gpus(out: &Path) {
         ] {
             command.args(["-gencode", code]);
         }
-        command.arg("-o").arg(&image).arg(&file);
+        command.args(includes()).arg("-o").arg(&image).arg(&file);
         run(
             &mut command,
             "install the CUDA toolkit, or run scripts/cuda/toolkit.sh and set CUDA_HOME",
@@ -74,11 +86,12 @@ fn compile_for_gpus(out: &Path) {
     std::fs::write(out.join("kernels.rs"), images).expect("OUT_DIR is writable");
 }
 
-/// One archive, linked whole: the kernels register themselves.
+/// Compiles the kernels into one archive. It is linked with `whole-archive`, because the kernels
+/// register themselves in static initializers.
 fn compile_for_the_host(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let mut files = kernels();
-    files.push(Path::new(SOURCES).join("emulation.cpp"));
+    files.push(Path::new(SOURCES).join("emulation/emulation.cpp"));
     let archive = out.join("libemulation.a");
     let _ = std::fs::remove_file(&archive);
     let mut objects = Vec::new();
@@ -93,11 +106,12 @@ fn compile_for_the_host(out: &Path) {
             "-DEMULATION",
             "-Wall",
             "-Wno-unknown-pragmas",
-            "-fno-strict-aliasing", // vectors of elements are read as words
+            "-fno-strict-aliasing", // kernels read vectors of elements as words
         ]);
         command
             .args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"])
             .arg(&object)
+            .args(includes())
             .arg(&file);
         run(&mut command, "install a C++ compiler (g++)");
         objects.push(object);

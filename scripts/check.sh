@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formatting, lints and documentation, all in the release profile; a warning is an error. Runs from anywhere:
+# Checks formatting, lints and documentation, in the release profile. A warning is an error.
 #   scripts/check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Kills a training N times at random moments and lets the same command go on; each finished run
-# must equal an uninterrupted one to the bit.
+# Kills a training run N times at random moments and starts the same command again each time. Each
+# finished run must be bit-identical to an uninterrupted one.
 #
 #   scripts/kill_test.sh 50
 #
-# Prints one summary line; the exit code is 0 if all is equal. SEED=n repeats a sequence of waits.
+# Prints one summary line and exits with 0 if all runs are equal. SEED=n sets the seed of the random
+# waits.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kills=${1:-50}
@@ -25,13 +26,13 @@ train() { # output_dir
         --set "model.path=$folder/model" --set "data.eval=[]" --set "output_dir=$folder/$1" \
         --set train.max_steps=60 --set "checkpoint={every_steps: 1, keep: 3}"
 }
-# Weights, moments, loader position, and the metrics without clocks and memory.
+# Checksum of weights, moments, loader position, and metrics without times and memory.
 sum() { # output_dir
     (
         cd "$folder/$1"
         sha256sum final/model.safetensors checkpoints/step-00000060/{optimizer.safetensors,trainer_state.json}
         sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes)":[^,}]*//g' metrics.jsonl | sha256sum
-        # Nothing half written stays.
+        # Lists hidden files and folders, that is, leftovers of incomplete writes.
         find . checkpoints -maxdepth 1 -name '.?*'
     ) | sha256sum
 }
@@ -55,7 +56,7 @@ while [ "$killed" -lt "$kills" ]; do
     child=$!
     sleep "$(printf '0.%03d' $((RANDOM % (whole_ms < 999 ? whole_ms : 999))))"
     kill -9 "$child" 2>/dev/null || true # it may have finished
-    # 137: killed. Anything else but 0 is an error of the program.
+    # 137: killed. Every other code except 0 is an error of the program.
     code=0
     wait "$child" 2>/dev/null || code=$?
     child=

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tests of video files: builds with `--features video` and runs what reads videos. Needs FFmpeg's development files
-# (Debian: libavcodec-dev libavformat-dev libavutil-dev libswscale-dev libclang-dev pkg-config).
+# Lints the code with `--features video` and runs the tests of videos. Needs FFmpeg's development
+# files (Debian: libavcodec-dev libavformat-dev libavutil-dev libswscale-dev libclang-dev
+# pkg-config).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo clippy --release --features video --all-targets -- -D warnings

@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# The length cache: rows a second by kind of row, memory, the same again, with another max_pixels, and how long a run that resumes
-# near the end of its data takes to its next step, with the cache and without.
+# Benchmark of the length cache. Prints rows per second and peak memory for image rows and text
+# rows: the first pass, a second pass, and a pass with another max_pixels. Then prints how long a
+# run that resumes near the end of its data takes until its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
-# TOKENIZER=FILE: a published tokenizer.json instead of the tests' one. FOLDER=DIR: where rows and caches go, in a folder a size. TRAINER=FILE: another
-# binary. FILES=N: so many images, each its own file, with holes for pixels. COLD=COMMAND: empties the page cache,
-# as root `sync; echo 3 >/proc/sys/vm/drop_caches`; then there are passes after it too. Needs a build: cargo build --release
+# TOKENIZER=FILE  a published tokenizer.json instead of the tests' tokenizer
+# FOLDER=DIR      folder for rows and caches; each number of rows gets its own subfolder
+# TRAINER=FILE    another binary
+# FILES=N         number of images, each in its own file; the files have sparse pixel data
+# COLD=COMMAND    also measures a first pass after this command, which must empty the page cache,
+#                 for example (as root) `sync; echo 3 >/proc/sys/vm/drop_caches`
+# Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rows=${1:-1000000} trainer=${TRAINER:-./target/release/trainer}
 work=${FOLDER:-target/bench_cache}/$rows-rows-${FILES:-default}-files
 PYTHONDONTWRITEBYTECODE=1 "$python" tests/bench/cache_rows.py "$work" --rows "$rows" ${FILES:+--files "$FILES" --headers} ${TOKENIZER:+--tokenizer "$TOKENIZER"} >&2
 
-pass() { # NAME ROWS KEY=VALUE..: seconds, memory, what was done
+pass() { # NAME ROWS KEY=VALUE..: prints seconds, rows/s, peak memory and the cache's log fields
   local name=$1 file=$2 set=()
   shift 2
   for key in "$@"; do set+=(--set "$key"); done
@@ -49,8 +54,9 @@ for file in images text; do
   done
 done
 
-# A run of two steps whose checkpoint is moved to nine tenths of the data; the log tells when the data is open, when the model is
-# there, and how long the next step waited for its rows.
+# Saves a checkpoint after two steps and moves its data position to nine tenths of the rows. The log
+# of the resumed run has the times at which the data is open and the model is loaded, and the time
+# that the next step waits for its rows.
 run=$work/run-text
 sft() {
   "$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024 "$@" 2>"$work/sft.log" ||
@@ -71,6 +77,6 @@ def at(pattern):
     return datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00")).timestamp()
 wait = float(re.search(r"data_wait_s=([0-9.]+)", log)[1])
 print(f"resumed with {cache}: data open after {at('INFO data ') - begin:.2f} s, model after {at('INFO model ') - begin:.2f} s, "
-      f"then {wait:.3f} s until the first step has its rows")
+      f"first step waited {wait:.3f} s for its rows")
 PY
 done

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Corpora and mixtures: tokenising a text file and rows of text, mixing by share, and a step with losses by data set
-# against one without. Needs a release build; takes a minute.
+# Benchmark of corpora and mixtures: tokenising a text file and rows of text, computing the order of
+# an epoch with `repeat` and with `share`, and a training step with two data sets against one.
 #   scripts/bench/corpora.sh [MEGABYTES] [ROUNDS]
+# Needs a build: cargo build --release. Takes a minute.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 megabytes=${1:-60}
@@ -10,7 +11,7 @@ trainer=$PWD/target/release/trainer
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# Text of the manual, again and again, each time with another number in each line.
+# The text: copies of the documentation, with the number of the copy at the end of each line.
 cat docs/*.md README.md > "$folder/page"
 bytes=0
 for ((copy = 0; bytes < megabytes * 1000000; copy++)); do
@@ -20,7 +21,7 @@ done
 # The same lines as rows.
 awk '{gsub(/["\\\t]/, " "); printf "{\"text\": \"%s\"}\n", $0}' "$folder/text.txt" > "$folder/rows.jsonl"
 
-# Wall clock and memory of a command.
+# NAME COMMAND..: prints the command's wall time and peak memory.
 timed() {
   local what=$1
   shift
@@ -29,7 +30,7 @@ import resource, subprocess, sys, time
 begin = time.time()
 subprocess.run(sys.argv[2:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-print(f"{sys.argv[1]}: {time.time() - begin:.2f} s, {memory:.0f} MB at most", flush=True)
+print(f"{sys.argv[1]}: {time.time() - begin:.2f} s, {memory:.0f} MB peak memory", flush=True)
 PYTHON
 }
 
@@ -39,15 +40,15 @@ for file in text.txt rows.jsonl; do
   echo "$file: $(stat -c %s "$folder/$file") bytes, $(wc -l < "$folder/$file") lines"
   set=(--set "output_dir=$folder/run" --set "data.train.0.path=$folder/$file")
   timed "  tokenised" "${inspect[@]}" "${set[@]}"
-  timed "  again, tokens kept" "${inspect[@]}" "${set[@]}"
+  timed "  again, with cached tokens" "${inspect[@]}" "${set[@]}"
 done
 windows='{sampling: sliding_window, length: 63, stride: 16}'
 mixed="[{path: $folder/text.txt, weight: 3, corpus: $windows}, {path: $folder/rows.jsonl, corpus: $windows}]"
 set=(--set "output_dir=$folder/run" --set "data.train=$mixed")
-timed "an epoch's order, repeat" "${inspect[@]}" "${set[@]}"
-timed "an epoch's order, share" "${inspect[@]}" "${set[@]}" --set data.mixture=share
+timed "order of an epoch, repeat" "${inspect[@]}" "${set[@]}"
+timed "order of an epoch, share" "${inspect[@]}" "${set[@]}" --set data.mixture=share
 
-# One data set, and the same rows as two.
+# The same rows as one data set and as two.
 awk -v folder="$folder" '{print > (folder "/half-" NR % 2 ".jsonl")}' data/quickstart/digits_train.jsonl
 halves="[{path: $folder/half-0.jsonl}, {path: $folder/half-1.jsonl}]"
 sft=("$trainer" sft --config configs/quickstart.yaml --resume never --set 'data.eval=[]' --set eval.show=0)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tokenising and image work on one core, transformers' processors against `trainer`, on the same rows, taking turns; then how
-# much of a step waits for data, on the quickstart and on the image set.
+# Benchmark of data preparation: `trainer` and the processors of transformers tokenise and resize
+# the same rows on one core, taking turns. Then prints the share of a step that waits for data, with
+# the quickstart and with the image rows.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/data_vs_torch.sh [ROUNDS] [STEPS]
 # Needs a build: cargo build --release
 set -euo pipefail
@@ -33,7 +34,7 @@ for rows, kind in (("text", "text"), ("rows", "images"), ("jpeg", "jpeg")):
     t, ours = ([json.loads(line) for line in open(f"{sys.argv[1]}/data_{side}.{rows}.jsonl")] for side in ("torch", "trainer"))
     o = [row for row in ours if row["name"].endswith(": encode, one core")]
     everywhere = [row for row in ours if row["name"].endswith(": encode, all cores")]
-    assert len({row["tokens"] for row in t + o + everywhere}) == 1, "the sides disagree about tokens"
+    assert len({row["tokens"] for row in t + o + everywhere}) == 1, "the token counts differ"
     best = lambda rows: [max(row.get(key, 0) for row in rows) for key in ("rows/s", "tokens/s", "tokens/cpu_s", "MPix/s", "MPix/cpu_s")]
     a, b = best(t), best(o)
     ratio = [y / x if x else 0 for x, y in zip(a, b)]

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Time a token, and peak memory, of packs of 1k to 32k tokens made of rows of 512: flat, and linear.
-#   scripts/bench/flat.sh [ROUNDS] [KEY=VALUE..]        for example: scripts/bench/flat.sh 1 model.recompute=full
-# Sizes take turns, each in a process of its own; the best of the rounds counts. LOCK=FILE: each process waits for the
-# lock. TOKENS="1024 4096": other packs. MODEL="4 256 768 4 2": another model (see text_model.sh). TRAINER=FILE: another binary.
+# Tokens per second and peak memory of packs of 1k to 32k tokens made of rows of 512 tokens. Time
+# per token should be constant and peak memory linear in the length of the pack.
+#   scripts/bench/flat.sh [ROUNDS] [KEY=VALUE..]        example: scripts/bench/flat.sh 1 model.recompute=full
+# Sizes take turns, each in its own process; the best of all rounds is printed.
+# LOCK=FILE              each process waits for this lock
+# TOKENS="1024 4096"     other pack lengths
+# MODEL="4 256 768 4 2"  another model (see text_model.sh)
+# TRAINER=FILE           another binary
 # Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -40,7 +44,7 @@ for row in map(json.loads, open(sys.argv[1])):
         kept[key] = max(kept[key], row[key])
     kept["peak_memory_gib"] = max(kept["peak_memory_gib"], row["peak_memory_gib"])
 fastest = {key: max(row[key] for row in best.values()) for key in ["tokens/s", "tokens/cpu_s"]}
-print("| tokens a pack | tokens/s | of the fastest | tokens/CPU s | of the fastest | peak GiB | predicted | error |\n|---|---|---|---|---|---|---|---|")
+print("| tokens per pack | tokens/s | of the fastest | tokens/CPU s | of the fastest | peak GiB | predicted | error |\n|---|---|---|---|---|---|---|---|")
 for pack, row in best.items():
     rates = " | ".join(f"{row[key]:.0f} | {row[key] / fastest[key]:.0%}" for key in fastest)
     peak, predicted = row["peak_memory_gib"], row["predicted_memory_gib"]

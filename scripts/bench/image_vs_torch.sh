@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# An image model of 20 M parameters, the same rows and weights in PyTorch and in `trainer`, taking turns in one run. Both read
-# the images inside of the timed steps; that both do the same work is asserted from tokens, first loss and gradient norm.
+# Benchmark of an image model with 20 M parameters: the same rows and weights in PyTorch and in
+# `trainer`, taking turns. Both read the images inside the timed steps. Token counts, first loss and
+# first gradient norm must agree, so that both do the same work.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/image_vs_torch.sh [ROUNDS] [STEPS]
 # Needs a build: cargo build --release
 set -euo pipefail
@@ -15,14 +16,14 @@ data:
   train: [{path: $work/rows.jsonl}]
   packing: false
   shuffle: false
-train: {batch_size: 4, gradient_accumulation_steps: 2}   # 8 samples a step, four unpadded into one stream
+train: {batch_size: 4, gradient_accumulation_steps: 2}   # 8 samples per step, 4 per micro-batch
 optim: {lr: 1.0e-4, schedule: constant}
 YAML
 
 : >"$work/torch.jsonl"
 : >"$work/trainer.jsonl"
 ours=(./target/release/trainer bench --step --json --config "$work/config.yaml")
-# The same pixels to the bit, on both sides: lossless images, resized by Pillow's arithmetic.
+# Bit-identical pixels on both sides: lossless images, resized with Pillow's arithmetic.
 "$python" tests/bench/torch_image_step.py "$work/model" "$work/exact.jsonl" --way pillow --samples 2 --steps 1 2>/dev/null >"$work/exact.torch.json"
 "${ours[@]}" --steps 1 --set "data.train=[{path: $work/exact.jsonl}]" --set train.batch_size=2 --set train.gradient_accumulation_steps=1 >"$work/exact.trainer.json"
 for _ in $(seq "$rounds"); do
@@ -38,7 +39,7 @@ for key in ("tokens", "vision_tokens", "targets"):
     found = {row[key] for row in theirs + ours}
     assert len(found) == 1, f"{key} differ: {found}"
 a, b = theirs[0], ours[0]
-for x, y, loss, norm in ((*exact, 1e-5, 1e-4), (a, b, 2e-3, 2e-2)):  # other decoders of JPEG and another resize move the second pair
+for x, y, loss, norm in ((*exact, 1e-5, 1e-4), (a, b, 2e-3, 2e-2)):  # JPEG decoders and the resize differ in the second pair
     for key, bound in (("first_loss", loss), ("first_grad_norm", norm)):
         assert abs(x[key] - y[key]) <= bound * abs(x[key]), f"{key} differ: {x[key]} and {y[key]}"
         print(f"{key}, {'lossless images' if x is exact[0] else 'all images':18} {x[key]:.6f} and {y[key]:.6f}")

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Every op of `trainer bench --ops` against PyTorch in f32, taking turns in one run, since machines are noisy: the best of
-# all rounds. Fails if a bar is missed. A round takes about a minute.
+# Compares every op of `trainer bench --ops` with PyTorch in f32. Both take turns, because machines
+# are noisy; the best of all rounds is printed. Fails if an op is slower than its limit or needs
+# more memory. A round takes about a minute.
 #   PYTHON=/path/to/python-with-torch scripts/bench/ops_vs_torch.sh [ROUNDS] [FILTER]
-# FILTER is part of an op's name, for example `rms_norm`. THREADS (2) are given to both. Needs a build: cargo build --release
+# FILTER     part of an op's name, for example `rms_norm`
+# THREADS=N  number of threads of both sides (default 2)
+# Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rounds=${1:-3} filter=${2:-} threads=${THREADS:-2}

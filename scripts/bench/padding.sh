@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Padded batches against packing without padding: the same model, rows and real tokens a step, taking turns.
-# Prints, for two length distributions, the factor that the token counts promise (computed / real tokens of the padded
-# run), the measured factor of time a real token, and its share of the promise; by CPU time too, for machines with
-# other work. `padded` has the packed run's attention, so that nothing but padding differs; `reference` is
-# configs/padded_reference.yaml's: dense masked attention, which adds a cost of its own.
+# Compares padded batches with packing: the same model, rows and real tokens per step, taking turns.
+# Prints three figures for each of two length distributions: the expected speed-up (computed tokens
+# / real tokens of the padded run), the measured speed-up per real token, and the second as a share
+# of the first. The measured one is also printed by CPU time, for machines with other work.
+# `padded` uses the attention of the packed run, so that only padding differs. `reference` uses
+# dense masked attention, as configs/padded_reference.yaml does, which has a cost of its own.
 #   scripts/bench/padding.sh [ROUNDS] [BATCHES of 8 rows]
-# LOCK=FILE: each process waits for the lock. TRAINER=FILE: another binary. Needs a build: cargo build --release
+# LOCK=FILE     each process waits for this lock
+# TRAINER=FILE  another binary
+# Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rounds=${1:-3} batches=${2:-6} work=${WORK:-target/bench_padding}
 scripts/bench/text_model.sh "$work/model"
 
-run() { # NAME STEPS KEY=VALUE..: one process, one line
+run() { # NAME STEPS KEY=VALUE..: one process, appends one line to steps.jsonl
   local name=$1 steps=$2 set=()
   shift 2
   for key in "$@"; do set+=(--set "$key"); done
@@ -21,7 +24,7 @@ run() { # NAME STEPS KEY=VALUE..: one process, one line
 
 : >"$work/steps.jsonl"
 for rows in log-normal mix; do
-  # One batch more than is timed: the first step warms up.
+  # One batch more than is timed: the first step is a warm-up.
   counts=$("$python" tests/bench/lengths.py --distribution $rows --rows $((8 * (batches + 1))) --out "$work/$rows.jsonl")
   echo "$rows: $counts" >&2
   cat >"$work/$rows.yaml" <<YAML
@@ -49,11 +52,11 @@ for row in map(json.loads, open(sys.argv[1])):
     kept = best.setdefault((row["rows"], row["mode"]), row)
     for key in ["tokens/s", "tokens/cpu_s"]:
         kept[key] = max(kept[key], row[key])
-print("| rows | against | real tokens/s | packed tokens/s | promised | measured | share | by CPU time |\n|---|---|---|---|---|---|---|---|")
+print("| rows | against | real tokens/s | packed tokens/s | expected | measured | share | by CPU time |\n|---|---|---|---|---|---|---|---|")
 for (rows, mode), padded in best.items():
     packed = best[rows, "packed"]
     if mode != "packed":
-        promised = padded["computed_tokens"] / padded["tokens"] * packed["tokens"] / packed["computed_tokens"]
+        expected = padded["computed_tokens"] / padded["tokens"] * packed["tokens"] / packed["computed_tokens"]
         wall, cpu = (packed[key] / padded[key] for key in ["tokens/s", "tokens/cpu_s"])
-        print(f'| {rows} | {mode} | {padded["tokens/s"]:.0f} | {packed["tokens/s"]:.0f} | {promised:.2f} | {wall:.2f} | {wall / promised:.0%} | {cpu:.2f}, {cpu / promised:.0%} |')
+        print(f'| {rows} | {mode} | {padded["tokens/s"]:.0f} | {packed["tokens/s"]:.0f} | {expected:.2f} | {wall:.2f} | {wall / expected:.0%} | {cpu:.2f}, {cpu / expected:.0%} |')
 PY

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The ops of `trainer bench --ops` at each level of vector instructions, taking turns, best of some rounds. Products of
-# matrices are `gemm`'s and the same at every level, so ops that are mostly products are left out unless named.
+# Times the ops of `trainer bench --ops` at each SIMD level. Levels take turns; the best of all
+# rounds is printed. Without FILTER, only ops with their own SIMD code run: matrix multiplication is
+# done by `gemm`, which does not depend on the level.
 #   scripts/bench/simd_levels.sh [ROUNDS] [FILTER..]
 # Needs a build: cargo build --release
 set -euo pipefail
@@ -14,7 +15,7 @@ for _ in $(seq "$rounds"); do
   for filter; do
     for level in avx512 avx2 baseline; do
       TRAINER_SIMD=$level target/release/trainer bench --ops --filter "$filter" --json 2>/dev/null | sed "s/^/$level /" >>"$out" ||
-        echo "this CPU has no \`$level\`" >&2
+        echo "this CPU does not support \`$level\`" >&2
     done
   done
 done

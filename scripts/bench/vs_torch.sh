@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# The same model, rows and steps in PyTorch and in `trainer`, taking turns in one run, since machines are noisy.
-# Prints tokens a wall second and a CPU second of both, the ratios, and peak memory.
-#   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/vs_torch.sh [ROUNDS] [STEPS] [extra arguments of torch_step.py, e.g. --mode padded]
-# Needs npm for the published tokenizer (fetched once) and a build: cargo build --release
+# Compares training steps of PyTorch and `trainer`: the same model and rows. Both take turns,
+# because machines are noisy. Prints tokens per second and per CPU second of both, the ratios, and
+# peak memory.
+#   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/vs_torch.sh [ROUNDS] [STEPS] [ARGS..]
+# ARGS are passed to torch_step.py, for example `--mode padded`.
+# Needs npm, which downloads the published tokenizer on the first run, and a build:
+# cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rounds=${1:-3} steps=${2:-3}
@@ -26,7 +29,7 @@ config["added_tokens_decoder"] = {str(ids[t["content"]]): t for t in config["add
 json.dump(config, open(sys.argv[2] + "/tokenizer_config.json", "w"))
 PY
 fi
-# The lengths of the timed steps, after one that is not timed.
+# Rows of one warm-up step and of the timed steps.
 "$python" tests/bench/torch_step.py --steps "$steps" --warmup 1 --jsonl "$work/rows.jsonl" --only-data
 cat >"$work/config.yaml" <<YAML
 output_dir: $work/run
@@ -35,7 +38,7 @@ data:
   train: [{path: $work/rows.jsonl}]
   packing: false
   shuffle: false
-train: {batch_size: 4, gradient_accumulation_steps: 2, max_steps: $((steps + 1))} # 8 samples a step, in the micro-batches that PyTorch has
+train: {batch_size: 4, gradient_accumulation_steps: 2, max_steps: $((steps + 1))} # 8 samples per step, in the same micro-batches as PyTorch
 optim: {lr: 1.0e-4, schedule: constant}
 YAML
 
@@ -51,5 +54,5 @@ theirs, ours = ([json.loads(line) for line in open(path)] for path in sys.argv[1
 best = lambda rows, key: max(row[key] for row in rows)
 wall, cpu = best(ours, "tokens/s") / best(theirs, "tokens_per_s_wall"), best(ours, "tokens/cpu_s") / best(theirs, "tokens_per_cpu_s")
 memory = min(row["peak_memory_gib"] for row in ours) / min(row["peak_rss_gib"] for row in theirs)
-print(f"best of {len(ours)} rounds: {wall:.2f} x PyTorch's tokens a wall second, {cpu:.2f} x a CPU second, {memory:.2f} x its peak memory")
+print(f"best of {len(ours)} rounds: {wall:.2f} x PyTorch's tokens per second, {cpu:.2f} x its tokens per CPU second, {memory:.2f} x its peak memory")
 PY

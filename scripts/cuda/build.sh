@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Builds the binary and the tests with CUDA on a machine without a GPU, and packs them so that they can be copied to one that
-# has neither cargo nor network: target/cuda/bundle/{trainer,unit_tests,integration_tests}, and target/cuda/bundle.tar.xz of
-# them. About 8 minutes of CPU time the first time, most of it candle's own kernels.   scripts/cuda/build.sh
+# Builds the binary and the tests with CUDA on a machine without a GPU:
+#   scripts/cuda/build.sh
+# Writes target/cuda/bundle/{trainer,unit_tests,integration_tests} and packs them into
+# target/cuda/bundle.tar.xz, for a machine that has a GPU but neither cargo nor a network.
+# The first build takes about 8 minutes of CPU time, mostly for candle's own kernels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 eval "$(scripts/cuda/toolkit.sh)"
-# 80: code that Ampere runs and later GPUs compile when they load it. 90 would become `90a`, which runs on Hopper alone.
+# 80: Ampere runs this code directly, and the driver compiles it for later GPUs when it loads it.
+# The build turns 90 into `90a`, which runs only on Hopper.
 export CUDA_COMPUTE_CAP=80 CUDAFORGE_THREADS=$(nproc) CUDARC_CUDA_VERSION=13000
 export LIBRARY_PATH=$CUDA_HOME/lib:$CUDA_HOME/lib/stubs RUSTFLAGS="${RUSTFLAGS:-} -C link-arg=-Wl,--allow-shlib-undefined"
 target=target/cuda-build
@@ -20,11 +23,12 @@ cargo test --release --features cuda --target-dir "$target" --no-run --message-f
     trainer-*) install -s -m 755 "$test" "$bundle/unit_tests" ;;
   esac
 done
-pwd >"$bundle/built_in" # tests look for their files there
+pwd >"$bundle/built_in" # the tests read their files from this path
 tar -C target/cuda -c bundle | xz -3 -T0 >target/cuda/bundle.tar.xz
 ls -l "$bundle" target/cuda/bundle.tar.xz
 
-# With stand-ins for the driver and the libraries, the binary starts, finds no GPU, and trains on the CPU.
+# With stubs of the driver and the libraries, the binary must start, find no GPU, and train on the
+# CPU.
 out=target/cuda/smoke
 rm -rf "$out"
 LD_LIBRARY_PATH=$CUDA_HOME/lib/stubs/named RUST_BACKTRACE=0 "$bundle/trainer" sft --config configs/quickstart.yaml --set device=auto \
@@ -34,5 +38,5 @@ LD_LIBRARY_PATH=$CUDA_HOME/lib/stubs/named RUST_BACKTRACE=0 "$bundle/trainer" sf
 }
 grep 'found no GPU' "$out.log"
 [ -s "$out/final/model.safetensors" ]
-echo "the binary starts, and trains where there is no GPU"
+echo "ok: the binary starts without a GPU and trains on the CPU"
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# What can be checked of CUDA without a GPU, all of it or the parts that are named:   scripts/cuda/check.sh [types] [emulated] [nvcc]
-#   types     Rust under the features `cuda` and `flash-attn`, by clippy behind a stand-in for nvcc
-#   emulated  every kernel on the host, in place of its CPU twin, under all tests of the ops and the laws of the model
-#   nvcc      every kernel for sm_80 and sm_90 by the pinned compiler of toolkit.sh; register spills are errors
+# Checks the CUDA code without a GPU. Runs the named parts, or all of them:
+#   scripts/cuda/check.sh [types] [emulated] [nvcc]
+#   types     clippy for the features `cuda` and `flash-attn`, with a stub in place of nvcc
+#   emulated  the tests of the ops and the tests of the model's laws, with every CUDA kernel emulated
+#             on the CPU
+#   nvcc      compiles every kernel for sm_80 and sm_90 with the pinned compiler of toolkit.sh;
+#             register spills are errors
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 types() {
-  # candle-flash-attn takes CUTLASS from this cache if it is there; nothing of it is compiled here.
+  # With this cache, candle-flash-attn does not download CUTLASS. The stub compiles nothing of it.
   local cutlass=target/cuda-check/cache/git/checkouts/cutlass-7d49e6c7e2f8896c
   mkdir -p "$cutlass/include"
   [ -d "$cutlass/.git" ] || git init -q "$cutlass"
@@ -22,10 +25,10 @@ emulated() {
   cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
 }
 
-# One line a kernel: where, name, registers, spills.
+# Prints one line per kernel: architecture and file, name, registers, spilled bytes.
 registers() { # architecture, file
   local log
-  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -o /dev/null "$2" 2>&1) || { echo "$log" >&2; return 1; }
+  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o /dev/null "$2" 2>&1) || { echo "$log" >&2; return 1; }
   awk -v where="sm_$1 $(basename "$2")" '
     /Compiling entry function/ { split($0, part, "\047"); name = part[2] }
     /bytes spill stores/ { if ($5 > 0 || $9 > 0) { spills = $5 + $9 } else spills = 0 }
@@ -38,19 +41,19 @@ nvcc() {
   mkdir -p target/cuda
   local list=target/cuda/registers.txt
   export -f registers
-  for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/*.cu; done |
+  for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/*/*.cu; done |
     xargs -P "$(nproc)" -L 1 bash -c 'registers "$@"' _ >"$list.new"
   sort "$list.new" >"$list"
   rm "$list.new"
-  if grep -v ' 0 bytes spilled' "$list"; then echo "the kernels above spill registers"; exit 1; fi
-  awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, none spilled: '"$list"'" }' "$list"
+  if grep -v ' 0 bytes spilled' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
+  awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, no spills: '"$list"'" }' "$list"
 }
 
 [ $# -gt 0 ] || set -- types emulated nvcc
 for part in "$@"; do
   case $part in
     types | emulated | nvcc) ;;
-    *) echo "unknown part \`$part\`: types, emulated and nvcc are there" >&2; exit 64 ;;
+    *) echo "unknown part \`$part\`, expected types, emulated or nvcc" >&2; exit 64 ;;
   esac
   echo "=== CUDA: $part"
   "$part"

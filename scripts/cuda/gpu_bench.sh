@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# How fast this GPU is, in a checkout with target/cuda/bundle (scripts/cuda/build.sh) and nothing installed but python3:
-#   scripts/cuda/gpu_bench.sh ops      each op against the card's measured peaks, f32 and bf16, then the same from PyTorch, if it is there
-#   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes, random weights, made-up rows (numpy and
-#                                      Pillow draw the images; without them only the text mix runs)
-#   scripts/cuda/gpu_bench.sh start    seconds from the start of `trainer sft` to the end of its first step, 2B shape, weights in the page cache
-#   scripts/cuda/gpu_bench.sh torch    the same steps in PyTorch with transformers, in several ways, of the 4B shape; one call a
-#                                      mix (MIXES=text) has time for all ways
-#   scripts/cuda/gpu_bench.sh table    the table again
-# Each part ends by itself within LIMIT_S (570) seconds, each process in it within RUN_S (180): what is left is listed as skipped.
-# JSON lines and a table go to $OUT (target/cuda/bench). DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b,
-# STEPS=8, PEAK_TFLOPS (the vendor's figure, 989 for H100 and H200: lmms-engine's MFU goes by it) and PYTHON say more. TINY=1 with
-# DEVICE=cpu and TRAINER=target/release/trainer shows on any machine that the script runs.
+# Benchmarks on a GPU. Needs a checkout with target/cuda/bundle (scripts/cuda/build.sh) and python3.
+#   scripts/cuda/gpu_bench.sh ops      each op in f32 and bf16, compared with the GPU's measured
+#                                      peaks; then the same ops in PyTorch, if it is installed
+#   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes with random
+#                                      weights and generated rows (images need numpy and Pillow;
+#                                      without them, only the text mix runs)
+#   scripts/cuda/gpu_bench.sh start    seconds from the start of `trainer sft` to the end of its
+#                                      first step, 2B shape, with the weights in the page cache
+#   scripts/cuda/gpu_bench.sh torch    the steps of the 4B shape in PyTorch with transformers, in
+#                                      several ways; call it once per mix (MIXES=text), so that all
+#                                      ways fit into the time limit
+#   scripts/cuda/gpu_bench.sh table    prints the table of earlier results
+# Each part ends within LIMIT_S (570) seconds and each process within RUN_S (180); what does not fit
+# is listed as skipped. JSON lines and a table are written to OUT (target/cuda/bench).
+# Other variables: DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b,
+# STEPS=8, PYTHON, and PEAK_TFLOPS, the vendor's peak that the MFU of lmms-engine is computed with
+# (989 for H100 and H200).
+# TINY=1 with DEVICE=cpu and TRAINER=target/release/trainer tests the script on any machine.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 part=${1:?ops, step, start, torch or table}
@@ -29,7 +35,8 @@ done
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | tee "$out/gpu.txt" || true
 
 row() { "$python" -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2], sys.argv[2::2]))))' "$@"; }
-# NAME FILE COMMAND..: its JSON lines into FILE, or why there are none; what it says besides into NAME.log.
+# NAME FILE COMMAND..: appends the command's JSON lines to FILE, and an error line if it fails. Its
+# stderr goes to NAME.log.
 bench() {
   local name=$1 file=$2 left=$((limit - SECONDS)) code log
   shift 2
@@ -48,9 +55,9 @@ bench() {
   fi
 }
 
-make_rows() { # the mixes that can be made
+make_rows() { # SHAPE..: writes the rows of each mix and a model folder for each shape
   if ! "$python" -c 'import numpy, PIL' 2>/dev/null; then
-    echo "no numpy or no Pillow: no images, so only the mix of text" >&2
+    echo "numpy or Pillow is missing: cannot draw images, running only the text mix" >&2
     mixes=text
   fi
   "$python" tests/bench/gpu_rows.py "$work" --mixes "${mixes// /,}" --rows "$rows" --words "$words" | tee "$out/rows.jsonl" || exit 1
@@ -61,19 +68,19 @@ make_rows() { # the mixes that can be made
   done
 }
 
-# Sets `settings`, `torch_settings` and the names of both: what of a shape fits into 139 GiB (18 bytes a trained parameter, and
-# its tape). Only equal names are compared.
+# Sets `settings`, `torch_settings` and the names of both, so that each shape fits into 139 GiB (18
+# bytes per trained parameter, and the tape). The table compares only rows of equal names.
 settings_of() { # shape mix
   settings=() torch_settings=() what="$1 $2" torch_what="$1 $2"
   case $1-$2 in
     4b-vl | 4b-hires)
       settings=(--set model.recompute=vision)
-      what+=", tower recomputed" torch_what=$what
+      what+=", vision encoder recomputed" torch_what=$what
       ;;
     8b-*)
       settings=(--set optim.moments=bf16 --set model.recompute=full) what+=", moments in bf16, all recomputed"
-      # PyTorch's fused AdamW has no such moments.
-      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head) torch_what+=", tower and tables frozen"
+      # PyTorch's fused AdamW does not support bf16 moments with f32 weights.
+      torch_settings=(--freeze visual.blocks,visual.patch_embed,visual.pos_embed,embed_tokens,lm_head) torch_what+=", vision encoder and embeddings frozen"
       ;;
   esac
 }
@@ -116,7 +123,7 @@ YAML
   done
 }
 
-# The second of two runs: the first one reads the weights into the page cache.
+# Runs twice: the first run reads the weights into the page cache.
 start() {
   local file=$out/start.jsonl shape=${START_SHAPE:-2b} begin line log round pid tokenizer=(--tokenizer "$work/tokenizer" --weights)
   if [ -n "${TINY:-}" ]; then shape=debug tokenizer=(); fi
@@ -155,8 +162,8 @@ torch() {
       settings_of "$shape" "$mix"
       file=$out/torch-$shape-$mix.jsonl
       : >"$file"
-      # Those that may be the fastest first; what does not fit into memory says so at once. `bf16` keeps less than `trainer`
-      # does, so it is no like for like.
+      # The ways that may be the fastest run first; one that does not fit into memory fails at once.
+      # `--state bf16` stores less than `trainer` does, so its figures are not comparable.
       for way in "packed --compile" "packed --compile --checkpointing" "packed" "packed --checkpointing" "padded --checkpointing" \
         "padded-mask --checkpointing" "padded-flash --checkpointing" "packed --compile --state bf16" "packed --state bf16"; do
         # shellcheck disable=SC2086
@@ -175,7 +182,7 @@ case $part in
     ;;
   table) ;;
   *)
-    echo "no part is called \`$part\`: ops, step, start, torch or table" >&2
+    echo "unknown part \`$part\`, expected ops, step, start, torch or table" >&2
     exit 64
     ;;
 esac

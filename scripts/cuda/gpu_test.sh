@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Checks on a machine with a GPU, in a checkout with target/cuda/bundle (scripts/cuda/build.sh) and nothing else installed:
-#   1. every op, forward and backward, on the GPU against its f64 reference: odd sizes, fresh operands, f32 and bf16
-#   2. the laws of the model (gradients, causality, isolation, packed == padded == alone, recompute) on the GPU
-#   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: losses within 2 %, at the start and at the end
-#   4. a run that is stopped half way and resumed ends with the same bytes as one that is not
-#   5. 1,000 steps of varying shapes: after the 200th, memory does not grow any more, neither the GPU's nor the host's
-#   6. compute-sanitizer, where it is installed, over the tests of the ops, for four minutes at most
-# All of it ends within LIMIT_S (570) seconds: what has no time left fails by name.
+# Tests on a machine with a GPU. Needs only a checkout with target/cuda/bundle
+# (scripts/cuda/build.sh).
 #   scripts/cuda/gpu_test.sh [DEVICE]
+#   1. every op, forward and backward, on the GPU against its f64 reference: odd sizes, f32 and bf16
+#   2. the laws of the model (gradients, causality, isolation, packed == padded == alone, recompute)
+#   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and of
+#      the last step are within 2 %
+#   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
+#   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
+#   6. compute-sanitizer, if installed, on the tests of the ops, for at most four minutes
+# Ends within LIMIT_S (570) seconds; a part that has no time left fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 limit=${LIMIT_S:-570}
@@ -17,10 +19,10 @@ bundle=target/cuda/bundle
 out=target/cuda/test
 rm -rf "$out"
 mkdir -p "$out"
-# Tests look for their files where they were built.
+# The tests read their files from the path at which they were built.
 built=$(cat "$bundle/built_in")
 [ -e "$built" ] || { mkdir -p "$(dirname "$built")" && ln -s "$PWD" "$built"; }
-# The libraries of a toolkit or of PyTorch, where the system does not know them.
+# Libraries of a toolkit or of PyTorch that are not in the system's library path.
 for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$(python3 -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
   if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
 done
@@ -60,7 +62,7 @@ losses() { grep -o '"loss":[0-9.e-]*' "$out/$1/metrics.jsonl" | cut -d: -f2; }
 resume() {
   local settings=(--set "device=$device" --set model.precision=bf16 --set checkpoint.every_steps=10 --set checkpoint.keep=9)
   train whole 20 "${settings[@]}" || return 1
-  # As if it had been killed after step 10.
+  # The state of a run that was killed after step 10.
   cp -r "$out/whole" "$out/halves"
   rm -rf "$out/halves/final" "$out/halves/checkpoints/step-00000020"
   train halves 20 "${settings[@]}" || return 1
@@ -68,8 +70,9 @@ resume() {
     cmp "$out/whole/checkpoints/step-00000020/optimizer.safetensors" "$out/halves/checkpoints/step-00000020/optimizer.safetensors"
 }
 
-# Each of 200 rows is a step of its own, so all shapes have been seen by step 200; then they come in other orders. Tensors
-# may take a little more by then, as the next step's data arrives earlier or later, and allocators one more of their blocks.
+# Each of 200 rows is one step, so that every shape has occurred by step 200; later epochs have
+# another order. The limits leave room for the next step's data, which may arrive earlier, and for
+# one more block of an allocator.
 memory() {
   local data=tests/golden/data model=$out/debug_model
   in_time "$bundle/trainer" init --preset debug --out "$model" >"$out/memory.log" 2>&1 || return 1
@@ -92,7 +95,7 @@ sanitizer() {
   local ended=0 seconds=$((limit - SECONDS))
   timeout --signal INT --kill-after 10 $((seconds > 240 ? 240 : seconds > 1 ? seconds : 1)) compute-sanitizer --tool memcheck --error-exitcode 1 "$bundle/unit_tests" ops:: --test-threads 1 >"$out/sanitizer.log" 2>&1 || ended=$?
   if [ $ended -eq 124 ] || [ $ended -eq 137 ] && ! grep -qE '^=+ (Invalid|Program hit|Error)' "$out/sanitizer.log"; then
-    echo "stopped after $(grep -c '\.\.\. ok$' "$out/sanitizer.log") tests, none of them with an error"
+    echo "stopped at the time limit after $(grep -c '\.\.\. ok$' "$out/sanitizer.log") tests without errors"
     return 0
   fi
   if [ $ended -ne 0 ]; then
@@ -102,7 +105,7 @@ sanitizer() {
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
-part "ops against their references" ops
+part "ops against f64 references" ops
 part "laws of the model" laws
 part "50 steps, bf16 on the GPU against f32 on the CPU" curves
 part "resume" resume

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Installs a pinned CUDA 13.0 compiler from PyPI wheels into a folder, no GPU and no root needed, and prints the line that
-# puts it to use:   eval "$(scripts/cuda/toolkit.sh)"          (104 MB; folder: target/cuda, or the first argument)
-# The libraries that a build links by name only (the driver, cuBLAS, cuRAND, NVRTC) are stubs made here: the real ones are
-# those of the machine that runs the binary. Needs python3 with venv, and gcc.
+# Installs a pinned CUDA 13.0 compiler from PyPI wheels (104 MB) and prints the shell line that
+# activates it:
+#   eval "$(scripts/cuda/toolkit.sh [FOLDER])"          default folder: target/cuda
+# Needs python3 with venv, and gcc, but neither a GPU nor root.
+# The driver, cuBLAS, cuRAND and NVRTC are replaced by stub libraries, which is enough for linking;
+# the machine that runs the binary provides the real ones.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:-target/cuda}")
@@ -11,14 +13,14 @@ if ! [ -x "$home/bin/nvcc" ] || ! [ -e "$home/lib/stubs/named/libcuda.so.1" ]; t
   mkdir -p "$folder"
   {
     python3 -m venv "$folder/venv"
-    # nvcc above 13.0 writes PTX that drivers of the 580 line refuse.
+    # nvcc newer than 13.0 writes PTX that 580 drivers reject.
     "$folder/venv/bin/pip" install -q --no-deps 'nvidia-cuda-nvcc==13.0.88' 'nvidia-cuda-crt==13.0.88' 'nvidia-nvvm==13.0.88' \
       'nvidia-cuda-runtime==13.0.96' 'nvidia-cuda-cccl==13.0.85'
     ln -sfn "$(echo "$folder"/venv/lib/python3*/site-packages/nvidia/cu13)" "$home"
     ln -sfn lib "$home/lib64"
     ln -sf libcudart.so.13 "$home/lib/libcudart.so"
-    # Names out of the bindings that the build uses; a name is all that the linker needs. Called, each says "no device" (100),
-    # so that build.sh can see the binary start.
+    # The linker needs only the names of the functions; they are taken from the bindings of the
+    # build. Each stub returns 100 ("no device"), so that build.sh can start the binary.
     cargo fetch -q
     bindings=$(cargo metadata -q --format-version 1 --features cuda | grep -o '"manifest_path":"[^"]*cudarc-[^"]*Cargo.toml"' | head -n 1 | cut -d'"' -f4)
     sources=$(dirname "$bindings")/src
@@ -35,7 +37,7 @@ if ! [ -x "$home/bin/nvcc" ] || ! [ -e "$home/lib/stubs/named/libcuda.so.1" ]; t
     stub curand libcurand.so.10 curand curand
     stub nvrtc libnvrtc.so.13 nvrtc nvrtc
     stub cuda libcuda.so.1 driver cu
-    rm "$home/lib/libcuda.so" # only where the linker is told to look for the driver
+    rm "$home/lib/libcuda.so" # the driver's stub stays in lib/stubs only
   } >&2
 fi
 echo "export CUDA_HOME='$home' PATH='$home/bin':\"\$PATH\""

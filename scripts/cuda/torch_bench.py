@@ -1,22 +1,29 @@
-"""How fast does PyTorch with transformers train the same shapes on the same rows, on the same GPU? (scripts/cuda/gpu_bench.sh torch)
+"""Times PyTorch with transformers on the shapes and rows of `trainer`'s benchmark, on the same GPU.
 
-  python scripts/cuda/torch_bench.py step MODEL SIZES.json [--way ..] [--compile] [--checkpointing] [--state ..] [--freeze ..]
-  python scripts/cuda/torch_bench.py ops                   products, copies, attention, linear_cross_entropy in bf16
+  python scripts/cuda/torch_bench.py step MODEL SIZES.json [--way ..] [--compile] [--checkpointing]
+                                          [--state ..] [--freeze ..]
+  python scripts/cuda/torch_bench.py ops    matmul, copy, attention, linear_cross_entropy in bf16
 
-`step` trains MODEL/config.json with random weights, drawn here, on rows of random tokens (and pixels) with the sizes of SIZES.json
-(tests/bench/gpu_rows.py), as many a step as fill one pack of --packing-length, best fit. Half of the text is supervised; the loss
-is taken on those rows only, in chunks, loss and gradient in one pass.
+`scripts/cuda/gpu_bench.sh torch` calls it. `step` trains the model of MODEL/config.json with random
+weights, on rows of random tokens (and pixels) with the sizes of SIZES.json
+(tests/bench/gpu_rows.py). The rows of a step fill one pack of --packing-length, by best fit. Half of
+the text is supervised. Only supervised rows enter the loss, which is computed in chunks, together
+with its gradient.
 
-ways       padded-mask   right-padded batches of 8, sdpa with transformers' mask: what users get
-           padded        the same without the mask, which right padding does not need: sdpa may take its flash kernel
-           padded-flash  the same with flash_attention_2, where flash-attn is installed
-           packed        one row, attention of variable length in the decoder and in the tower: flash-attn where installed, else
-                         PyTorch's own (torch.nn.attention.varlen), else, and on a CPU, sdpa segment by segment
---compile  torch.compile of each decoder layer and block of the tower, and of the loss
---state    master: bf16 weights, f32 master weights and moments, as `trainer` (whose gradients are f32 too; here they are bf16)
-           bf16: everything in bf16, moments too: less memory, and not the same training
-AdamW is fused, clipping at 1.0. The first two steps are not timed (the first six with --compile). Prints one JSON line, `error`
-in it if the way does not work here.
+ways       padded-mask   right-padded batches of 8, sdpa with the mask of transformers (the default
+                         of transformers)
+           padded        the same without the mask, which right padding does not need, so that sdpa
+                         can use its flash kernel
+           padded-flash  the same with flash_attention_2; needs flash-attn
+           packed        one row with variable-length attention in decoder and vision encoder, by
+                         flash-attn if installed, otherwise by torch.nn.attention.varlen, otherwise
+                         (and on a CPU) by sdpa on each segment
+--compile  torch.compile of the loss and of each layer of decoder and vision encoder
+--state    master: bf16 weights, f32 master weights and moments, as `trainer` has (but gradients are
+           bf16 here and f32 in `trainer`)
+           bf16: everything in bf16, moments included; needs less memory and trains differently
+AdamW is fused; gradients are clipped at 1.0. The first two steps are not timed (the first six with
+--compile). Prints one JSON line, with the key `error` if the way does not work on this machine.
 """
 import argparse
 import inspect
@@ -37,7 +44,7 @@ def wait(device):
 
 
 def seconds(run, device, rounds=10, batch=5):
-    """Of the fastest round, a run."""
+    """Seconds per run in the fastest round."""
     best = float("inf")
     for round in range(rounds + 2):
         wait(device)
@@ -60,7 +67,7 @@ def matmul_peak(device, side):
 
 
 class Packs:
-    """Boundaries of the decoder's and of the tower's segments in this step's micro-batch."""
+    """Segment boundaries of the current micro-batch, for the decoder and the vision encoder."""
 
     text = vision = None
 
@@ -71,7 +78,7 @@ def boundaries(lengths, device):
 
 
 def find_varlen(device):
-    """(name, f(q, k, v [T, H, Dh], boundaries, causal))."""
+    """Returns (name, f(q, k, v [T, H, Dh], boundaries, causal))."""
     if device.type == "cuda":
         try:
             from flash_attn import flash_attn_varlen_func
@@ -102,11 +109,11 @@ def find_varlen(device):
         same = dict(is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return torch.cat([F.scaled_dot_product_attention(*(t[None] for t in part), **same)[0] for part in parts], 1).transpose(0, 1)
 
-    return "sdpa a segment", segments
+    return "sdpa per segment", segments
 
 
 def pack_attention(model, varlen):
-    """Both attentions of `model` read [`Packs`]."""
+    """Makes both attentions of `model` use the boundaries in `Packs`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.models.qwen3_vl import modeling_qwen3_vl as hf
 
@@ -134,7 +141,8 @@ def chunk_loss(h, w, y):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies of rows `h`; gradients in the same pass, so logits are computed once and never all there."""
+    """Sum of the cross-entropies of the rows `h`. Computes the gradients in the same pass, so that
+    logits are computed once and only one chunk of them is in memory."""
 
     rows, of_chunk, of_frozen = 2048, None, None
 
@@ -167,32 +175,32 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 class Sample:
-    """Random tokens (and pixels) of one row: `[begin, picture.., end, question, answer]`."""
+    """Random tokens (and pixels) of one row: `[vision_start, image.., vision_end, question, answer]`."""
 
     def __init__(self, size, config, generator):
         tokens, down, across = size
         merge = config.vision_config.spatial_merge_size
-        pad, picture = config.image_token_id, down * across // merge**2
-        words = torch.randint(0, config.vision_start_token_id - 10, (tokens - picture,), generator=generator)
-        if picture:
+        pad, image = config.image_token_id, down * across // merge**2
+        words = torch.randint(0, config.vision_start_token_id - 10, (tokens - image,), generator=generator)
+        if image:
             words[0], words[1] = config.vision_start_token_id, config.vision_end_token_id
-            self.ids = torch.cat([words[:1], torch.full((picture,), pad), words[1:]])
+            self.ids = torch.cat([words[:1], torch.full((image,), pad), words[1:]])
         else:
             self.ids = words
         self.labels = self.ids.clone()
-        self.labels[: tokens - (tokens - picture) // 2] = -100
-        self.grid = [1, down, across] if picture else None
+        self.labels[: tokens - (tokens - image) // 2] = -100
+        self.grid = [1, down, across] if image else None
         self.positions = torch.arange(tokens).expand(3, -1).clone()
-        if picture:
+        if image:
             h, w = down // merge, across // merge
-            self.positions[0, 1 : 1 + picture] = 1
-            self.positions[1, 1 : 1 + picture] = 1 + torch.arange(h).repeat_interleave(w)
-            self.positions[2, 1 : 1 + picture] = 1 + torch.arange(w).repeat(h)
-            self.positions[:, 1 + picture :] = 1 + max(h, w) + torch.arange(tokens - picture - 1)
+            self.positions[0, 1 : 1 + image] = 1
+            self.positions[1, 1 : 1 + image] = 1 + torch.arange(h).repeat_interleave(w)
+            self.positions[2, 1 : 1 + image] = 1 + torch.arange(w).repeat(h)
+            self.positions[:, 1 + image :] = 1 + max(h, w) + torch.arange(tokens - image - 1)
 
 
 def packs_of(sizes, packing_length, steps):
-    """Best fit over windows of 1,000 rows; what does not fit a pack alone is left out."""
+    """Best fit over windows of 1,000 rows. Drops rows longer than a pack."""
     packs = []
     for at in range(0, len(sizes), 1000):
         opened = []
@@ -207,13 +215,13 @@ def packs_of(sizes, packing_length, steps):
         packs += opened
         if len(packs) >= steps:
             break
-    # Those of long rows come first: spread them.
+    # Packs of long rows come first, so shuffle the packs.
     order = torch.randperm(len(packs), generator=torch.Generator().manual_seed(0)).tolist()
     return [packs[order[i % len(packs)]] for i in range(steps)]
 
 
 def join(samples, padded, config, device, dtype, generator):
-    """Arguments of the model, and labels `[B, L]`."""
+    """Returns the model's arguments and the labels `[B, L]`."""
     rows = samples if padded else [samples]
     pad = lambda x, n, value: F.pad(x, (0, n - x.shape[-1]), value=value)
     if padded:
@@ -245,7 +253,8 @@ def join(samples, padded, config, device, dtype, generator):
 
 
 def flops_of(model, sizes, num_targets):
-    """Operations of a step by `trainer`'s honest convention (src/metrics/mfu.rs); tower and head may be frozen."""
+    """Floating-point operations of a step, counted as `trainer` counts them for its MFU. The vision
+    encoder and the head may be frozen."""
     c = model.config
     text, vision = c.text_config, c.vision_config
     merge = vision.spatial_merge_size**2
@@ -256,15 +265,15 @@ def flops_of(model, sizes, num_targets):
     tokens, squares = sum(s[0] for s in sizes), sum(s[0] ** 2 for s in sizes)
     patches, patch_squares = sum(s[1] * s[2] for s in sizes), sum((s[1] * s[2]) ** 2 for s in sizes)
     head = 6 if model.lm_head.weight.requires_grad else 4
-    tower = 6 if model.model.visual.blocks[0].attn.qkv.weight.requires_grad else 2
+    encoder = 6 if model.model.visual.blocks[0].attn.qkv.weight.requires_grad else 2
     return (6 * (matrices["text"] * tokens + text.num_hidden_layers * text.num_attention_heads * text.head_dim * squares)
             + head * text.vocab_size * text.hidden_size * num_targets
-            + tower * (matrices["vision"] * patches + 2 * vision.depth * vision.hidden_size * patch_squares)
+            + encoder * (matrices["vision"] * patches + 2 * vision.depth * vision.hidden_size * patch_squares)
             + 6 * matrices["merger"] * patches / merge)
 
 
 class Optimizer:
-    """Fused AdamW on `f32` master copies of `bf16` weights, or on the weights themselves."""
+    """Fused AdamW on f32 master copies of bf16 weights, or on the weights themselves."""
 
     def __init__(self, params, state, lr):
         self.params = params
@@ -276,7 +285,7 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0, foreach=True)
         if self.masters:
             for master, param in zip(self.masters, self.params):
-                # The tower has none where no row has a picture.
+                # The vision encoder has no gradients if no row has an image.
                 master.grad, param.grad = None if param.grad is None else param.grad.float(), None
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
@@ -286,7 +295,7 @@ class Optimizer:
 
 
 def build(a, device, dtype):
-    """The model, and what its attention is called."""
+    """Returns the model and the name of its attention."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     config = Qwen3VLConfig.from_pretrained(a.model)
@@ -304,7 +313,7 @@ def build(a, device, dtype):
     for part in filter(None, a.freeze.split(",")):
         found = [p.requires_grad_(False) for n, p in model.named_parameters() if part in n]
         if not found:
-            raise ValueError(f"nothing is called `{part}`")
+            raise ValueError(f"no parameter name contains `{part}`")
     if a.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ChunkedLoss.set_up(a.compile)
@@ -329,7 +338,7 @@ def step(a, device, dtype):
         samples = [Sample(size, config, generator) for size in sizes]
         num_targets = sum(int((s.labels[1:] != -100).sum()) for s in samples)
         groups = [samples[i : i + 8] for i in range(0, len(samples), 8)] if padded else [samples]
-        # Made before the clock starts: neither side is charged for making up data.
+        # Created before the clock starts: generating data is not timed on either side.
         batches = [(join(group, padded, config, torch.device("cpu"), dtype, generator), Packs.text, Packs.vision) for group in groups]
         wait(device)
         begin = time.perf_counter()
@@ -347,7 +356,7 @@ def step(a, device, dtype):
             loss.backward()
             losses.append(loss.detach())
         norm = optimizer.step()
-        loss = float(sum(losses))  # waits
+        loss = float(sum(losses))  # synchronizes with the GPU
         wait(device)
         took = time.perf_counter() - begin
         print(f"step {number}: {took:.3f} s, loss {loss:.4f}, norm {float(norm):.4f}", file=sys.stderr, flush=True)
@@ -369,7 +378,7 @@ def step(a, device, dtype):
 
 
 def ops(a, device, dtype):
-    """Rows with the names of `trainer bench --ops`; those with `backward` are the backward alone."""
+    """Prints rows with the names of `trainer bench --ops`; `backward` rows time only the backward pass."""
     show = lambda name, way, ms, **more: print(json.dumps({"name": name, "way": way, "ms": ms * 1e3, **more}), flush=True)
     side = a.side
     show(f"matmul {side}x{side}x{side}", "cublas", 2 * side**3 / (peak := matmul_peak(device, side)), **{"TFLOP/s": peak / 1e12})
@@ -430,18 +439,18 @@ def main():
     ap.add_argument("what", choices=["step", "ops"])
     ap.add_argument("model", nargs="?")
     ap.add_argument("sizes", nargs="?")
-    ap.add_argument("--name", default="torch", help="of the JSON line")
+    ap.add_argument("--name", default="torch", help="`name` of the JSON line")
     ap.add_argument("--way", default="packed", choices=["padded-mask", "padded", "padded-flash", "packed"])
     ap.add_argument("--compile", action="store_true")
     ap.add_argument("--checkpointing", action="store_true")
     ap.add_argument("--state", default="master", choices=["master", "bf16"])
-    ap.add_argument("--freeze", default="", help="parts of names, with commas")
+    ap.add_argument("--freeze", default="", help="freeze parameters whose names contain one of these, comma-separated")
     ap.add_argument("--steps", type=int, default=8)
     ap.add_argument("--packing-length", type=int, default=16384)
     ap.add_argument("--lr", type=float, default=1e-5)
     ap.add_argument("--device", default="cuda:0")
-    ap.add_argument("--side", type=int, default=8192, help="of the product that is the peak")
-    ap.add_argument("--divide", type=int, default=1, help="sizes of `ops`, to see that they run")
+    ap.add_argument("--side", type=int, default=8192, help="side of the matrices whose product measures the peak")
+    ap.add_argument("--divide", type=int, default=1, help="divides the sizes of `ops`, for a quick test")
     a = ap.parse_args()
     device = torch.device(a.device)
     dtype = torch.bfloat16
@@ -454,7 +463,8 @@ def main():
     row = {"name": a.name, "way": way}
     try:
         row |= step(a, device, dtype) | {"torch": torch.__version__}
-    except (RuntimeError, ImportError, ValueError) as error:  # out of memory is a RuntimeError; a missing flash-attn one of the others
+    # Out of memory is a RuntimeError; a missing flash-attn is an ImportError or a ValueError.
+    except (RuntimeError, ImportError, ValueError) as error:
         row["error"] = str(error).strip()[:300]
     print(json.dumps(row))
 

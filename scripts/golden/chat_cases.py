@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/chat_cases.json: nasty chats, rendered, tokenised and labelled with transformers.
+"""Writes tests/golden/chat_cases.json: chats with edge cases, rendered, tokenised and labelled with
+transformers.
 
-Labels: prefixes of the conversation are rendered, and a token is a target when its characters lie between the end of
-the header and the end of `<|im_end|>`. Run from the repository root, with transformers and jinja2 installed."""
+Labels are found by rendering prefixes of the conversation: a token is a target if its characters
+lie between the end of the header and the end of `<|im_end|>`. Run from the repository root, with
+transformers and jinja2 installed.
+"""
 import json, random
 from transformers import AutoTokenizer
 

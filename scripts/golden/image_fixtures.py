@@ -1,16 +1,15 @@
-"""Makes tests/fixtures/images and tests/golden/images.{json,safetensors}.
+"""Writes tests/fixtures/images and tests/golden/images.{json,safetensors}.
 
 Needs Pillow, numpy, torch, torchvision, transformers (5.23) and safetensors. Run from the
-repository root; the output is deterministic for given versions of the libraries.
+repository root. The output depends only on the versions of the libraries.
 
 Expected values:
-- `rgb/FILE`: upright RGB as transformers' `convert_to_rgb` makes it from the file, after
-  `ImageOps.exif_transpose`. 16-bit pictures: round(value / 257), computed here, because Pillow clips or
-  drops the low byte.
+- `rgb/FILE`: upright RGB, by `ImageOps.exif_transpose` and transformers' `convert_to_rgb`. For
+  16-bit images it is round(value / 257), computed here, because Pillow clips or drops the low byte.
 - `resize/FILE/HxW`: Pillow's bicubic, width first, then height (two calls, so that the order does
-  not depend on the version); for more sizes only a sha256.
-- `processor`: transformers' Qwen2VLImageProcessor (torchvision): a sha256 of `pixel_values` where nothing is
-  resized, else the resized picture as bytes (`processor/FILE`).
+  not depend on the version). For large sizes only a sha256 is stored.
+- `processor`: transformers' Qwen2VLImageProcessor (torchvision): a sha256 of `pixel_values` if the
+  image is not resized, otherwise the resized image as bytes (`processor/FILE`).
 """
 
 import hashlib
@@ -32,8 +31,8 @@ GOLDEN = Path("tests/golden")
 W, H = 24, 16
 
 
-def picture(width=W, height=H, channels=3, smooth=False):
-    """Gradients with a disc and a sharp edge; `smooth` leaves the edges out (for lossy formats)."""
+def pattern(width=W, height=H, channels=3, smooth=False):
+    """An image of gradients with a disc and a sharp edge; with `smooth`, no edges (for lossy formats)."""
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
     u, v = x / max(width - 1, 1), y / max(height - 1, 1)
     planes = [255 * u, 255 * v, 255 * (1 - u) * (1 - v), 255 * (u + v) / 2]
@@ -46,8 +45,8 @@ def picture(width=W, height=H, channels=3, smooth=False):
 
 
 def wide(channels):
-    """A 16-bit picture whose low bytes matter."""
-    base = picture(channels=channels).astype(np.uint32)
+    """A 16-bit image with random low bytes."""
+    base = pattern(channels=channels).astype(np.uint32)
     noise = np.random.default_rng(0).integers(0, 256, base.shape, dtype=np.uint32)
     return (base * 256 + noise).astype(np.uint16)
 
@@ -57,7 +56,7 @@ def chunk(kind, data):
 
 
 def png(array, color_type, bits, before=(), after=()):
-    """A PNG without filters, with chunks around the pixels."""
+    """A PNG without row filters, with additional chunks before and after the pixel data."""
     height, width = array.shape[0], array.shape[1] * 8 // min(bits, 8)
     rows = array.astype(">u2") if bits == 16 else array
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
@@ -80,20 +79,20 @@ def exif(orientation, big_endian=False):
 
 
 def ycck():
-    """A CMYK JPEG whose Adobe marker says YCCK: the same planes, read through the other transform."""
-    data = saved(Image.fromarray(picture(channels=4, smooth=True), "CMYK"), format="JPEG", quality=95)
+    """A CMYK JPEG with its Adobe marker changed to YCCK, so that decoders apply another transform."""
+    data = saved(Image.fromarray(pattern(channels=4, smooth=True), "CMYK"), format="JPEG", quality=95)
     at = data.index(b"Adobe")
     assert data[at + 11] == 0
     return data[: at + 11] + b"\2" + data[at + 12 :]
 
 
 def webp_with_prefixed_exif(orientation):
-    """EXIF with JPEG's prefix, as some writers put it."""
+    """A WebP whose EXIF has JPEG's prefix, as some programs write it."""
     return saved(rgb, format="WEBP", lossless=True, exif=b"Exif\0\0" + exif(orientation))
 
 
 def photo(width, height):
-    """Texture at all scales, quantised so that the file stays small."""
+    """An image with texture at all scales, quantised to keep the file small."""
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
     waves = [np.sin(x / 3.1 + y / 7.3), np.sin(x * y / 900.0), np.cos(x / 11.0 - y / 2.3)]
     out = np.stack(waves, axis=-1) * 127.5 + 127.5
@@ -102,14 +101,14 @@ def photo(width, height):
     return (np.clip(out, 0, 255).astype(np.uint8) // 16) * 17
 
 
-rgb = Image.fromarray(picture())
-grey = Image.fromarray(picture(channels=1)[..., 0])
-alpha = picture(channels=4)
-smooth = Image.fromarray(picture(smooth=True))
+rgb = Image.fromarray(pattern())
+grey = Image.fromarray(pattern(channels=1)[..., 0])
+alpha = pattern(channels=4)
+smooth = Image.fromarray(pattern(smooth=True))
 palette = rgb.quantize(16)
-grey_alpha = Image.fromarray(np.stack([picture()[..., 0], picture()[..., 1]], axis=-1), "LA")
+grey_alpha = Image.fromarray(np.stack([pattern()[..., 0], pattern()[..., 1]], axis=-1), "LA")
 levels = bytes([0, 255, 128, 1, 254, 77, 200, 33] * 2)
-animation = [palette, Image.fromarray(255 - picture()).quantize(16)]
+animation = [palette, Image.fromarray(255 - pattern()).quantize(16)]
 ramp = np.repeat(np.arange(16, dtype=np.uint8)[:, None], 24, axis=1)
 
 files = {
@@ -121,17 +120,17 @@ files = {
     "palette.png": saved(palette, format="PNG"),
     "palette_alpha.png": saved(palette, format="PNG", transparency=levels),
     "rgb.png": saved(rgb, format="PNG"),
-    "rgb_key.png": saved(rgb, format="PNG", transparency=tuple(int(v) for v in picture()[2, 3])),
+    "rgb_key.png": saved(rgb, format="PNG", transparency=tuple(int(v) for v in pattern()[2, 3])),
     "rgba.png": saved(Image.fromarray(alpha), format="PNG"),
     "grey_16bit.png": png(wide(1), 0, 16),
     "grey_alpha_16bit.png": png(wide(2), 4, 16),
     "rgb_16bit.png": png(wide(3), 2, 16),
     "rgba_16bit.png": png(wide(4), 6, 16),
-    "orientation_6.png": png(picture(), 2, 8, before=[chunk(b"eXIf", exif(6, True))]),
-    "orientation_8_behind_pixels.png": png(picture(), 2, 8, after=[chunk(b"eXIf", exif(8))]),
+    "orientation_6.png": png(pattern(), 2, 8, before=[chunk(b"eXIf", exif(6, True))]),
+    "orientation_8_behind_pixels.png": png(pattern(), 2, 8, after=[chunk(b"eXIf", exif(8))]),
     "one_pixel.png": saved(rgb.crop((3, 3, 4, 4)), format="PNG"),
-    "one_column_orientation_2.png": png(picture()[:, 4:5], 2, 8, before=[chunk(b"eXIf", exif(2))]),
-    "one_column_orientation_5.png": png(picture()[:, 4:5], 2, 8, before=[chunk(b"eXIf", exif(5))]),
+    "one_column_orientation_2.png": png(pattern()[:, 4:5], 2, 8, before=[chunk(b"eXIf", exif(2))]),
+    "one_column_orientation_5.png": png(pattern()[:, 4:5], 2, 8, before=[chunk(b"eXIf", exif(5))]),
     "rgb.jpg": saved(smooth, format="JPEG", quality=95, subsampling="4:4:4"),
     "chroma_420.jpg": saved(smooth, format="JPEG", quality=95, subsampling="4:2:0"),
     "chroma_422.jpg": saved(smooth, format="JPEG", quality=95, subsampling="4:2:2"),
@@ -139,12 +138,12 @@ files = {
     "restarts.jpg": saved(smooth, format="JPEG", quality=95, restart_marker_blocks=1),
     "grey.jpg": saved(grey, format="JPEG", quality=95),
     "not_ycc.jpg": saved(smooth, format="JPEG", quality=95, keep_rgb=True),
-    "cmyk.jpg": saved(Image.fromarray(picture(channels=4, smooth=True), "CMYK"), format="JPEG", quality=95),
+    "cmyk.jpg": saved(Image.fromarray(pattern(channels=4, smooth=True), "CMYK"), format="JPEG", quality=95),
     "ycck.jpg": ycck(),
     "lossless.webp": saved(rgb, format="WEBP", lossless=True),
     "lossless_alpha.webp": saved(Image.fromarray(alpha), format="WEBP", lossless=True, exact=True),
     "lossy.webp": saved(smooth, format="WEBP", quality=95),
-    "lossy_alpha.webp": saved(Image.fromarray(picture(channels=4, smooth=True)), format="WEBP", quality=95),
+    "lossy_alpha.webp": saved(Image.fromarray(pattern(channels=4, smooth=True)), format="WEBP", quality=95),
     "animated.webp": saved(rgb, format="WEBP", lossless=True, save_all=True, append_images=[grey.convert("RGB")]),
     "orientation_6.webp": saved(rgb, format="WEBP", lossless=True, exif=exif(6)),
     "orientation_3_prefixed.webp": webp_with_prefixed_exif(3),
@@ -175,7 +174,7 @@ for name, data in files.items():
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     tensors[f"rgb/{name}"] = np.ascontiguousarray(convert_to_rgb(image, return_numpy=True))
 
-# (file, height, width): reduced, enlarged, one side kept, mixed, and far reduced.
+# (file, height, width): smaller, larger, one side unchanged, mixed, and much smaller.
 sizes = [
     ("photo_150x100.png", 32, 64), ("photo_150x100.png", 100, 96), ("photo_150x100.png", 64, 150),
     ("photo_150x100.png", 224, 320), ("photo_150x100.png", 128, 96), ("photo_150x100.png", 32, 32),
@@ -210,11 +209,11 @@ for file, config in cases:
     if file.startswith("exact"):
         case["sha256"] = hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
     else:
-        # Rows and columns as the processor orders them, so that the comparison covers the order too.
+        # In the order of the processor, so that the test also compares the order of the patches.
         tensors[f"processor/{file}"] = np.round(values * 127.5 + 127.5).astype(np.uint8)
     processed.append(case)
 
-# Value v over white with opacity a, at [v, a].
+# At [v, a]: value v with opacity a, composited on white.
 table = np.zeros((256, 256, 4), dtype=np.uint8)
 table[..., :3], table[..., 3] = np.arange(256)[:, None, None], np.arange(256)[None, :]
 over_white = convert_to_rgb(Image.fromarray(table), return_numpy=True)[..., 0]

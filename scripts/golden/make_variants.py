@@ -1,11 +1,13 @@
-"""Writes the small model folders of `tests/golden/models/` and what the reference computes with two of them.
+"""Writes two small model folders of `tests/golden/models/` and the reference results for them.
 
-  python scripts/golden/make_variants.py                 # untied, sharded-bf16, variants.json, variants_grads.safetensors
-  python scripts/golden/make_variants.py --check-small-tied   # small-tied's weights again, compared to the stored ones
+  python scripts/golden/make_variants.py
+      writes untied, sharded-bf16, variants.json and variants_grads.safetensors
+  python scripts/golden/make_variants.py --check-small-tied
+      draws small-tied's weights again and compares them with the stored ones
 
-Weights are not drawn with std 0.02: every linear has std 1/sqrt(fan_in), norms are 1 + 0.1 N(0,1), biases 0.1 N(0,1).
-With std 0.02 a tiny model predicts a near-uniform distribution whatever its positions, masks or deepstack features
-are, and a golden loss would not notice a wrong implementation.
+Linear weights have std 1/sqrt(fan_in), norms are 1 + 0.1 N(0,1), and biases 0.1 N(0,1). With the
+usual std of 0.02, a tiny model predicts a nearly uniform distribution whatever its positions, masks
+or deepstack features are, so that a golden loss would not detect a wrong implementation.
 """
 
 import argparse
@@ -26,11 +28,12 @@ COPIES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
 )
 FILES = {"text.jsonl": 4, "image_exact.jsonl": 4}  # rows of each in the batch
-MAX_TOKENS = 200  # rows of the batch are shorter
+MAX_TOKENS = 200  # rows of the batch must be shorter
 
-# What differs from small-tied's config.json. Sizes are as small as the shapes' point allows.
+# Differences from small-tied's config.json. Sizes are as small as the tested shapes allow.
 VARIANTS = {
-    # lm_head of its own; heads * head_dim != hidden; three query heads a key head; deepstack from layers 1 and 3
+    # separate lm_head; heads * head_dim != hidden; three query heads per key head; deepstack from
+    # layers 1 and 3
     "untied": {
         "seed": 21,
         "top": {"tie_word_embeddings": False},
@@ -43,7 +46,8 @@ VARIANTS = {
             "num_position_embeddings": 144, "out_hidden_size": 16,
         },
     },
-    # bf16 in two shards; tied; one key head; another split of the rope axes; two text layers, one deepstack layer
+    # bf16 in two shards; tied; one key head; another mrope_section; two text layers, one deepstack
+    # layer
     "sharded-bf16": {
         "seed": 22,
         "top": {},
@@ -71,13 +75,13 @@ def variant_config(spec):
 
 
 def respell_as_transformers_5(folder):
-    """Rewrites config.json as transformers 5 saves it: `rope_parameters` holds the base too, the vision tower has its
-    own model type and rope, absent token ids are null."""
+    """Rewrites config.json as transformers 5 saves it: `rope_parameters` contains the base too, the
+    vision encoder has its own model type and rope, and absent token ids are null."""
     AutoConfig.from_pretrained(folder).save_pretrained(folder)
 
 
 def draw(model, seed):
-    """Random weights in `named_parameters` order from one generator."""
+    """Draws random weights in the order of `named_parameters` from one generator."""
     generator = torch.Generator().manual_seed(seed)
     hidden = model.config.text_config.hidden_size
     with torch.no_grad():
@@ -98,7 +102,7 @@ def draw(model, seed):
 
 
 def drawn_tensors(folder, seed):
-    """The tensors transformers would save for the folder's config with weights drawn from `seed`."""
+    """Returns the tensors that transformers saves for the folder's config, drawn with `seed`."""
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     draw(model, seed)
     model.tie_weights()
@@ -108,7 +112,7 @@ def drawn_tensors(folder, seed):
 
 
 def save_shards(tensors, folder):
-    """bfloat16, two files and their index."""
+    """Saves the tensors as bfloat16 in two files with an index."""
     tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in tensors.items()}
     names = sorted(tensors)
     half = len(names) // 2
@@ -126,7 +130,7 @@ def write_json(path, value, indent=2):
 
 
 def build(name, spec):
-    """Writes `tests/golden/models/<name>` and checks that transformers loads it without a note."""
+    """Writes `tests/golden/models/<name>` and checks that transformers loads it without a warning."""
     folder = GOLDEN / "models" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -143,13 +147,13 @@ def build(name, spec):
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     notes = {key: sorted(map(str, value)) for key, value in info.items() if value}
     if notes:
-        raise SystemExit(f"{name}: transformers says {notes}")
+        raise SystemExit(f"{name}: transformers reports {notes}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tensors)} tensors, {size:,} bytes")
 
 
 def batch_rows():
-    """The first short rows of each file: `[(file, row), ..]`, the same for every variant."""
+    """Returns the first short rows of each file as `[(file, row), ..]`, the same for all variants."""
     encoder = Encoder(SMALL, GOLDEN / "data")
     rows = []
     for file, count in FILES.items():
@@ -159,7 +163,7 @@ def batch_rows():
 
 
 def chosen(spec, names):
-    """The parameters whose whole gradient is stored; `lm_head` only where it has its own."""
+    """Returns the parameters whose complete gradient is stored; `lm_head` only if it is untied."""
     merger = len(spec["vision"]["deepstack_visual_indexes"]) - 1
     wanted = [
         "model.visual.patch_embed.proj.weight",
@@ -173,7 +177,7 @@ def chosen(spec, names):
 
 
 def measure(name, spec, rows):
-    """Losses of each row, and the gradient of sum(nll) / sum(targets) over the batch."""
+    """Computes the loss of each row, and the gradient of sum(nll) / sum(targets) over the batch."""
     folder = GOLDEN / "models" / name
     encoder = Encoder(folder, GOLDEN / "data")
     model = load_model(folder)
@@ -200,12 +204,12 @@ def measure(name, spec, rows):
         "grad_norms": norms,
     }
     packed = sum(r[0] for r in forward(model, encoder.config, samples, "packed")).item() / num_targets
-    print(f"{name}: loss {loss:.6f} (packed {packed:.6f}), grad norm {golden['grad_norm']:.6f}, least {min(norms.items(), key=lambda i: i[1])}")
+    print(f"{name}: loss {loss:.6f} (packed {packed:.6f}), grad norm {golden['grad_norm']:.6f}, smallest {min(norms.items(), key=lambda i: i[1])}")
     return golden, {f"{name}/{n}": grads[n].contiguous() for n in keep}
 
 
 def check_small_tied():
-    """Draws small-tied's weights again; they are equal to the stored ones to the bit."""
+    """Draws small-tied's weights again; they must be bit-identical to the stored ones."""
     stored, drawn = load_file(SMALL / "model.safetensors"), drawn_tensors(SMALL, 13)
     if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
         raise SystemExit("small-tied: the drawn weights differ from the stored ones")
@@ -214,7 +218,7 @@ def check_small_tied():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check-small-tied", action="store_true", help="only compare small-tied's weights with the recipe")
+    parser.add_argument("--check-small-tied", action="store_true", help="only draw small-tied's weights and compare them with the stored ones")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,10 +1,10 @@
-"""Writes `data/quickstart/`: 1,500 + 200 handwritten digits as chats with the pictures inside, and a small model folder
-without weights.
+"""Writes `data/quickstart/`: 1,500 + 200 handwritten digits as chats with embedded images, and a
+small model folder without weights.
 
   python scripts/golden/quickstart_data.py
 
-The pictures are scikit-learn's 8 x 8 digits, enlarged to 64 x 64 (bilinear) and stored as 8-bit grey PNG. Where
-`tests/golden/data/digits/` has the same digit, the decoded RGB pixels are checked to be equal to it.
+The images are scikit-learn's 8 x 8 digits, enlarged to 64 x 64 (bilinear) and stored as 8-bit grey
+PNG. If `tests/golden/data/digits/` contains the same digit, its RGB pixels must be equal.
 """
 
 import base64
@@ -29,7 +29,8 @@ UP = 2  # PNG filter number
 
 
 def filtered_rows(grey):
-    """Each row of a picture under each of PNG's five filters, with the filter's number in front: `[row][filter]`."""
+    """Encodes each row of an image with each of PNG's five filters, with the filter's number in
+    front. Returns `[row][filter]`."""
     here = grey.astype(int)
     left, up, corner = np.zeros_like(here), np.zeros_like(here), np.zeros_like(here)
     left[:, 1:], up[1:], corner[1:, 1:] = here[:, :-1], here[:-1], here[:-1, :-1]
@@ -42,7 +43,7 @@ def filtered_rows(grey):
 
 
 def small_png(grey):
-    """8-bit grey PNG; the filter of each row is the one after which the whole picture compresses best."""
+    """Returns an 8-bit grey PNG. Each row gets the filter with which the whole image compresses best."""
     rows = filtered_rows(grey)
     pick = [UP] * len(rows)
 
@@ -66,7 +67,8 @@ def small_png(grey):
 
 
 def data_uri(index, image):
-    """The digit as a data URI, checked to decode to the pixels it was made from and to the golden file's."""
+    """Returns the digit as a data URI, after checking that it decodes to the source pixels and to
+    those of the golden file."""
     levels = (image * 255 / 16).astype(np.uint8)  # 0..16 in the data set
     grey = np.asarray(Image.fromarray(levels).resize((SIDE, SIDE), Image.BILINEAR))
     png = small_png(grey)
@@ -78,7 +80,6 @@ def data_uri(index, image):
 
 
 def row(index, digits):
-    """One chat."""
     question = [
         {"type": "image", "image": data_uri(index, digits.images[index])},
         {"type": "text", "text": "What digit is this?"},
@@ -89,7 +90,8 @@ def row(index, digits):
 
 
 def write_model_folder():
-    """Everything but weights: training starts from random ones, drawn with `initializer_range`."""
+    """Writes all files except weights: training starts from random weights, which are drawn with
+    `initializer_range`."""
     source, folder = GOLDEN / "models" / "small-tied", OUT / "model"
     folder.mkdir(parents=True, exist_ok=True)
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "generation_config.json")

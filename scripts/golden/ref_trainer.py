@@ -1,12 +1,14 @@
-"""Reference trainer: Hugging Face model + PyTorch AdamW, float32, rows in file order, nothing dropped out.
+"""Reference trainer: Hugging Face model and PyTorch AdamW in float32, rows in file order, no dropout.
 
-  python scripts/golden/ref_trainer.py --model tests/golden/models/small-tied --data tests/golden/data/text.jsonl \
-      --out RUN --steps 20 --batch-size 8 --lr 1e-3
-  python scripts/golden/ref_trainer.py --check-curves      # tests/golden/curves.json again, compared to the stored one
+  python scripts/golden/ref_trainer.py --model tests/golden/models/small-tied \
+      --data tests/golden/data/text.jsonl --out RUN --steps 20 --batch-size 8 --lr 1e-3
+  python scripts/golden/ref_trainer.py --check-curves
+      recomputes tests/golden/curves.json and compares it with the stored file
 
-Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and RUN/summary.json
-(settings, gradient norms of step 1, parameter norms at the end). The loss of a step is the sum of its target losses over
-its number of targets; grad_norm is the L2 norm over all parameters, a tied embedding counted once.
+Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and
+RUN/summary.json (settings, gradient norms of step 1, parameter norms at the end). The loss of a step
+is the sum of its target losses divided by its number of targets; grad_norm is the L2 norm over all
+parameters, with a tied embedding counted once.
 """
 
 import argparse
@@ -21,7 +23,8 @@ from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, read_jso
 
 
 def lr_at(args, step):
-    """The learning rate of a 0-based optimizer step; the first step of a warm-up has 0, as Hugging Face's."""
+    """Learning rate of a 0-based optimizer step. The first step of a warm-up has 0, as in
+    Hugging Face's schedules."""
     if step < args.warmup:
         return args.lr * step / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -30,7 +33,7 @@ def lr_at(args, step):
 
 
 def parameter_groups(model, weight_decay):
-    """Biases, norms and other 1-D parameters are not decayed."""
+    """Parameter groups; biases, norms and other 1-D parameters have no weight decay."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -39,7 +42,7 @@ def parameter_groups(model, weight_decay):
 
 
 def train(args):
-    """Runs the steps; returns the metrics of each and the summary."""
+    """Runs the steps. Returns the metrics of each step and the summary."""
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -62,7 +65,7 @@ def train(args):
             part = sum(r[0] for r in forward(model, encoder.config, samples[at : at + micro], args.mode)) / num_targets
             part.backward()
             loss += float(part.detach())
-        for parameter in parameters:  # a step of text rows leaves the vision tower without gradients
+        for parameter in parameters:  # a step without images computes no gradients for the vision encoder
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if step == 0:
@@ -86,7 +89,8 @@ def train(args):
 
 
 def check_curves(parser):
-    """Runs every curve of `curves.json` again and compares it. Bounds are relative; padded and per-sample runs differ by 1.4e-6."""
+    """Recomputes every curve of `curves.json` and compares it. Bounds are relative; padded and
+    per-sample runs differ by 1.4e-6."""
     wrong = []
     for name, golden in json.loads((GOLDEN / "curves.json").read_text(encoding="utf-8")).items():
         folder, data = GOLDEN / "models" / golden["model"], GOLDEN / "data" / golden["data"]
@@ -106,12 +110,12 @@ def check_curves(parser):
 
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check-curves", action="store_true", help="only compare the runs of curves.json")
+    parser.add_argument("--check-curves", action="store_true", help="only recompute and compare curves.json")
     parser.add_argument("--model", help="model folder")
-    parser.add_argument("--data", help="JSON-lines file; image paths start from its folder")
-    parser.add_argument("--out", help="folder of metrics.jsonl and summary.json")
+    parser.add_argument("--data", help="JSON-lines file; image paths are relative to its folder")
+    parser.add_argument("--out", help="folder for metrics.jsonl and summary.json")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=8, help="samples an optimizer step")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per optimizer step")
     parser.add_argument("--mode", default="per-sample", choices=["per-sample", "padded", "packed"])
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"])
@@ -120,7 +124,7 @@ def make_parser():
     parser.add_argument("--beta1", type=float, default=0.9)
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--eps", type=float, default=1e-8)
-    parser.add_argument("--clip", type=float, default=1.0, help="0: never")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     return parser
@@ -133,7 +137,7 @@ def main():
         check_curves(parser)
         return
     if not (args.model and args.data and args.out):
-        parser.error("--model, --data and --out are needed")
+        parser.error("--model, --data and --out are required")
     metrics, summary = train(args)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The independent reference: chats to tokens, labels, pixels and losses, through transformers and PyTorch.
+"""Independent reference: computes tokens, labels, pixels and losses of chats with transformers and
+PyTorch.
 
-Everything numerical is Hugging Face transformers + PyTorch in float32 on the CPU; only the glue is ours. Conventions:
-labels are the assistant's content and its `<|im_end|>`; the whole conversation is tokenised in one call; EXIF orientation
-is applied and alpha is composited on white.
+All numerical code is Hugging Face transformers and PyTorch, in float32 on the CPU. Conventions:
+labels are the assistant's content and its `<|im_end|>`; the whole conversation is tokenised in one
+call; EXIF orientation is applied, and alpha is composited on white.
 """
 
 import base64
@@ -26,19 +27,19 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 class SampleError(Exception):
-    """A row that cannot be turned into a sample; the message says why."""
+    """A row cannot be turned into a sample; the message contains the reason."""
 
 
 def read_jsonl(path):
-    """All rows of a JSON-lines file."""
+    """Returns all rows of a JSON-lines file."""
     with open(path, encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
 
 
 def normalise(row):
-    """Messages with typed parts, and the image sources in the order of their parts.
+    """Returns messages with typed parts, and the image sources in the order of their parts.
 
-    A `<image>` in a string content becomes an image part if the row has `images`.
+    If the row has `images`, an `<image>` in a string content becomes an image part.
     """
     images = list(row.get("images") or [])
     messages, sources = [], []
@@ -73,7 +74,7 @@ def normalise(row):
 
 
 def load_image(source, root):
-    """RGB pixels `[H, W, 3]` of a path below `root` or of a `data:` URI."""
+    """Returns the RGB pixels `[H, W, 3]` of a path below `root` or of a `data:` URI."""
     if source.startswith("data:"):
         file = io.BytesIO(base64.b64decode(source.split(",", 1)[1]))
     else:
@@ -96,7 +97,7 @@ class Encoder:
         self.images = Qwen2VLImageProcessor(**{k: v for k, v in settings.items() if k not in drop})
 
     def render(self, messages, tools=None, prompt=False):
-        """The chat template's text; `prompt` opens the next assistant turn."""
+        """Renders the chat template; `prompt` appends the header of the next assistant turn."""
         return self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
@@ -115,7 +116,7 @@ class Encoder:
         return re.sub(re.escape(IMAGE_PAD), repeat, text)
 
     def pixels(self, sources):
-        """`pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row."""
+        """Returns `pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row."""
         arrays = []
         for source in sources:
             try:
@@ -157,14 +158,15 @@ class Encoder:
 
 
 def load_model(model_dir):
-    """The folder's model in float32, ready for training (nothing in it drops out)."""
+    """Loads the folder's model in float32, in training mode (the model has no dropout)."""
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
     model.train()
     return model
 
 
 def token_types(ids, config):
-    """0 text, 1 image, 2 video: what transformers 5 needs to place positions."""
+    """Returns 0 for text, 1 for image and 2 for video tokens; transformers 5 needs them to compute
+    position ids."""
     types = torch.zeros_like(ids)
     types[ids == config["image_token_id"]] = 1
     types[ids == config["video_token_id"]] = 2
@@ -172,7 +174,7 @@ def token_types(ids, config):
 
 
 def positions(model, config, sample):
-    """M-RoPE position ids [3, L] of one sample and its rope delta."""
+    """Returns the M-RoPE position ids [3, L] of one sample and its rope delta."""
     ids = torch.tensor([sample["input_ids"]])
     grid = torch.tensor(sample["grid"]) if sample["grid"] else None
     position_ids, delta = model.model.get_rope_index(
@@ -182,7 +184,7 @@ def positions(model, config, sample):
 
 
 def join_pixels(samples):
-    """The pixel values and grids of several samples end to end; `(None, None)` without images."""
+    """Concatenates the pixel values and grids of several samples; `(None, None)` without images."""
     pixels = [s["pixel_values"] for s in samples if s["pixel_values"] is not None]
     grids = [g for s in samples for g in s["grid"]]
     return (torch.cat(pixels), torch.tensor(grids)) if pixels else (None, None)
@@ -225,8 +227,8 @@ def _padded(model, config, samples):
 
 
 def _packed(model, config, samples):
-    """One row, samples end to end, attention inside each sample only. The last token of a sample predicts the first
-    of the next one, which is never a target: a sample starts with `<|im_start|>`."""
+    """Packs the samples into one row, with attention only inside each sample. The last token of a
+    sample predicts the first token of the next one, which is never a target: it is `<|im_start|>`."""
     lengths = [len(s["input_ids"]) for s in samples]
     total = sum(lengths)
     ids = torch.tensor([[t for s in samples for t in s["input_ids"]]])

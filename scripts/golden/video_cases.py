@@ -1,11 +1,13 @@
-"""Writes `tests/golden/data/video/`, `tests/golden/data/video.jsonl`, `tests/golden/video.json` and `video.safetensors`.
+"""Writes `tests/golden/data/video/`, `tests/golden/data/video.jsonl`, `tests/golden/video.json` and
+`video.safetensors`.
 
   python scripts/golden/video_cases.py
 
-Videos are lists of frame pictures. The reference is transformers' `Qwen3VLProcessor` (tokens, positions, patches) and the
-model folder `small-tied` in float32 (loss of each row, gradient norm of each parameter over all exact rows). A list is
-given to the processor as a whole clip with its rate, so that the processor samples it. The file also has tables of
-frame indices, timestamps and sizes alone.
+Videos are lists of frame images. The reference is transformers' `Qwen3VLProcessor` (tokens,
+positions, patches) and the model folder `small-tied` in float32 (the loss of each row, and the
+gradient norm of each parameter over all rows that need no resizing). The processor receives each
+list as a clip with its frame rate, so that the processor samples the frames. `video.json` also has
+tables of frame indices, timestamps and sizes.
 """
 
 import hashlib
@@ -27,24 +29,24 @@ from reference_lib import GOLDEN, IGNORE, load_model, nll
 
 SMALL = GOLDEN / "models" / "small-tied"
 DATA = GOLDEN / "data"
-FPS = 2.0  # of a list that does not say: already sampled at the rate that is asked for
+FPS = 2.0  # of a list without `fps`, which counts as sampled at the target rate
 
 
 def clip(name, source, width, height, frames, step):
-    """Frames of a window that walks over a picture; returns their paths below `DATA`."""
-    picture = Image.open(DATA / "images" / source).convert("RGB")
+    """Writes frames of a window that moves over an image; returns their paths below `DATA`."""
+    image = Image.open(DATA / "images" / source).convert("RGB")
     paths = []
     for i in range(frames):
-        x = min(i * step[0], picture.width - width)
-        y = min(i * step[1], picture.height - height)
+        x = min(i * step[0], image.width - width)
+        y = min(i * step[1], image.height - height)
         path = f"video/{name}_{i}.png"
-        picture.crop((x, y, x + width, y + height)).save(DATA / path, optimize=True)
+        image.crop((x, y, x + width, y + height)).save(DATA / path, optimize=True)
         paths.append(path)
     return paths
 
 
 def rows():
-    """Rows of every form. `exact` ones need no resizing."""
+    """Rows in every supported form. Only the row `resized` needs resizing."""
     pan = clip("pan", "exact_coins_160x96.png", 64, 64, 8, (12, 4))
     tall = clip("tall", "exact_camera_64x448.png", 64, 96, 5, (0, 32))
     odd = clip("odd", "exact_page_256x288.png", 50, 40, 6, (9, 5))
@@ -64,7 +66,8 @@ def rows():
 
 
 def typed(row):
-    """Messages with typed parts, and the media in order as `("image", path)` or `("video", paths, fps)`."""
+    """Returns messages with typed parts, and the media in order as `("image", path)` or
+    `("video", paths, fps)`."""
     if "conversations" in row:
         roles = {"human": "user", "gpt": "assistant"}
         row = {"messages": [{"role": roles[t["from"]], "content": t["value"]} for t in row["conversations"]], "videos": [row["video"]]}
@@ -122,7 +125,7 @@ def processor():
 
 
 def run(reference, text, media):
-    """The processor on a text and the media that stand in it."""
+    """Calls the processor with a text and its images and videos."""
     images = [pixels(m[1]) for m in media if m[0] == "image"]
     videos = [torch.stack([pixels(p) for p in m[1]]) for m in media if m[0] == "video"]
     metadata = [VideoMetadata(total_num_frames=len(m[1]), fps=m[2] or FPS) for m in media if m[0] == "video"]
@@ -134,7 +137,8 @@ def run(reference, text, media):
 
 
 def encode(reference, row):
-    """Ids, labels and media tensors of a row. Answers do not begin with a newline, so prefixes are prefixes of tokens too."""
+    """Returns ids, labels and media tensors of a row. Answers do not begin with a newline, so that
+    the tokens of a prefix of the text are a prefix of its tokens."""
     messages, media = typed(row)
     render = lambda m, prompt: reference.tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=prompt)
     count = lambda ms: sum(p["type"] != "text" for m in ms for p in m["content"])
@@ -146,12 +150,12 @@ def encode(reference, row):
             head = run(reference, render(messages[:k], True), media[: count(messages[:k])])["input_ids"][0].tolist()
             upto = run(reference, render(messages[: k + 1], False), media[: count(messages[: k + 1])])["input_ids"][0].tolist()
             assert ids[: len(head)] == head and ids[: len(upto)] == upto
-            labels[len(head) : len(upto) - 1] = ids[len(head) : len(upto) - 1]  # not the newline behind the end mark
+            labels[len(head) : len(upto) - 1] = ids[len(head) : len(upto) - 1]  # without the newline after `<|im_end|>`
     return out, ids, labels
 
 
 def tables():
-    """Frame indices, timestamps and sizes, at random and at the edges."""
+    """Returns tables of frame indices, timestamps and sizes, for random values and edge cases."""
     draw = random.Random(5)
     sampler, reference = Qwen3VLVideoProcessor(), processor()
     indices = []
@@ -208,7 +212,7 @@ def main():
             "nll": float(loss_sum), "targets": targets,
         }
         if row["id"] == "resized":
-            # Levels, so that the comparison covers the order of rows and columns too.
+            # Pixel levels, so that the test also compares the order of the patches.
             tensors["resized"] = torch.from_numpy(np.round(values * 127.5 + 127.5).astype(np.uint8))
         else:
             case["video_sha256"] = hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Writes tests/fixtures/videos from the frames of tests/golden/data/video. Needs the `ffmpeg` program (5.1 was used).
-#   pan.mkv            8 frames, 4 a second, lossless RGB; its header counts no frames, only seconds
-#   pan.mp4            the same in H.264, with frames that refer to later ones
-#   tall.mp4   5 frames, lossless RGB, to be turned clockwise by a quarter before showing
+# Writes tests/fixtures/videos from the frames of tests/golden/data/video. Needs the `ffmpeg` program
+# (5.1 was used).
+#   pan.mkv   8 frames, 4 per second, lossless RGB; the header has a duration but no frame count
+#   pan.mp4   the same in H.264, with frames that depend on later ones
+#   tall.mp4  5 frames, 4 per second, lossless RGB
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 frames=tests/golden/data/video

@@ -1,22 +1,31 @@
-//! Segment boundaries of a token stream.
+//! Segment boundaries of a packed token sequence.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Sample boundaries in tokens: `[0, l0, l0 + l1, .., T]`, strictly increasing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CuSeqlens(Vec<u32>);
+/// Cumulative segment lengths in tokens: `[0, l0, l0 + l1, .., T]`, strictly increasing.
+///
+/// Clones share memory, and comparing two clones of one value takes constant time.
+#[derive(Debug, Clone, Eq)]
+pub struct CuSeqlens(Arc<[u32]>);
 
-/// Why lengths cannot become boundaries.
+impl PartialEq for CuSeqlens {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+
+/// Segment lengths that [`CuSeqlens`] cannot represent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CuSeqlensError {
-    /// A segment without tokens.
+    /// A segment has no tokens.
     #[error("segment {segment} has no tokens")]
     EmptySegment {
         /// Index of the segment.
         segment: usize,
     },
-    /// More tokens than `u32` can count.
-    #[error("{num_tokens} tokens in one stream: at most {} fit", u32::MAX)]
+    /// The total number of tokens exceeds `u32`.
+    #[error("found {num_tokens} tokens in one batch, expected at most {}", u32::MAX)]
     TooManyTokens {
         /// Sum of the lengths.
         num_tokens: u64,
@@ -24,7 +33,8 @@ pub enum CuSeqlensError {
 }
 
 impl CuSeqlens {
-    /// From the length of each segment.
+    /// Builds the boundaries from the length of each segment in tokens. Fails if a segment is empty
+    /// or the sum exceeds `u32`.
     pub fn from_lengths(lengths: &[u32]) -> Result<Self, CuSeqlensError> {
         let mut ends = Vec::with_capacity(lengths.len() + 1);
         ends.push(0);
@@ -38,10 +48,10 @@ impl CuSeqlens {
                 .map_err(|_| CuSeqlensError::TooManyTokens { num_tokens: total })?;
             ends.push(end);
         }
-        Ok(Self(ends))
+        Ok(Self(ends.into()))
     }
 
-    /// `[num_segments + 1]`, beginning with 0.
+    /// Boundaries as a slice of `num_segments + 1` values that starts with 0.
     pub fn as_slice(&self) -> &[u32] {
         &self.0
     }
@@ -51,17 +61,17 @@ impl CuSeqlens {
         self.0.windows(2).map(|ends| ends[0] as usize..ends[1] as usize)
     }
 
-    /// Number of segments.
+    /// Number of segments, which may be 0.
     pub fn num_segments(&self) -> usize {
         self.0.len() - 1
     }
 
-    /// `T`.
+    /// Number of tokens `T`.
     pub fn num_tokens(&self) -> usize {
         self.0.last().map_or(0, |end| *end as usize)
     }
 
-    /// Longest segment in tokens, 0 without segments.
+    /// Length of the longest segment in tokens, 0 if there are no segments.
     pub fn max_seqlen(&self) -> usize {
         self.segments().map(|segment| segment.len()).max().unwrap_or(0)
     }
@@ -72,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segments_tile_the_stream() {
+    fn segments_tile_the_sequence() {
         let cu_seqlens = CuSeqlens::from_lengths(&[3, 1, 2]).unwrap();
         assert_eq!(cu_seqlens.as_slice(), [0, 3, 4, 6]);
         assert_eq!(cu_seqlens.segments().collect::<Vec<_>>(), [0..3, 3..4, 4..6]);
@@ -80,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_segment_is_refused() {
+    fn an_empty_segment_is_rejected() {
         assert_eq!(
             CuSeqlens::from_lengths(&[3, 0]),
             Err(CuSeqlensError::EmptySegment { segment: 1 })

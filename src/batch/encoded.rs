@@ -1,43 +1,46 @@
-//! A sample in numbers: token ids, labels, three-axis positions and patches.
+//! Encoded samples: token ids, labels, three-axis positions and image patches.
 
 use super::SampleId;
 
-/// What the model will see of one sample.
+/// Model input for one sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EncodedSample {
-    /// Origin of the row.
+    /// File and line of the row.
     pub id: SampleId,
-    /// Token ids, placeholders expanded; `[T]`.
+    /// Token ids with placeholders expanded, `[T]`.
     pub input_ids: Vec<u32>,
-    /// `input_ids` where supervised, [`super::IGNORE_INDEX`] elsewhere; unshifted; `[T]`.
+    /// `input_ids` at supervised tokens, [`super::IGNORE_INDEX`] elsewhere. Unshifted, `[T]`.
     pub labels: Vec<i64>,
     /// Temporal, height and width position of each token, starting at 0; `[T]`.
     pub position_ids: Vec<[u32; 3]>,
-    /// Rows of `input_ids` that visual features fill, in the order of `media`; `[M]`.
+    /// Indices into `input_ids` of the tokens that receive visual features, in the order of
+    /// `media`; `[M]`.
     pub vision_rows: Vec<u32>,
-    /// One entry an image or video, in the order of the text.
+    /// Patches of each image or video, in the order of the text.
     pub media: Vec<Patches>,
 }
 
 impl EncodedSample {
-    /// Length in tokens, vision tokens included.
+    /// Number of tokens, including vision tokens.
     pub fn len(&self) -> usize {
         self.input_ids.len()
     }
 
-    /// True for a sample without tokens; the encoder never makes one.
+    /// Whether the sample has no tokens. The encoder never produces such a sample.
     pub fn is_empty(&self) -> bool {
         self.input_ids.is_empty()
     }
 
-    /// Supervised targets after the shift: the first token of a segment is never a target.
+    /// Number of supervised targets after the shift. The first token of a segment is never a
+    /// target.
     pub fn num_targets(&self) -> usize {
         let tokens = self.labels.iter().zip(&self.position_ids).skip(1);
         tokens.filter(|(label, at)| **label != super::IGNORE_INDEX && **at != [0; 3]).count()
     }
 
-    /// Lengths of the segments: tokens see only those of their own, and each segment begins at
-    /// position 0. A chat is one; a window of a corpus has one for each document that it touches.
+    /// Lengths of the segments in tokens. A token attends only to its own segment, and each segment
+    /// starts at position 0. A chat is one segment; a window of a corpus has one segment per
+    /// document.
     pub fn segment_lengths(&self) -> Vec<u32> {
         let begins = (1..self.len()).filter(|at| self.position_ids[*at] == [0; 3]);
         let mut lengths = Vec::with_capacity(1);
@@ -50,17 +53,17 @@ impl EncodedSample {
     }
 }
 
-/// Flattened patches of one image or video: time by time, each in merge-block order.
+/// Flattened patches of one image or video, ordered by time, then in merge-block order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Patches {
-    /// `[t * h * w, channels * temporal_patch_size * patch_size * patch_size]`, normalised.
+    /// Normalized pixels, `[t * h * w, channels * temporal_patch_size * patch_size * patch_size]`.
     pub pixel_values: Vec<f32>,
-    /// Patches per axis (time, height, width), before merging.
+    /// Number of patches per axis (time, height, width), before merging.
     pub grid_thw: [u32; 3],
 }
 
 impl Patches {
-    /// `t * h * w`.
+    /// Number of patches, `t * h * w`.
     pub fn num_patches(&self) -> usize {
         self.grid_thw.iter().map(|n| *n as usize).product()
     }
@@ -72,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segments_begin_where_positions_restart_and_their_first_tokens_are_no_targets() {
+    fn segments_start_where_positions_restart_and_their_first_tokens_are_not_targets() {
         let at = |positions: &[u32]| EncodedSample {
             id: super::super::SampleId { file: std::path::Path::new("a").into(), line: 1 },
             input_ids: vec![7; positions.len()],
@@ -86,7 +89,7 @@ mod tests {
             (&[0, 1, 0, 0, 1], &[2, 1, 2]),
             (&[0, 0], &[1, 1]),
             (&[0], &[1]),
-            (&[5, 6], &[2]), // a first token need not stand at 0
+            (&[5, 6], &[2]), // the first position may be nonzero
         ] {
             let mut sample = at(positions);
             assert_eq!(sample.segment_lengths(), lengths, "{positions:?}");

@@ -1,4 +1,5 @@
-//! The host hand-off types between the steps of the data walk: plain `Vec`s, no devices, no files.
+//! Host data types that pass between the steps of data loading: plain `Vec`s without devices or
+//! files.
 //!
 //! Shapes: `B` rows, `L` padded length, `T` tokens, `M` merged vision tokens, `P` patches.
 
@@ -18,5 +19,5 @@ pub use sample::{
 };
 pub use varlen::VarlenBatch;
 
-/// A label with this value carries no loss (the field's convention, as in transformers).
+/// A label with this value contributes no loss, as in transformers.
 pub const IGNORE_INDEX: i64 = -100;

@@ -1,21 +1,21 @@
-//! Samples that share one row of a batch.
+//! Packs: samples that share one row of a batch.
 
 use super::EncodedSample;
 
-/// One or more samples, end to end; with packing off, exactly one.
+/// One or more concatenated samples. Exactly one if packing is off.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pack {
-    /// In the order in which they stand in the row.
+    /// Samples in their order in the row.
     pub samples: Vec<EncodedSample>,
 }
 
 impl Pack {
-    /// Length in tokens.
+    /// Number of tokens.
     pub fn len(&self) -> usize {
         self.samples.iter().map(EncodedSample::len).sum()
     }
 
-    /// True without samples.
+    /// Whether the pack has no samples.
     pub fn is_empty(&self) -> bool {
         self.samples.is_empty()
     }

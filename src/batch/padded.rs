@@ -1,10 +1,11 @@
-//! The padded batch `[B, L]`, with transformers' names, and the two ways out of it.
+//! The padded batch `[B, L]`, with the names of transformers, and its two conversions to a
+//! [`VarlenBatch`].
 //!
-//! The mask comes from lengths, never from the pad id: a real token may have that id.
+//! The mask is built from lengths, not from the pad id, because a real token may have that id.
 
 use super::{CuSeqlens, CuSeqlensError, IGNORE_INDEX, Patches, VarlenBatch};
 
-/// Where a short row is filled up.
+/// Side of a row on which padding is added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PaddingSide {
     /// Padding before the tokens.
@@ -16,52 +17,53 @@ pub enum PaddingSide {
 /// A batch of rows of equal length, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
-    /// `[B, L]`.
+    /// Token ids, `[B, L]`.
     pub input_ids: Vec<u32>,
-    /// `[B, L]`, unshifted; [`IGNORE_INDEX`] on padding.
+    /// Labels, `[B, L]`, unshifted; [`IGNORE_INDEX`] on padding.
     pub labels: Vec<i64>,
-    /// `[B, L]`: true where a token is real.
+    /// `[B, L]`: true for real tokens, false for padding.
     pub attention_mask: Vec<bool>,
-    /// `[B, L]`: temporal, height, width; restarting in each sample; 0 on padding.
+    /// Temporal, height and width positions, `[B, L]`. They restart in each sample and are 0 on
+    /// padding.
     pub position_ids: Vec<[u32; 3]>,
-    /// Flat rows (`b * L + l`) that visual features fill; `[M]`.
+    /// Flat indices (`b * L + l`) of the tokens that receive visual features, `[M]`.
     pub vision_rows: Vec<u32>,
     /// Patches of all images and videos, in row order.
     pub media: Vec<Patches>,
-    /// Lengths of the segments in each row, in order; `[B]` lists.
+    /// Segment lengths of each row, in order; `B` lists.
     pub segment_lengths: Vec<Vec<u32>>,
-    /// `L`.
+    /// Padded length `L`.
     pub length: usize,
 }
 
-/// A batch whose parts contradict each other.
+/// An inconsistent padded batch.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnpadError {
-    /// The mask and the lengths of a row disagree.
+    /// The mask and the segment lengths of a row disagree.
     #[error(
-        "row {row}: the attention mask keeps {in_mask} tokens but its samples have {in_samples}"
+        "row {row}: the attention mask has {in_mask} tokens, but the samples have {in_samples}"
     )]
     MaskAndLengths {
-        /// Row of the batch.
+        /// Index of the row.
         row: usize,
-        /// Tokens that the mask keeps.
+        /// Number of real tokens in the mask.
         in_mask: usize,
-        /// Sum of the lengths of its samples.
+        /// Sum of the segment lengths.
         in_samples: usize,
     },
-    /// The kept tokens of a row are not one run.
-    #[error("row {row}: padding stands between tokens")]
+    /// A row has padding between its tokens.
+    #[error("row {row}: found padding between tokens, expected it on one side")]
     PaddingInside {
-        /// Row of the batch.
+        /// Index of the row.
         row: usize,
     },
-    /// A visual feature would fill padding.
-    #[error("vision row {vision_row} is padding")]
+    /// A visual feature is assigned to padding.
+    #[error("vision row {vision_row} is padding, expected a vision token")]
     VisionRowIsPadding {
-        /// Flat row.
+        /// Flat index of the token.
         vision_row: u32,
     },
-    /// Lengths that are no boundaries.
+    /// The segment lengths are invalid.
     #[error(transparent)]
     CuSeqlens(#[from] CuSeqlensError),
 }
@@ -72,19 +74,20 @@ impl Batch {
         self.segment_lengths.len()
     }
 
-    /// Removes padding: `[B, L] -> [T]`, real tokens only.
+    /// Removes padding: `[B, L] -> [T]`, real tokens only, as one row. Fails if the batch is
+    /// inconsistent.
     pub fn unpad(self) -> Result<VarlenBatch, UnpadError> {
         let starts = self.row_starts()?;
         let lengths: Vec<u32> = self.segment_lengths.iter().flatten().copied().collect();
         let cu_seqlens = CuSeqlens::from_lengths(&lengths)?;
         let num_tokens = cu_seqlens.num_tokens();
-        let mut new_row = vec![None; self.input_ids.len()]; // flat [B, L] -> row of the stream
+        let mut new_row = vec![None; self.input_ids.len()]; // flat index in [B, L] -> index in [T]
         let mut kept = Vec::with_capacity(num_tokens);
         for (row, start) in starts.iter().enumerate() {
             let first = row * self.length + start;
-            let places = new_row.iter_mut().enumerate().skip(first);
-            for (flat, place) in places.take(self.row_tokens(row)) {
-                *place = Some(kept.len() as u32);
+            let slots = new_row.iter_mut().enumerate().skip(first);
+            for (flat, slot) in slots.take(self.row_tokens(row)) {
+                *slot = Some(kept.len() as u32);
                 kept.push(flat);
             }
         }
@@ -108,7 +111,8 @@ impl Batch {
         })
     }
 
-    /// Keeps padding: `[B, L]` read row by row, each run of padding a segment without targets.
+    /// Keeps padding: flattens `[B, L]` row by row. Each run of padding becomes a segment without
+    /// targets, so no real token attends to it. Fails if the batch is inconsistent.
     pub fn keep_padding(self) -> Result<VarlenBatch, UnpadError> {
         let starts = self.row_starts()?;
         if let Some(row) = self.vision_rows.iter().find(|row| !self.attention_mask[**row as usize])
@@ -141,7 +145,7 @@ impl Batch {
         self.segment_lengths[row].iter().map(|length| *length as usize).sum()
     }
 
-    /// Column of the first real token of each row; checks the mask against the lengths.
+    /// Returns the column of the first real token of each row. Checks the mask against the lengths.
     fn row_starts(&self) -> Result<Vec<usize>, UnpadError> {
         let mut starts = Vec::with_capacity(self.num_rows());
         for row in 0..self.num_rows() {
@@ -165,8 +169,8 @@ impl Batch {
 mod tests {
     use super::*;
 
-    /// Two rows of five: samples of 2 and 1 tokens, then one of 5. Padding on the left; its id, 9, is
-    /// also that of real tokens.
+    /// Two rows of five: samples of 2 and 1 tokens, then one of 5. Padding is on the left, and the
+    /// pad id 9 also occurs in real tokens.
     fn batch() -> Batch {
         Batch {
             input_ids: vec![9, 9, 1, 9, 2, 3, 9, 4, 9, 5],
@@ -181,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn unpad_keeps_real_tokens_whatever_their_id() {
+    fn unpad_keeps_real_tokens_that_have_the_pad_id() {
         let stream = batch().unpad().unwrap();
         assert_eq!(stream.input_ids, [1, 9, 2, 3, 9, 4, 9, 5]);
         assert_eq!(stream.labels, [-100, 9, 2, -100, 9, 4, -100, 5]);
         assert_eq!(stream.position_ids, [0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]));
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 8]);
         assert_eq!(stream.mask_boundaries.as_slice(), [0, 8]);
-        assert_eq!(stream.vision_rows, [1, 4, 6]); // the tokens of rows 3, 6 and 8 before
+        assert_eq!(stream.vision_rows, [1, 4, 6]); // flat indices 3, 6 and 8 in [B, L]
         assert_eq!(stream.media, batch().media);
         assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
     }
@@ -196,7 +200,7 @@ mod tests {
     #[test]
     fn keep_padding_makes_each_run_of_padding_a_segment_without_targets() {
         let mut padded = batch();
-        padded.labels[0] = 9; // a batch made elsewhere may label its padding
+        padded.labels[0] = 9; // a batch from another source may have labels on padding
         let stream = padded.keep_padding().unwrap();
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 4, 5, 10]);
         assert_eq!(stream.mask_boundaries.as_slice(), [0, 5, 10]);
@@ -207,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_may_stand_on_either_side() {
+    fn padding_may_be_on_either_side() {
         let mut right = batch();
         for column in 0..2 {
             right.attention_mask.swap(column, column + 3);
@@ -219,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_that_contradicts_the_lengths_is_refused() {
+    fn a_mask_that_contradicts_the_lengths_is_rejected() {
         let mut more = batch();
         more.attention_mask[1] = true;
         let error = UnpadError::MaskAndLengths { row: 0, in_mask: 4, in_samples: 3 };
@@ -232,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_visual_feature_never_fills_padding() {
+    fn visual_features_on_padding_are_rejected() {
         let mut padded = batch();
         padded.vision_rows[0] = 1;
         let error = UnpadError::VisionRowIsPadding { vision_row: 1 };

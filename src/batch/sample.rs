@@ -1,13 +1,13 @@
-//! One training conversation as the user wrote it: messages, and references to its media.
+//! Parsed rows of a data file: messages, and references to images and videos.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where a sample came from; travels along so that every later error can name it.
+/// Source of a sample. It stays with the sample so that later errors can report it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SampleId {
-    /// The data file, as the config names it.
+    /// Path of the data file, as written in the config.
     pub file: Arc<Path>,
     /// Line in that file, starting at 1.
     pub line: u64,
@@ -19,63 +19,64 @@ impl fmt::Display for SampleId {
     }
 }
 
-/// A parsed row: every row form of the contract ends up as this.
+/// A parsed row. All supported row formats are converted to this type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// Origin of the row.
+    /// Source of the row.
     pub id: SampleId,
-    /// The turns, in order.
+    /// Messages in order.
     pub messages: Vec<Message>,
-    /// The media that the parts of the messages stand for, in order of appearance.
+    /// Images and videos in order of appearance in the messages.
     pub media: Vec<Medium>,
-    /// Tool definitions that the chat template renders.
+    /// Tool definitions for the chat template.
     pub tools: Option<serde_json::Value>,
 }
 
-/// One turn.
+/// One message of a conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Message {
     /// `system`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// What the turn says.
+    /// Text and media of the message.
     pub content: Content,
-    /// Tool calls of an assistant turn, as the chat template expects them.
+    /// Tool calls of an assistant message, in the form that the chat template expects.
     pub tool_calls: Option<serde_json::Value>,
-    /// `false` takes an assistant turn out of the loss.
+    /// Whether the message contributes to the loss. Only assistant messages do.
     pub train: bool,
 }
 
-/// Content of a turn: text alone, or parts. Chat templates may render the two differently.
+/// Content of a message: plain text, or a list of parts. Chat templates may render the two
+/// differently.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Content {
     /// Plain text.
     Text(String),
-    /// Text and media in order.
+    /// Text and media parts, in order.
     Parts(Vec<Part>),
 }
 
-/// A piece of a turn.
+/// A part of a message.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Part {
-    /// Text.
+    /// Text of the part.
     Text(String),
-    /// The next of [`Sample::media`], an image.
+    /// An image: the next entry of [`Sample::media`].
     Image,
-    /// The next of [`Sample::media`], a video.
+    /// A video: the next entry of [`Sample::media`].
     Video,
 }
 
-/// What a part of a turn stands for.
+/// A reference to an image or a video.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Medium {
-    /// An image.
+    /// A single image.
     Image(MediaRef),
-    /// Images in time.
+    /// A sequence of frames.
     Video(VideoRef),
 }
 
 impl Medium {
-    /// Which of the two it is.
+    /// Whether this is an image or a video.
     pub fn kind(&self) -> MediumKind {
         match self {
             Self::Image(_) => MediumKind::Image,
@@ -84,53 +85,53 @@ impl Medium {
     }
 }
 
-/// Kind of a medium.
+/// Kind of a [`Medium`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MediumKind {
-    /// An image.
+    /// A single image.
     Image,
-    /// Images in time.
+    /// A sequence of frames.
     Video,
 }
 
-/// A reference to a video; nothing is read before encoding.
+/// A reference to a video. Parsing a row does not open it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum VideoRef {
-    /// Its frames, one image each, in order.
+    /// A list of frames, one image each.
     Frames {
-        /// All of them.
+        /// Frames in temporal order.
         frames: Vec<MediaRef>,
-        /// Frames of the list in a second; none: the rate that the config samples at.
+        /// Frames per second of the list. `None` uses the sampling rate of the config.
         fps: Option<f64>,
     },
-    /// A file.
+    /// A video file.
     File {
         /// `image_root` of the data set.
         root: Arc<Path>,
-        /// The path in the row.
+        /// Path as written in the row.
         path: PathBuf,
-        /// Frames to take of a second, instead of what the config says.
+        /// Frames per second to sample. `None` uses the rate of the config.
         fps: Option<f64>,
     },
 }
 
-/// A reference to an image; nothing is read before encoding.
+/// A reference to an image. Parsing a row does not open it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MediaRef {
-    /// Where the bytes are.
+    /// Location of the encoded image bytes.
     pub source: MediaSource,
 }
 
-/// Where the bytes of an image are.
+/// Location of the encoded bytes of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MediaSource {
-    /// A file, as written in the row, and the folder that it must stay inside of.
+    /// A file, which must be inside `root`.
     File {
         /// `image_root` of the data set.
         root: Arc<Path>,
-        /// The path in the row.
+        /// Path as written in the row.
         path: PathBuf,
     },
-    /// A whole `data:` URI.
+    /// A complete `data:` URI.
     DataUri(String),
 }

@@ -1,34 +1,36 @@
-//! The token stream: what the model eats, and the only layout behind its door.
+//! The packed token sequence: the only batch layout that the model accepts.
 //!
-//! Shapes: `T` tokens of all samples, end to end; `M` merged vision tokens.
-//! Invariants: `cu_seqlens` and `mask_boundaries` tile `0..T`, and each segment lies inside one row;
-//! `vision_rows` ascends and holds one row for each merged token of `media`, in order.
+//! Shapes: `T` tokens of all samples, concatenated; `M` merged vision tokens.
+//! Invariants: `cu_seqlens` and `mask_boundaries` tile `0..T`, and no segment crosses a row;
+//! `vision_rows` is ascending and has one entry for each merged token of `media`, in order.
 
 use super::{CuSeqlens, Patches};
 
-/// One micro-batch as one token stream.
+/// One micro-batch as one token sequence.
 ///
-/// From [`super::Batch::unpad`] it holds real tokens only and is one row. From
-/// [`super::Batch::keep_padding`] it is the padded batch read row by row: padding is in the stream,
-/// each run of it a segment of its own, so that no real token attends to it.
+/// [`super::Batch::unpad`] returns a single row of real tokens. [`super::Batch::keep_padding`]
+/// returns the padded rows one after the other; each run of padding is a segment of its own, so no
+/// real token attends to it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VarlenBatch {
-    /// `[T]`.
+    /// Token ids, `[T]`.
     pub input_ids: Vec<u32>,
-    /// `[T]`, unshifted; padding is ignored.
+    /// Labels, `[T]`, unshifted; [`super::IGNORE_INDEX`] on padding.
     pub labels: Vec<i64>,
-    /// `[T]`, starting at 0 in each segment.
+    /// Temporal, height and width positions, `[T]`. They start at 0 in each segment.
     pub position_ids: Vec<[u32; 3]>,
-    /// Boundaries of the samples.
+    /// Segment boundaries. A token attends only to its own segment.
     pub cu_seqlens: CuSeqlens,
-    /// Boundaries of the rows that a dense mask covers: `[0, T]`, or multiples of the padded length.
+    /// Boundaries of the rows that one dense mask covers: `[0, T]`, or multiples of the padded
+    /// length.
     pub mask_boundaries: CuSeqlens,
-    /// Rows that visual features fill; `[M]`.
+    /// Indices of the tokens that receive visual features, `[M]`.
     pub vision_rows: Vec<u32>,
-    /// Patches of all images and videos.
+    /// Patches of all images and videos, in order.
     pub media: Vec<Patches>,
-    /// Tokens that are not padding.
+    /// Number of tokens that are not padding.
     pub num_tokens: usize,
-    /// Segments that are not padding: one a sample, or one a document in windows of a corpus.
+    /// Number of segments that are not padding: one per sample, or one per document in windows of a
+    /// corpus.
     pub num_samples: usize,
 }

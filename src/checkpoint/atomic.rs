@@ -1,8 +1,8 @@
 //! Files and folders that appear complete or not at all.
 //!
-//! The order is always: write under a hidden name, sync the content, rename, sync the parent. A
-//! rename without the first sync may survive a power loss while the content does not; without the
-//! last one the name may be lost.
+//! The order is always: write under a hidden name, sync the content, rename, sync the parent.
+//! Without the first sync, a power loss may keep the new name but lose the content. Without the
+//! last one, it may lose the new name.
 
 use super::CheckpointError;
 use std::ffi::OsString;
@@ -10,21 +10,22 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Under construction; worthless after a kill.
+/// Prefix of what is being written; incomplete, and removed at the next start.
 const TEMPORARY: &str = ".tmp-";
-/// Complete, about to take the place of an older folder of its name.
+/// Prefix of a complete folder that is about to replace an older one of the same name.
 const REPLACEMENT: &str = ".new-";
-/// About to be deleted.
+/// Prefix of a folder that is being deleted.
 const DOOMED: &str = ".delete-";
 
-/// Replaces the file `path` by `bytes`: a reader sees the old content or the new, never a part.
+/// Replaces the content of the file `path` by `bytes`. A reader sees either the old content or the
+/// new one.
 ///
-/// On an error the old file is still there and nothing else is left behind.
+/// On an error the old file is unchanged and no other file is left behind.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
     let temporary = hidden(TEMPORARY, path);
     let written = write_synced(&temporary, bytes).and_then(|()| rename(&temporary, path));
     if written.is_err() {
-        // The first error is the one to report; a leftover is removed at the next start.
+        // Report the first error; `recover` removes a leftover file at the next start.
         let _ = fs::remove_file(&temporary);
     }
     written?;
@@ -37,16 +38,18 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(CheckpointError::write(path))
 }
 
-/// Makes names created, renamed or removed in `folder` durable.
+/// Makes the creation, renaming and removal of entries of `folder` durable.
 pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(CheckpointError::write(folder))
 }
 
-/// Builds the folder `target` by `fill`, which gets an empty hidden folder beside it and syncs the
-/// files it writes. An older `target` stays until the new one is complete.
+/// Creates the folder `target`, or replaces it. `fill` receives an empty hidden folder in the same
+/// parent and must sync the files that it writes. An older `target` stays until the new one is
+/// complete.
 ///
-/// Replacing takes two renames, as the system has no portable exchange: a reader in between sees no
-/// `target`, never a mixture, and [`recover`] finishes the exchange after a kill in between.
+/// Replacing takes two renames, as there is no portable way to exchange two folders. A reader that
+/// looks between them finds no `target`; [`recover`] finishes the exchange if the process is killed
+/// between them.
 pub(super) fn build_folder(
     target: &Path,
     fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
@@ -71,7 +74,7 @@ pub(super) fn build_folder(
     sync_folder(parent)
 }
 
-/// Removes a folder so that a kill in between leaves nothing under its name.
+/// Removes a folder. If the process is killed meanwhile, no incomplete folder keeps the name.
 pub(super) fn remove_folder(folder: &Path) -> Result<(), CheckpointError> {
     let doomed = hidden(DOOMED, folder);
     remove_if_there(&doomed)?;
@@ -80,8 +83,8 @@ pub(super) fn remove_folder(folder: &Path) -> Result<(), CheckpointError> {
     remove_if_there(&doomed)
 }
 
-/// Cleans `folder` after a killed run: finishes exchanges, removes what was under construction.
-/// A folder that does not exist is clean.
+/// Cleans `folder` after a killed run: finishes exchanges and removes incomplete files and folders.
+/// Does nothing if `folder` does not exist.
 pub(super) fn recover(folder: &Path) -> Result<(), CheckpointError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -158,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_sees_the_old_file_or_the_new_never_a_part() {
+    fn a_reader_sees_the_old_file_or_the_new_one_but_never_a_part() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.json");
         let versions = [vec![b'a'; 300_000], vec![b'b'; 100_000]];
@@ -188,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_named_with_a_hint() {
-        // Opening works and each write fails with "no space left on device".
+        // Opening `/dev/full` works, and each write fails with "no space left on device".
         let error = write_synced(Path::new("/dev/full"), b"bytes").unwrap_err();
         assert_eq!(error.to_string(), "cannot write `/dev/full`");
         assert!(error.hint().contains("free space"), "{}", error.hint());

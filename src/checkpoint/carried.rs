@@ -1,11 +1,11 @@
-//! The files of a model folder that training does not change: tokenizer, template, processor.
+//! The files of a model folder that checkpoints copy unchanged: tokenizer, template, processor.
 
 use super::CheckpointError;
 use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Files of a model folder that training does not change.
+/// Names of the files that are copied unchanged from the model folder into each checkpoint.
 pub const COPIED_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,13 +20,16 @@ pub const COPIED_FILES: [&str; 11] = [
     "added_tokens.json",
 ];
 
-/// Those of [`COPIED_FILES`] that a folder has, read when a run begins: what becomes of the folder later, a checkpoint
-/// is complete.
+/// The contents of those [`COPIED_FILES`] that a folder has.
+///
+/// A run reads them once at its start, so that its checkpoints are complete even if the folder is
+/// changed or deleted later.
 #[derive(Debug, Clone, Default)]
 pub struct CarriedFiles(Vec<(&'static str, Vec<u8>)>);
 
 impl CarriedFiles {
-    /// Reads them, a few megabytes. A folder need not have all of them.
+    /// Reads the files, a few megabytes in total. Files that do not exist are left out; one that
+    /// cannot be read is an error.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let mut files = Vec::new();
         for name in COPIED_FILES {
@@ -40,7 +43,6 @@ impl CarriedFiles {
         Ok(Self(files))
     }
 
-    /// Names and contents.
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
         self.0.iter().map(|(name, bytes)| (*name, bytes.as_slice()))
     }
@@ -52,7 +54,7 @@ mod tests {
     use crate::checkpoint::{ModelFiles, write_atomically};
 
     #[test]
-    fn files_that_vanish_after_the_start_are_written_all_the_same() {
+    fn files_deleted_after_the_start_of_the_run_are_still_written() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         for name in ["tokenizer.json", "merges.txt", "model.safetensors"] {
             write_atomically(&from.path().join(name), name.as_bytes()).unwrap();
@@ -65,11 +67,11 @@ mod tests {
         files.write_into(to.path()).unwrap();
         assert_eq!(fs::read(to.path().join("tokenizer.json")).unwrap(), b"tokenizer.json");
         assert!(to.path().join("merges.txt").exists());
-        assert!(!to.path().join("model.safetensors").exists(), "weights are not carried");
+        assert!(!to.path().join("model.safetensors").exists(), "weights are not copied");
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_is_told_at_the_start() {
+    fn a_file_that_cannot_be_read_is_an_error_at_the_start() {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("tokenizer.json")).unwrap();
         let error = CarriedFiles::read(folder.path()).unwrap_err().to_string();

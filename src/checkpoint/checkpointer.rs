@@ -1,4 +1,4 @@
-//! Checkpoints of a run: saving, keeping the newest few, finding the newest good one.
+//! Saves the checkpoints of a run, removes old ones, and finds the newest undamaged one.
 
 use super::atomic::{build_folder, recover, remove_folder, sync_folder};
 use super::manifest::{MANIFEST, Manifest, WriteFault, copy_hashed, damaged};
@@ -21,63 +21,65 @@ const STATE: &str = "trainer_state.json";
 /// Everything that one checkpoint holds.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
-    /// Weights, config and the files carried along from the model folder.
+    /// Weights, config and the files copied from the model folder.
     pub model: ModelFiles<'a>,
-    /// Moments and master weights, for `optimizer.safetensors`; `None`: no such file.
+    /// Moments and master weights, for `optimizer.safetensors`; with `None` that file is not
+    /// written.
     pub optimizer: Option<&'a [(String, Tensor)]>,
-    /// `trainer_state.json`: what resuming needs besides tensors.
+    /// Content of `trainer_state.json`: everything that resuming needs besides tensors.
     pub state: &'a Value,
 }
 
-/// Writes and finds the checkpoints below one `output_dir`; one writer at a time.
+/// Writes and finds the checkpoints below one `output_dir`. Only one process may write there at a
+/// time.
 #[derive(Debug, Clone)]
 pub struct Checkpointer {
     output_dir: PathBuf,
     keep: NonZeroUsize,
 }
 
-/// A checkpoint whose files are all there and match their checksums.
+/// A complete checkpoint whose files match their checksums.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
-    /// Its folder, which is also a model folder.
+    /// Folder of the checkpoint, which is also a model folder.
     pub dir: PathBuf,
-    /// Optimizer steps done when it was written.
+    /// Number of optimizer steps done when it was written.
     pub step: u64,
-    /// `trainer_state.json`.
+    /// Content of `trainer_state.json`.
     pub state: Value,
 }
 
 impl Found {
-    /// The tensors of `optimizer.safetensors`, read when asked for.
+    /// Opens `optimizer.safetensors`. Tensors are read on demand.
     pub fn optimizer(&self) -> Result<WeightFiles, CheckpointError> {
         WeightFiles::open_file(&self.dir.join(OPTIMIZER))
     }
 
-    /// The model weights, read when asked for.
+    /// Opens the model weights. Tensors are read on demand.
     pub fn weights(&self) -> Result<WeightFiles, CheckpointError> {
         WeightFiles::open(&self.dir)
     }
 }
 
 impl Checkpointer {
-    /// Touches nothing on disk.
+    /// Does not access the disk.
     pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
-        // When to save is the loop's question.
+        // The training loop decides when to save.
         let &CheckpointConfig { every_steps: _, keep } = config;
         Self { output_dir: output_dir.to_owned(), keep }
     }
 
-    /// Cleans up after a killed run; to be called by the one process that will save here, at its
-    /// start. Finishes replacements that were under way and removes what was half written.
+    /// Cleans up after a killed run: finishes interrupted replacements and removes incomplete
+    /// files. The process that will save here must call this once at its start.
     pub fn recover(&self) -> Result<(), CheckpointError> {
         recover(&self.folder())?;
         recover(&self.output_dir)
     }
 
-    /// Writes `<output_dir>/checkpoints/step-<step>` and returns its path once it is durable, then
-    /// removes the oldest ones beyond `keep`. An older checkpoint of the same step is replaced.
+    /// Writes `<output_dir>/checkpoints/step-<step>`, makes it durable, removes the oldest
+    /// checkpoints beyond `keep`, and returns the path. Replaces an older checkpoint of this step.
     ///
-    /// On an error no new name appears, and the older checkpoints are untouched. Checkpoints of
+    /// On an error no new folder appears and the older checkpoints are unchanged. Checkpoints of
     /// later steps belong to another run in the same folder: they are neither counted nor removed.
     pub fn save(&self, step: u64, contents: &Contents<'_>) -> Result<PathBuf, CheckpointError> {
         let &Contents { model, optimizer, state } = contents;
@@ -101,9 +103,11 @@ impl Checkpointer {
         Ok(target)
     }
 
-    /// Makes `<output_dir>/final` from a checkpoint: the same files without `optimizer.safetensors`.
-    /// Weight files are hard links where the file system allows it, everything else is copied, so
-    /// that editing a text file of one does not damage the other. Replaces an older `final`.
+    /// Creates `<output_dir>/final` from a checkpoint: the same files without
+    /// `optimizer.safetensors`. Replaces an older `final`.
+    ///
+    /// Weight files are hard links where the file system allows it. All other files are copied, so
+    /// that editing one of them in `final` does not damage the checkpoint.
     pub fn save_final(&self, checkpoint: &Path) -> Result<PathBuf, CheckpointError> {
         let mut manifest = Manifest::read(checkpoint)?;
         manifest.check_sizes(checkpoint)?;
@@ -118,19 +122,19 @@ impl Checkpointer {
         Ok(target)
     }
 
-    /// The newest checkpoint that is undamaged and whose `trainer_state.json` is accepted, or
-    /// `None`. Damaged ones are skipped with a warning that names the file and what is wrong.
+    /// Returns the newest undamaged checkpoint whose `trainer_state.json` is accepted by `accept`,
+    /// or `None`. Skips damaged ones with a warning that names the file and the problem.
     pub fn newest_good(
         &self,
         accept: impl Fn(&Value) -> bool,
     ) -> Result<Option<Found>, CheckpointError> {
         for (step, dir) in self.by_step()?.into_iter().rev() {
-            // The state is read first: one of another run need not be checked in full.
+            // Read the state first: a checkpoint of another run need not be checked in full.
             let found = read_state(&dir).and_then(|(manifest, found)| {
                 if !accept(&found.state) {
                     tracing::info!(
                         checkpoint = %dir.display(),
-                        "not resumed from: it was made from another config"
+                        "skipped a checkpoint: it was made with another config"
                     );
                     return Ok(None);
                 }
@@ -153,7 +157,7 @@ impl Checkpointer {
         Ok(None)
     }
 
-    /// A checkpoint that the user named: a damaged one is an error.
+    /// Opens the checkpoint in `dir`. A damaged one is an error.
     pub fn open(dir: &Path) -> Result<Found, CheckpointError> {
         fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
         let (manifest, found) = read_state(dir)?;
@@ -162,12 +166,12 @@ impl Checkpointer {
         Ok(found)
     }
 
-    /// Steps of the checkpoints that are there, ascending, whether good or not.
+    /// Steps of all checkpoints on disk, ascending, damaged ones included.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
         Ok(self.by_step()?.into_iter().map(|(step, _)| step).collect())
     }
 
-    /// Where the checkpoint of `step` is, or would be.
+    /// Path of the checkpoint of `step`, whether it exists or not.
     pub fn step_folder(&self, step: u64) -> PathBuf {
         self.folder().join(format!("{STEP}{step:08}"))
     }
@@ -195,7 +199,8 @@ impl Checkpointer {
         Ok(found)
     }
 
-    /// The checkpoint is safe by now, so that a failure to delete is a warning, not an error.
+    /// Removes the oldest checkpoints beyond `keep`. The new one is durable by now, so a failure to
+    /// delete is a warning and not an error.
     fn remove_old(&self, newest: u64) {
         let removed = self.by_step().and_then(|mut all| {
             all.retain(|&(step, _)| step <= newest);
@@ -237,7 +242,7 @@ fn link_or_copy(
     if copied.files[name] == manifest.files[name] {
         Ok(())
     } else {
-        Err(damaged(from, name, format!("is not what `{MANIFEST}` says")))
+        Err(damaged(from, name, format!("differs from its entry in `{MANIFEST}`")))
     }
 }
 

@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroUsize;
 
-/// When checkpoints are written, and how many stay.
+/// When checkpoints are written, and how many are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckpointConfig {
-    /// Optimizer steps between two checkpoints; 0: only at the end of the run.
+    /// Optimizer steps between two checkpoints; 0 writes only one, at the end of the run.
     pub every_steps: u64,
-    /// How many of the newest checkpoints stay on disk; at least 1.
+    /// Number of newest checkpoints to keep on disk; at least 1.
     pub keep: NonZeroUsize,
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong between memory and disk.
+//! Errors of reading and writing checkpoints and model folders.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ pub enum CheckpointError {
     Write {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// Cause reported by the operating system.
         source: io::Error,
     },
     /// The operating system refused a read.
@@ -19,26 +19,29 @@ pub enum CheckpointError {
     Read {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// Cause reported by the operating system.
         source: io::Error,
     },
-    /// A checkpoint lacks a file, or a file is not what the manifest says.
+    /// A checkpoint lacks a file, or a file differs from its entry in the manifest.
     #[error("checkpoint `{}` is damaged: `{file}` {problem}", .folder.display())]
     Damaged {
-        /// The checkpoint.
+        /// Folder of the checkpoint.
         folder: PathBuf,
-        /// The file in it.
+        /// Name of the file in the folder.
         file: String,
-        /// What is wrong with the file.
+        /// What is wrong, as a verb phrase that follows the file's name in the message.
         problem: String,
     },
     /// A model folder has neither `model.safetensors` nor an index of shards.
-    #[error("no weights in `{}`: found neither `model.safetensors` nor `model.safetensors.index.json`", .folder.display())]
+    #[error(
+        "no weights in `{}`: found neither `model.safetensors` nor `model.safetensors.index.json`",
+        .folder.display()
+    )]
     NoWeights {
         /// The model folder.
         folder: PathBuf,
     },
-    /// The index names a shard that is not there.
+    /// The index names a shard that does not exist.
     #[error("shard `{shard}` named by `{}` is missing", .index.display())]
     ShardMissing {
         /// The index file.
@@ -46,8 +49,8 @@ pub enum CheckpointError {
         /// The missing file.
         shard: String,
     },
-    /// The index promises a tensor that its shard does not hold.
-    #[error("`{}` says that `{shard}` holds `{tensor}`, but it does not", .index.display())]
+    /// The index lists a tensor in a shard that does not contain it.
+    #[error("`{}` lists `{tensor}` in `{shard}`, which does not contain it", .index.display())]
     NotInShard {
         /// The index file.
         index: PathBuf,
@@ -56,7 +59,8 @@ pub enum CheckpointError {
         /// The missing tensor.
         tensor: String,
     },
-    /// A file is not what its name says: truncated, overlapping tensors, no JSON.
+    /// A file does not have the format that its name implies: it is truncated, its tensors overlap,
+    /// or it is not JSON.
     #[error("`{}` is not valid: {problem}", .path.display())]
     Invalid {
         /// The file.
@@ -64,16 +68,19 @@ pub enum CheckpointError {
         /// What is wrong with the file.
         problem: String,
     },
-    /// There is no tensor of this name.
+    /// A file or a model folder has no tensor of this name.
     #[error("no tensor `{tensor}` in `{}`", .place.display())]
     NoTensor {
         /// The file or folder.
         place: PathBuf,
-        /// The name that was asked for.
+        /// The requested name.
         tensor: String,
     },
     /// A tensor is neither `f32` nor `bf16` nor `f16`.
-    #[error("tensor `{tensor}` in `{}` has dtype {dtype}, expected F32, BF16 or F16", .place.display())]
+    #[error(
+        "tensor `{tensor}` in `{}` has dtype `{dtype}`, expected F32, BF16 or F16",
+        .place.display()
+    )]
     Dtype {
         /// The file or folder.
         place: PathBuf,
@@ -82,12 +89,12 @@ pub enum CheckpointError {
         /// Its dtype.
         dtype: String,
     },
-    /// A tensor could not be moved from or to its device.
-    #[error("tensor `{tensor}` could not be moved between memory and disk")]
+    /// A tensor could not be copied from or to its device.
+    #[error("cannot copy tensor `{tensor}` between its device and the disk")]
     Tensor {
         /// The tensor.
         tensor: String,
-        /// What candle said.
+        /// Cause reported by candle.
         source: candle_core::Error,
     },
     /// Two tensors of one file have the same name.
@@ -99,35 +106,37 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// What to do about it.
+    /// What the user can do to fix the error.
     pub fn hint(&self) -> String {
         match self {
             Self::Write { source, .. } => write_hint(source),
             Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 "check the path".to_owned()
             }
-            Self::Read { .. } => "check the permissions of the path and the health of the disk".to_owned(),
-            Self::Damaged { .. } => {
-                "use `--resume auto`, which falls back to the newest undamaged checkpoint, or name an older one".to_owned()
+            Self::Read { .. } => {
+                "check the permissions of the path and the health of the disk".to_owned()
             }
-            Self::NoWeights { .. } => {
-                "download the model again, or set `model.weights: random` to start from random weights".to_owned()
-            }
+            Self::Damaged { .. } => "use `--resume auto`, which falls back to the newest \
+                                     undamaged checkpoint, or name an older one"
+                .to_owned(),
+            Self::NoWeights { .. } => "download the model again, or set `model.weights: random` \
+                                       to start from random weights"
+                .to_owned(),
             Self::ShardMissing { .. } | Self::NotInShard { .. } | Self::Invalid { .. } => {
                 "the file is incomplete: download or copy it again".to_owned()
             }
             Self::NoTensor { .. } => {
-                "the weights belong to another model than `config.json` describes".to_owned()
+                "the weights are not of the model that `config.json` describes".to_owned()
             }
             Self::Dtype { .. } => {
                 "quantised weights cannot be trained: use the unquantised model".to_owned()
             }
             Self::Tensor { .. } => "see the cause; the device may be out of memory".to_owned(),
-            Self::SameName { .. } => "a tied weight is saved once, under one name".to_owned(),
+            Self::SameName { .. } => "save a tied weight once, under one name".to_owned(),
         }
     }
 
-    /// Whether the disk, not the data, is to blame: full, read-only, no permission.
+    /// Whether writing failed: the disk is full or read-only, or there is no permission.
     pub fn is_write(&self) -> bool {
         matches!(self, Self::Write { .. })
     }

@@ -1,7 +1,7 @@
-//! The published model folder: weights in one file or in shards with an index.
+//! Model folders in the Hugging Face layout: weights in one file or in shards with an index.
 //!
-//! Weights are read through memory maps, so that a folder larger than memory opens at once and a
-//! tensor is read when it is asked for.
+//! Weights are memory-mapped, so that a folder larger than memory opens at once and each tensor is
+//! read on demand.
 #![expect(unsafe_code, reason = "memory maps")]
 
 use super::manifest::{Manifest, is_plain_name};
@@ -21,30 +21,30 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
-/// A model as it will lie in a folder.
+/// The content of a model folder to be written.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelFiles<'a> {
-    /// Tensors under their published names, in model order; a tied one once.
+    /// Tensors with their published names, in model order; a tied weight appears once.
     pub weights: &'a [(String, Tensor)],
-    /// `config.json`.
+    /// Content of `config.json`.
     pub config_json: &'a Value,
-    /// The tokenizer, template and processor files of the folder that the model comes from.
+    /// Tokenizer, template and processor files of the model folder that training started from.
     pub carried: &'a CarriedFiles,
-    /// Upper bound on one weight file, in bytes of tensor data; a larger tensor goes alone.
+    /// Maximum size of one weight file, in bytes of tensor data; a larger tensor gets its own file.
     pub max_shard_bytes: u64,
 }
 
 impl<'a> ModelFiles<'a> {
-    /// 5 GB, as transformers does by default.
+    /// Maximum size of a shard in bytes: 5 GB, the default of transformers.
     pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
-    /// Writes and syncs all files into the existing folder `folder`, without a manifest.
-    /// Without weights, only config and copied files.
+    /// Writes and syncs all files into the existing folder `folder`, without a manifest. If
+    /// `weights` is empty, writes only the config and the copied files.
     pub fn write_into(&self, folder: &Path) -> Result<(), CheckpointError> {
         self.write(folder, &mut Manifest::new(0))
     }
 
-    /// Writes and syncs all files into `folder`, noting each in `manifest`.
+    /// Writes and syncs all files into `folder` and adds each to `manifest`.
     pub(super) fn write(
         &self,
         folder: &Path,
@@ -88,7 +88,8 @@ impl<'a> ModelFiles<'a> {
         Ok(())
     }
 
-    /// The weights in order, split where the next tensor would not fit; at least one shard.
+    /// Splits the weights, in order, where the next tensor would exceed the maximum shard size.
+    /// Returns at least one shard.
     fn shards(&self) -> Vec<Vec<&'a (String, Tensor)>> {
         let mut shards = vec![Vec::new()];
         let mut used = 0;
@@ -109,10 +110,10 @@ fn pretty(value: &Value) -> Vec<u8> {
     format!("{value:#}\n").into_bytes()
 }
 
-/// Tensors in one or more safetensors files, read when asked for.
+/// Tensors in one or more safetensors files, read on demand.
 ///
-/// The files must not be changed in place while this lives: a map of a file that shrinks ends the
-/// process. Replacing or deleting them is harmless.
+/// The files must not be changed in place while this value exists: if a mapped file shrinks, an
+/// access ends the process with SIGBUS. Replacing or deleting the files is harmless.
 #[derive(Debug)]
 pub struct WeightFiles {
     place: PathBuf,
@@ -128,8 +129,8 @@ struct Shard {
 }
 
 impl WeightFiles {
-    /// The weights of a model folder: `model.safetensors.index.json` and its shards where there is
-    /// an index, else `model.safetensors`. Headers and file sizes are checked here.
+    /// Opens the weights of a model folder: the shards of `model.safetensors.index.json` if it
+    /// exists, otherwise `model.safetensors`. Checks headers and file sizes.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         if folder.join(INDEX).exists() {
             return Self::open_index(folder);
@@ -142,7 +143,7 @@ impl WeightFiles {
         Err(CheckpointError::NoWeights { folder: folder.to_owned() })
     }
 
-    /// The tensors of one safetensors file.
+    /// Opens one safetensors file and checks its header and size.
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let shard = Shard::open(path)?;
         let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
@@ -183,12 +184,13 @@ impl WeightFiles {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// Shape of a tensor, or `None` if there is none of this name.
+    /// Shape of the tensor `name`, or `None` if it does not exist.
     pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
         Some(self.find(name)?.1.shape.clone())
     }
 
-    /// Dtype on disk: `F32`, `BF16` or `F16`; `None` without such a tensor or for another dtype.
+    /// Dtype of the tensor `name` on disk: `F32`, `BF16` or `F16`; `None` if the tensor does not
+    /// exist or has another dtype.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         match self.find(name)?.1.dtype {
             Dtype::F32 => Some(DType::F32),
@@ -198,8 +200,8 @@ impl WeightFiles {
         }
     }
 
-    /// Reads a tensor as `dtype` (`f32`, `bf16` or `f16`), rounding to nearest where it narrows;
-    /// in the dtype of the file the bits are exactly those of the file.
+    /// Reads a tensor and converts it to `dtype` (`f32`, `bf16` or `f16`), rounding to nearest if
+    /// `dtype` is narrower. If `dtype` is that of the file, the bits are unchanged.
     pub fn load(
         &self,
         name: &str,
@@ -266,29 +268,30 @@ impl Shard {
 
     fn open(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(CheckpointError::read(path))?;
-        // SAFETY: the map is read-only, and nothing of ours changes a weight file in place: files
-        // are written under a temporary name and renamed. The doc comment of `WeightFiles` asks
-        // the same of others.
+        // SAFETY: the map is read-only, and this program never changes a weight file in place: it
+        // writes files under a temporary name and renames them. The doc comment of `WeightFiles`
+        // requires the same of other programs.
         let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::read(path))?;
         let (header_bytes, header) =
             SafeTensors::read_metadata(&map).map_err(|error| match error {
                 SafeTensorError::MetadataIncompleteBuffer => {
-                    let problem = format!("its {} bytes are not what its header says", map.len());
+                    let problem = format!("its size of {} bytes contradicts its header", map.len());
                     CheckpointError::invalid(path, &problem)
                 }
                 error => CheckpointError::invalid(path, &error),
             })?;
         let data_start = 8 + header_bytes;
-        // Offsets near the end of the address space would pass the reader's own sum.
+        // The check in `read_metadata` adds without a test for overflow, so that offsets near
+        // `usize::MAX` would pass it.
         if data_start.checked_add(header.data_len()) != Some(map.len()) {
-            return Err(CheckpointError::invalid(path, &"offsets beyond the end of the file"));
+            return Err(CheckpointError::invalid(path, &"its size contradicts its header"));
         }
         let tensors =
             header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
         Ok(Self { map, data_start, tensors })
     }
 
-    /// The bytes of a tensor: in bounds, as `open` compared the header with the file's length.
+    /// The bytes of a tensor. In bounds, because `open` compared the header with the file size.
     fn data(&self, info: &TensorInfo) -> &[u8] {
         let (start, end) = info.data_offsets;
         &self.map[self.data_start + start..self.data_start + end]
@@ -332,7 +335,7 @@ mod tests {
     }
 
     fn bits(tensor: &Tensor) -> Vec<u32> {
-        // bf16 widens to f32 exactly, so equal bits there mean equal bits here.
+        // bf16 converts to f32 exactly, so equal f32 bits mean equal bf16 bits.
         let values: Vec<f32> =
             tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap();
         values.into_iter().map(f32::to_bits).collect()
@@ -340,7 +343,7 @@ mod tests {
 
     #[test]
     fn sharded_and_unsharded_weights_load_bit_equal() {
-        // 16, 16, 256 and 24 bytes: with 32 a shard the third goes alone.
+        // 16, 16, 256 and 24 bytes: with 32 bytes a shard, the third tensor gets its own file.
         for (limit, num_files) in [(u64::MAX, 1), (32, 3), (1, 4)] {
             let (folder, manifest) = written(limit);
             let shards = manifest.files.keys().filter(|name| name.ends_with(".safetensors"));
@@ -361,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_is_converted_to_the_dtype_asked_for() {
+    fn a_tensor_is_converted_to_the_requested_dtype() {
         let (folder, _) = written(u64::MAX);
         let files = WeightFiles::open(folder.path()).unwrap();
         let wide = &weights()[0].1;
@@ -414,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cut_of_a_file_panics_or_opens() {
+    fn a_file_truncated_at_any_byte_is_rejected_without_a_panic() {
         let (folder, _) = written(u64::MAX);
         let path = folder.path().join(SINGLE);
         let whole = fs::read(&path).unwrap();
@@ -428,8 +431,8 @@ mod tests {
     fn other_dtypes_and_unknown_names_are_errors() {
         let (folder, _) = written(u64::MAX);
         let files = WeightFiles::open(folder.path()).unwrap();
-        let error = files.load("nobody", DType::F32, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("no tensor `nobody`"), "{error}");
+        let error = files.load("absent", DType::F32, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("no tensor `absent`"), "{error}");
 
         let path = folder.path().join("ids.safetensors");
         let header = br#"{"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}}"#;
@@ -440,6 +443,6 @@ mod tests {
         let files = WeightFiles::open_file(&path).unwrap();
         assert_eq!(files.dtype("ids"), None);
         let error = files.load("ids", DType::F32, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("dtype I64"), "{error}");
+        assert!(error.to_string().contains("dtype `I64`"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! What a checkpoint consists of: the size and checksum of each file, written last.
+//! The manifest of a checkpoint: the size and checksum of each file, written last.
 
 use super::CheckpointError;
 use super::atomic::write_synced;
@@ -9,24 +9,22 @@ use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Component, Path};
 
-/// Its name in a checkpoint.
 pub(super) const MANIFEST: &str = "manifest.json";
 
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// One file of a checkpoint.
+/// Size and checksum of one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     bytes: u64,
     sha256: String,
 }
 
-/// The list of files of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Manifest {
-    /// Optimizer steps done when it was written.
+    /// Number of optimizer steps done when the checkpoint was written.
     pub(super) step: u64,
-    /// By name.
+    /// The entry of each file, by the file's name.
     pub(super) files: BTreeMap<String, Entry>,
 }
 
@@ -35,7 +33,7 @@ impl Manifest {
         Self { step, files: BTreeMap::new() }
     }
 
-    /// Writes and syncs `folder/name` by `fill`, and notes its size and checksum.
+    /// Writes `folder/name` with `fill`, syncs it, and records its size and checksum.
     pub(super) fn write_file(
         &mut self,
         folder: &Path,
@@ -57,7 +55,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the manifest itself; nothing may be added to the folder afterwards.
+    /// Writes the manifest itself. No file may be added to the folder afterwards.
     pub(super) fn write(&self, folder: &Path) -> Result<(), CheckpointError> {
         let path = folder.join(MANIFEST);
         let text = serde_json::to_vec_pretty(self)
@@ -82,7 +80,7 @@ impl Manifest {
         }
     }
 
-    /// Checks that each file has its size, without reading it.
+    /// Checks the size of each file without reading its content.
     pub(super) fn check_sizes(&self, folder: &Path) -> Result<(), CheckpointError> {
         for (name, entry) in &self.files {
             let path = folder.join(name);
@@ -101,7 +99,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Reads each file and checks it against its checksum.
+    /// Reads each file and compares it with its checksum.
     pub(super) fn check_contents(&self, folder: &Path) -> Result<(), CheckpointError> {
         for (name, entry) in &self.files {
             Self::check_file(folder, name, entry)?;
@@ -123,7 +121,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Reads one small file and checks it before it is believed.
+    /// Reads one small file after comparing it with its checksum.
     pub(super) fn read_checked(
         &self,
         folder: &Path,
@@ -136,7 +134,7 @@ impl Manifest {
     }
 }
 
-/// Why a file could not be filled: the disk, or where the content comes from.
+/// Why writing the content of a file failed: the disk, or the source of the content.
 pub(super) enum WriteFault {
     Io(io::Error),
     Other(CheckpointError),
@@ -156,13 +154,13 @@ pub(super) fn damaged(folder: &Path, file: &str, problem: impl Into<String>) -> 
     }
 }
 
-/// Whether `name` stays inside its folder.
+/// Whether `name` is a single path component that cannot point outside its folder.
 pub(super) fn is_plain_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
 }
 
-/// Copies everything from `from` to `to` through a buffer of fixed size.
+/// Copies `from` to `to` through a buffer of fixed size and returns the size and checksum.
 pub(super) fn copy_hashed(from: &mut dyn Read, to: impl Write) -> io::Result<Entry> {
     let mut to = Hashing::new(to);
     let mut buffer = vec![0; BUFFER_BYTES];
@@ -211,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checksum_is_the_published_one() {
+    fn the_checksum_of_abc_is_the_published_sha256() {
         let entry = copy_hashed(&mut "abc".as_bytes(), io::sink()).unwrap();
         assert_eq!(entry.bytes, 3);
         assert_eq!(
@@ -221,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_comes_back_equal_and_names_the_bad_file() {
+    fn a_manifest_is_read_back_unchanged_and_names_a_changed_file() {
         let folder = tempfile::tempdir().unwrap();
         let mut manifest = Manifest::new(7);
         manifest.write_file(folder.path(), "a.json", |out| Ok(out.write_all(b"{}")?)).unwrap();
@@ -238,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_cannot_point_out_of_its_folder() {
+    fn a_manifest_cannot_name_a_file_outside_its_folder() {
         for name in ["../a", "/etc/passwd", "a/b", "..", ".", ""] {
             assert!(!is_plain_name(name), "{name}");
         }

@@ -1,16 +1,16 @@
-//! State to disk and back: folders that load in transformers as they are, and never half of one.
+//! Atomic, Hugging Face-compatible checkpoints.
 //!
 //! ```text
 //! <output_dir>/checkpoints/step-00000200/
-//!     config.json  model.safetensors (or shards + index)  tokenizer.json ..   the published layout
-//!     optimizer.safetensors  trainer_state.json                               what resuming needs
-//!     manifest.json                                                           written last
-//! <output_dir>/final/                                                         without optimizer state
+//!     config.json  model.safetensors (or shards + index)  tokenizer.json ..  published layout
+//!     optimizer.safetensors  trainer_state.json                              needed to resume
+//!     manifest.json                                                          written last
+//! <output_dir>/final/                                                        no optimizer state
 //! ```
 //!
-//! A `step-` name exists only once every file below it is on disk: a save builds a `.tmp-` folder,
-//! syncs each file and the folder, renames it, and syncs the parent. Reading checks sizes and
-//! checksums against the manifest, so a damaged checkpoint is found before it is used.
+//! A `step-` folder appears only after all of its files are on disk: a save fills a `.tmp-` folder,
+//! syncs each file and the folder, renames the folder, and syncs the parent. Reading compares sizes
+//! and checksums with the manifest, so that a damaged checkpoint is detected before it is used.
 
 mod atomic;
 mod carried;

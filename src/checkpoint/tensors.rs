@@ -1,4 +1,5 @@
-//! Tensors into a safetensors file, one at a time: no second copy of the model in memory.
+//! Writes tensors into a safetensors file one at a time, without a second copy of the model in
+//! memory.
 
 use super::CheckpointError;
 use super::manifest::WriteFault;
@@ -7,17 +8,17 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 
-/// Tensors start at a multiple of this, so that a memory map can be read as any dtype.
+/// Alignment of the tensor data in bytes, so that a memory map can be read as any dtype.
 const ALIGNMENT: usize = 8;
 const CHUNK_ELEMENTS: usize = 1 << 16;
 
-/// Writes a complete safetensors file: header, then the data in native bits.
+/// Writes a complete safetensors file: the header, then the data without conversion.
 pub(super) fn write_tensors(
     out: &mut dyn Write,
     tensors: &[&(String, Tensor)],
     metadata: &BTreeMap<String, String>,
 ) -> Result<(), WriteFault> {
-    // Wide dtypes first, as each tensor must start at a multiple of its element size.
+    // Wide dtypes come first, because each tensor must start at a multiple of its element size.
     let mut tensors = tensors.to_vec();
     tensors.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype().size_in_bytes()));
     let header = header(&tensors, metadata).map_err(WriteFault::Other)?;
@@ -29,7 +30,7 @@ pub(super) fn write_tensors(
     Ok(out.flush()?)
 }
 
-/// Bytes of `tensor` on disk.
+/// Size of `tensor` on disk, in bytes.
 pub(super) fn num_bytes(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn the_published_reader_finds_every_bit() {
+    fn the_safetensors_crate_reads_back_every_bit() {
         let wide: Vec<f32> = [0.1, -0.0, f32::MIN_POSITIVE, f32::INFINITY, 1e-45, -3.5].into();
         let narrow: Vec<bf16> = [0x7fc1_u16, 0x8000, 0x0001].map(bf16::from_bits).into();
         let tensors = [
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_view_is_written_as_what_it_shows() {
+    fn a_view_is_written_with_its_own_elements_only() {
         let base = Tensor::from_vec((0..6_u8).map(f32::from).collect(), (2, 3), &Device::Cpu);
         let base = base.unwrap();
         let tensors = [
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_join_without_a_seam() {
+    fn a_tensor_longer_than_one_chunk_is_written_completely() {
         let values: Vec<f32> = (0..=CHUNK_ELEMENTS).map(|i| i as f32).collect();
         let expected: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let tensor = Tensor::new(values, &Device::Cpu).unwrap();
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn two_tensors_of_one_name_are_refused() {
+    fn two_tensors_of_the_same_name_are_rejected() {
         let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
         let twin = ("w".to_owned(), tensor);
         let result = write_tensors(&mut Vec::new(), &[&twin, &twin], &BTreeMap::new());

@@ -1,9 +1,9 @@
 //! What is known of a run before its first step: lengths of rows, and what follows from them.
 
-use super::beside::CachesBeside;
 use super::cache;
 use super::logging::Logging;
 use crate::config::RunConfig;
+use crate::data::CachesBeside;
 use crate::data::{CacheWork, LoaderOptions, Order, Plan, RowReader, plan};
 use crate::metrics::JsonlSink;
 use crate::train::{

@@ -87,7 +87,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     }
                 }
                 // shown all the same: who asks wants to see what is too long
-                let refused = options.admit(Length::of(&sample), || rows.id(row)).err();
+                let refused = options.check_length(Length::of(&sample), || rows.id(row)).err();
                 if let Some(rejection) = &refused {
                     tracing::warn!(row = %rejection, "rejected");
                 }

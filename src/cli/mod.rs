@@ -3,7 +3,6 @@
 
 mod answers;
 mod bench;
-mod beside;
 mod cache;
 mod eval;
 mod foresight;

@@ -2,7 +2,6 @@
 
 use super::ConfigArgs;
 use super::answers::{say_next_steps, show_answers};
-use super::beside::CachesBeside;
 use super::foresight::{Foresight, foresee};
 use super::logging::Logging;
 use super::output_dir::{WRITABLE, lock, take_over};
@@ -11,6 +10,7 @@ use super::report::{Exit, Failure};
 use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
+use crate::data::CachesBeside;
 use crate::data::{Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;

@@ -1,51 +1,43 @@
 //! JSONL to token streams, on host threads.
 
-mod cache;
-mod chat;
-mod collate;
 mod config;
-mod corpus;
+mod dataset;
 mod encode;
-pub mod image;
+mod length_cache;
 mod loader;
-mod loader_error;
-mod mixture;
-#[cfg(test)]
-mod mixture_tests;
-mod order;
+mod media;
+mod model_file;
 mod packing;
-mod plan;
-mod rope_index;
 mod row;
 mod source;
-mod steps;
-#[cfg(test)]
-mod test_reader;
-mod tokenizer;
-mod truncate;
-pub mod video;
-mod workers;
+mod template;
 
-pub use cache::{CacheError, CacheWork, LengthCache, open_indexed};
-pub use collate::{CollateError, collate};
 pub use config::{
     Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
     dataset_names,
 };
-pub use corpus::{
+pub use dataset::cached::{CachedRows, LengthSummary};
+pub use dataset::corpus::{
     Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
-pub use encode::{Encoder, EncoderError, Measured};
-pub use image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
+pub use dataset::mixture::{Mixture, StoppingStrategy};
+pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
+pub use dataset::row_reader::{Prefetched, RowReader};
+pub use dataset::{DataSet, JsonlRows};
+pub use encode::truncate::{Cut, CutError, Dropped, Keep, Outline};
+pub use encode::{Encoder, EncoderError, Measured, TextSample};
+pub use length_cache::background::CachesBeside;
+pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
+pub use loader::collate::{CollateError, collate};
+pub use loader::error::LoaderError;
+pub use loader::plan::{Plan, first_epoch_packs, plan};
+pub use loader::steps::{DataState, LoaderOptions, Rmpad};
 pub use loader::{Loader, StepData};
-pub use loader_error::LoaderError;
-pub use mixture::{Mixture, StoppingStrategy};
-pub use order::{DatasetShare, Order, OrderError, RowOrder};
+pub use media::image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
+pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
+pub use media::{image, video};
+pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing};
-pub use plan::{Plan, first_epoch_packs, plan};
-pub use row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
+pub use row::{Length, Rejection, Row, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
-pub use steps::{DataState, LoaderOptions, Rmpad};
-pub use tokenizer::TokenizerError;
-pub use truncate::{Cut, CutError, Dropped, Keep, Outline};
-pub use video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
+pub use template::tokenizer::TokenizerError;

@@ -1,7 +1,8 @@
-//! Rows of JSON in a file that only grows.
+//! Append-only JSON Lines files.
 //!
-//! Each row is one `write` of a complete line, so that a kill tears at most the last line. Opening
-//! drops a torn last line; a resumed run also drops the rows of steps that it will do again.
+//! Each row is one `write` of a complete line, so a killed process leaves at most one incomplete
+//! line, the last. Opening the file removes it. A resumed run also removes the rows of the steps
+//! that it repeats.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -9,85 +10,86 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// Appends rows to `metrics.jsonl`, `rejects.jsonl` and the like.
+/// Appends rows to `metrics.jsonl`, `rejects.jsonl` and similar files.
 #[derive(Debug)]
 pub struct JsonlSink {
     path: PathBuf,
     file: File,
 }
 
-/// A row could not be written, or the file not be opened.
+/// A failure to open the file or to write a row.
 #[derive(Debug, thiserror::Error)]
 pub enum JsonlError {
-    /// The operating system refused.
+    /// The operating system returned an error.
     #[error("cannot write `{}`", .path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The row has no JSON form: a map whose keys are not texts.
+    /// The row cannot be serialized, because it has a map whose keys are not strings.
     #[error("cannot write a row of `{}` as JSON", .path.display())]
     Row {
         /// The file.
         path: PathBuf,
-        /// What is wrong with the row.
+        /// Error of the serializer.
         source: serde_json::Error,
     },
 }
 
 impl JsonlError {
-    /// What to do about it.
+    /// Next action for the user.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Write { .. } => "check free space and permissions of `output_dir`",
-            Self::Row { .. } => "this is an error of the program: report it",
+            Self::Row { .. } => "this is a bug in the program: please report it",
         }
     }
 }
 
 impl JsonlSink {
-    /// Opens `path` for appending, creating it if needed; a torn last line is dropped.
+    /// Opens `path` for appending and creates it if needed. Removes an incomplete last line.
     pub fn open(path: &Path) -> Result<Self, JsonlError> {
         Self::open_keeping(path, |_| true)
     }
 
-    /// Opens `path` for a run that resumes after `step`: rows whose `step` is later are dropped,
-    /// rows without one stay, and a torn last line is dropped.
+    /// Opens `path` for a run that resumes after `step`. Removes rows with a later `step` and an
+    /// incomplete last line; keeps rows without `step`.
     pub fn open_truncated_after(path: &Path, step: u64) -> Result<Self, JsonlError> {
         Self::open_keeping(path, |row| {
             row.get("step").and_then(Value::as_u64).is_none_or(|found| found <= step)
         })
     }
 
-    /// Appends one row; it is with the system when this returns.
+    /// Appends one row. The operating system has the whole line when this returns.
     pub fn write<T: Serialize>(&mut self, row: &T) -> Result<(), JsonlError> {
         let mut line = serde_json::to_vec(row)
             .map_err(|source| JsonlError::Row { path: self.path.clone(), source })?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(fault(&self.path))
+        self.file.write_all(&line).map_err(write_error(&self.path))
     }
 
-    /// Where the rows go.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens `path` for appending with the rows that `keep` accepts; a torn last line is dropped.
+    /// Opens `path` for appending. Removes rows that `keep` rejects and an incomplete last line.
     pub fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
-        rewrite(path, keep).map_err(fault(path))?;
-        let file = File::options().create(true).append(true).open(path).map_err(fault(path))?;
+        rewrite(path, keep).map_err(write_error(path))?;
+        let file =
+            File::options().create(true).append(true).open(path).map_err(write_error(path))?;
         Ok(Self { path: path.to_owned(), file })
     }
 }
 
-fn fault(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
+fn write_error(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
     move |source| JsonlError::Write { path: path.to_owned(), source }
 }
 
-/// Drops lines that are no row or not to be kept. The old file stays until the new one is complete,
-/// and is left alone if nothing is to be dropped.
+/// Removes invalid lines and rows that `keep` rejects. Replaces the file only when the new one is
+/// complete, and leaves it unchanged if there is nothing to remove.
 fn rewrite(path: &Path, keep: impl Fn(&Value) -> bool) -> io::Result<()> {
     let old = match File::open(path) {
         Ok(old) => old,
@@ -102,7 +104,7 @@ fn rewrite(path: &Path, keep: impl Fn(&Value) -> bool) -> io::Result<()> {
         _ => fs::rename(&temporary, path),
     });
     if result.is_err() {
-        // The first error is the one to report.
+        // Report the first error, not this one.
         let _ = fs::remove_file(&temporary);
     }
     result
@@ -128,10 +130,7 @@ fn copy_rows(
                 }
             }
             _ => {
-                tracing::warn!(
-                    "{}:{number}: dropped a line that is no complete row",
-                    path.display()
-                );
+                tracing::warn!("{}:{number}: removed an incomplete row", path.display());
                 num_dropped += 1;
             }
         }
@@ -158,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn each_row_can_be_read_as_soon_as_it_is_written() {
+    fn each_row_can_be_read_immediately_after_the_write() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let mut sink = JsonlSink::open(&path).unwrap();
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resumed_run_keeps_the_rows_up_to_its_step_and_appends_the_next() {
+    fn a_resumed_run_keeps_rows_up_to_its_step_and_appends_later_ones() {
         let rows = "{\"step\":1}\n{\"eval\":true,\"step\":2}\n{\"step\":2}\n{\"file\":\"a\"}\n{\"step\":3}\n";
         let (folder, path) = with(&format!("{rows}{{\"step\":4,\"lo"));
         let mut sink = JsonlSink::open_truncated_after(&path, 2).unwrap();
@@ -179,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_last_line_is_dropped_even_if_it_happens_to_be_json() {
+    fn an_incomplete_last_line_is_removed_even_if_it_is_valid_json() {
         for torn in ["{\"step\":2", "{\"step\":2}", "1", "\u{0}\u{0}"] {
             let (folder, path) = with(&format!("{{\"step\":1}}\n{torn}"));
             let mut sink = JsonlSink::open(&path).unwrap();
@@ -190,11 +189,11 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_file_is_not_rewritten() {
+    fn a_valid_file_is_not_rewritten() {
         let (folder, path) = with("{\"step\":1}\n");
         let mut reader = File::open(&path).unwrap();
         JsonlSink::open(&path).unwrap().write(&json!({"step": 2})).unwrap();
-        // The handle of before sees the new row: it is the same file.
+        // The handle opened before sees the new row, so the file was not replaced.
         let mut text = String::new();
         io::Read::read_to_string(&mut reader, &mut text).unwrap();
         assert_eq!(text.lines().count(), 2);

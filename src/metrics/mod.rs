@@ -1,7 +1,7 @@
-//! What a run reports: one row an optimizer step, one a pass over the evaluation data.
+//! Metrics of a run: one row per optimizer step and one per evaluation.
 //!
-//! Rows go to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and to the log by `log`. Counts
-//! are of this step; `rejected` and `peak_memory_bytes` are of the run so far.
+//! Rows are written to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and logged by `log`.
+//! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
 
 mod jsonl;
 mod memory;

@@ -4,56 +4,59 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// One optimizer step; the fields are the keys of `metrics.jsonl`, in this order.
+/// Metrics of one optimizer step. The fields are the keys of `metrics.jsonl`, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepMetrics {
-    /// Optimizer steps done, this one included.
+    /// Number of optimizer steps so far, including this one.
     pub step: u64,
-    /// Epochs consumed as of the end of this step, fractional.
+    /// Fractional number of epochs consumed at the end of this step.
     pub epoch: f64,
-    /// Mean nll over all supervised targets of the step; `null` in the file if it is not finite.
+    /// Mean negative log-likelihood over all supervised targets of the step; `null` in the file if
+    /// it is not finite.
     pub loss: f64,
-    /// L2 norm over all trainable parameters, before clipping.
+    /// L2 norm of the gradient over all trained parameters, before clipping.
     pub grad_norm: f64,
-    /// Learning rate of this step, without multipliers.
+    /// Learning rate of this step, before the multipliers of parameter groups.
     pub lr: f64,
-    /// Real tokens, vision tokens included.
+    /// Number of real tokens, including vision tokens.
     pub num_tokens: u64,
-    /// Supervised targets: the divisor of the loss.
+    /// Number of supervised targets, the divisor of the loss.
     pub num_target_tokens: u64,
-    /// Samples.
+    /// Number of samples.
     pub num_samples: u64,
-    /// Real tokens / (packs * packing_length), or / padded tokens without packing.
+    /// Packing efficiency: real tokens / (packs * `packing_length`), or real tokens / padded tokens
+    /// without packing.
     pub fill: f64,
-    /// Wall clock of the step, waiting for data included.
+    /// Wall-clock seconds of the step, including waiting for data.
     pub step_time_s: f64,
-    /// Part of it spent waiting for the loader.
+    /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
-    /// Highest resident memory of the process so far.
+    /// Peak resident memory of the process so far, in bytes.
     pub peak_memory_bytes: u64,
-    /// Most memory that tensors took on the GPU so far; absent on the CPU.
+    /// Peak GPU memory in use by tensors so far, in bytes; absent on the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_device_memory_bytes: Option<u64>,
-    /// Most that was held for them, with what lies idle between them: what the GPU must have.
+    /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; absent on
+    /// the CPU. This is the memory that the GPU must have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_device_reserved_bytes: Option<u64>,
-    /// Rows rejected so far, and texts of corpora that could not be used.
+    /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,
-    /// The same by reason; absent while there are none.
+    /// `rejected` by reason; absent if nothing was rejected.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_reason: BTreeMap<String, u64>,
-    /// The same by data file and reason.
+    /// `rejected` by data file and reason; absent if nothing was rejected.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
-    /// `loss/NAME` and counts of each data set, where there are several.
+    /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
 }
 
 impl StepMetrics {
-    /// One log line with the numbers that a reader follows.
+    /// Writes the main metrics as one log line.
     pub fn log(&self) {
         tracing::info!(
             step = self.step,
@@ -71,31 +74,32 @@ impl StepMetrics {
     }
 }
 
-/// One pass over the evaluation data.
+/// Metrics of one evaluation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EvalMetrics {
-    /// Always true: tells these rows from those of steps.
+    /// Always true; distinguishes these rows from those of steps.
     eval: bool,
-    /// Optimizer steps done.
+    /// Number of optimizer steps so far.
     pub step: u64,
-    /// Mean nll over all supervised targets.
+    /// Mean negative log-likelihood over all supervised targets.
     pub loss: f64,
-    /// Supervised targets.
+    /// Number of supervised targets.
     pub num_target_tokens: u64,
-    /// Samples.
+    /// Number of samples.
     pub num_samples: u64,
-    /// Share of the samples whose every supervised token is the most likely one, where it was computed.
+    /// Share of samples for which the model predicts every supervised token (greedy); `None` if it
+    /// was not computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
-    /// Wall clock of the pass.
+    /// Wall-clock seconds of the evaluation.
     pub time_s: f64,
-    /// `loss/NAME` and counts of each data set, where there are several.
+    /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
 }
 
 impl EvalMetrics {
-    /// A row without accuracy.
+    /// Creates a row without accuracy and without data sets.
     pub fn new(
         step: u64,
         loss: f64,
@@ -115,19 +119,19 @@ impl EvalMetrics {
         }
     }
 
-    /// The same row with the share of exact samples, where there is one.
+    /// Returns the row with this accuracy.
     #[must_use]
     pub fn with_accuracy(self, accuracy: Option<f64>) -> Self {
         Self { accuracy, ..self }
     }
 
-    /// The same row with the keys of each data set.
+    /// Returns the row with these keys for each data set.
     #[must_use]
     pub fn with_datasets(self, datasets: BTreeMap<String, Value>) -> Self {
         Self { datasets, ..self }
     }
 
-    /// One log line.
+    /// Writes the metrics as one log line.
     pub fn log(&self) {
         tracing::info!(
             step = self.step,
@@ -146,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_row_has_the_keys_of_the_contract_in_their_order() {
+    fn a_step_row_has_the_documented_keys_in_order() {
         let row = StepMetrics {
             step: 3,
             epoch: 0.5,
@@ -177,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_eval_row_says_so() {
+    fn an_eval_row_has_the_key_eval() {
         let row = EvalMetrics::new(7, 1.25, 100, 5, 0.5);
         let text = serde_json::to_string(&row).unwrap();
         assert!(text.starts_with(r#"{"eval":true,"step":7,"loss":1.25,"#), "{text}");

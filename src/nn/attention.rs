@@ -115,7 +115,7 @@ impl AttentionBlock {
             let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
             let (k, _) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
             let heads = Qkv { q: &q, k: &k, v: &v };
-            self.backend.forward(heads, context.segments(), Masking::Causal)?
+            self.backend.forward(heads, &context.segments, Masking::Causal)?
         };
         let y = self.output(x, &o)?;
         Ok((y, SavedAttention { x: x.clone(), rstd, q_proj, k_proj, v, o, lse }))
@@ -135,7 +135,7 @@ impl AttentionBlock {
         let (q, q_rstd) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
         let (k, k_rstd) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let segments = context.segments();
+        let segments = &context.segments;
         let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
         drop((q, k, v, o, lse, d_o));
         let QkvGrad { dq, dk, dv } = d_heads;

@@ -8,8 +8,7 @@ use candle_core::{Device, Result, Tensor, bail};
 /// Inputs of the decoder layers without a gradient.
 pub(crate) struct DecoderContext {
     pub(crate) rope: RopeTable,
-    cu_seqlens: Vec<u32>,
-    mask_boundaries: Vec<u32>,
+    pub(super) segments: Segments,
 }
 
 impl DecoderContext {
@@ -28,14 +27,9 @@ impl DecoderContext {
         }
         let context = Self {
             rope: rope.upload(num_rows, device)?,
-            cu_seqlens: batch.cu_seqlens.as_slice().to_vec(),
-            mask_boundaries: batch.mask_boundaries.as_slice().to_vec(),
+            segments: Segments::new(batch.cu_seqlens.clone(), batch.mask_boundaries.clone())?,
         };
         let ids = std::mem::take(&mut batch.input_ids);
         Ok((ops::upload(ids, num_rows, device)?, context)) // [T]
-    }
-
-    pub(super) fn segments(&self) -> Segments<'_> {
-        Segments { cu_seqlens: &self.cu_seqlens, mask_boundaries: &self.mask_boundaries }
     }
 }

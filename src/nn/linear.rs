@@ -2,7 +2,7 @@
 //! that no other block has to.
 
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, Again};
+use crate::ops::{self, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
@@ -51,9 +51,9 @@ impl Linear {
 
     /// Whether the backward of the elementwise op that computes `x` must also compute `x` again:
     /// only parameter gradients need it.
-    pub(crate) fn recompute_input(&self, grads: &dyn GradSink) -> Again {
+    pub(crate) fn recompute_input(&self, grads: &dyn GradSink) -> RecomputeInput {
         let trains = self.params().any(|param| grads.buffer(param).is_some());
-        if trains { Again::Output } else { Again::Nothing }
+        if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
     /// `dx: [N, K]` without parameter gradients.

@@ -61,8 +61,8 @@ impl MlpBlock {
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
         let d_activated = self.down.backward_input(&dy)?; // [T, F]
-        let again = self.down.recompute_input(grads);
-        let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, again)?; // [T, F]
+        let recompute = self.down.recompute_input(grads);
+        let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
         if let Some(activated) = activated {
             self.down.backward_params(&activated, &dy, grads)?;
         }

@@ -5,13 +5,13 @@
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::narrow_into;
+use super::cpu::blocks::to_bf16_block;
+use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
 use super::moments::{self, step_seed, tensor_seed};
-use super::simd::kernels;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -161,7 +161,7 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     for tensor in tensors {
         expect_f32("sums_of_squares", "t", tensor, tensor.dims())?;
     }
-    gpu!(first => sums_of_squares(tensors));
+    return_if_on_gpu!(first => sums_of_squares(tensors));
     let squares = tensors.iter().map(|tensor| sum_of_squares(tensor));
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
 }
@@ -189,7 +189,7 @@ pub fn clipped_update(
         .map(|update| Scalars::new(hyper, update.lr, update.weight_decay, step))
         .collect();
     let seed = step_seed(step);
-    gpu!(updates[0].tensors.grad => clipped_update(updates, &scalars, seed, squares, max_grad_norm));
+    return_if_on_gpu!(updates[0].tensors.grad => clipped_update(updates, &scalars, seed, squares, max_grad_norm));
     let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
     if norm.is_finite() {
         // As torch.nn.utils.clip_grad_norm_.
@@ -217,7 +217,7 @@ pub fn adamw_step(
     check(op, tensors, step)?;
     let scalars = Scalars::new(hyper, lr, weight_decay, step);
     let seed = step_seed(step);
-    gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
+    return_if_on_gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
     update_on_cpu(op, tensors, scalars, grad_scale, tensor_seed(seed, 0))
 }
 
@@ -265,7 +265,7 @@ fn update_blocks<M: Element>(
                     blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
                         |((index, (((p, m), v), grad)), weight)| {
                             update(index * BLOCK, grad, p, m, v);
-                            narrow_into(p, weight);
+                            to_bf16_block(p, weight);
                         },
                     );
                 })
@@ -277,7 +277,7 @@ fn update_blocks<M: Element>(
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
-    gpu!(t => sum_of_squares(t));
+    return_if_on_gpu!(t => sum_of_squares(t));
     let t = read("sum_of_squares", "t", t)?;
     let t = t.slice::<f32>()?;
     let partials: Vec<f64> = t.par_chunks(BLOCK).map(sum_of_squares_block).collect();
@@ -290,7 +290,7 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     for tensor in tensors {
         expect_f32("fill_zero_all", "t", tensor, tensor.dims())?;
     }
-    gpu!(first => fill_zero_all(tensors));
+    return_if_on_gpu!(first => fill_zero_all(tensors));
     tensors.iter().try_for_each(|tensor| fill_zero(tensor))
 }
 
@@ -298,7 +298,7 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
-    gpu!(t => fill_zero(t));
+    return_if_on_gpu!(t => fill_zero(t));
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));

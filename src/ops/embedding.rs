@@ -1,14 +1,17 @@
-//! Rows of a table by id, and the gradient of the table.
+//! Lookup and interpolation of table rows by id, and the gradient of the table.
 //!
-//! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`).
+//! Shapes: `ids: [T]` (`u32`), `w: [V, D]`, result and `dy`: `[T, D]`, `dw: [V, D]` (`f32`). For
+//! interpolation: `table: [N, D]`, `index: [P, 4]` (`u32`), `weight: [P, 4]` (`f32`), result and
+//! `dy`: `[P, D]`.
 
-use super::blocks::{filled, span};
+use super::cpu::blocks::{filled, span};
 use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Fails at the first id that is no row of a table of `num_rows`. Reading ids back from a GPU would wait for it: those
-/// were checked before their upload, and the kernels leave rows outside of the table alone.
+/// Fails if an id is not a row of a table of `num_rows` rows. Does nothing on a GPU, where reading
+/// the ids would wait for the device: those ids were checked before the upload, and the kernels
+/// skip ids outside the table.
 fn check_ids(op: &'static str, ids: &Tensor, num_rows: usize) -> Result<()> {
     if !ids.device().is_cpu() {
         return Ok(());
@@ -16,24 +19,24 @@ fn check_ids(op: &'static str, ids: &Tensor, num_rows: usize) -> Result<()> {
     let ids = read(op, "ids", ids)?;
     match ids.slice::<u32>()?.iter().enumerate().find(|(_, id)| **id as usize >= num_rows) {
         Some((at, id)) => {
-            bail!("{op}: id `{id}` at {at} is outside of the table of {num_rows} rows")
+            bail!("{op}: id `{id}` at position {at} is out of range for {num_rows} rows")
         }
         None => Ok(()),
     }
 }
 
-/// `w[ids]`: `[T, D]`.
+/// Returns `w[ids]`, `[T, D]`, in the dtype of `w`. On the CPU it fails if an id is not below `V`.
 pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
     let op = "embedding";
     let (v, _) = w.dims2()?;
     ids.dims1()?;
     compute_dtype(op, &[("w", w)])?;
     check_ids(op, ids, v)?;
-    gpu!(w => embedding(ids, w));
+    return_if_on_gpu!(w => embedding(ids, w));
     super::gather_rows(w, ids)
 }
 
-/// `dw[ids[t]] += dy[t]` for each `t`, in that order for each row.
+/// Adds `dy[t]` to `dw[ids[t]]` for each `t`, in ascending order for each row of `dw`.
 pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
     let op = "embedding_backward";
     let ((t, d), (v, _)) = (dy.dims2()?, dw.dims2()?);
@@ -44,16 +47,16 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
     }
     cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
     check_ids(op, ids, v)?;
-    gpu!(dy => embedding_backward(ids, dy, dw));
+    return_if_on_gpu!(dy => embedding_backward(ids, dy, dw));
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
     let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
-        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.lend(at * d..(at + 1) * d), row));
+        add_by_row(ids, d, dw, |at, row| cpu::add(&dy.view(at * d..(at + 1) * d), row));
     })
 }
 
-/// Calls `add(at, row ids[at] of table)` for each `at`: rows in parallel, each row's calls in ascending order.
-/// Every id is a row of `table [_, width]`.
+/// Calls `add(at, row ids[at] of table)` for each `at`: rows in parallel, the calls of a row in
+/// ascending order of `at`. Every id must be a row of `table [_, width]`.
 #[expect(unsafe_code, reason = "tasks write disjoint rows, which the type system cannot see")]
 pub(super) fn add_by_row(
     ids: &[u32],
@@ -62,7 +65,7 @@ pub(super) fn add_by_row(
     add: impl Fn(usize, &mut [f32]) + Sync,
 ) {
     let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-    order.par_sort_by_key(|at| ids[*at as usize]); // stable
+    order.par_sort_by_key(|at| ids[*at as usize]); // stable, so positions stay ascending
     let groups: Vec<&[u32]> = order.chunk_by(|a, b| ids[*a as usize] == ids[*b as usize]).collect();
     let num_rows = table.len() / width.max(1);
     let table = Shared::of(table);
@@ -77,7 +80,7 @@ pub(super) fn add_by_row(
     });
 }
 
-/// Checks `index` and `weight [P, 4]` and returns `P`.
+/// Validates `index` and `weight [P, 4]` and returns `P`.
 fn check_taps(op: &'static str, index: &Tensor, weight: &Tensor, num_rows: usize) -> Result<usize> {
     let (p, taps) = index.dims2()?;
     if taps != 4 {
@@ -88,13 +91,12 @@ fn check_taps(op: &'static str, index: &Tensor, weight: &Tensor, num_rows: usize
     Ok(p)
 }
 
-/// `y[p] = sum over j of weight[p, j] * table[index[p, j]]`, with `table: [N, D]`, `index: [P, 4]` (`u32`) and
-/// `weight: [P, 4]` (`f32`); `[P, D]`.
+/// Returns `y [P, D]` with `y[p] = sum over j of weight[p, j] * table[index[p, j]]`.
 pub fn interpolate_rows(table: &Tensor, index: &Tensor, weight: &Tensor) -> Result<Tensor> {
     interpolate("interpolate_rows", table, index, weight, None)
 }
 
-/// `x + interpolate_rows(table, index, weight)`, with `x: [P, D]`.
+/// Returns `x + interpolate_rows(table, index, weight)`, with `x: [P, D]`.
 pub fn interpolate_rows_add(
     table: &Tensor,
     index: &Tensor,
@@ -118,7 +120,7 @@ fn interpolate(
         compute_dtype(op, &[("table", table), ("x", x)])?;
         cpu::expect_shape(op, "x", x, &[p, d])?;
     }
-    gpu!(table => interpolate_rows(op, table, index, weight, x));
+    return_if_on_gpu!(table => interpolate_rows(op, table, index, weight, x));
     let x = x.map(|x| read(op, "x", x)).transpose()?;
     let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
@@ -126,19 +128,20 @@ fn interpolate(
     let (table, index, weight) = (table.values()?, index.slice::<u32>()?, weight.slice::<f32>()?);
     let [y] = filled(p, cpu::ROWS, [(d, dtype)], |patches, [y]| {
         if let Some(x) = x {
-            y.copy_from_slice(&x.lend(span(&patches, d)));
+            y.copy_from_slice(&x.view(span(&patches, d)));
         }
         for (at, y) in patches.zip(y.chunks_mut(d)) {
             for tap in at * 4..at * 4 + 4 {
                 let row = index[tap] as usize;
-                cpu::add_scaled(weight[tap], &table.lend(row * d..(row + 1) * d), y);
+                cpu::add_scaled(weight[tap], &table.view(row * d..(row + 1) * d), y);
             }
         }
     });
     y.tensor((p, d))
 }
 
-/// `dtable[index[p, j]] += weight[p, j] * dy[p]`, with `dy: [P, D]` and `dtable: [N, D]` (`f32`).
+/// Adds `weight[p, j] * dy[p]` to `dtable[index[p, j]]` for each `p` and `j`; `dtable: [N, D]`
+/// (`f32`).
 pub fn interpolate_rows_backward(
     index: &Tensor,
     weight: &Tensor,
@@ -154,14 +157,14 @@ pub fn interpolate_rows_backward(
     compute_dtype(op, &[("dy", dy)])?;
     cpu::expect_shape(op, "dy", dy, &[p, d])?;
     cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
-    gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
+    return_if_on_gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
     let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);
     cpu::write(op, "dtable", dtable, |dtable| {
         add_by_row(index, d, dtable, |tap, row| {
             let at = tap / 4;
-            cpu::add_scaled(weight[tap], &dy.lend(at * d..(at + 1) * d), row);
+            cpu::add_scaled(weight[tap], &dy.view(at * d..(at + 1) * d), row);
         });
     })
 }
@@ -215,14 +218,14 @@ mod tests {
     }
 
     #[test]
-    fn an_id_outside_of_the_table_is_named() {
+    fn an_id_outside_the_table_is_reported_with_its_position() {
         if !ids_are_checked() {
             return;
         }
-        let said = message(embedding(&ids(&[0, 7]), &random(1, &[7, 2])));
-        assert!(said.contains("id `7` at 1"), "{said}");
+        let error = message(embedding(&ids(&[0, 7]), &random(1, &[7, 2])));
+        assert!(error.contains("id `7` at position 1"), "{error}");
         let dw = gradient_buffer(&[7, 2]);
-        let said = message(embedding_backward(&ids(&[9]), &random(1, &[1, 2]), &dw));
-        assert!(said.contains("id `9` at 0"), "{said}");
+        let error = message(embedding_backward(&ids(&[9]), &random(1, &[1, 2]), &dw));
+        assert!(error.contains("id `9` at position 0"), "{error}");
     }
 }

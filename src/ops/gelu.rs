@@ -1,38 +1,40 @@
-//! GELU, elementwise, in the two forms that the vision tower uses.
+//! GELU, elementwise, in the two forms that vision encoders use.
+//!
+//! Shapes: `x`, `y`, `dx` and `dy` have the same shape, of any rank.
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
-use super::blocks::{Full, Slots, elementwise};
+use super::cpu::blocks::{Full, Slots, elementwise};
+use super::cpu::in_place::{RecomputeInput, change};
+use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
-use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
-/// Which GELU.
+/// Form of the GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gelu {
-    /// `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`: `gelu_pytorch_tanh`.
+    /// Tanh approximation, `gelu_pytorch_tanh`: `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`.
     Tanh,
-    /// `x (1 + erf(x / sqrt 2)) / 2`: the exact one.
+    /// Exact form: `x (1 + erf(x / sqrt 2)) / 2`.
     Erf,
 }
 
-/// `2 sqrt(2/pi)`: `(1 + tanh u) / 2` is `sigmoid(2 u)`.
+/// `2 sqrt(2/pi)`, used with the identity `(1 + tanh u) / 2 = sigmoid(2 u)`.
 const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
 const CUBIC: f32 = 0.044_715;
-/// An odd function of `x` on the whole line: `x P(x^2) / Q(x^2)` up to `end`, from there `1/2` with the sign of `x`.
-/// Cheaper than an exponential and a fit of `erfc`.
+/// Rational approximation of an odd function: `x P(x^2) / Q(x^2)` for `|x| <= end`, and `1/2` with
+/// the sign of `x` beyond. It is cheaper than an exponential with a fit of `erfc`.
 #[derive(Clone, Copy)]
 struct Odd {
     end: f32,
     numerator: [f32; 6],   // highest power first
-    denominator: [f32; 5], // likewise, but for the last, 1
+    denominator: [f32; 5], // likewise, without the last, which is 1
 }
 
-/// `erf(x / sqrt 2) / 2`, absolute error below 2e-7; fitted.
+/// Fit of `erf(x / sqrt 2) / 2`, absolute error below 2e-7.
 const HALF_ERF: Odd = Odd {
     end: 5.5,
     numerator: [
@@ -46,7 +48,7 @@ const HALF_ERF: Odd = Odd {
     denominator: [1.197_502_1e-6, 7.364_742_8e-5, 1.884_444_6e-3, 0.028_645_873, 0.251_521_94],
 };
 
-/// The derivative of the exact GELU, less 1/2, absolute error below 4e-7; fitted.
+/// Fit of the derivative of the exact GELU minus 1/2, absolute error below 4e-7.
 const SLOPE: Odd = Odd {
     end: 5.8,
     numerator: [
@@ -60,7 +62,7 @@ const SLOPE: Odd = Odd {
     denominator: [8.952_377e-6, 1.920_366_2e-4, 3.523_035_6e-3, 0.040_980_23, 0.294_494_12],
 };
 
-/// Its value; a NaN stays one.
+/// Value of the approximation at `x`. Propagates NaN.
 #[inline(always)]
 fn odd(f: Odd, x: f32) -> f32 {
     let u = x * x;
@@ -76,13 +78,13 @@ fn odd(f: Odd, x: f32) -> f32 {
     if x < -f.end { -0.5 } else { up_to_end }
 }
 
-/// `(1 + tanh u) / 2` at `u = sqrt(2/pi) (x + 0.044715 x^3)`.
+/// Computes `(1 + tanh u) / 2` at `u = sqrt(2/pi) (x + 0.044715 x^3)`.
 #[inline(always)]
 fn tanh_gate(x: f32) -> f32 {
     sigmoid(TWICE_SQRT_2_OVER_PI * x * (CUBIC * x).mul_add(x, 1.0))
 }
 
-/// The derivative, where the gate is `s`.
+/// Derivative of the tanh form at `x`, given `s = tanh_gate(x)`.
 #[inline(always)]
 fn tanh_slope(x: f32, s: f32) -> f32 {
     let slope = TWICE_SQRT_2_OVER_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
@@ -101,7 +103,7 @@ kernels! {
         }
     }
 
-    fn tanh_backward_again(x: &mut [f32], dy: &mut [f32]) {
+    fn tanh_backward_recompute(x: &mut [f32], dy: &mut [f32]) {
         for (x, dy) in x.iter_mut().zip(dy) {
             let s = tanh_gate(*x);
             let y = *x * s;
@@ -121,7 +123,7 @@ kernels! {
         }
     }
 
-    fn erf_backward_again(x: &mut [f32], dy: &mut [f32]) {
+    fn erf_backward_recompute(x: &mut [f32], dy: &mut [f32]) {
         for (x, dy) in x.iter_mut().zip(dy) {
             let y = *x * (0.5 + odd(HALF_ERF, *x));
             *x = *dy * (0.5 + odd(SLOPE, *x));
@@ -130,48 +132,49 @@ kernels! {
     }
 }
 
-/// `gelu(x)`, in the shape of `x`.
+/// Returns `gelu(x)` in the shape and dtype of `x`.
 pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu";
     let dtype = compute_dtype(op, &[("x", x)])?;
-    gpu!(x => gelu(x, kind));
+    return_if_on_gpu!(x => gelu(x, kind));
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.values()?;
     let y = elementwise(shape.elem_count(), dtype, |at, y| match kind {
-        Gelu::Tanh => tanh_forward(&x.lend(at), y),
-        Gelu::Erf => erf_forward(&x.lend(at), y),
+        Gelu::Tanh => tanh_forward(&x.view(at), y),
+        Gelu::Erf => erf_forward(&x.view(at), y),
     });
     y.tensor(shape)
 }
 
-/// `(dx, y)` in the memory of `x` and `dy`: the caller gives them up, with all their clones. `y` is there if asked for.
+/// Returns `(dx, y)` in the memory of `x` and `dy`, which are overwritten together with their
+/// clones. `y` is `None` unless `recompute` is `Yes`.
 pub fn gelu_backward(
     x: Tensor,
     dy: Tensor,
     kind: Gelu,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let op = "gelu_backward";
     compute_dtype(op, &[("x", &x), ("dy", &dy)])?;
     expect_shape(op, "dy", &dy, x.dims())?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
-    gpu!(&x => gelu_backward(x, dy, kind, again));
-    match again {
-        Again::Nothing => {
+    return_if_on_gpu!(&x => gelu_backward(x, dy, kind, recompute));
+    match recompute {
+        RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;
             change(op, [("x", &x)], |span, [x]| match kind {
-                Gelu::Tanh => tanh_backward(x, &dy.lend(span)),
-                Gelu::Erf => erf_backward(x, &dy.lend(span)),
+                Gelu::Tanh => tanh_backward(x, &dy.view(span)),
+                Gelu::Erf => erf_backward(x, &dy.view(span)),
             })?;
         }
-        Again::Output => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
-            Gelu::Tanh => tanh_backward_again(x, dy),
-            Gelu::Erf => erf_backward_again(x, dy),
+        RecomputeInput::Yes => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
+            Gelu::Tanh => tanh_backward_recompute(x, dy),
+            Gelu::Erf => erf_backward_recompute(x, dy),
         })?,
     }
-    Ok((x, (again == Again::Output).then_some(dy)))
+    Ok((x, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
 #[cfg(test)]
@@ -179,22 +182,22 @@ mod tests {
     use super::super::testing::{bits, check, device, operand, random, values};
     use super::*;
 
-    /// Output and gradient, after both backwards of copies were held to each other.
+    /// Output and gradient, after checking that both variants of the backward give the same bits.
     fn forward_and_backward(x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<(Tensor, Vec<Tensor>)> {
         let y = gelu(x, kind)?;
         let copy = |t: &Tensor| operand(t, t.dtype());
-        let (dx, again) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Output)?;
-        let (alone, nothing) = gelu_backward(copy(x)?, copy(dy)?, kind, Again::Nothing)?;
-        assert_eq!(bits(&again.unwrap()), bits(&y), "the output again");
+        let (dx, recomputed) = gelu_backward(copy(x)?, copy(dy)?, kind, RecomputeInput::Yes)?;
+        let (alone, nothing) = gelu_backward(copy(x)?, copy(dy)?, kind, RecomputeInput::No)?;
+        assert_eq!(bits(&recomputed.unwrap()), bits(&y), "recomputed output");
         assert_eq!(bits(&dx), bits(&alone));
         assert!(nothing.is_none());
         Ok((y, vec![dx]))
     }
 
-    /// The derivative at `x`.
+    /// Derivative at `x`.
     fn slope(x: &Tensor, kind: Gelu) -> Tensor {
         let ones = x.ones_like().unwrap();
-        gelu_backward(x.copy().unwrap(), ones, kind, Again::Nothing).unwrap().0
+        gelu_backward(x.copy().unwrap(), ones, kind, RecomputeInput::No).unwrap().0
     }
 
     #[test]
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn large_values_saturate_and_a_nan_stays_one() {
+    fn large_values_saturate_and_nan_propagates() {
         let x = Tensor::new(&[100f32, -100.0, f32::NAN], &device()).unwrap();
         for kind in [Gelu::Tanh, Gelu::Erf] {
             let y = gelu(&x, kind).unwrap().to_vec1::<f32>().unwrap();
@@ -239,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_are_within_a_millionth_over_the_whole_range() {
+    fn both_forms_have_an_error_below_1e_6_on_the_whole_range() {
         let x: Vec<f64> = (-12_000..=12_000).map(|i| f64::from(i) * 1e-3).collect();
         let t = Tensor::new(x.as_slice(), &device()).unwrap();
         let narrow = t.to_dtype(candle_core::DType::F32).unwrap();
@@ -253,7 +256,7 @@ mod tests {
             let got = values(&gelu(&narrow, kind).unwrap());
             let slopes = values(&slope(&narrow, kind));
             for i in 1..x.len() - 1 {
-                // Central differences; their own error is below 1e-6.
+                // The error of the central difference is below 1e-6.
                 let difference = (want[i + 1] - want[i - 1]) / (wide_x[i + 1] - wide_x[i - 1]);
                 assert!((slopes[i] - difference).abs() <= 2e-6, "{kind:?} {}: {}", x[i], slopes[i]);
             }

@@ -1,34 +1,37 @@
-//! GPUs: opening one, and its memory.
+//! Opening a GPU, uploading to it, and reading its memory use.
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{Device, Result, Shape, Tensor, WithDType};
 
-/// Whether this build can use GPUs at all.
+/// Whether this build supports GPUs (feature `cuda`).
 pub const CUDA_BUILD: bool = cfg!(feature = "cuda");
 
 /// Memory of a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// Most that tensors took at one time so far.
+    /// Highest number of bytes in use by tensors so far.
     pub peak: u64,
-    /// Most that was held for them, with what lies idle between them.
+    /// Highest number of bytes reserved from the driver so far, including free memory kept for
+    /// reuse.
     pub reserved: u64,
-    /// What they take now.
+    /// Bytes in use by tensors now.
     pub used: u64,
 }
 
-/// GPU `ordinal`, ready for our kernels: one stream for all threads, and freed memory kept for the next tensor.
+/// Opens GPU `ordinal` with one stream for all threads, and with freed memory kept for later
+/// tensors. Fails if the CUDA libraries cannot be loaded or there is no such GPU.
 #[cfg(feature = "cuda")]
 pub fn open_gpu(ordinal: usize) -> Result<Device> {
-    // Loading a library that is not there is a panic further down.
+    // cudarc panics if a library is missing.
     let opened = std::panic::catch_unwind(|| Device::new_cuda_with_stream(ordinal));
     let device = opened.unwrap_or_else(|_| {
-        candle_core::bail!("the CUDA libraries cannot be loaded: is the driver installed?")
+        candle_core::bail!("cannot load the CUDA libraries: install the NVIDIA driver")
     })?;
     let gpu = device.as_cuda_device()?;
-    // SAFETY: every tensor lives on the one stream of this device, so use and free are in order.
-    #[expect(unsafe_code, reason = "a promise about streams")]
+    // SAFETY: all tensors are used on the single stream of this device, so uses and frees are in
+    // order.
+    #[expect(unsafe_code, reason = "the caller must guarantee the order of streams")]
     unsafe {
         gpu.disable_event_tracking();
     }
@@ -36,20 +39,21 @@ pub fn open_gpu(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// There is none in this build.
+/// Fails, because this build has no CUDA support.
 #[cfg(not(feature = "cuda"))]
 pub fn open_gpu(ordinal: usize) -> Result<Device> {
     candle_core::bail!("cuda:{ordinal}: this build has no CUDA kernels")
 }
 
-/// Without it the driver gives memory back at every synchronisation, and each step allocates anew.
+/// Without this setting the driver releases memory at every synchronization, and each step
+/// allocates it again.
 #[cfg(feature = "cuda")]
 #[expect(unsafe_code, reason = "driver calls")]
 fn keep_freed_memory(ordinal: usize) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::{result, sys};
     let mut everything = u64::MAX;
     let device = result::device::get(ordinal as i32).w()?;
-    // SAFETY: the device is one, its pool is valid, and the attribute is a 64-bit number.
+    // SAFETY: the device exists, its pool is valid, and the attribute is a 64-bit integer.
     unsafe {
         let pool = result::device::get_mem_pool(device).w()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -57,7 +61,8 @@ fn keep_freed_memory(ordinal: usize) -> Result<()> {
     }
 }
 
-/// A tensor on `device` with these values. On a GPU the copy is only begun: nothing waits for it but the GPU.
+/// Returns a tensor on `device` with these values. On a GPU the copy is asynchronous: the host does
+/// not wait for it.
 pub fn upload<T: WithDType>(
     values: Vec<T>,
     shape: impl Into<Shape>,
@@ -70,7 +75,8 @@ pub fn upload<T: WithDType>(
     Tensor::from_vec(values, shape.into(), device)
 }
 
-/// Memory of the GPU behind `device`; `None` on the CPU.
+/// Returns the memory use of the GPU `device`, or `None` on the CPU or if the driver reports an
+/// error.
 #[cfg(feature = "cuda")]
 #[expect(unsafe_code, reason = "driver calls")]
 pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
@@ -79,7 +85,7 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     let (mut peak, mut reserved, mut used) = (0u64, 0u64, 0u64);
-    // SAFETY: as above; the attributes are read into 64-bit numbers.
+    // SAFETY: as above; the attributes are 64-bit integers.
     unsafe {
         let pool = result::device::get_mem_pool(context.cu_device()).ok()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
@@ -92,7 +98,7 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     Some(GpuMemory { peak, reserved, used })
 }
 
-/// There is none in this build.
+/// Returns `None`, because this build has no CUDA support.
 #[cfg(not(feature = "cuda"))]
 pub fn gpu_memory(_: &Device) -> Option<GpuMemory> {
     None

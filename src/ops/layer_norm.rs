@@ -1,11 +1,12 @@
 //! Layer norm over the last axis, with bias: `y = w * (x - mean) * rstd + b`.
 //!
-//! Shapes: `x`, `y`, `dy`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` holds `mean`, `rstd`. Computed in `f32`.
+//! Shapes: `x`, `y`, `dy`, `dx`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` (`f32`) holds `mean`
+//! and `rstd` of each row. Arithmetic is in `f32`.
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use candle_core::{DType, Result, Tensor};
 
 kernels! {
@@ -27,7 +28,7 @@ kernels! {
     fn input_grad_row(x: &[f32], mean: f32, rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
         let n = dx.len();
         let (x, w, dy) = (&x[..n], &w[..n], &dy[..n]);
-        // With g = w * dy and h the normed row: dx = rstd * (g - mean(g) - h * mean(g * h)).
+        // With g = w * dy and h the normalized row: dx = rstd * (g - mean(g) - h * mean(g * h)).
         let g_mean = dot(dy, w) / n as f32;
         let gh_mean = (dot3(dy, w, x) / n as f32 - mean * g_mean) * rstd;
         for i in 0..n {
@@ -45,18 +46,18 @@ kernels! {
     }
 }
 
-/// The normed rows `[N, D]`, and `stats [N, 2]`, which backward needs.
+/// Returns the normalized rows `[N, D]` and `stats [N, 2]`, which the backward needs.
 pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "layer_norm";
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
-    gpu!(x => layer_norm(x, w, b, eps));
+    return_if_on_gpu!(x => layer_norm(x, w, b, eps));
     let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
     let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
     let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), stats) in y.chunks_mut(d).zip(x.chunks(d)).zip(stats.chunks_mut(2)) {
             stats.copy_from_slice(&stats_row(x, eps as f32));
             apply_row(x, stats[0], stats[1], &w, &b, y);
@@ -65,7 +66,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     Ok((y.tensor((n, d))?, stats.tensor((n, 2))?))
 }
 
-/// The normed rows `[N, D]` again, from known `stats`.
+/// Recomputes the normalized rows `[N, D]` of [`layer_norm`] from its `stats`.
 pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     let op = "layer_norm";
     let (n, d) = x.dims2()?;
@@ -73,12 +74,12 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    gpu!(x => layer_norm_apply(x, stats, w, b));
+    return_if_on_gpu!(x => layer_norm_apply(x, stats, w, b));
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
     let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
     let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((i, y), x) in rows.zip(y.chunks_mut(d)).zip(x.chunks(d)) {
             apply_row(x, stats[2 * i], stats[2 * i + 1], &w, &b, y);
         }
@@ -86,7 +87,8 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     y.tensor((n, d))
 }
 
-/// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` and `db [D]` (`f32`) if they are trained.
+/// Returns `dx [N, D]`, with `residual [N, D]` added if given. Adds the weight gradient to `dw [D]`
+/// and the bias gradient to `db [D]` (both `f32`) unless they are `None`.
 pub fn layer_norm_backward(
     x: &Tensor,
     stats: &Tensor,
@@ -113,19 +115,19 @@ pub fn layer_norm_backward(
         let sources = [("x", x), ("stats", stats), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, name, sums, &sources)?;
     }
-    gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
+    return_if_on_gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, stats, w, dy) = (x.values()?, stats.slice::<f32>()?, w.f32()?, dy.values()?);
-    // Of the weight's gradient, then of the bias's.
+    // The first `d` columns hold the weight gradient, the last `d` the bias gradient.
     let sums = ColumnSums::new(n, 2 * d, dw.is_some() || db.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
-            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+            dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
-        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
         let stats = &stats[span(&rows, 2)];
         let each = || x.chunks(d).zip(dy.chunks(d)).zip(stats.chunks(2));
         for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each()) {
@@ -135,7 +137,8 @@ pub fn layer_norm_backward(
             let (dw, db) = sums.split_at_mut(d);
             for ((x, dy), stats) in each() {
                 weight_grad_row(x, stats[0], stats[1], dy, dw);
-                // Not in one loop with `dw`: 4096 bytes apart, stores to one hold up loads of the other.
+                // A separate loop from `dw`: `dw` and `db` may be 4096 bytes apart, and then stores
+                // to one delay loads from the other.
                 cpu::add(dy, db);
             }
         });
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_mean_does_not_cost_the_variance() {
+    fn the_variance_is_accurate_when_the_mean_is_large() {
         let x = (random(1, &[4, 256]) + 1000.0).unwrap();
         let (one, zero) = (x.ones_like().unwrap(), x.zeros_like().unwrap());
         let (w, b) = (one.get(0).unwrap(), zero.get(0).unwrap().contiguous().unwrap());

@@ -1,23 +1,24 @@
-//! `y = x W^T + b`, and its gradients.
+//! Linear layer `y = x W^T + b`, and its gradients.
 //!
-//! Shapes: `x [N, K]`, `w [M, K]` (more dims than 2 are read as `[M, K]`), `b [M]`, `y [N, M]`.
-//! `N` may have more than one dim too: all dims of `x` but the last. Gradient buffers are `f32`.
+//! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`,
+//! `y [N, M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are
+//! `f32`.
 
-use super::blocks::{filled, pieces, span};
+use super::cpu::blocks::{filled, pieces, span};
+use super::cpu::gemm::Into;
+use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::Into;
-use super::panels::{add_tn, by_rows, new_nn, new_nt, nn, nt, widened};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// `[N, last]` of a tensor whose last dim is kept.
+/// Returns `(N, last)`: the product of all dims but the last, and the last.
 fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
     match t.dims() {
-        [] => bail!("{op}: `{name}` has no dims"),
+        [] => bail!("{op}: `{name}` is a scalar, expected at least one dim"),
         [rows @ .., last] => Ok((rows.iter().product(), *last)),
     }
 }
 
-/// `[M, K]` of a weight: its first dim, and the product of the others.
+/// Returns `(M, K)` of a weight: its first dim, and the product of the others.
 fn matrix_of(op: &str, w: &Tensor) -> Result<(usize, usize)> {
     match w.dims() {
         [m, k @ ..] if !k.is_empty() => Ok((*m, k.iter().product())),
@@ -33,12 +34,12 @@ fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
     dims
 }
 
-/// `x W^T + bias`: `[N, M]`.
+/// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     forward("linear", x, w, bias, None)
 }
 
-/// `x W^T + bias + residual`, with `residual: [N, M]`.
+/// Returns `x W^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
 pub fn linear_add(
     x: &Tensor,
     w: &Tensor,
@@ -57,7 +58,11 @@ fn forward(
 ) -> Result<Tensor> {
     let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
     if k != w_k {
-        bail!("{op}: `x` is {:?} and `w` is {:?}: {k} against {w_k} inputs", x.dims(), w.dims());
+        bail!(
+            "{op}: `x` is {:?} and `w` is {:?}: found {k} inputs, expected {w_k}",
+            x.dims(),
+            w.dims()
+        );
     }
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     let shape = with_last(x, m);
@@ -69,7 +74,7 @@ fn forward(
         compute_dtype(op, &[("x", x), ("bias", bias)])?;
         expect_shape(op, "bias", bias, &[m])?;
     }
-    gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
+    return_if_on_gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
@@ -77,14 +82,14 @@ fn forward(
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.values()?);
     by_rows((n, m, k.max(m)), shape, dtype, |rows| {
-        let x = widened(x, span(&rows, k));
+        let x = f32_slice(x, span(&rows, k));
         if residual.is_none() && bias.is_none() {
             return new_nt((rows.len(), m, k), &x, w);
         }
         let [y] = filled(rows.len(), ROWS, [(m, DType::F32)], |at, [y]| {
             if let Some(residual) = residual {
                 let at = rows.start + at.start..rows.start + at.end;
-                y.copy_from_slice(&residual.lend(span(&at, m)));
+                y.copy_from_slice(&residual.view(span(&at, m)));
             }
             if let Some(bias) = &bias {
                 y.chunks_mut(m).for_each(|row| cpu::add(bias, row));
@@ -100,55 +105,64 @@ fn forward(
 fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
     let ((n, m), (w_m, k)) = (rows_of(op, "dy", dy)?, matrix_of(op, w)?);
     if m != w_m {
-        bail!("{op}: `dy` is {:?} and `w` is {:?}: {m} against {w_m} outputs", dy.dims(), w.dims());
+        bail!(
+            "{op}: `dy` is {:?} and `w` is {:?}: found {m} outputs, expected {w_m}",
+            dy.dims(),
+            w.dims()
+        );
     }
     Ok((n, m, k))
 }
 
-/// `dx = dy W`: `[N, K]`.
+/// Returns the input gradient `dy W`, `[N, K]`.
 pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let op = "linear_backward_input";
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
-    gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
+    return_if_on_gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
-        new_nn((rows.len(), k, m), &widened(dy, span(&rows, m)), w)
+        new_nn((rows.len(), k, m), &f32_slice(dy, span(&rows, m)), w)
     })
 }
 
-/// `dx + dy W`: `[N, K]`. The memory of `dx` is reused: the caller gives it up, with all its clones.
+/// Returns `dx + dy W`, `[N, K]`. It may reuse the memory of `dx`, so `dx` and its clones must not
+/// be used afterwards.
 pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<Tensor> {
     let op = "linear_backward_input_add";
     let (n, m, k) = backward_shape(op, dy, w)?;
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
-    gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
+    return_if_on_gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
-        let dy = widened(dy, 0..n * m);
+        let dy = f32_slice(dy, 0..n * m);
         cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, w))?;
         return Ok(dx);
     }
     let dx_read = read(op, "dx", &dx)?;
     let old = dx_read.values()?;
     by_rows((n, k, k.max(m)), dx.dims(), dx.dtype(), |rows| {
-        let mut sum = widened(old, span(&rows, k)).into_owned();
-        nn((rows.len(), k, m), &mut sum, Into::Add, &widened(dy, span(&rows, m)), w);
+        let mut sum = f32_slice(old, span(&rows, k)).into_owned();
+        nn((rows.len(), k, m), &mut sum, Into::Add, &f32_slice(dy, span(&rows, m)), w);
         sum
     })
 }
 
-/// `dw += dy^T x`, with `dw: f32` in the shape of the weight.
+/// Adds the weight gradient `dy^T x` to `dw` (`f32`), which has the shape of the weight.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
     let op = "linear_backward_weight";
     let ((n, k), (dy_n, m)) = (rows_of(op, "x", x)?, rows_of(op, "dy", dy)?);
     if n != dy_n {
-        bail!("{op}: `x` is {:?} and `dy` is {:?}: {n} against {dy_n} rows", x.dims(), dy.dims());
+        bail!(
+            "{op}: `x` is {:?} and `dy` is {:?}: found {dy_n} rows in `dy`, expected {n}",
+            x.dims(),
+            dy.dims()
+        );
     }
     compute_dtype(op, &[("x", x), ("dy", dy)])?;
     expect_f32(op, "dw", dw, dw.dims())?;
@@ -156,25 +170,25 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
-    gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
+    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
 }
 
-/// `db += dy` summed over rows, with `db: [M]` in `f32`.
+/// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).
 pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let op = "bias_backward";
     let (n, m) = rows_of(op, "dy", dy)?;
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
-    gpu!(dy => bias_backward(op, dy, db, (n, m)));
+    return_if_on_gpu!(dy => bias_backward(op, dy, db, (n, m)));
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {
         for rows in pieces(rows, m) {
-            dy.lend(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
+            dy.view(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
         }
     });
     cpu::write(op, "db", db, |db| cpu::add(&sums, db))
@@ -193,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_linear_and_its_gradients_match_the_reference() {
+    fn linear_and_its_gradients_match_the_reference() {
         for (n, k, m) in
             [(1, 1, 1), (1, 33, 65), (3, 17, 5), (31, 64, 33), (65, 40, 1), (130, 70, 96)]
         {
@@ -209,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bias_gradient_is_the_sum_of_all_rows_wherever_they_start() {
+    fn the_bias_gradient_is_the_sum_of_all_rows_at_any_storage_offset() {
         for (n, m) in [(1, 8), (63, 300), (600, 520), (4_200, 3)] {
             for dtype in [DType::F32, DType::BF16] {
                 let aligned = random(1, &[n + 1, m]).to_dtype(dtype).unwrap();
@@ -225,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_residual_is_added_on_both_ways() {
+    fn residuals_are_added_in_forward_and_backward() {
         let inputs =
             [random(1, &[33, 20]), random(2, &[40, 20]), random(3, &[40]), random(4, &[33, 40])];
         let plain = |t: &[Tensor]| plain(t)? + &t[3];
@@ -241,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_of_more_dims_is_read_as_a_matrix() {
+    fn a_weight_with_more_than_two_dims_is_read_as_a_matrix() {
         let (x, w) = (random(1, &[5, 12]), random(2, &[7, 3, 2, 2]));
         let y = linear(&x, &w, None).unwrap();
         let flat = linear(&x, &w.reshape((7, 12)).unwrap(), None).unwrap();
@@ -252,19 +266,19 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_do_not_fit_are_named() {
+    fn errors_name_the_operand_with_the_wrong_shape() {
         let (x, w) = (random(1, &[5, 12]), random(2, &[7, 11]));
-        let said = message(linear(&x, &w, None));
-        assert!(said.contains("12 against 11 inputs"), "{said}");
-        let said = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
-        assert!(said.contains("`x`") && said.contains("contiguous"), "{said}");
-        let said = message(bias_backward(&x, &x));
-        assert!(said.contains("`db`"), "{said}");
+        let error = message(linear(&x, &w, None));
+        assert!(error.contains("found 12 inputs, expected 11"), "{error}");
+        let error = message(linear(&x.t().unwrap(), &random(2, &[7, 5]), None));
+        assert!(error.contains("`x`") && error.contains("contiguous"), "{error}");
+        let error = message(bias_backward(&x, &x));
+        assert!(error.contains("`db`"), "{error}");
         let square = random(1, &[12, 12]);
-        let said = message(linear_backward_weight(&square, &square, &square));
-        assert!(said.contains("shares memory"), "{said}");
+        let error = message(linear_backward_weight(&square, &square, &square));
+        assert!(error.contains("shares memory"), "{error}");
         let dw = square.to_dtype(DType::BF16).unwrap();
-        let said = message(linear_backward_weight(&square, &square, &dw));
-        assert!(said.contains("`dw` is BF16, expected F32"), "{said}");
+        let error = message(linear_backward_weight(&square, &square, &dw));
+        assert!(error.contains("`dw` is BF16, expected F32"), "{error}");
     }
 }

@@ -1,22 +1,25 @@
-//! The language-model head and its cross-entropy, fused: logits exist for a few rows at a time only.
+//! Fused language-model head and cross-entropy. Logits exist for one chunk of rows at a time.
 //!
-//! Shapes: `S` supervised rows, `D` hidden, `V` vocabulary; `h: [S, D]`, `w: [V, D]`, `targets: [S]` (`u32`), `nll: [S]`.
+//! Shapes: `S` supervised rows, `D` hidden size, `V` vocabulary; `h`, `dh`: `[S, D]`, `w: [V, D]`,
+//! `dw: [V, D]` (`f32`), `targets: [S]` (`u32`), `nll: [S]` (`f32`).
+//!
 //! `nll[i] = logsumexp(h[i] W^T) - h[i] . w[targets[i]]`, with logits in `f32`.
 
+use super::cpu::gemm::{Into, tn};
+use super::cpu::panels::{nn, nt};
+use super::cpu::simd::{exp, kernels, max, sum_exp};
 use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
-use super::matmul::{Into, tn};
-use super::panels::{nn, nt};
-use super::simd::{exp, kernels, max, sum_exp};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Upper bound on the logits that exist at one time. With the published vocabulary this is 220 rows; fewer rows read
-/// the weight too often for what they compute (docs/performance.md).
+/// Maximum size of the logits in memory, in bytes. With the vocabulary of the published models this
+/// is 220 rows; smaller chunks read the weight too often (docs/performance.md).
 pub const LOGITS_BYTES: usize = 128 << 20;
 
-/// Rows in a chunk on the device of `h`: fixed by the vocabulary, so that results do not depend on the machine.
+/// Number of rows in a chunk on the device of `h`. It depends on the vocabulary only, so results do
+/// not depend on the machine.
 fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
-    gpu!(h => linear_cross_entropy_rows(vocabulary));
+    return_if_on_gpu!(h => linear_cross_entropy_rows(vocabulary));
     cpu_chunk_rows(vocabulary)
 }
 
@@ -24,7 +27,8 @@ fn cpu_chunk_rows(vocabulary: usize) -> usize {
     (LOGITS_BYTES / (4 * vocabulary.max(1))).max(1)
 }
 
-/// Rows in a chunk when `rows` are cut into as few as may be of at most `most`, all of about one size.
+/// Chunk size that splits `rows` into as few chunks of at most `most` rows as possible, of nearly
+/// equal size.
 fn even_chunk(rows: usize, most: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most).max(1)).max(1)
 }
@@ -35,7 +39,8 @@ kernels! {
         max + sum_exp(logits, max).ln()
     }
 
-    // Logits to their gradient of `scale * nll`, but for the target's `- scale`.
+    // Replaces logits by the gradient of `scale * nll`, except that the caller subtracts `scale` at
+    // the target.
     fn grad_row(logits: &mut [f32], lse: f32, scale: f32) {
         for logit in logits {
             *logit = exp(*logit - lse) * scale;
@@ -43,7 +48,7 @@ kernels! {
     }
 }
 
-/// Checks the operands and returns `(S, D, V, dtype)`.
+/// Validates the operands and returns `(S, D, V, dtype)`.
 fn check(
     op: &'static str,
     h: &Tensor,
@@ -58,23 +63,25 @@ fn check(
         bail!("{op}: `targets` is {:?}, expected U32", targets.dtype());
     }
     if !targets.device().is_cpu() {
-        // Reading them would wait for the GPU; the kernel turns the loss of such a target into a NaN.
+        // Reading the targets would wait for the GPU. The kernel returns a NaN loss for an invalid
+        // target.
         return Ok((s, d, v, dtype));
     }
     let targets = read(op, "targets", targets)?;
     for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
         if *target as usize >= v {
-            bail!("{op}: target `{target}` of row {row} is outside of the vocabulary of {v}");
+            bail!("{op}: target `{target}` of row {row} is out of range for a vocabulary of {v}");
         }
     }
     Ok((s, d, v, dtype))
 }
 
-/// `nll [S]` in `f32`, and the most likely token of each row, `argmax [S]` (the lowest id of a tie).
+/// Returns `nll [S]` and the most likely token of each row, `argmax [S]` (`u32`, the lowest id in a
+/// tie). On the CPU it fails if a target is not below `V`; on a GPU the `nll` of that row is NaN.
 pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
-    gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
+    return_if_on_gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
@@ -85,7 +92,7 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     for start in (0..s).step_by(chunk) {
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
-        let h = h.lend(start * d..(start + rows) * d);
+        let h = h.view(start * d..(start + rows) * d);
         nt((rows, v, d), logits, Into::Overwrite, &h, w);
         nll[start..start + rows]
             .par_iter_mut()
@@ -101,8 +108,9 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     Ok((cpu::tensor(nll, s, DType::F32)?, Tensor::from_vec(argmax, s, &Device::Cpu)?))
 }
 
-/// `nll [S]` in `f32`, and in the same pass the gradients of `scale * sum(nll)`: adds to `dw [V, D]` (`f32`) if the
-/// head is trained, and returns `dh [S, D]` if `need_dh`.
+/// Returns `nll [S]`, and the gradient `dh [S, D]` of `scale * sum(nll)` if `need_dh`. Adds the
+/// weight gradient to `dw [V, D]` unless it is `None`. Computes all of this in one pass over the
+/// logits.
 pub fn linear_cross_entropy_backward(
     h: &Tensor,
     w: &Tensor,
@@ -131,7 +139,7 @@ fn backward_in_chunks(
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
     }
-    gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
+    return_if_on_gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
@@ -142,7 +150,7 @@ fn backward_in_chunks(
         for start in (0..s).step_by(chunk) {
             let rows = chunk.min(s - start);
             let (logits, span) = (&mut logits[..rows * v], start * d..(start + rows) * d);
-            let h = h.lend(span.clone());
+            let h = h.view(span.clone());
             nt((rows, v, d), logits, Into::Overwrite, &h, w);
             nll[start..start + rows]
                 .par_iter_mut()
@@ -183,7 +191,7 @@ mod tests {
         (0..s).map(|i| (i * 7919 % v) as u32).collect()
     }
 
-    /// Plain cross-entropy, a value a row.
+    /// Unfused cross-entropy, one value per row.
     fn plain(h: &Tensor, w: &Tensor, targets: &[u32]) -> Result<Tensor> {
         let logits = h.matmul(&w.t()?)?;
         let max = logits.max_keepdim(D::Minus1)?.detach();
@@ -199,7 +207,7 @@ mod tests {
         for (s, d, v) in [(1, 1, 2), (3, 33, 65), (33, 16, 500), (65, 40, 129)] {
             let targets = target_ids(s, v);
             let inputs = [random(1, &[s, d]), (random(2, &[v, d]) * 0.3).unwrap()];
-            // A scalar output, so that `dy` is one number and `scale` can carry it.
+            // A scalar output makes `dy` a single number, which the test multiplies into `scale`.
             let sum =
                 |t: &[Tensor]| plain(&t[0], &t[1], &targets)?.sum_keepdim(0)? * f64::from(scale);
             check(&format!("cross-entropy {s} {d} {v}"), &inputs, sum, |t, dy| {
@@ -220,9 +228,9 @@ mod tests {
     }
 
     #[test]
-    fn a_vocabulary_of_many_tiles_is_read_and_rewritten_whole() {
+    fn vocabularies_of_many_tiles_are_processed_completely() {
         let (s, d) = (3, 5);
-        // Tiles of vectors and of single columns, whole and broken.
+        // Sizes with full and with partial tiles, with vector and with single-element accesses.
         for v in [8_188, 8_192, 8_196, 20_004, 2_047, 2_049, 5_003] {
             for (dtype, tolerance) in [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)]
             {
@@ -254,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn evaluation_and_training_give_the_same_bits_and_frozen_parts_cost_nothing() {
+    fn forward_and_backward_give_the_same_loss_bits_and_skip_unneeded_gradients() {
         let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
         let (eval, argmax) = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
         let (train, dh) =
@@ -270,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_rows_do_not_change_the_result() {
+    fn the_chunk_size_does_not_change_the_result() {
         let (s, d, v) = (7, 20, 90);
         let (h, w, targets) = (random(1, &[s, d]), random(2, &[v, d]), ids(&target_ids(s, v)));
         let run = |chunk| {
@@ -288,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_logits_of_a_chunk_stay_within_their_bound() {
+    fn the_logits_of_a_chunk_stay_within_the_limit() {
         assert_eq!(cpu_chunk_rows(151_936), 220);
         assert_eq!(cpu_chunk_rows(usize::MAX / 8), 1);
         for (rows, most, chunk) in [(1024, 220, 205), (220, 220, 220), (221, 220, 111), (3, 1, 1)] {
@@ -298,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_outside_of_the_vocabulary_is_named_with_its_row() {
+    fn a_target_outside_the_vocabulary_is_reported_with_its_row() {
         let (h, w) = (random(1, &[3, 4]), random(2, &[5, 4]));
         if !ids_are_checked() {
             let (nll, _) = linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])).unwrap();
@@ -306,19 +314,19 @@ mod tests {
             assert_eq!(finite, [true, false, true]);
             return;
         }
-        let said = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
-        assert!(said.contains("target `5` of row 1"), "{said}");
+        let error = message(linear_cross_entropy(&h, &w, &ids(&[4, 5, 0])));
+        assert!(error.contains("target `5` of row 1"), "{error}");
     }
 
     #[test]
-    fn targets_of_another_type_are_refused() {
+    fn targets_of_another_dtype_are_rejected() {
         let (h, w) = (random(1, &[1, 4]), random(2, &[5, 4]));
-        let said = message(linear_cross_entropy(&h, &w, &ids(&[4]).to_dtype(DType::I64).unwrap()));
-        assert!(said.contains("`targets` is I64, expected U32"), "{said}");
+        let error = message(linear_cross_entropy(&h, &w, &ids(&[4]).to_dtype(DType::I64).unwrap()));
+        assert!(error.contains("`targets` is I64, expected U32"), "{error}");
     }
 
     #[test]
-    fn no_rows_give_no_loss() {
+    fn zero_rows_give_an_empty_loss() {
         let (h, w) = (random(1, &[0, 4]), random(2, &[5, 4]));
         let (nll, dh) = linear_cross_entropy_backward(&h, &w, &ids(&[]), 1.0, None, true).unwrap();
         assert_eq!((nll.dims(), dh.unwrap().dims()), (&[0][..], &[0, 4][..]));

@@ -1,20 +1,22 @@
-//! Moments in `bf16`: rounded up or down at random, so that what is lost on the way is nothing on average.
+//! AdamW moments in `bf16`, updated with stochastic rounding, so that the rounding error is zero on
+//! average.
 //!
-//! The second moment moves by a thousandth of itself a step (`beta2` 0.999), a step of `bf16` is an eighth of a percent
-//! to a quarter: rounded to the nearest it would stop at half of its value. The random numbers are a function of step,
-//! tensor and element, so a run is the same on any number of threads, on any device, and after a resume.
+//! With `beta2` 0.999 the second moment changes by about 0.1 % a step, while neighbouring `bf16`
+//! values are 0.4 % to 0.8 % apart. With rounding to nearest it would stop growing at a quarter to
+//! a third of the squared gradient. The random numbers depend on step, tensor and element only, so
+//! a run gives the same bits on any number of threads, on any device, and after a resume.
 
 #![expect(
     clippy::inline_always,
-    reason = "a call would leave the level that a kernel is compiled for"
+    reason = "a function call would lose the target features of the kernel"
 )]
 
 use super::adamw::{Scalars, update_element};
 use super::cpu::Element;
-use super::simd::kernels;
+use super::cpu::simd::kernels;
 use half::bf16;
 
-/// A bijection of 32 bits in which each bit of the result depends on all bits of `x`.
+/// A bijection on 32-bit integers; each bit of the result depends on all bits of `x`.
 #[inline(always)]
 pub(super) fn mix(mut x: u32) -> u32 {
     x ^= x >> 16;
@@ -24,24 +26,25 @@ pub(super) fn mix(mut x: u32) -> u32 {
     x ^ (x >> 16)
 }
 
-/// Where the random numbers of a step begin; tensor `i` of it has the seed `mix(step_seed + i)`.
+/// Seed of an optimizer step, from which [`tensor_seed`] derives the seed of each tensor.
 pub(super) fn step_seed(step: u64) -> u32 {
     mix(step as u32 ^ 0x9e37_79b9).wrapping_add((step >> 32) as u32)
 }
 
-/// The seed of the tensor at `index` in an update.
+/// Seed of the tensor at `index` in the list of tensors that a step updates.
 pub(super) fn tensor_seed(step_seed: u32, index: usize) -> u32 {
     mix(step_seed.wrapping_add(index as u32))
 }
 
-/// One of the two neighbours of `x`, the nearer one more often; `random` is uniform in 16 bits.
+/// Stochastic rounding: returns one of the two `bf16` neighbours of `x`, the nearer one with the
+/// higher probability. `random` is uniform in 16 bits.
 #[inline(always)]
 fn round_at_random(x: f32, random: u32) -> bf16 {
     bf16::from_bits((x.to_bits().wrapping_add(random) >> 16) as u16)
 }
 
 kernels! {
-    /// The update of elements `first..` of a tensor.
+    /// Updates the elements of a tensor that begin at index `first`.
     pub(super) fn update(
         s: Scalars,
         grad_scale: f32,
@@ -79,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_keeps_the_mean_and_gives_neighbours_only() {
+    fn stochastic_rounding_keeps_the_mean_and_returns_neighbours() {
         for x in [1.0f32, 1.001, -3.3e-5, 1.996_093_8, 7e20, 1e-40] {
             let count = 1 << 16;
             let rounded = (0..count).map(|i| round_at_random(x, mix(i) & 0xffff));
@@ -91,13 +94,13 @@ mod tests {
                 .map(bf16::to_f64)
                 .sum();
             let mean = sum / f64::from(count);
-            let bound = if x.abs() < 1e-38 { 1e-3 } else { 1e-4 }; // its neighbours are far apart
+            let bound = if x.abs() < 1e-38 { 1e-3 } else { 1e-4 }; // subnormals
             assert!((mean / f64::from(x) - 1.0).abs() < bound, "{x}: {mean}");
         }
     }
 
     #[test]
-    fn a_second_moment_reaches_the_square_of_a_steady_gradient() {
+    fn the_second_moment_reaches_the_square_of_a_constant_gradient() {
         let n = 1000;
         let grad = (random(1, &[n]).abs().unwrap() + 0.1).unwrap();
         let (weight, m, v) = (zeros(n, DType::F32), zeros(n, DType::BF16), zeros(n, DType::BF16));
@@ -120,13 +123,14 @@ mod tests {
         };
         assert!((mean_of(&m, 1, 1.0) - 1.0).abs() < 5e-3, "{}", mean_of(&m, 1, 1.0));
         assert!((mean_of(&v, 2, reached) - 1.0).abs() < 5e-3, "{}", mean_of(&v, 2, reached));
-        // With every moment at its due, each step moves a weight by the learning rate.
+        // With unbiased moments of a steady gradient, each step moves a weight by the learning
+        // rate.
         let moved = values(&weight).into_iter().sum::<f64>() / (n as f64 * -1e-3 * steps as f64);
         assert!((moved - 1.0).abs() < 5e-3, "{moved}");
     }
 
     #[test]
-    fn an_update_is_near_that_of_f32_moments_and_the_same_on_any_number_of_threads() {
+    fn bf16_updates_are_close_to_f32_updates_and_do_not_depend_on_the_number_of_threads() {
         let sizes = [1, 5, 2048, 65_537, 70_001];
         let run = |dtype: DType, threads: usize| {
             let state: Vec<[Tensor; 4]> = sizes
@@ -157,13 +161,13 @@ mod tests {
                 assert_eq!(bits(one), bits(three));
             }
             for (got, want) in values(&one[0]).iter().zip(values(&wide[0])) {
-                assert!((got - want).abs() < 1e-3, "{got} {want}"); // of steps of 1e-2
+                assert!((got - want).abs() < 1e-3, "{got} {want}"); // steps have size 1e-2
             }
         }
     }
 
     #[test]
-    fn moments_of_two_dtypes_are_refused() {
+    fn moments_of_different_dtypes_are_rejected() {
         let (weight, grad) = (random(1, &[3]), random(2, &[3]));
         let (m, v) = (zeros(3, DType::BF16), zeros(3, DType::F32));
         let tensors = AdamWTensors {
@@ -173,7 +177,7 @@ mod tests {
             exp_avg_sq: &v,
             grad: &grad,
         };
-        let said = message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 1, 1.0));
-        assert!(said.contains("`exp_avg_sq` is F32, but `exp_avg` is BF16"), "{said}");
+        let error = message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 1, 1.0));
+        assert!(error.contains("`exp_avg_sq` is F32, but `exp_avg` is BF16"), "{error}");
     }
 }

@@ -1,25 +1,27 @@
-//! Root-mean-square norm over the last axis: `y = w * (x * rstd)`, `rstd = 1 / sqrt(mean(x^2) + eps)`.
+//! Root-mean-square norm over the last axis: `y = w * (x * rstd)` with
+//! `rstd = 1 / sqrt(mean(x^2) + eps)`.
 //!
-//! Shapes: `x`, `y`, `dy`: `[N, D]`; `w: [D]`; `rstd: [N]`. Everything is computed in `f32`; in `bf16`, `x * rstd` is
-//! rounded before the weight, as in transformers.
+//! Shapes: `x`, `y`, `dy`, `dx`: `[N, D]`; `w: [D]`; `rstd: [N]` (`f32`). Arithmetic is in `f32`;
+//! with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, as in
+//! transformers.
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::simd::{dot, dot3, kernels, round_to_bf16};
 use candle_core::{DType, Result, Tensor};
 
-/// Whether a normed value loses bits before it meets the weight.
+/// Rounding of `x * rstd` before the multiplication by the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rounding {
-    /// Computing in `f32`.
+    /// No rounding, for `f32` operands.
     None,
-    /// Computing in `bf16`.
+    /// Rounding to `bf16`, for `bf16` operands.
     Bf16,
 }
 
 impl Rounding {
-    /// What goes with a compute dtype.
+    /// Rounding for a compute dtype.
     pub(super) fn of(dtype: DType) -> Self {
         if dtype == DType::BF16 { Self::Bf16 } else { Self::None }
     }
@@ -62,38 +64,38 @@ kernels! {
     }
 }
 
-/// `1 / sqrt(mean(x^2) + eps)`.
+/// Returns `1 / sqrt(mean(x^2) + eps)`.
 pub(super) fn row_rstd(x: &[f32], eps: f32) -> f32 {
     rstd_row(x, eps)
 }
 
-/// `y = w * (x * rstd)`.
+/// Computes `y = w * (x * rstd)` for one row.
 pub(super) fn norm_row(x: &[f32], rstd: f32, w: &[f32], rounding: Rounding, y: &mut [f32]) {
     apply_row(x, rstd, w, rounding, y);
 }
 
-/// Adds the gradient of the input of one row to `dx`.
+/// Adds the input gradient of one row to `dx`.
 pub(super) fn add_input_grad(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &mut [f32]) {
     input_grad_row(x, rstd, w, dy, dx);
 }
 
-/// Adds the gradient of the weight of one row to `dw`.
+/// Adds the weight gradient of one row to `dw`.
 pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) {
     weight_grad_row(x, rstd, dy, dw);
 }
 
-/// The normed rows `[N, D]` and `rstd [N]`, which backward needs.
+/// Returns the normalized rows `[N, D]` and `rstd [N]`, which the backward needs.
 pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
-    gpu!(x => rms_norm(x, w, eps));
+    return_if_on_gpu!(x => rms_norm(x, w, eps));
     let rounding = Rounding::of(dtype);
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.f32()?);
     let [y, rstd] = filled(n, ROWS, [(d, dtype), (1, DType::F32)], |rows, [y, rstd]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
             *rstd = rstd_row(x, eps as f32);
             apply_row(x, *rstd, &w, rounding, y);
@@ -102,19 +104,19 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     Ok((y.tensor((n, d))?, rstd.tensor(n)?))
 }
 
-/// The normed rows `[N, D]` again, from a known `rstd`.
+/// Recomputes the normalized rows `[N, D]` of [`rms_norm`] from its `rstd`.
 pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    gpu!(x => rms_norm_apply(x, rstd, w));
+    return_if_on_gpu!(x => rms_norm_apply(x, rstd, w));
     let rounding = Rounding::of(dtype);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
     let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
-        let x = x.lend(span(&rows, d));
+        let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(&rstd[rows]) {
             apply_row(x, *rstd, &w, rounding, y);
         }
@@ -122,7 +124,8 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
     y.tensor((n, d))
 }
 
-/// `dx [N, D]`, plus `residual [N, D]` if there is one; adds to `dw [D]` (`f32`) if the weight is trained.
+/// Returns `dx [N, D]`, with `residual [N, D]` added if given. Adds the weight gradient to `dw [D]`
+/// (`f32`) unless it is `None`.
 pub fn rms_norm_backward(
     x: &Tensor,
     rstd: &Tensor,
@@ -147,7 +150,7 @@ pub fn rms_norm_backward(
         let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    return_if_on_gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
@@ -157,9 +160,9 @@ pub fn rms_norm_backward(
     let sums = ColumnSums::new(n, d, dw.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
-            dx.copy_from_slice(&residual.lend(span(&rows, d)));
+            dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
-        let (x, dy) = (x.lend(span(&rows, d)), dy.lend(span(&rows, d)));
+        let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
         let each = || x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
         for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each()) {
             input_grad_row(x, *rstd, &w, dy, dx);
@@ -225,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn in_bf16_the_normed_value_is_rounded_before_the_weight() {
+    fn in_bf16_the_normalized_value_is_rounded_before_the_weight_is_applied() {
         let (x, w) = (random(1, &[9, 77]), random(2, &[77]));
         let (x, w) = (x.to_dtype(DType::BF16).unwrap(), w.to_dtype(DType::BF16).unwrap());
         let wide = x.to_dtype(DType::F64).unwrap();
@@ -234,7 +237,8 @@ mod tests {
         let want = h.broadcast_mul(&w).unwrap();
         let got = rms_norm(&x, &w, 1e-6).unwrap().0;
         let differing = (got.ne(&want).unwrap().to_dtype(DType::F32).unwrap()).sum_all().unwrap();
-        // A tie between f32 and f64 may fall to the other side; without the rounding a fifth differs.
+        // Ties may round differently in f32 and f64. Without the rounding, a fifth of the elements
+        // differs.
         assert!(differing.to_scalar::<f32>().unwrap() <= 3.0, "{differing}");
         assert_close("rms_norm", &got, &want, Tolerance::BF16);
     }

@@ -1,26 +1,27 @@
 //! Per-head RMS norm and rotary embedding of queries and keys, in one pass.
 //!
-//! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x: [T, H*Dh]` as the projection delivers it, `y: [T, H, Dh]`, `w: [Dh]`.
-//! Dims `i` and `i + Dh/2` of a head are rotated by angle `i` of its token (the `rotate_half` convention).
+//! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x`, `dx`: `[T, H*Dh]`, the output of the
+//! projection; `y`, `dy`: `[T, H, Dh]`; `w: [Dh]`; `rstd: [T, H]` (`f32`). Dims `i` and `i + Dh/2`
+//! of a head are rotated by angle `i` of the token (the `rotate_half` convention of transformers).
 
-use super::blocks::{filled, span};
-use super::column_sums::ColumnSums;
+use super::cpu::blocks::{filled, span};
+use super::cpu::column_sums::ColumnSums;
+use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
-use super::simd::kernels;
 use candle_core::{DType, Result, Tensor, bail};
 
-/// Cosine and sine of each token's rotary angles.
+/// Cosines and sines of the rotary angles of each token.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
-    /// `[T, Dh/2]`, `f32`.
+    /// Cosines, `[T, Dh/2]`, `f32`.
     pub cos: Tensor,
-    /// `[T, Dh/2]`, `f32`.
+    /// Sines, `[T, Dh/2]`, `f32`.
     pub sin: Tensor,
 }
 
 impl RopeTable {
-    /// `(T, Dh/2)`, after a check of both tables.
+    /// Returns `(T, Dh/2)`. Fails unless both tables are `f32` and have the same shape.
     pub(super) fn shape(&self, op: &str) -> Result<(usize, usize)> {
         let (t, half) = self.cos.dims2()?;
         expect_f32(op, "cos", &self.cos, &[t, half])?;
@@ -53,17 +54,18 @@ kernels! {
     }
 }
 
-/// Rotates one head.
+/// Rotates one head in place.
 pub(super) fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     rotate_head(x, cos, sin);
 }
 
-/// Rotates one head by the negative angles: the transpose, and so the backward, of [`rotate`].
+/// Rotates one head by the negative angles: the transpose of [`rotate`], and therefore its
+/// backward.
 pub(super) fn rotate_back(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     rotate_head_back(x, cos, sin);
 }
 
-/// `(T, H, Dh)` of a projection, its norm weight and its table.
+/// Validates the operands and returns `(T, H, Dh)`.
 fn shape_of(op: &str, x: &Tensor, w: &Tensor, table: &RopeTable) -> Result<(usize, usize, usize)> {
     let ((t, width), dh) = (x.dims2()?, w.dims1()?);
     let (table_t, half) = table.shape(op)?;
@@ -78,7 +80,8 @@ fn shape_of(op: &str, x: &Tensor, w: &Tensor, table: &RopeTable) -> Result<(usiz
     Ok((t, width / dh, dh))
 }
 
-/// RMS norm over each head, then the rotation: `[T, H, Dh]`, and `rstd [T, H]`, which backward needs.
+/// Applies RMS norm to each head, then the rotation. Returns `y [T, H, Dh]` and `rstd [T, H]`,
+/// which the backward needs.
 pub fn qk_norm_rope(
     x: &Tensor,
     w: &Tensor,
@@ -88,7 +91,7 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let (t, h, dh) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
-    gpu!(x => qk_norm_rope(x, w, eps, table));
+    return_if_on_gpu!(x => qk_norm_rope(x, w, eps, table));
     let rounding = Rounding::of(dtype);
     let (width, half) = (h * dh, dh / 2);
     let x = read(op, "x", x)?;
@@ -97,7 +100,7 @@ pub fn qk_norm_rope(
     let (x, w, cos, sin) = (x.values()?, w.f32()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
     let outputs = [(width, dtype), (h, DType::F32)];
     let [y, rstd] = filled(t, ROWS, outputs, |tokens, [y, rstd]| {
-        let x = x.lend(span(&tokens, width));
+        let x = x.view(span(&tokens, width));
         let heads = y.chunks_mut(dh).zip(x.chunks(dh)).zip(rstd);
         for (i, ((y, x), rstd)) in heads.enumerate() {
             let token = tokens.start + i / h;
@@ -110,7 +113,8 @@ pub fn qk_norm_rope(
     Ok((y.tensor((t, h, dh))?, rstd.tensor((t, h))?))
 }
 
-/// `dx [T, H*Dh]` from `dy [T, H, Dh]`; adds to `dw [Dh]` (`f32`) if the weight is trained.
+/// Returns `dx [T, H*Dh]` from `dy [T, H, Dh]`. Adds the weight gradient to `dw [Dh]` (`f32`)
+/// unless it is `None`.
 pub fn qk_norm_rope_backward(
     x: &Tensor,
     rstd: &Tensor,
@@ -128,7 +132,7 @@ pub fn qk_norm_rope_backward(
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
+    return_if_on_gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
     let (width, half) = (h * dh, dh / 2);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -137,13 +141,13 @@ pub fn qk_norm_rope_backward(
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
     let sums = ColumnSums::new(t, dh, dw.is_some());
     let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
-        let mut dn = dy.lend(span(&tokens, width)).to_vec();
-        // The gradient behind the rotation.
+        let mut dn = dy.view(span(&tokens, width)).to_vec();
+        // Gradient with respect to the normalized heads, before the rotation.
         for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
             let angles = head / h * half..(head / h + 1) * half;
             rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
         }
-        let x = x.lend(span(&tokens, width));
+        let x = x.view(span(&tokens, width));
         let each = || x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
         for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each()) {
             add_input_grad(x, *rstd, &w, dn, dx);
@@ -186,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_depend_on_the_distance_of_two_positions_only() {
+    fn scores_depend_only_on_the_distance_between_positions() {
         let (half, w) = (8, random(3, &[16]));
         let angle = |position: f64| {
             let angles: Vec<f32> =
@@ -204,9 +208,9 @@ mod tests {
     }
 
     #[test]
-    fn a_table_of_another_length_is_refused() {
-        let said =
+    fn a_table_of_another_length_is_rejected() {
+        let error =
             message(qk_norm_rope(&random(1, &[3, 8]), &random(2, &[4]), 1e-6, &rope_table(2, 2)));
-        assert!(said.contains("[T, Dh/2]"), "{said}");
+        assert!(error.contains("[T, Dh/2]"), "{error}");
     }
 }

@@ -1,22 +1,23 @@
-//! Gathering, spreading and updating rows, and whole-tensor updates in place.
+//! Reading and writing selected rows of a matrix, and adding whole tensors in place.
 //!
-//! Shapes: `x: [T, D]`, `rows: [M]` (`u32`, host order), `src: [M, D]` in the dtype of `x`.
-//! Where rows are written they must be distinct.
+//! Shapes: `x: [T, D]`, `rows: [M]` (`u32`), `src: [M, D]` in the dtype of `x`. Rows that are
+//! written must be distinct.
 
 use super::cpu::{self, BLOCK, Element, ROWS, Shared, compute_dtype, expect_shape, read};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Whether a row may be named twice.
+/// Whether the same row may occur more than once in `rows`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rows {
     Any,
     Distinct,
 }
 
-/// Fails if a row is not one of `num_rows`, or is named twice where that matters. Rows on a GPU are not read back: they
-/// were made on the host, in ascending order.
+/// Fails if a row is out of range, or occurs twice although `which` is `Distinct`. Does nothing on
+/// a GPU, where reading `rows` would wait for the device: those were built on the host in ascending
+/// order.
 fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> Result<()> {
     if !rows.device().is_cpu() {
         return Ok(());
@@ -24,19 +25,20 @@ fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> 
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;
     if let Some((at, row)) = rows.iter().enumerate().find(|(_, row)| **row as usize >= num_rows) {
-        bail!("{op}: row `{row}` at {at} is outside of the {num_rows} rows");
+        bail!("{op}: row `{row}` at position {at} is out of range for {num_rows} rows");
     }
     if which == Rows::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
         let mut sorted = rows.to_vec();
         sorted.sort_unstable();
         if let Some([row, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            bail!("{op}: row `{row}` is named twice");
+            bail!("{op}: row `{row}` occurs twice, expected distinct rows");
         }
     }
     Ok(())
 }
 
-/// Calls `f(i, row rows[i] of x)` in parallel; `rows` were checked to be distinct rows of `x [_, d]`.
+/// Calls `f(i, x[rows[i]])` for each `i`, in parallel. The caller has checked that `rows` are
+/// distinct rows of `x [_, d]`.
 #[expect(unsafe_code, reason = "tasks write disjoint rows, which the type system cannot see")]
 fn for_each_row<T: Send>(rows: &[u32], d: usize, x: &mut [T], f: impl Fn(usize, &mut [T]) + Sync) {
     let num_rows = x.len() / d.max(1);
@@ -49,7 +51,7 @@ fn for_each_row<T: Send>(rows: &[u32], d: usize, x: &mut [T], f: impl Fn(usize, 
     });
 }
 
-/// Runs `$f::<T>($args)` for the element type of `$x`.
+/// Runs `$f::<T>($args)` with the element type of `$x`.
 macro_rules! by_dtype {
     ($x:expr, $f:ident($($arg:expr),*)) => {
         match $x.dtype() {
@@ -59,7 +61,8 @@ macro_rules! by_dtype {
     };
 }
 
-/// `x[rows]`: `[M, D]`. A row may be taken more than once.
+/// Returns `x[rows]`, `[M, D]`. `rows` may contain duplicates. Fails on the CPU if a row is not
+/// below `T`.
 pub fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     compute_dtype("gather_rows", &[("x", x)])?;
     by_dtype!(x, gather(x, rows))
@@ -69,7 +72,7 @@ fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let op = "gather_rows";
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
     check_rows(op, rows, t, Rows::Any)?;
-    gpu!(x => gather_rows(x, rows));
+    return_if_on_gpu!(x => gather_rows(x, rows));
     let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
     let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
     let mut y = vec![T::zero(); m * d];
@@ -82,7 +85,7 @@ fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(y, (m, d), &Device::Cpu)
 }
 
-/// `[num_rows, D]` with `src [M, D]` at `rows` and zeros elsewhere.
+/// Returns a tensor `[num_rows, D]` with `src [M, D]` at `rows` and zeros elsewhere.
 pub fn scatter_rows(src: &Tensor, rows: &Tensor, num_rows: usize) -> Result<Tensor> {
     let (_, d) = src.dims2()?;
     compute_dtype("scatter_rows", &[("src", src)])?;
@@ -91,12 +94,12 @@ pub fn scatter_rows(src: &Tensor, rows: &Tensor, num_rows: usize) -> Result<Tens
     Ok(y)
 }
 
-/// `x[rows] = src`, in place.
+/// Assigns `x[rows] = src` in place.
 pub fn index_copy(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     by_dtype!(x, update("index_copy", x, rows, src, |x, src| *x = src))
 }
 
-/// `x[rows] += src`, in place.
+/// Adds `src` to `x[rows]` in place.
 pub fn index_add(x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     match x.dtype() {
         DType::BF16 => update::<bf16>("index_add", x, rows, src, add_element),
@@ -120,7 +123,7 @@ fn update<T: Element>(
     expect_shape(op, "src", src, &[m, d])?;
     cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
     check_rows(op, rows, t, Rows::Distinct)?;
-    gpu!(x => update_rows(op, x, rows, src));
+    return_if_on_gpu!(x => update_rows(op, x, rows, src));
     let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
     let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
     cpu::write(op, "x", x, |x| {
@@ -132,7 +135,7 @@ fn update<T: Element>(
     })
 }
 
-/// `x[rows] = 0`, in place.
+/// Sets `x[rows]` to zero in place.
 pub fn zero_rows(x: &Tensor, rows: &Tensor) -> Result<()> {
     compute_dtype("zero_rows", &[("x", x)])?;
     by_dtype!(x, zero(x, rows))
@@ -144,13 +147,13 @@ fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     rows.dims1()?;
     cpu::distinct(op, "x", x, &[("rows", rows)])?;
     check_rows(op, rows, t, Rows::Distinct)?;
-    gpu!(x => zero_rows(x, rows));
+    return_if_on_gpu!(x => zero_rows(x, rows));
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;
     cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
 }
 
-/// `x += y`, in place; one shape and dtype.
+/// Adds `y` to `x` in place. Both have the same shape and dtype.
 pub fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
     compute_dtype("add_in_place", &[("x", x), ("y", y)])?;
     by_dtype!(x, add_all(x, y))
@@ -160,7 +163,7 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
     let op = "add_in_place";
     expect_shape(op, "y", y, x.dims())?;
     cpu::distinct(op, "x", x, &[("y", y)])?;
-    gpu!(x => add_in_place(x, y));
+    return_if_on_gpu!(x => add_in_place(x, y));
     let y = read(op, "y", y)?;
     let y = y.slice::<T>()?;
     cpu::write(op, "x", x, |x| {
@@ -179,7 +182,7 @@ mod tests {
     };
     use super::*;
 
-    /// Row numbers in the first column, so that a row can be told from another.
+    /// A matrix whose first column is the row number, which identifies the row.
     fn numbered(t: usize, d: usize, dtype: DType) -> Tensor {
         let x: Vec<f32> = (0..t * d).map(|i| (i / d) as f32).collect();
         Tensor::from_vec(x, (t, d), &device()).unwrap().to_dtype(dtype).unwrap()
@@ -190,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_gathered_spread_set_added_and_zeroed() {
+    fn rows_are_gathered_scattered_copied_added_and_zeroed() {
         for dtype in [DType::F32, DType::BF16] {
             let (x, rows) = (numbered(5, 3, dtype), ids(&[3, 0]));
             let two = gather_rows(&x, &rows).unwrap();
@@ -211,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn many_rows_move_alike_on_any_number_of_threads() {
+    fn results_do_not_depend_on_the_number_of_threads() {
         let x = random(1, &[500, 7]);
         let chosen: Vec<u32> = (0..300).map(|i| i * 7 % 500).collect();
         let moved = |num_threads| {
@@ -232,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_storage_is_written_and_the_rest_left_alone() {
+    fn writing_a_narrowed_tensor_leaves_the_rest_of_its_storage_unchanged() {
         let whole = numbered(6, 2, DType::F32);
         let part = whole.narrow(0, 2, 3).unwrap();
         zero_rows(&part, &ids(&[1])).unwrap();
@@ -240,17 +243,17 @@ mod tests {
     }
 
     #[test]
-    fn rows_out_of_range_or_named_twice_are_refused() {
+    fn rows_that_are_out_of_range_or_duplicated_are_rejected() {
         let x = numbered(3, 2, DType::F32);
         let src = numbered(2, 2, DType::F32);
-        let said = message(add_in_place(&x, &x));
-        assert!(said.contains("shares memory with `y`"), "{said}");
+        let error = message(add_in_place(&x, &x));
+        assert!(error.contains("shares memory with `y`"), "{error}");
         if !ids_are_checked() {
             return;
         }
-        let said = message(gather_rows(&x, &ids(&[0, 3])));
-        assert!(said.contains("row `3` at 1"), "{said}");
-        let said = message(index_copy(&x, &ids(&[1, 1]), &src));
-        assert!(said.contains("row `1` is named twice"), "{said}");
+        let error = message(gather_rows(&x, &ids(&[0, 3])));
+        assert!(error.contains("row `3` at position 1"), "{error}");
+        let error = message(index_copy(&x, &ids(&[1, 1]), &src));
+        assert!(error.contains("row `1` occurs twice"), "{error}");
     }
 }

@@ -1,9 +1,11 @@
-//! SwiGLU: `y = silu(gate) * up`, elementwise; `gate`, `up` and `y` have one shape.
+//! SwiGLU: `y = silu(gate) * up`, elementwise.
+//!
+//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank.
 
-use super::blocks::{Full, Slots, elementwise};
+use super::cpu::blocks::{Full, Slots, elementwise};
+use super::cpu::in_place::{RecomputeInput, change};
+use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::in_place::{Again, change};
-use super::simd::{kernels, sigmoid};
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -24,7 +26,7 @@ kernels! {
         }
     }
 
-    fn backward_again(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
+    fn backward_recompute(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
         let n = dy.len();
         let (gate, up) = (&mut gate[..n], &mut up[..n]);
         for i in 0..n {
@@ -38,28 +40,28 @@ kernels! {
     }
 }
 
-/// `silu(gate) * up`.
+/// Returns `silu(gate) * up` in the shape and dtype of `gate`.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
-    gpu!(gate => swiglu(gate, up));
+    return_if_on_gpu!(gate => swiglu(gate, up));
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
     let (gate, up) = (gate.values()?, up.values()?);
     let y = elementwise(shape.elem_count(), dtype, |at, y| {
-        forward(&gate.lend(at.clone()), &up.lend(at), y)
+        forward(&gate.view(at.clone()), &up.view(at), y)
     });
     y.tensor(shape)
 }
 
-/// `(dgate, dup, y)` in the memory of `gate`, `up` and `dy`: the caller gives them up, with all their clones. `y` is
-/// there if asked for.
+/// Returns `(dgate, dup, y)`, all in the shape of `gate`, in the memory of `gate`, `up` and `dy`.
+/// The operands and all their clones are overwritten. `y` is `None` unless `recompute` is `Yes`.
 pub fn swiglu_backward(
     gate: Tensor,
     up: Tensor,
     dy: Tensor,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let op = "swiglu_backward";
     compute_dtype(op, &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
@@ -68,19 +70,21 @@ pub fn swiglu_backward(
     let inputs = [("gate", &gate), ("up", &up)];
     distinct(op, "gate", &gate, &[("up", &up), ("dy", &dy)])?;
     distinct(op, "up", &up, &[("dy", &dy)])?;
-    gpu!(&gate => swiglu_backward(gate, up, dy, again));
-    match again {
-        Again::Nothing => {
+    return_if_on_gpu!(&gate => swiglu_backward(gate, up, dy, recompute));
+    match recompute {
+        RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;
-            change(op, inputs, |span, [gate, up]| backward(gate, up, &dy.lend(span)))?;
+            change(op, inputs, |span, [gate, up]| backward(gate, up, &dy.view(span)))?;
         }
-        Again::Output => {
+        RecomputeInput::Yes => {
             let [gate, up] = inputs;
-            change(op, [gate, up, ("dy", &dy)], |_, [gate, up, dy]| backward_again(gate, up, dy))?;
+            change(op, [gate, up, ("dy", &dy)], |_, [gate, up, dy]| {
+                backward_recompute(gate, up, dy)
+            })?;
         }
     }
-    Ok((gate, up, (again == Again::Output).then_some(dy)))
+    Ok((gate, up, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
 #[cfg(test)]
@@ -98,9 +102,10 @@ mod tests {
             let inputs = [(random(1, &dims) * 3.0).unwrap(), random(2, &dims)];
             check(&format!("swiglu {dims:?}"), &inputs, plain, |t, dy| {
                 let y = swiglu(&t[0], &t[1])?;
-                let (dgate, dup, again) = given_up(t, dy, Again::Output)?;
-                let (dgate_alone, dup_alone, nothing) = given_up(t, dy, Again::Nothing)?;
-                assert_eq!(bits(&again.unwrap()), bits(&y), "the output again");
+                let (dgate, dup, recomputed) = backward_of_copies(t, dy, RecomputeInput::Yes)?;
+                let (dgate_alone, dup_alone, nothing) =
+                    backward_of_copies(t, dy, RecomputeInput::No)?;
+                assert_eq!(bits(&recomputed.unwrap()), bits(&y), "recomputed output");
                 assert_eq!(bits(&dgate), bits(&dgate_alone));
                 assert_eq!(bits(&dup), bits(&dup_alone));
                 assert!(nothing.is_none());
@@ -109,30 +114,30 @@ mod tests {
         }
     }
 
-    /// The backward of copies.
-    fn given_up(
+    /// Calls the backward on copies of the operands.
+    fn backward_of_copies(
         t: &[Tensor],
         dy: &Tensor,
-        again: Again,
+        recompute: RecomputeInput,
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
         let copy = |t: &Tensor| operand(t, t.dtype());
-        swiglu_backward(copy(&t[0])?, copy(&t[1])?, copy(dy)?, again)
+        swiglu_backward(copy(&t[0])?, copy(&t[1])?, copy(dy)?, recompute)
     }
 
     #[test]
-    fn operands_that_are_one_tensor_are_refused() {
+    fn operands_that_share_memory_are_rejected() {
         let x = random(1, &[4, 4]);
         let dy = random(2, &[4, 4]);
-        for again in [Again::Output, Again::Nothing] {
-            let shared = message(swiglu_backward(x.clone(), x.clone(), dy.clone(), again));
+        for recompute in [RecomputeInput::Yes, RecomputeInput::No] {
+            let shared = message(swiglu_backward(x.clone(), x.clone(), dy.clone(), recompute));
             assert!(shared.contains("`gate`") && shared.contains("`up`"), "{shared}");
-            let shared = message(swiglu_backward(dy.clone(), x.clone(), x.clone(), again));
+            let shared = message(swiglu_backward(dy.clone(), x.clone(), x.clone(), recompute));
             assert!(shared.contains("`up`") && shared.contains("`dy`"), "{shared}");
         }
     }
 
     #[test]
-    fn large_gates_saturate_and_a_nan_stays_one() {
+    fn large_gates_saturate_and_nan_propagates() {
         let gate = Tensor::new(&[200f32, -200.0, f32::NAN], &device()).unwrap();
         let up = gate.ones_like().unwrap();
         let y = swiglu(&gate, &up).unwrap().to_vec1::<f32>().unwrap();

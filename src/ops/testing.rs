@@ -1,10 +1,11 @@
-//! What the tests of the ops share: seeded operands, a differentiable `f64` reference, named tolerances.
+//! Shared helpers for the tests of the ops: seeded operands, a differentiable `f64` reference,
+//! named tolerances.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 
-/// `|got - want| <= bound * (|want| + rms(want))`, element by element.
+/// Tolerance per element: `|got - want| <= bound * (|want| + rms(want))`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tolerance {
     name: &'static str,
@@ -12,17 +13,18 @@ pub(super) struct Tolerance {
 }
 
 impl Tolerance {
-    /// Rounding of one value, and of short sums.
+    /// One rounding to `f32`, or a short `f32` sum.
     pub(super) const F32: Self = Self { name: "F32", bound: 2e-5 };
-    /// A few roundings to 8 bits.
+    /// A few roundings to the 8 bits of the `bf16` significand.
     pub(super) const BF16: Self = Self { name: "BF16", bound: 1e-2 };
-    /// As [`Self::BF16`], for gradients that go through a saved output that was rounded.
+    /// Like [`Self::BF16`], for gradients that depend on a saved output that was rounded.
     pub(super) const BF16_SAVED: Self = Self { name: "BF16_SAVED", bound: 2e-2 };
-    /// As [`Self::BF16_SAVED`], where probabilities and their gradients are operands in `bf16` too, or the reference did not round.
+    /// Like [`Self::BF16_SAVED`], if probabilities and their gradients are `bf16` operands too, or
+    /// if the reference does not round.
     pub(super) const BF16_TILES: Self = Self { name: "BF16_TILES", bound: 4e-2 };
 }
 
-/// Where the tests of the ops compute: the CPU, or what `TRAINER_TEST_DEVICE` names (`cuda:N`).
+/// Device of the tests: the CPU, or the one named by the variable `TRAINER_TEST_DEVICE` (`cuda:N`).
 pub(super) fn device() -> Device {
     static DEVICE: std::sync::LazyLock<Device> = std::sync::LazyLock::new(|| {
         let Ok(name) = std::env::var("TRAINER_TEST_DEVICE") else { return Device::Cpu };
@@ -32,41 +34,42 @@ pub(super) fn device() -> Device {
     DEVICE.clone()
 }
 
-/// Whether ops look at the values of ids and rows: on a GPU that would wait for it, so they check shapes alone.
+/// Whether ops check the values of ids and rows. On a GPU they check shapes only, because reading
+/// values would wait for the device.
 pub(super) fn ids_are_checked() -> bool {
     device().is_cpu()
 }
 
-/// Normal numbers, `f32`; the same for one seed on every machine.
+/// Standard normal `f32` values that depend on the seed only.
 pub(super) fn random(seed: u64, dims: &[usize]) -> Tensor {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     let x: Vec<f32> = (0..dims.iter().product()).map(|_| StandardNormal.sample(&mut rng)).collect();
     Tensor::from_vec(x, dims, &device()).unwrap()
 }
 
-/// `[N]` of `u32`.
+/// A `u32` tensor `[N]`.
 pub(super) fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &device()).unwrap()
 }
 
-/// All elements in `f64`.
+/// All elements as `f64`.
 pub(super) fn values(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 {
-        return vec![]; // candle starts no kernel on nothing: on a GPU that is an error
+        return vec![]; // candle cannot launch a kernel on an empty GPU tensor
     }
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// All elements as bit patterns.
+/// All elements as `f32` bit patterns.
 pub(super) fn bits(t: &Tensor) -> Vec<u32> {
     if t.elem_count() == 0 {
-        return vec![]; // as in `values`
+        return vec![]; // see `values`
     }
     let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap(); // exact for bf16
     t.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Fails with the worst element, and says how much of the bound it used.
+/// Fails with the worst element and the share of the tolerance that its error uses.
 #[track_caller]
 pub(super) fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: Tolerance) {
     assert_eq!(got.dims(), want.dims(), "{what}: shape");
@@ -89,30 +92,31 @@ pub(super) fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: T
     );
 }
 
-/// `x` in `dtype`, contiguous but not at the start of its storage.
+/// Converts `x` to `dtype`: contiguous, but at a nonzero offset of its storage.
 pub(super) fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let padding = Tensor::zeros(3, dtype, &device())?;
     let flat = Tensor::cat(&[&padding, &x.to_dtype(dtype)?.flatten_all()?], 0)?;
     flat.narrow(0, 3, x.elem_count())?.reshape(x.shape())
 }
 
-/// A gradient buffer that already holds something.
+/// A gradient buffer that already has nonzero contents.
 pub(super) fn gradient_buffer(dims: &[usize]) -> Tensor {
     let buffer = Tensor::full(0.5f32, dims, &device()).unwrap();
     buffer.contiguous().unwrap()
 }
 
-/// What an op has added to a [`gradient_buffer`].
+/// The amount that an op has added to a [`gradient_buffer`].
 pub(super) fn added(buffer: &Tensor) -> Tensor {
     (buffer - 0.5).unwrap()
 }
 
-/// Runs `f` on its own pool.
+/// Runs `f` in a rayon pool of its own with `num_threads` threads.
 pub(super) fn with_threads<R: Send>(num_threads: usize, f: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(num_threads).build().unwrap().install(f)
 }
 
-/// Output and input gradients of `f` at `inputs` in `f64`, for the output gradient `dy`.
+/// Returns the output and the input gradients of `f` at `inputs` in `f64`, for the output gradient
+/// `dy`.
 fn reference(
     inputs: &[Tensor],
     f: &impl Fn(&[Tensor]) -> Result<Tensor>,
@@ -127,12 +131,13 @@ fn reference(
     let grads = (&y * dy.to_dtype(DType::F64)?)?.sum_all()?.backward()?;
     let grads = vars.iter().map(|var| match grads.get(var) {
         Some(grad) => Ok(grad.clone()),
-        None => candle_core::bail!("the reference gives no gradient"),
+        None => candle_core::bail!("the reference returned no gradient"),
     });
     Ok((y.detach(), grads.collect::<Result<_>>()?))
 }
 
-/// Compares a few elements of the reference's gradients with central differences of its output.
+/// Compares a few elements of the reference gradients with central differences of the reference
+/// output.
 fn check_reference(
     what: &str,
     inputs: &[Tensor],
@@ -161,9 +166,10 @@ fn check_reference(
     Ok(())
 }
 
-/// Holds an op to its reference: output and every input gradient, in `f32` and `bf16`, with operands that do not
-/// start their storage, and the same bits with one, two and three threads. The reference itself is held to finite
-/// differences. `ours(inputs, dy)` returns the output, and the gradients in the order of the inputs.
+/// Compares an op with its reference: the output and every input gradient, in `f32` and `bf16`,
+/// with operands at a nonzero storage offset. Also checks that one, two and three threads give the
+/// same bits, and compares the reference itself with finite differences. `ours(inputs, dy)` returns
+/// the output, and the gradients in the order of the inputs.
 #[track_caller]
 pub(super) fn check(
     what: &str,
@@ -174,7 +180,7 @@ pub(super) fn check(
     check_within(Tolerance::BF16, what, inputs, f, ours);
 }
 
-/// [`check`] with another bound on the gradients in `bf16`.
+/// Like [`check`], with another tolerance for the `bf16` gradients.
 #[track_caller]
 pub(super) fn check_within(
     bf16_grads: Tolerance,
@@ -213,7 +219,7 @@ pub(super) fn check_within(
     }
 }
 
-/// The message of an error.
+/// Returns the message of an error, and fails if there is none.
 #[track_caller]
 pub(super) fn message<T>(result: Result<T>) -> String {
     match result {
@@ -222,13 +228,13 @@ pub(super) fn message<T>(result: Result<T>) -> String {
     }
 }
 
-/// Cosines and sines of arbitrary angles, each `[T, half]`.
+/// A table of cosines and sines of arbitrary angles, each `[T, half]`.
 pub(super) fn rope_table(t: usize, half: usize) -> super::RopeTable {
     let angles = (random(77, &[t, half]) * 3.0).unwrap();
     super::RopeTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() }
 }
 
-/// The rotation of `x [T, H, Dh]` out of plain ops.
+/// Rotary embedding of `x [T, H, Dh]`, composed of differentiable candle ops.
 pub(super) fn rotate_half(x: &Tensor, table: &super::RopeTable) -> Result<Tensor> {
     let half = x.dim(2)? / 2;
     let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);

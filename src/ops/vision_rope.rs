@@ -1,14 +1,17 @@
-//! Splitting a fused query-key-value projection, with rotary embedding of queries and keys.
+//! Splits the fused query-key-value projection of the vision encoder and applies rotary embedding
+//! to queries and keys.
 //!
-//! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv: [P, 3*H*Dh]`; `q`, `k`, `v`: `[P, H, Dh]`.
+//! Shapes: `P` patches, `H` heads, `Dh` head dim; `qkv`, `dqkv`: `[P, 3*H*Dh]`; `q`, `k`, `v` and
+//! their gradients: `[P, H, Dh]`; tables: `[P, Dh/2]`.
 
 use super::RopeTable;
-use super::blocks::{filled, span};
+use super::cpu::blocks::{filled, span};
 use super::cpu::{ROWS, compute_dtype, expect_shape, read};
 use super::rope::{rotate, rotate_back};
 use candle_core::{Result, Tensor, bail};
 
-/// `q` and `k` rotated, `v` as it is; each `[P, H, Dh]`.
+/// Returns rotated `q`, rotated `k` and unchanged `v`, each `[P, H, Dh]`. Fails if `qkv` is not
+/// `[P, 3*H*Dh]`.
 pub fn vision_rope_split(
     qkv: &Tensor,
     num_heads: usize,
@@ -25,14 +28,14 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
-    gpu!(qkv => vision_rope_split(qkv, num_heads, table));
+    return_if_on_gpu!(qkv => vision_rope_split(qkv, num_heads, table));
     let part = num_heads * dh;
     let qkv = read(op, "qkv", qkv)?;
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
     let (qkv, cos, sin) = (qkv.values()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
     let [q, k, v] = filled(p, ROWS, [(part, dtype); 3], |patches, [q, k, v]| {
         let rows = q.chunks_mut(part).zip(k.chunks_mut(part)).zip(v.chunks_mut(part));
-        let qkv = qkv.lend(span(&patches, width));
+        let qkv = qkv.view(span(&patches, width));
         for ((i, ((q, k), v)), source) in patches.zip(rows).zip(qkv.chunks(width)) {
             q.copy_from_slice(&source[..part]);
             k.copy_from_slice(&source[part..2 * part]);
@@ -47,7 +50,7 @@ pub fn vision_rope_split(
     Ok((q.tensor(shape)?, k.tensor(shape)?, v.tensor(shape)?))
 }
 
-/// `dqkv [P, 3*H*Dh]` from the gradients of the three, each `[P, H, Dh]`.
+/// Returns `dqkv [P, 3*H*Dh]` from the gradients of `q`, `k` and `v`, each `[P, H, Dh]`.
 pub fn vision_rope_merge_backward(
     dq: &Tensor,
     dk: &Tensor,
@@ -66,7 +69,7 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
-    gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
+    return_if_on_gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
     let part = h * dh;
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -75,9 +78,9 @@ pub fn vision_rope_merge_backward(
     let [dqkv] = filled(p, ROWS, [(3 * part, dtype)], |patches, [dqkv]| {
         for (i, row) in patches.zip(dqkv.chunks_mut(3 * part)) {
             let source = span(&(i..i + 1), part);
-            row[..part].copy_from_slice(&dq.lend(source.clone()));
-            row[part..2 * part].copy_from_slice(&dk.lend(source.clone()));
-            row[2 * part..].copy_from_slice(&dv.lend(source));
+            row[..part].copy_from_slice(&dq.view(source.clone()));
+            row[part..2 * part].copy_from_slice(&dk.view(source.clone()));
+            row[2 * part..].copy_from_slice(&dv.view(source));
             let (cos, sin) = (&cos[i * half..(i + 1) * half], &sin[i * half..(i + 1) * half]);
             for head in row[..2 * part].chunks_mut(dh) {
                 rotate_back(head, cos, sin);
@@ -113,8 +116,8 @@ mod tests {
     }
 
     #[test]
-    fn a_width_that_is_not_three_times_the_heads_is_refused() {
-        let said = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
-        assert!(said.contains("expected [P, 3*H*Dh]"), "{said}");
+    fn a_width_other_than_three_times_the_heads_is_rejected() {
+        let error = message(vision_rope_split(&random(1, &[2, 32]), 2, &rope_table(2, 4)));
+        assert!(error.contains("expected [P, 3*H*Dh]"), "{error}");
     }
 }

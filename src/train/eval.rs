@@ -4,8 +4,8 @@
 //! greedy decoding would then produce exactly this answer. One forward pass tells both.
 
 use super::datasets::DatasetLoss;
-use super::reader::JsonlRows;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
+use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, Row, RowReader, collate};
 use crate::loss::{Targets, scores};
 use crate::models::Model;

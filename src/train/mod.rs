@@ -1,19 +1,17 @@
 //! The loop, and everything that meets in it: the only place where data, model, loss and optimizer
 //! know each other.
 
-mod cached;
 mod config;
 mod datasets;
 mod device;
 mod eval;
 mod generate;
-mod reader;
 mod setup;
 mod state;
 mod step;
 mod trainer;
 
-pub use cached::{CachedRows, LengthSummary};
+pub use crate::data::{CachedRows, DataSet, JsonlRows, LengthSummary};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
@@ -22,7 +20,6 @@ pub use datasets::{DatasetCounts, DatasetLoss, Rejected, by_dataset, log_shares,
 pub use device::{DeviceChoice, DeviceError, UnknownDevice, device_name};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
-pub use reader::{DataSet, JsonlRows};
 pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
 pub use step::{

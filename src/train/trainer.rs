@@ -3,10 +3,10 @@
 use super::config::EvalConfig;
 use super::datasets::{Rejected, by_dataset, count, log_shares, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
-use super::reader::JsonlRows;
 use super::state::TrainState;
 use super::step::{PreparedStep, StepError, StepRunner};
 use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, ModelFiles};
+use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::nn::Inputs;

@@ -1,15 +1,17 @@
-"""Rows, images and a model folder for the bench of the length cache, made up from a seed.
+"""Writes seeded rows, images and a model folder for the benchmark of the length cache.
 
   python tests/bench/cache_rows.py FOLDER [--rows 1000000] [--files 20000] [--headers] [--tokenizer tokenizer.json]
 
-FOLDER/model        config, tokenizer and processor files of a small model, no weights; `--tokenizer` puts a published
-                    tokenizer of 151,936 entries in the place of the tests' one
-FOLDER/images/      `--files` files, JPEG (with EXIF) and every fourth one a PNG: smooth colours, sides of 200..2000 pixels;
-                    there are 400 different ones, the others are copies: each is a file of its own on the disk; with
-                    `--headers` holes take the place of their pixels, so that a million of them take 9 GB
-FOLDER/images.jsonl one image a row, a question and an answer of some 25 tokens; each file serves rows / files rows
-FOLDER/text.jsonl   chats of text alone, about 300 tokens with the published tokenizer
-Nothing is made again for a folder that has it.
+FOLDER/model        config, tokenizer and processor files of a small model, without weights;
+                    `--tokenizer` replaces the tests' tokenizer by a published one of 151,936 entries
+FOLDER/images/      `--files` files: JPEG with EXIF, and every fourth one a PNG; smooth colours, sides
+                    of 200..2000 pixels. 400 are different and the others are copies. With
+                    `--headers` the copies have headers but sparse pixel data, so that a million of
+                    them take 9 GB
+FOLDER/images.jsonl one image per row, a question and an answer of about 25 tokens; each file is used
+                    by rows / files rows
+FOLDER/text.jsonl   chats without images, about 300 tokens with the published tokenizer
+Existing files are not written again.
 """
 import argparse
 import functools
@@ -50,7 +52,8 @@ def make_model(folder, tokenizer):
 
 
 def headers(image):
-    """(offset, bytes) of what tells size and orientation: the first 4 KiB, and of a PNG where each chunk begins and its end."""
+    """Yields (offset, bytes) of the parts with size and orientation: the first 4 KiB, and for a PNG
+    the start of each chunk and the last chunk."""
     yield 0, image[:4096]
     if image.startswith(b"\x89PNG"):
         at = 8

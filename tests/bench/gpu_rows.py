@@ -1,21 +1,27 @@
-"""Made-up rows, tokenizer and images for the benches of whole steps on a GPU: no network, nothing downloaded.
+"""Writes generated rows, a tokenizer and images for benchmarks of whole steps on a GPU, offline.
 
-  python tests/bench/gpu_rows.py FOLDER [--mixes text,vl,hires] [--rows 1500] [--words 151643] [--shrink MODEL]
+  python tests/bench/gpu_rows.py FOLDER [--mixes text,vl,hires] [--rows 1500] [--words 151643]
+                                        [--shrink MODEL]
 
-FOLDER/tokenizer    a word a token: `0` .. `151642`, then the published special tokens at their published ids; the template is
-                    that of the tests. Give it to `trainer init --tokenizer`. Words follow Zipf's law, as text does
-FOLDER/MIX.jsonl    the rows, FOLDER/MIX.json their sizes, for PyTorch: [tokens, patches down, patches across] a row
+FOLDER/tokenizer    for `trainer init --tokenizer`: each word `0` .. `151642` is one token, followed by
+                    the published special tokens with their published ids; the template of the tests
+FOLDER/MIX.jsonl    the rows; word frequencies follow Zipf's law
+FOLDER/MIX.json     the sizes of the rows, for PyTorch: [tokens, patches down, patches across] per row
 FOLDER/images       JPEG files for the mixes with images, which need numpy and Pillow
 
 text   log-normal lengths, median 380, sigma 1.0, 16..8192 tokens
-vl     log-normal text, median 200, sigma 1.0, 64..4096; six rows of ten have an image, median 1000 tokens, sigma 1.1, 64..4096
-hires  an image and as much text as a third of it, log-normal, median 3400, sigma 0.28, 256..8192 tokens
+vl     log-normal text, median 200, sigma 1.0, 64..4096; six rows of ten have an image,
+       median 1000 tokens, sigma 1.1, 64..4096
+hires  an image and a third as much text, together log-normal, median 3400, sigma 0.28, 256..8192
+       tokens
 
-Half of the text is supervised. The parameters are fitted to what the project knows of three length mixes of training sets: the
-share of tokens that is real when 8 rows are padded to the longest (0.33, 0.34, 0.70), and when packs of 8,192 are filled in order
-(0.909, 0.835, 0.774). Prints what these rows have, one JSON line a mix.
+Half of the text is supervised. The parameters are fitted to three known length distributions of
+training sets: to the share of real tokens when 8 rows are padded to the longest (0.33, 0.34, 0.70),
+and when packs of 8,192 are filled in order (0.909, 0.835, 0.774). Prints these two figures for the
+written rows, one JSON line per mix.
 
---shrink makes the published shape in MODEL/config.json a tiny one, to see that everything runs; --words must fit.
+--shrink replaces the published shape in MODEL/config.json by a tiny one, for a quick test; --words
+must be the same in both calls.
 """
 import argparse
 import bisect
@@ -27,7 +33,7 @@ from pathlib import Path
 
 SMALL = Path(__file__).resolve().parents[1] / "golden/models/small-tied"
 SPECIALS_BEGIN = 2017  # in the tokenizer of the tests; the published order is the same
-NUM_PICTURES = 48
+NUM_IMAGES = 48
 TEMPLATE_TOKENS = 6  # <|im_start|> user .. <|im_end|> <|im_start|> assistant .. <|im_end|>
 PUBLISHED_WORDS = 151643
 
@@ -68,7 +74,7 @@ def log_normal(rng, median, sigma, low, high):
 
 
 def draw(mix, rng):
-    """Tokens of text with the template's, and tokens of an image or 0."""
+    """Returns the number of text tokens, the template's included, and of image tokens (or 0)."""
     if mix == "text":
         return log_normal(rng, 380, 1.0, 16, 8192), 0
     if mix == "vl":
@@ -78,13 +84,13 @@ def draw(mix, rng):
 
 
 def make_images(folder, rng, mix):
-    """[(tokens, name, patches down, patches across)] by tokens: a token is 32 x 32 pixels."""
+    """Returns [(tokens, name, patches down, patches across)], sorted; a token is 32 x 32 pixels."""
     import numpy as np
     from image_rows import photo
 
     (folder / "images").mkdir(parents=True, exist_ok=True)
     sizes = []
-    while len(sizes) < NUM_PICTURES:
+    while len(sizes) < NUM_IMAGES:
         _, tokens = draw(mix, rng)
         if tokens:
             width = max(2, round(math.sqrt(tokens) * rng.uniform(0.7, 1.4)))
@@ -116,7 +122,7 @@ def write_mix(folder, mix, num_rows, words):
                 at = min(len(images) - 1, bisect.bisect_left(images, (num_image,)))
                 num_image_tokens, name, down, across = images[at]
                 question = [{"type": "image", "image": name}, {"type": "text", "text": " " + question}]
-                num_image_tokens += 2  # where it begins and ends
+                num_image_tokens += 2  # vision_start and vision_end
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"{mix}-{i}", "messages": messages}) + "\n")
             sizes.append([content + TEMPLATE_TOKENS + num_image_tokens, down, across])

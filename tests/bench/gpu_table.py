@@ -1,7 +1,9 @@
-"""The figures of scripts/cuda/gpu_bench.sh as tables: `gpu_table.py FOLDER`. Fails if nothing is there, or if anything went wrong.
+"""Prints the results of scripts/cuda/gpu_bench.sh as tables: `gpu_table.py FOLDER`. Fails if there
+are no results, or if a benchmark of `trainer` failed.
 
-`MFU` goes by the matmul rate that the same process measured on the card, in the honest convention (src/metrics/mfu.rs);
-`lmms-engine` is that project's formula and clock, by the vendor's figure for the card ($PEAK_TFLOPS, 989 for an H100 or H200).
+`MFU` is relative to the matmul rate that the same process measured on the GPU, and counts operations
+as `trainer` does. `lmms-engine` uses the formula and the timing of that project, relative to the
+vendor's peak (PEAK_TFLOPS, 989 for H100 and H200).
 """
 import json
 import os
@@ -34,7 +36,7 @@ def op_tables(ours, theirs):
             is_bf16, title = "bf16" in title, ""
         elif "ms" in row:
             flops = row.get("TFLOP/s", row["GFLOP/s"] / 1e3 if "GFLOP/s" in row else None)
-            # PyTorch's were timed in bf16; its head is timed with its backward, as ours is.
+            # PyTorch's ops were timed in bf16; its head includes the backward pass, as ours does.
             other = best.get(row["name"]) if is_bf16 else None
             cells = [row["name"], number(row, "ms", 3), number(row, "median_ms", 3), "" if flops is None else f"{flops:,.1f}", number(row, "GB/s", 0),
                      f"{row['share']:.0%}", number(row, "memory_mib", 0), f"{other:,.3f}" if other else "", f"{other / row['ms']:.2f}" if other else ""]
@@ -48,7 +50,7 @@ def op_tables(ours, theirs):
 
 def step_tables(ours, theirs):
     vendor = float(os.environ.get("PEAK_TFLOPS", 989)) * 1e3
-    print("\nsteps\n| shape, mix | by | tokens/s | computed/real | s | data wait | TFLOP/s | MFU | lmms-engine | device GiB | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print("\nsteps\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | lmms-engine | device GiB | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|")
     for by, row in [*(("trainer", row) for row in ours), *((f"PyTorch, {row.get('way', '')}", row) for row in theirs)]:
         if "tokens/s" not in row:
             continue
@@ -73,10 +75,10 @@ def main():
         step_tables(steps, torch)
     failed = [row for row in ops + torch_ops + steps + torch if "error" in row]
     if failed:
-        print("\nno figures:")
+        print("\nfailed:")
         for row in failed:
             print(f"- {row['name']} {row.get('way', '')}: {row['error']}")
-    # A way that PyTorch does not know is no failure of this bench; ours are.
+    # Only an error of `trainer` is a failure: PyTorch may not support some of its ways.
     raise SystemExit(0 if ops + steps + torch and not any("error" in row for row in ops + steps) else 1)
 
 

@@ -1,14 +1,18 @@
-"""The image benches' model folder and rows, made up from a seed. Other scripts of this folder import it.
+"""Writes a model folder and seeded rows for the image benchmarks. Other scripts of this folder import
+it.
 
   python tests/bench/image_rows.py FOLDER [--rows 64] [--text-rows 256]
 
-FOLDER/model        a Qwen3-VL of about 20 M random weights with the tests' tokenizer and the published pixel budget
-FOLDER/images       JPEG files, every fourth one a PNG: blurs at several scales, discs and grain, sides of 256..1024 pixels
-FOLDER/rows.jsonl   one image a row and about as many text tokens as it has vision tokens, half of them supervised
-FOLDER/exact.jsonl  the first two of them whose image is a PNG: decoders of JPEG differ, so only these prove equal work
-FOLDER/jpeg.jsonl   24 rows with a JPEG of 1,000 pixels and few words: image work and nothing else
-FOLDER/text.jsonl   rows of text alone, 64..1024 tokens
-Nothing is made again for a folder that has them.
+FOLDER/model        a Qwen3-VL with about 20 M random weights, the tests' tokenizer and the published
+                    pixel limits
+FOLDER/images       JPEG files, every fourth one a PNG: blurred noise, discs and grain, sides of
+                    256..1024 pixels
+FOLDER/rows.jsonl   one image per row and about as many text tokens as vision tokens, half supervised
+FOLDER/exact.jsonl  the first two of these rows whose image is a PNG; JPEG decoders differ, so only
+                    these can be compared exactly
+FOLDER/jpeg.jsonl   24 rows with a JPEG of 1,000 pixels width and few words, to time image work
+FOLDER/text.jsonl   rows without images, 64..1024 tokens
+Existing files are not written again.
 """
 import argparse
 import json
@@ -26,7 +30,7 @@ SYLLABLES = "an ber cal do en fil gra hu im jor kel lo men nor ol pra qua ri son
 
 
 def config():
-    """The published layout, as both sides read it."""
+    """The config in its published layout, which both sides read."""
     c = json.loads((SMALL / "config.json").read_text())
     c["text_config"] |= dict(hidden_size=256, num_hidden_layers=8, intermediate_size=1280, num_attention_heads=4, num_key_value_heads=2,
                              head_dim=64, initializer_range=0.06)
@@ -37,7 +41,7 @@ def config():
 
 
 def make_model(folder):
-    """Weights as transformers draws them, so that both sides begin with the same."""
+    """Writes weights drawn by transformers, so that both sides start from the same ones."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -54,7 +58,7 @@ def make_model(folder):
 
 
 def photo(rng, width, height):
-    """Blurred noise at octaves of scale, discs with sharp edges, and grain."""
+    """An image of noise blurred at several scales, discs with sharp edges, and grain."""
     total = np.zeros((height, width, 3), np.float32)
     for octave in range(2, 8):
         size = (max(2, width >> (8 - octave)), max(2, height >> (8 - octave)))

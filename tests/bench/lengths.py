@@ -1,15 +1,18 @@
-"""Chats with given token counts, for benches: `lengths.py --distribution NAME --rows N --out FILE`.
+"""Writes chats with given token counts for benchmarks:
 
-A digit is one token in the published tokenizer and in those of the tests, so a chat of n tokens is n digits less
-what the template adds (`--template-tokens`: 12 with the tests' tokenizer, 10 with the published one; `trainer bench --step` prints the tokens that it saw, so a wrong count
-shows). Half of the digits are the question, half the supervised answer.
+  python tests/bench/lengths.py --distribution NAME --rows N --out FILE
 
-log-normal  exp(N(log median, sigma)), cut to min..max
-mix         nine short rows (min..4 min) to one long row (max/2..max): captions among documents
-fixed       every row `--median` tokens
+A digit is one token in the published tokenizer and in those of the tests, so a chat of n tokens has n
+digits less the tokens of the template (`--template-tokens`: 12 with the tests' tokenizer, 10 with the
+published one; compare with the tokens that `trainer bench --step` prints). Half of the digits are the
+question, half the supervised answer.
 
-Prints one JSON line: rows, tokens, the longest row, and what padding batches of `--batch-size` rows in this order
-to their longest would compute.
+log-normal  exp(N(log median, sigma)), clamped to min..max
+mix         nine short rows (min..4 min) for each long one (max/2..max)
+fixed       `--median` tokens in every row
+
+Prints one JSON line: the number of rows and tokens, the longest row, and the number of tokens if
+batches of `--batch-size` rows in this order are padded to their longest row.
 """
 import argparse, json, math, random
 

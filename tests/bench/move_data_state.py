@@ -1,7 +1,9 @@
-"""Moves where a checkpoint stands in its data, as if the run had come that far: `move_data_state.py CHECKPOINT ROW`.
+"""Moves the data position of a checkpoint to another row, for benchmarks of resuming:
 
-The rows that it holds (carried, and in packs that wait) move along, and the manifest gets the new checksum. For benches of resuming:
-the weights are those of the step that the checkpoint was made at.
+  python tests/bench/move_data_state.py CHECKPOINT ROW
+
+Shifts the row numbers of the checkpoint's pending rows and packs too, and updates the checksum in
+the manifest. The weights do not change.
 """
 import hashlib
 import json

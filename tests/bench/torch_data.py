@@ -1,10 +1,10 @@
-"""transformers' processors on JSONL rows: rows, tokens and pixels a second, on one core.
+"""Times the processors of transformers on JSONL rows: rows, tokens and pixels per second on one core.
 
   python tests/bench/torch_data.py MODEL ROWS.jsonl [--threads 1] [--way auto]
 
-Everything from a row's JSON to the tensors that a model is called with: chat template, tokenizer, image files. A way says
-who decodes and who resizes; `auto` times each on the first rows and takes the quickest.
-Prints one JSON line for the rows.
+Covers everything from a row's JSON to the model's input tensors: chat template, tokenizer, image
+files. `--way` selects the libraries that decode and resize images; `auto` times each way on the
+first rows and uses the fastest. Prints one JSON line.
 """
 import argparse
 import json
@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-WAYS = {  # way: (image processor, who opens the file)
-    "torchvision": ("Qwen2VLImageProcessor", "processor"),  # decoded by torchvision, resized by it
+WAYS = {  # way: (image processor, what opens the file)
+    "torchvision": ("Qwen2VLImageProcessor", "processor"),  # torchvision decodes and resizes
     "pillow+torchvision": ("Qwen2VLImageProcessor", "pillow"),
     "pillow": ("Qwen2VLImageProcessorPil", "pillow"),
 }
 
 
 class Rows:
-    """The rows of a file and what makes tensors of them."""
+    """The rows of a file, and the tokenizer and processors that turn them into tensors."""
 
     def __init__(self, model, rows, way="auto"):
         import transformers
@@ -44,14 +44,14 @@ class Rows:
             self.choose(min(WAYS, key=lambda way: min(times[way] for times in rounds)))
 
     def choose(self, way):
-        """Sets who decodes and resizes."""
+        """Sets the way of decoding and resizing images."""
         self.way = way
         kind, self.opens = WAYS[way]
         images = getattr(self.transformers, kind)(**self.settings)
         self.processor = self.transformers.Qwen3VLProcessor(images, self.tokenizer, self.videos, chat_template=self.tokenizer.chat_template)
 
     def seconds(self, way):
-        """Processor time of a way on a few rows."""
+        """CPU time of a way on the first rows."""
         self.choose(way)
         begin = time.process_time()
         for row in self.rows[:8]:
@@ -59,7 +59,7 @@ class Rows:
         return time.process_time() - begin
 
     def tensors(self, row):
-        """What the model is called with."""
+        """The model's arguments for a row."""
         text = self.tokenizer.apply_chat_template(row["messages"], tokenize=False)
         parts = [part for message in row["messages"] if isinstance(message["content"], list) for part in message["content"]]
         files = [str(self.root / part["image"]) for part in parts if part["type"] == "image"]
@@ -69,7 +69,7 @@ class Rows:
         return self.processor(text=[text], images=images, return_tensors="pt")
 
     def labels(self, ids):
-        """`ids [T]` inside of the assistant's turns, end mark included, else -100."""
+        """`ids [T]` inside the assistant's turns, `<|im_end|>` included, and -100 elsewhere."""
         labels, at = torch.full_like(ids, -100), ids.tolist()
         starts = (ids[: 1 - len(self.header)] == self.header[0]).nonzero()[:, 0].tolist()
         for i in starts:

@@ -1,9 +1,11 @@
-"""How fast does PyTorch train a small Qwen3-VL on images and text? One forward and backward a sample, no padding.
+"""Times PyTorch training a small Qwen3-VL on images and text, one forward and backward per sample,
+without padding.
 
-  python tests/bench/torch_image_step.py MODEL ROWS.jsonl [--steps 3] [--samples 8] [--threads 2] [--lr 1e-4]
+  python tests/bench/torch_image_step.py MODEL ROWS.jsonl [--steps 3] [--samples 8] [--threads 2]
+                                         [--lr 1e-4]
 
-A step reads 8 rows through transformers' processors, takes the loss on targets only, clips, and updates with AdamW (fused). The
-first step is not timed. Prints one JSON line.
+A step reads 8 rows with the processors of transformers, computes the loss on targets only, clips
+gradients, and updates with AdamW (fused). The first step is not timed. Prints one JSON line.
 """
 import argparse
 import json

@@ -1,12 +1,14 @@
-"""How long do the ops of `trainer bench --ops` take in PyTorch on this machine? CPU, f32, the same sizes.
+"""Times the ops of `trainer bench --ops` in PyTorch: on the CPU, in f32, with the same sizes.
 
-  python tests/bench/torch_ops.py [--threads 2] [--filter TEXT]          one JSON line an op and a way to write it
-  python tests/bench/torch_ops.py --memory                               what linear + cross-entropy adds to the peak
-  python tests/bench/torch_ops.py --table TORCH.jsonl TRAINER.jsonl      the comparison (scripts/bench/ops_vs_torch.sh)
+  python tests/bench/torch_ops.py [--threads 2] [--filter TEXT]      one JSON line per op and way
+  python tests/bench/torch_ops.py --memory                           memory that linear + cross-entropy
+                                                                     adds to the peak
+  python tests/bench/torch_ops.py --table TORCH.jsonl TRAINER.jsonl  the comparison, called by
+                                                                     scripts/bench/ops_vs_torch.sh
 
-`ms` is the fastest forward plus the fastest backward of many. Backward asks `torch.autograd.grad` for all gradients:
-new tensors, nothing added to an old gradient, which is the fastest for PyTorch. Where PyTorch can say an op in several
-ways, each is timed and the fastest counts; for that, see OPS.
+The table adds the fastest forward and the fastest backward of many. Backward calls
+`torch.autograd.grad`, which returns new tensors and accumulates nothing; this is the fastest way in
+PyTorch. If PyTorch has several ways to compute an op (see OPS), each is timed and the fastest counts.
 """
 import argparse, json, resource, time
 import torch
@@ -140,11 +142,12 @@ def adamw(count):
 
 
 def rows(name, size, parts=("", "backward ")):
-    """The rows of `trainer bench --ops` that add up to the op."""
+    """The rows of `trainer bench --ops` whose times add up to the op."""
     return [f"{name} {part}{size}" for part in parts]
 
 
-# Op of the table: how PyTorch says it, the rows of `trainer`, how many times PyTorch's speed is asked for (None: for information).
+# Op of the table: (ways in PyTorch, rows of `trainer`, required speed relative to PyTorch). `None`
+# requires nothing.
 OPS = {}
 for sizes, bar in [((1, 2048, 16, 8, 128, True), 1.0), ((16, 128, 16, 8, 128, True), 1.0), ((4, 512, 16, 16, 64, False), None)]:
     s, n, h, kv, d, causal = sizes
@@ -162,7 +165,7 @@ for n, k, m in [(2048, 1024, 3072), (1881, 512, 1536)]:
 HEAD = "linear_cross_entropy 1024x512x151936"
 OPS[HEAD] = (linear_cross_entropy(1024, 512, 151936), [HEAD], 1.5)
 OPS["adamw 16.8M"] = (adamw(16 << 20), ["adamw 16.8M"], 1.0)
-MEMORY_BAR = 0.10  # of PyTorch's, for HEAD
+MEMORY_BAR = 0.10  # maximum memory of HEAD relative to PyTorch's
 
 
 def leaf(*size):
@@ -185,28 +188,28 @@ def fastest(forward, inputs, seconds):
             torch.autograd.grad(out, inputs, dy)
         end = time.perf_counter()
         del out
-        if runs:  # the first is for memory and caches
+        if runs:  # the first run is a warm-up
             best = [min(best[0], between - begin), min(best[1], end - between if inputs else 0.0)]
         runs += 1
     return best
 
 
 def head_memory():
-    """Peak resident bytes that loss and gradients add to operands and `.grad`."""
+    """Bytes that loss and gradients add to the peak resident memory of operands and `.grad`."""
     forward, inputs = OPS[HEAD][0]["plain"]()
     for t in inputs:
-        t.grad = torch.zeros_like(t).add_(1.0)  # touched
+        t.grad = torch.zeros_like(t).add_(1.0)  # write, so that the pages are resident
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     forward().backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 def table(theirs, ours):
-    """Best of all rounds; fails unless every bar is kept."""
+    """Prints the best of all rounds; returns whether every op reaches its required ratio."""
     theirs, ours = ([json.loads(line) for line in open(path)] for path in (theirs, ours))
     figures = lambda rows, name, key: [row[key] for row in rows if row["name"] == name and key in row]
     kept = True
-    print(f"| {'op, forward + backward':44} | PyTorch, ms | trainer, ms | ratio | bar | |\n|---|---|---|---|---|---|")
+    print(f"| {'op, forward + backward':44} | PyTorch, ms | trainer, ms | ratio | required | |\n|---|---|---|---|---|---|")
     for name, (ways, parts, bar) in OPS.items():
         mine = [figures(ours, part, "ms") for part in parts]
         if not all(mine) or not figures(theirs, name, "forward_ms"):
@@ -227,14 +230,14 @@ def table(theirs, ours):
         theirs, ours = map(min, memory)
         ok = ours <= MEMORY_BAR * theirs
         kept &= ok
-        print(f"| {'linear_cross_entropy, memory it adds, MiB':44} | {theirs:8.0f} | {ours:8.0f} | {ours / theirs:5.3f} | <= {MEMORY_BAR} | {'ok' if ok else 'NOT OK'} |")
+        print(f"| {'linear_cross_entropy, added memory, MiB':44} | {theirs:8.0f} | {ours:8.0f} | {ours / theirs:5.3f} | <= {MEMORY_BAR} | {'ok' if ok else 'NOT OK'} |")
     return kept
 
 
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--threads", type=int, default=2)
-    ap.add_argument("--seconds", type=float, default=0.5, help="at least, for each way to say an op")
+    ap.add_argument("--seconds", type=float, default=0.5, help="minimum time for each way of each op")
     ap.add_argument("--filter", default="", help="only ops with a row whose name contains this")
     ap.add_argument("--memory", action="store_true")
     ap.add_argument("--table", nargs=2, metavar=("TORCH", "TRAINER"))

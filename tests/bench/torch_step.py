@@ -1,17 +1,19 @@
-"""How fast does PyTorch train a CPU-sized Qwen3-VL text model here? Text only, random tokens, log-normal lengths.
+"""Times PyTorch training a small Qwen3-VL text model on random tokens with log-normal lengths.
 
-  python tests/bench/torch_step.py --mode padded|per-sample|packed|packed-dense --hidden 512 --layers 8 ...
+  python tests/bench/torch_step.py --mode padded|per-sample|packed|packed-dense --hidden 512 ...
 
-padded       right-padded batches, Hugging Face model, sdpa with an attention mask (the naive way)
-per-sample   one forward and backward per sample, no padding, plain causal sdpa
-packed-dense one row per micro-batch of samples, dense block-diagonal mask given to the Hugging Face model
-packed       the same row, but attention runs per segment (causal sdpa on each), so no work is masked away
---only-targets computes lm_head and the loss on target positions only (the usual trainer trick).
-Prints one JSON line: real (non-padding) tokens per second of wall clock and per CPU second, peak RSS, step
-times. On a shared machine compare the per-CPU-second numbers.
---dump-lengths FILE writes the lengths of each step, so that another trainer can be given the same work;
---jsonl FILE writes a chat data set whose rows have those token counts (real Qwen tokenizer); --model-out DIR the model
+padded        right-padded batches, Hugging Face model, sdpa with an attention mask
+per-sample    one forward and backward per sample, no padding, causal sdpa
+packed-dense  one row per micro-batch of samples, with a dense block-diagonal mask
+packed        the same row, with causal sdpa on each segment, so that no masked work is computed
+
+--only-targets computes lm_head and the loss on target positions only. --dump-lengths FILE writes the
+lengths of each step, so that another trainer can do the same work. --jsonl FILE writes a chat data
+set whose rows have those token counts with Qwen's tokenizer. --model-out DIR writes the model
 (`vs_torch.sh` adds the tokenizer and the template).
+
+Prints one JSON line: real (non-padding) tokens per second and per CPU second, peak RSS, and step
+times. On a shared machine, compare the figures per CPU second.
 """
 import argparse, json, math, os, random, resource, sys, time
 import torch

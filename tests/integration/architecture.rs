@@ -22,7 +22,10 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
     ("models", &["batch", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),
     // The only place where they meet.
-    ("train", &["batch", "checkpoint", "data", "loss", "metrics", "models", "ops", "optim", "tape"]),
+    (
+        "train",
+        &["batch", "checkpoint", "data", "loss", "metrics", "models", "ops", "optim", "tape"],
+    ),
     // Composes the section structs.
     ("config", &["checkpoint", "data", "optim", "train"]),
     // The only place that prints and exits, and reads the environment, but for `TRAINER_SIMD`; `bench` times the ops

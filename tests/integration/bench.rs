@@ -1,4 +1,4 @@
-//! `trainer bench` runs and prints figures; how large they are is for docs/performance.md.
+//! `trainer bench` runs and prints plausible figures. docs/performance.md has measured ones.
 
 use super::harness::{Place, golden, json_lines};
 use serde_json::Value;
@@ -11,7 +11,7 @@ fn assert_positive(row: &Value, key: &str) {
 }
 
 #[test]
-fn each_op_of_a_gpu_runs_in_both_precisions() {
+fn every_benchmark_of_an_op_runs_in_both_precisions() {
     let place = Place::empty();
     for precision in ["f32", "bf16"] {
         let arguments = ["bench", "--ops", "--sizes", "tiny", "--json", "--precision", precision];
@@ -33,7 +33,7 @@ fn each_op_of_a_gpu_runs_in_both_precisions() {
 }
 
 #[test]
-fn a_step_says_how_fast_it_was_and_what_it_took() {
+fn a_step_reports_its_speed_and_its_memory() {
     let place = Place::with_model_and_rows();
     let rows = format!("{{path: rows.jsonl, image_root: {:?}}}", golden("data"));
     let config = format!(

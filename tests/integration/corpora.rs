@@ -1,10 +1,11 @@
-//! Plain text and mixtures from outside: what inspect shows, training, resuming, metrics by data set.
+//! Plain text and mixtures: the output of `inspect`, training, resuming, metrics per data set.
 
 use super::harness::{Place, json_lines};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The folder of a tiny model, 34 digits as a text (35 tokens with their end), documents, and chats.
+/// A folder with a tiny model, a text of 34 digits (35 tokens with the end token), documents and
+/// chats.
 fn place() -> Place {
     let place = Place::empty();
     place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
@@ -74,9 +75,9 @@ fn inspect_shows_the_windows_of_thirty_five_tokens() {
     assert_eq!(sorted, (0..6).map(|window| offset + 5 * window).collect());
     assert!(!random.is_sorted());
     let sequential = starts(&show("sampling: sequential, length: 5", "packing: false"));
-    let (offset, track) = (sequential[0], sequential[1] - sequential[0]);
-    assert_eq!(track, (34 - offset) / 2);
-    let expected = [0, track, 5, 5 + track, 10, 10 + track].map(|start| offset + start);
+    let (offset, lane) = (sequential[0], sequential[1] - sequential[0]);
+    assert_eq!(lane, (34 - offset) / 2);
+    let expected = [0, lane, 5, 5 + lane, 10, 10 + lane].map(|start| offset + start);
     assert_eq!(sequential, expected);
     let document = show("sampling: document", "");
     assert_eq!((document.len(), &document[0]["length"]), (1, &35.into()));
@@ -91,11 +92,11 @@ fn inspect_shows_the_windows_of_thirty_five_tokens() {
         let ids = |row: &Value| row["input_ids"].as_array().unwrap().clone();
         assert_eq!(ids(&cut[0]), ids(&document[0])[start..start + 10]);
     }
-    assert!(!place.path("run").exists(), "who only looks leaves nothing");
+    assert!(!place.path("run").exists(), "`inspect` writes no `output_dir`");
 }
 
 #[test]
-fn packs_of_a_corpus_have_windows_that_differ() {
+fn packs_of_a_corpus_contain_each_window_once() {
     let place = place();
     let set = "{path: documents.jsonl, corpus: {sampling: random, length: 15}}";
     config(&place, &format!("{{train: [{set}], packing_length: 64}}"), "{}");
@@ -109,7 +110,7 @@ fn packs_of_a_corpus_have_windows_that_differ() {
     assert!(ids.len() > 30 && packs[0]["length"] == 64);
 }
 
-/// Rows of `metrics.jsonl` without what a clock decides.
+/// Rows of `metrics.jsonl` after a step, without times and memory.
 fn metrics(place: &Place, run: &str, after: u64) -> Vec<Value> {
     let mut rows = place.rows(&format!("{run}/metrics.jsonl"));
     rows.retain(|row| row["step"].as_u64().unwrap() > after);
@@ -120,7 +121,7 @@ fn metrics(place: &Place, run: &str, after: u64) -> Vec<Value> {
     rows
 }
 
-/// Trains, and again from checkpoints in the middle.
+/// Trains, and resumes from checkpoints in the middle; all must end bit-identical.
 fn assert_resumes(place: &Place, last: u64) {
     let sft = ["sft", "--config", "config.yaml", "--resume"];
     place.trainer(&[&sft[..], &["never"]].concat()).ends_with(0);
@@ -154,7 +155,7 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
             "{max_steps: 7}",
             7,
         ),
-        // 4 epochs of tracks
+        // 4 epochs
         (
             "sampling: sequential, length: 30",
             "packing: false",
@@ -183,7 +184,7 @@ fn corpora_of_every_sampling_train_and_resume_to_the_bit() {
 }
 
 #[test]
-fn texts_that_cannot_be_used_are_counted_with_the_rows_that_cannot() {
+fn unusable_texts_are_counted_as_rejected_rows() {
     let place = place();
     let mut rows = String::from_utf8(place.read("documents.jsonl")).unwrap();
     rows.push_str("\n{\"text\": 5}\n{\"text\": \"\"}\n");
@@ -203,8 +204,8 @@ fn texts_that_cannot_be_used_are_counted_with_the_rows_that_cannot() {
         assert_eq!(row["rejected"], 2 + too_long);
         assert_eq!(row["rejected_by_file"], serde_json::json!({"documents.jsonl": reasons}));
     }
-    let told = place.rows("run/rejects.jsonl");
-    assert!(too_long > 0 && told.len() as u64 == 2 + too_long, "{told:?}");
+    let reported = place.rows("run/rejects.jsonl");
+    assert!(too_long > 0 && reported.len() as u64 == 2 + too_long, "{reported:?}");
 }
 
 #[test]
@@ -237,7 +238,7 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
             text += of("num_samples")[1] as i64;
         }
     }
-    // each data set's loss is that of scoring it alone
+    // The loss of each data set equals that of an evaluation of this set alone.
     let last = rows.iter().rfind(|row| row["eval"] == true).unwrap();
     for (name, set) in [
         ("chats", "{path: chats.jsonl}"),
@@ -249,14 +250,14 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
         let (alone, mixed) = (number(&alone[0], "loss"), number(last, &format!("loss/{name}")));
         assert!((alone - mixed).abs() < 1e-5 * mixed, "{name}: {alone} alone, {mixed} mixed");
     }
-    // sequential packs keep the order, so the share holds at the end of each step
+    // Sequential packs keep the order, so the shares hold at the end of each step.
     assert!((chats - 3 * text).abs() < 4, "{chats} chats, {text} windows");
     let log = String::from_utf8(place.read("run/train.log")).unwrap();
     assert!(log.contains("mixture") && log.contains("share=0.7"), "{log}");
 }
 
 #[test]
-fn what_a_corpus_contradicts_is_said_with_its_place() {
+fn errors_of_a_corpus_name_the_config_key_or_the_file_and_row() {
     let place = place();
     let refuse = |set: &str, more: &str, code: i32, message: &str| {
         config(&place, &format!("{{train: [{set}], {more}}}"), "{}");
@@ -266,9 +267,14 @@ fn what_a_corpus_contradicts_is_said_with_its_place() {
         "{path: digits.txt}",
         "",
         65,
-        "`digits.txt` is plain text, and its data set has no `corpus`",
+        "`digits.txt` is plain text, but its data set has no `corpus` section",
     );
-    refuse("{path: documents.jsonl}", "", 65, "is plain text, and its data set has no `corpus`");
+    refuse(
+        "{path: documents.jsonl}",
+        "",
+        65,
+        "is plain text, but its data set has no `corpus` section",
+    );
     let with = |path: &str, corpus: &str| format!("{{path: {path}, corpus: {{{corpus}}}}}");
     let chats = with("chats.jsonl", "sampling: document");
     refuse(&chats, "", 65, "`chats.jsonl` has rows of the form `alpaca`");

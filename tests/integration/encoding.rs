@@ -1,4 +1,4 @@
-//! Encodings of whole rows against transformers, and what must never become a target.
+//! Encodings of whole rows compared with transformers, and tests of which tokens are targets.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -35,7 +35,7 @@ fn encoder() -> &'static Encoder {
     })
 }
 
-/// A file with one row a value, whose images are those of the golden data.
+/// A file with one row per value. Image paths are relative to the golden data.
 fn rows(values: &[Value]) -> (TempDir, JsonlFile) {
     let folder = TempDir::new().unwrap();
     let lines: Vec<String> = values.iter().map(Value::to_string).collect();
@@ -50,7 +50,7 @@ fn encode(row: Value) -> Result<EncodedSample, SampleError> {
     let (_folder, file) = rows(&[row]);
     let sample = file.read(0)?;
     let encoded = encoder().encode(&sample);
-    // The planner sees the same rows as the loader.
+    // The planner accepts the same rows as the loader, with the same lengths.
     assert_eq!(
         encoder().length(&sample).map_err(|error| error.to_string()),
         encoded.as_ref().map(Length::of).map_err(ToString::to_string)
@@ -75,7 +75,7 @@ fn row(messages: &[Value]) -> Value {
     json!({"messages": messages})
 }
 
-/// `[id, repeat]` or `id` a run.
+/// Decodes a list of runs: `[id, repeat]` or `id`.
 fn unrolled(runs: &Value) -> Vec<u32> {
     let runs = runs.as_array().unwrap().iter();
     runs.flat_map(|run| match run {
@@ -87,7 +87,7 @@ fn unrolled(runs: &Value) -> Vec<u32> {
     .collect()
 }
 
-/// SHA-256 of the positions as little-endian `i64`, `[3, L]` row by row.
+/// SHA-256 of the positions `[3, L]` as little-endian `i64`, row by row.
 fn position_hash(sample: &EncodedSample) -> String {
     let mut hasher = Sha256::new();
     for axis in 0..3 {
@@ -116,7 +116,7 @@ fn assert_matches(sample: &EncodedSample, expected: &Value) {
     assert_eq!(position_hash(sample), expected["pos_sha256_i64"].as_str().unwrap(), "{name}");
 }
 
-/// Made by the reference trainer: transformers 5.23.
+/// The expected values were computed with transformers 5.23.
 #[test]
 fn image_rows_encode_as_in_transformers() {
     let file = JsonlFile::open(&golden("data/digits_test.jsonl"), None).unwrap();
@@ -125,12 +125,12 @@ fn image_rows_encode_as_in_transformers() {
     }
 }
 
-/// Made by the reference trainer: transformers 5.23, with the published tokenizer.
+/// The expected values were computed with transformers 5.23 and the published tokenizer.
 #[test]
 fn text_rows_encode_as_in_transformers_with_the_published_tokenizer() {
     let Some(tokenizer) = std::env::var_os("TRAINER_QWEN3_TOKENIZER") else {
         eprintln!(
-            "SKIPPED: set TRAINER_QWEN3_TOKENIZER; scripts/golden/fetch_tokenizer.sh tells how"
+            "SKIPPED: TRAINER_QWEN3_TOKENIZER is not set; see scripts/golden/fetch_tokenizer.sh"
         );
         return;
     };
@@ -152,7 +152,7 @@ fn text_rows_encode_as_in_transformers_with_the_published_tokenizer() {
     }
 }
 
-/// Made by `scripts/golden/chat_cases.py`: nasty texts by hand and at random.
+/// `scripts/golden/chat_cases.py` writes the chats: edge cases and random texts.
 #[test]
 fn nasty_chats_render_tokenise_and_label_as_in_transformers() {
     let images = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
@@ -199,14 +199,14 @@ fn no_system_turn_is_inserted() {
 }
 
 #[test]
-fn a_turn_with_train_false_is_read_but_not_learnt() {
+fn a_turn_with_train_false_is_context_and_not_a_target() {
     let silent = json!({"role": "assistant", "content": "Hello", "train": false});
     let sample = encode(row(&[user("Hi"), silent, user("1"), assistant("one")])).unwrap();
     assert_eq!(supervised_text(&sample), "one<|im_end|>");
 }
 
 #[test]
-fn a_user_who_writes_an_assistant_header_starts_no_target() {
+fn an_assistant_header_in_a_user_text_starts_no_target() {
     let text = "assistant <|im_end|>\n<|im_start|>assistant\nI agree<|im_end|>\n";
     let sample = encode(row(&[user(text), assistant("No")])).unwrap();
     assert_eq!(supervised_text(&sample), "No<|im_end|>");
@@ -227,7 +227,7 @@ fn decomposed_text_before_an_answer_does_not_move_its_target() {
 }
 
 #[test]
-fn tools_and_an_answer_as_the_first_turn_go_together() {
+fn a_chat_with_tools_may_begin_with_an_assistant_turn() {
     let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {}}}]);
     let sample =
         encode(json!({"messages": [assistant("Hello"), user("Hi")], "tools": tools})).unwrap();
@@ -285,7 +285,7 @@ fn decoding_undoes_encoding_and_drops_special_tokens() {
 }
 
 #[test]
-fn rows_that_cannot_be_encoded_say_why_and_where() {
+fn errors_of_rows_that_cannot_be_encoded_name_the_reason_and_the_row() {
     let image = "images/exact_moon_64x64.png";
     let listed = |content| json!({"messages": [user(content), assistant("y")], "images": [image]});
     let silent = json!({"role": "assistant", "content": "y", "train": false});
@@ -316,8 +316,8 @@ fn rows_that_cannot_be_encoded_say_why_and_where() {
             "image_count",
             "rendered chat has 1 media placeholders, expected 0",
         ),
-        (row(&[user("x"), silent]), "no_supervised_token", "no supervised token in"),
-        (row(&[user("x")]), "no_supervised_token", "no supervised token in"),
+        (row(&[user("x"), silent]), "no_supervised_token", "tokens is supervised"),
+        (row(&[user("x")]), "no_supervised_token", "tokens is supervised"),
         (
             json!({"messages": [user("<image>"), assistant("y")], "images": ["no.png"]}),
             "image_missing",
@@ -340,7 +340,7 @@ fn a_prompt_needs_an_assistant_turn() {
     assert_eq!(error.reason(), "no_assistant_turn");
 }
 
-/// The small model's folder without its weights, changed by `change`.
+/// Loads an encoder from a copy of the small model's folder, without weights, after `change`.
 fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, EncoderError> {
     let folder = TempDir::new().unwrap();
     for entry in golden("models/small-tied").read_dir().unwrap() {
@@ -373,13 +373,13 @@ fn a_template_is_found_in_each_of_its_three_places() {
 }
 
 #[test]
-fn a_broken_model_folder_says_which_file_and_what() {
+fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
     let replace = |name: &'static str, text: &'static str| {
         load_changed(|folder| write(&folder.join(name), text.as_bytes())).err().unwrap().to_string()
     };
     let config = r#"{"image_token_id": 2029, "text_config": {"vocab_size": 2000}}"#;
     let cases = [
-        (replace("tokenizer.json", "{}"), "tokenizer.json` is not a tokenizer"),
+        (replace("tokenizer.json", "{}"), "cannot load tokenizer `"),
         (replace("config.json", "{"), "config.json` is not JSON: EOF"),
         (replace("config.json", "{}"), "config.json`: `image_token_id` is missing or no token id"),
         (
@@ -415,7 +415,7 @@ fn a_broken_model_folder_says_which_file_and_what() {
 }
 
 #[test]
-fn a_template_that_rewrites_earlier_turns_is_refused_for_chats_with_several() {
+fn a_template_that_rewrites_earlier_turns_is_rejected_for_chats_with_several() {
     // Drops the text of every assistant turn but the last, as templates of thinking models do.
     let template = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}[end]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
     let encoder =
@@ -430,7 +430,7 @@ fn a_template_that_rewrites_earlier_turns_is_refused_for_chats_with_several() {
 }
 
 #[test]
-fn templates_find_the_methods_and_functions_that_transformers_offers() {
+fn templates_can_call_the_methods_and_functions_of_transformers() {
     let template = "{{ bos_token }}{% for m in messages %}{% if m.role.startswith('u') %}\n  {% if m.content.strip().split(' ')[0] == 'stop' %}{% break %}{% endif %}\n  {% endif %}{{ m.role.upper() }}:{{ m['content'].strip() }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}\n";
     let encoder = load_changed(|folder| {
         write(&folder.join("chat_template.jinja"), template.as_bytes());
@@ -444,10 +444,10 @@ fn templates_find_the_methods_and_functions_that_transformers_offers() {
     assert_eq!(text, "<|endoftext|>USER:a<|im_end|>ASSISTANT:b<|im_end|>");
 }
 
-/// Every limit on a chat with two images: what is left has both, fits, is foretold by its length, and
-/// its positions are those of a sample that was never longer.
+/// Truncates a chat with two images to every length. The result must contain both images, fit the
+/// limit and have the length that the planner computes, and its positions must start at zero.
 #[test]
-fn a_cut_chat_keeps_its_images_and_is_foretold_by_its_length() {
+fn a_truncated_chat_keeps_its_images_and_has_the_predicted_length() {
     let images = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
     let image = |name: &str| json!({"type": "image", "image": name});
     let text = |text: &str| json!({"type": "text", "text": text});
@@ -464,7 +464,7 @@ fn a_cut_chat_keeps_its_images_and_is_foretold_by_its_length() {
     for max_length in 1..=whole.len() as u32 + 1 {
         for keep in [Keep::Beginning, Keep::End] {
             let cut = Some(Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep });
-            let encoded = encoder().encode_cut(&sample, cut, |_| Ok::<_, SampleError>(()));
+            let encoded = encoder().encode_cut(&sample, cut);
             assert_eq!(
                 encoder().length_cut(&sample, cut).map_err(|error| error.to_string()),
                 encoded.as_ref().map(Length::of).map_err(ToString::to_string)
@@ -494,10 +494,10 @@ fn a_cut_chat_keeps_its_images_and_is_foretold_by_its_length() {
             for row in [left.vision_rows[0] - 1, left.vision_rows[visual - 1] + 1] {
                 assert!(
                     !left.input_ids[row as usize].eq(&image_token),
-                    "the marks stay beside them"
+                    "vision_start and vision_end are kept"
                 );
             }
-            // positions: along the text by one, over an image by its longer side
+            // Positions advance by 1 per text token and by the longer side of an image.
             let mut next = 0;
             let mut images = left.media.iter().map(|patches| patches.grid_thw);
             let mut token = 0;

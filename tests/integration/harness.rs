@@ -1,4 +1,4 @@
-//! Runs the real binary in a folder of its own, with a tiny model and rows made from the goldens.
+//! Runs the binary in a temporary folder, with a tiny model and rows from `tests/golden`.
 
 use serde_json::Value;
 use std::fs;
@@ -6,24 +6,24 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use tempfile::TempDir;
 
-/// What a command left behind.
+/// Result of a finished command.
 #[derive(Debug)]
 pub(crate) struct Output {
-    /// Exit code; -1: ended by a signal.
+    /// Exit code, or -1 if a signal ended the command.
     pub(crate) code: i32,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
 impl Output {
-    /// Fails with everything that the command said unless it ended with `code`.
+    /// Panics with the whole output unless the exit code is `code`.
     #[track_caller]
     pub(crate) fn ends_with(self, code: i32) -> Self {
         assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         self
     }
 
-    /// Fails unless the command said `text` on stderr.
+    /// Panics unless stderr contains `text`.
     #[track_caller]
     pub(crate) fn says(self, text: &str) -> Self {
         assert!(self.stderr.contains(text), "no `{text}` in:\n{}", self.stderr);
@@ -31,7 +31,7 @@ impl Output {
     }
 }
 
-/// Where tests in this process compute: the CPU, or what `TRAINER_TEST_DEVICE` names.
+/// The device of tests in this process: `TRAINER_TEST_DEVICE`, or the CPU if it is not set.
 pub(crate) fn device() -> candle_core::Device {
     static DEVICE: std::sync::LazyLock<candle_core::Device> = std::sync::LazyLock::new(|| {
         let name = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".to_owned());
@@ -40,12 +40,12 @@ pub(crate) fn device() -> candle_core::Device {
     DEVICE.clone()
 }
 
-/// A file of `tests/golden`.
+/// Path of a file in `tests/golden`.
 pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// An empty folder, in which commands run; removed at the end of the test.
+/// A temporary folder in which commands run; removed at the end of the test.
 pub(crate) struct Place {
     folder: TempDir,
 }
@@ -55,7 +55,8 @@ impl Place {
         Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() }
     }
 
-    /// With a model in `model`, and `rows.jsonl`: image and text rows, unusable ones among them.
+    /// A folder with a model in `model` and image and text rows in `rows.jsonl`, some of them
+    /// unusable.
     pub(crate) fn with_model_and_rows() -> Self {
         let place = Self::empty();
         place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
@@ -88,12 +89,12 @@ impl Place {
         fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    /// The objects of a JSONL file.
+    /// Parses a JSONL file.
     pub(crate) fn rows(&self, name: &str) -> Vec<Value> {
         json_lines(&String::from_utf8(self.read(name)).unwrap())
     }
 
-    /// Names in a folder, sorted.
+    /// Sorted names of the entries of a folder.
     pub(crate) fn names(&self, folder: &str) -> Vec<String> {
         let entries = fs::read_dir(self.path(folder)).unwrap();
         let mut names: Vec<String> =
@@ -102,7 +103,8 @@ impl Place {
         names
     }
 
-    /// The binary, about to run here; it hears nothing of the caller's logging or threads.
+    /// A command that runs the binary in this folder, without the logging and thread variables of
+    /// the test's environment.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
@@ -114,14 +116,14 @@ impl Place {
         finish(&mut self.command(arguments))
     }
 
-    /// Starts a command that the test will stop; what it says goes nowhere.
+    /// Starts a command that the test will stop, without output.
     pub(crate) fn start(&self, arguments: &[&str]) -> Child {
         let mut command = self.command(arguments);
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
 }
 
-/// Runs a command to its end.
+/// Runs a command and waits until it ends.
 pub(crate) fn finish(command: &mut Command) -> Output {
     let output = command.output().unwrap();
     Output {
@@ -131,20 +133,20 @@ pub(crate) fn finish(command: &mut Command) -> Output {
     }
 }
 
-/// Each line as JSON.
+/// Parses each line as JSON.
 pub(crate) fn json_lines(text: &str) -> Vec<Value> {
     let row =
         |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
     text.lines().map(row).collect()
 }
 
-/// Writes a file of a test, on which no one depends after a crash.
+/// Writes a file without the guarantees of `write_atomically`, which tests do not need.
 pub(crate) fn write(path: &Path, bytes: &[u8]) {
     use std::io::Write as _;
     fs::File::create(path).unwrap().write_all(bytes).unwrap();
 }
 
-/// Copies a folder with all below it.
+/// Copies a folder recursively.
 pub(crate) fn copy_folder(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {

@@ -1,5 +1,5 @@
-//! Images to patches, against transformers' `Qwen2VLImageProcessor` and through every kind of
-//! reference. Fixtures and expected values come from `scripts/golden/image_fixtures.py`.
+//! Images to patches, compared with transformers' `Qwen2VLImageProcessor`, for files and data URIs.
+//! `scripts/golden/image_fixtures.py` writes fixtures and expected values.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -70,14 +70,14 @@ fn pixel_values_are_the_reference_processors() {
         assert_eq!(json!(patches.grid_thw), case["grid_thw"], "{case}");
         let values = &patches.pixel_values;
         if let Some(sha256) = case.get("sha256") {
-            // Nothing is resized: equal to the bit.
+            // Without a resize the values are bit-identical.
             let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             let found = format!("{:x}", Sha256::digest(&bytes));
             assert_eq!(*sha256, found, "{case}");
             let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
             assert!((sum - case["sum"].as_f64().unwrap()).abs() < 1e-3, "{sum} in {case}");
         } else {
-            // Resized by torchvision, whose weights have fewer bits.
+            // torchvision resizes with weights of lower precision.
             let expected = tensors.tensor(&format!("processor/{name}")).unwrap();
             assert_eq!(expected.shape(), [patches.num_patches(), 3 * 2 * 16 * 16]);
             let levels = values.iter().map(|value| (value * 127.5 + 127.5).round() as u8);
@@ -104,7 +104,7 @@ fn the_grid_from_the_header_is_the_grid_of_the_patches() {
 }
 
 #[test]
-fn orientation_turns_the_grid() {
+fn exif_orientation_swaps_the_sides_of_the_grid() {
     let processor = processor(&json!({
         "size": {"shortest_edge": 1, "longest_edge": 16384}, "patch_size": 8,
         "temporal_patch_size": 2, "merge_size": 1, "image_mean": [0.5, 0.5, 0.5],
@@ -119,7 +119,7 @@ fn orientation_turns_the_grid() {
     assert_eq!(late, [1, 3, 2]);
 }
 
-/// An uncompressed image of any size, black.
+/// A black, uncompressed image.
 fn bmp(width: u32, height: u32) -> Vec<u8> {
     let row = (width * 3).next_multiple_of(4);
     let mut bytes = b"BM".to_vec();
@@ -131,7 +131,7 @@ fn bmp(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn each_unusable_image_has_its_reason_and_its_name() {
+fn each_unusable_image_is_rejected_with_its_reason_and_its_name() {
     let mut bomb = fixture("rgb.png");
     bomb[16..24].fill(0x7f);
     let data_uri = |text: &str| MediaRef { source: MediaSource::DataUri(text.into()) };
@@ -141,7 +141,7 @@ fn each_unusable_image_has_its_reason_and_its_name() {
         (file("../../../Cargo.toml"), "image_path_escapes_root", "`../../../Cargo.toml`"),
         (uri(&fixture("rgb.png")[..30]), "image_broken", "in a data URI"),
         (uri(&fixture("rgb.jpg")[..700]), "image_broken", "in a data URI"),
-        (uri(b"GIF is what this is not"), "image_format", "in a data URI"),
+        (uri(b"GIF, but not really"), "image_format", "in a data URI"),
         (data_uri("data:image/png,abc"), "image_data_uri", "`;base64`"),
         (uri(&bmp(201, 1)), "image_aspect_ratio", "is 201 x 1"),
         (uri(&bomb), "image_too_large", "is 2139062143 x 2139062143"),

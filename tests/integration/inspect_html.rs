@@ -1,11 +1,11 @@
-//! The page of `inspect --html`: everything supervised is marked, images are what the model sees,
-//! and nothing of the data is markup.
+//! The page of `inspect --html`: supervised tokens are marked, images are those that the model
+//! receives, and data is escaped.
 
 use crate::harness::{Place, golden, json_lines};
 use base64::Engine as _;
 use serde_json::{Value, json};
 
-/// Names of the elements that the page has.
+/// Names of all HTML elements that the page may contain.
 const TAGS: [&str; 25] = [
     "html",
     "head",
@@ -34,7 +34,7 @@ const TAGS: [&str; 25] = [
     "style",
 ];
 
-/// A page of all `rows`, and the objects of `--format jsonl`.
+/// Returns the page of all `rows`, and the objects of `--format jsonl`.
 fn page(rows: &[Value], data: &str) -> (String, Vec<Value>) {
     let place = Place::empty();
     let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
@@ -56,7 +56,7 @@ fn rows_of(name: &str, num: usize) -> Vec<Value> {
     json_lines(&text).into_iter().take(num).collect()
 }
 
-/// The elements of the page: what stands between `<` and `>`.
+/// The content of every tag of the page, between `<` and `>`.
 fn elements(page: &str) -> Vec<&str> {
     let body = page.split("</style>").nth(1).unwrap();
     let inside = body.split('<').skip(1);
@@ -69,7 +69,7 @@ fn attribute<'a>(element: &'a str, name: &str) -> Option<&'a str> {
     element.split(&format!(" {name}=\"")).nth(1)?.split('"').next()
 }
 
-/// Width and height of each image, as the page says and as the PNG is.
+/// Decodes the images of the page, after checking that the stated sizes are those of the PNGs.
 fn images(page: &str) -> Vec<image::RgbImage> {
     let images = elements(page).into_iter().filter(|element| element.starts_with("img "));
     images
@@ -109,11 +109,11 @@ fn every_supervised_token_is_marked_and_images_are_those_of_the_model() {
     assert_marks(&page, &samples);
     assert!(samples.iter().any(|sample| !sample["video_grid_thw"].as_array().unwrap().is_empty()));
     let found = images(&page);
-    // Each group has two frames; a still image is one.
+    // Each group of a video has two frames; an image counts as one.
     let groups = samples.iter().flat_map(|sample| sample["video_grid_thw"].as_array().unwrap());
     let frames: u64 = groups.map(|grid| 2 * grid[0].as_u64().unwrap()).sum();
     assert_eq!(found.len() as u64, frames + 1);
-    // The first row takes frames 0, 2, 5 and 7 of `pan`, which keep their size.
+    // The first row samples frames 0, 2, 5 and 7 of `pan`, which are not resized.
     for (shown, frame) in found.iter().zip([0, 2, 5, 7]) {
         let source = image::open(golden(&format!("data/video/pan_{frame}.png"))).unwrap();
         assert!(*shown == source.into_rgb8(), "frame {frame}");
@@ -152,7 +152,7 @@ fn packs_are_drawn_with_their_boundaries() {
 }
 
 #[test]
-fn nothing_of_the_data_is_markup_and_rejected_rows_are_told() {
+fn data_is_escaped_and_rejected_rows_are_listed() {
     let nasty = "</div></article><script>alert(1)</script><img src=x onerror=alert(1)> & <mark>\"'";
     let chat = |user: &str, answer: &str| json!({"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]});
     let missing = json!({"messages": chat(nasty, "x")["messages"], "images": ["<b>no</b>.png"]});
@@ -178,7 +178,7 @@ fn nothing_of_the_data_is_markup_and_rejected_rows_are_told() {
 }
 
 #[test]
-fn a_row_that_is_too_long_is_shown_with_the_reason_why_it_does_not_train() {
+fn a_row_that_is_too_long_is_shown_with_the_reason_for_its_rejection() {
     let chat = |answer: &str| json!({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]});
     let rows = [chat("short"), chat(&"much too long ".repeat(40)), chat("short")];
     let (page, samples) = page(&rows, "  packing_length: 500\n  max_length: 60");
@@ -203,7 +203,7 @@ fn strip(article: &str) -> Vec<(&str, usize)> {
 }
 
 #[test]
-fn what_truncation_cuts_is_greyed_where_it_stood() {
+fn truncated_tokens_are_shown_in_grey_at_their_place() {
     let chat = |user: Value, answer: &str| json!({"messages": [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": user}, {"role": "assistant", "content": answer}]});
     let image = json!([{"type": "image", "image": "images/exact_moon_64x64.png"}, {"type": "text", "text": "What is it?"}]);
     let rows = [
@@ -245,7 +245,7 @@ fn what_truncation_cuts_is_greyed_where_it_stood() {
             "<dt>truncation</dt><dd>{truncation}: 2 of 3 rows cut, {cut_tokens} tokens</dd>"
         );
         assert!(page.contains(&says), "{says}");
-        // a turn that is cut as a whole is still there, and no markup
+        // A turn that is truncated completely is still shown, and escaped.
         let system = page.contains("<section class=\"turn system gone\"><h4>system</h4>");
         assert_eq!(system, truncation == "left");
         for element in elements(&page) {
@@ -262,7 +262,7 @@ fn a_page_of_twenty_rows_with_images_is_about_a_megabyte() {
     let (page, samples) = page(&rows_of("data/image_exact.jsonl", 20), "  packing_length: 2048");
     assert_marks(&page, &samples);
     assert_eq!(samples.len(), 20);
-    let num_images = samples.iter().map(|sample| sample["image_grid_thw"].as_array().unwrap().len());
-    assert_eq!(images(&page).len(), num_images.sum::<usize>());
+    let counts = samples.iter().map(|sample| sample["image_grid_thw"].as_array().unwrap().len());
+    assert_eq!(images(&page).len(), counts.sum::<usize>());
     assert!(page.len() < 1_200_000, "{} bytes", page.len());
 }

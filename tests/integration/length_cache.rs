@@ -1,5 +1,5 @@
-//! The length cache against measuring anew: equal for every limit, whatever was changed, killed or copied
-//! in between.
+//! Lengths from the length cache equal newly measured ones for every limit, after files were
+//! changed or copied and after updates were killed.
 
 use serde_json::{Value, json};
 use std::fs::File;
@@ -40,8 +40,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(rows: &[Value]) -> Self {
         let place = Self { folder: TempDir::new().unwrap() };
-        for (name, image) in
-            [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
+        for (name, image) in [("a.png", "exact_moon_96x64.png"), ("b.png", "exact_moon_64x64.png")]
         {
             std::fs::copy(golden("data/images").join(image), place.path(name)).unwrap();
         }
@@ -67,7 +66,7 @@ impl Place {
         CachedRows::update(self.rows(encoder), &self.path("cache"), &|_| ()).unwrap()
     }
 
-    /// The cache's file.
+    /// Path of the cache file.
     pub(crate) fn cache(&self) -> PathBuf {
         let files = std::fs::read_dir(self.path("cache")).unwrap();
         let mut files = files.map(|file| file.unwrap().path());
@@ -91,7 +90,7 @@ pub(crate) fn with_image(name: &str, answer: &str) -> Value {
     json!({"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": answer}], "images": [name]})
 }
 
-/// Rows of every kind: text, images, two of them, videos, broken ones.
+/// Rows of every kind: text, one image, two images, a video, and broken rows.
 fn mixed(count: usize) -> Vec<Value> {
     let row = |i: usize| match i % 7 {
         0 => with_image("a.png", &format!("moon {i}")),
@@ -111,7 +110,7 @@ fn mixed(count: usize) -> Vec<Value> {
     (0..count).map(row).collect()
 }
 
-/// Every length and every rejection of the cache is that of measuring now.
+/// Asserts that every cached length and rejection equals the newly measured one.
 pub(crate) fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
     for row in rows.rows() {
         assert_eq!(cached.length(row), rows.length(row), "{}", rows.id(row));
@@ -140,7 +139,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
 }
 
 #[test]
-fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
+fn a_row_rejected_by_its_cached_length_has_the_same_error_and_is_not_read() {
     let place = Place::new(&mixed(60));
     let encoder = encoder(&max_tokens(6));
     let (cached, _) = place.update(&encoder);
@@ -156,30 +155,36 @@ fn a_row_that_the_cache_refuses_is_refused_in_the_same_words_and_not_read() {
         }
         _ => Ok(()),
     };
-    let results: Vec<_> = rows.rows().map(|row| cached.read_admitted(row, &refuse)).collect();
+    let read = |reader: &dyn RowReader, row| {
+        let prefetched = reader.prefetch(row)?;
+        refuse(prefetched.length())?;
+        reader.load_pixels(row, prefetched)
+    };
+    let results: Vec<_> = rows.rows().map(|row| read(&cached, row)).collect();
     for (row, result) in rows.rows().zip(&results) {
-        assert!(*result == rows.read_admitted(row, &refuse), "{}", rows.id(row));
+        assert!(*result == read(&*rows, row), "{}", rows.id(row));
     }
     let usable = results.iter().filter(|result| result.is_ok()).count();
     assert!((5..55).contains(&usable), "{usable} rows are usable");
-    // without its images a row cannot be read, and one that is not read is not found to lack them
+    // Delete the images: reading a row fails now, but a row that is rejected by its length is not
+    // read.
     for name in ["a.png", "b.png"] {
         std::fs::remove_file(place.path(name)).unwrap();
     }
-    let mut found_to_lack = 0;
+    let mut num_missing = 0;
     for (row, before) in rows.rows().zip(&results) {
-        let now = cached.read_admitted(row, &refuse);
+        let now = read(&cached, row);
         if before.is_err() || now.is_ok() {
             assert!(now == *before, "{}", rows.id(row));
         } else {
-            found_to_lack += 1;
+            num_missing += 1;
         }
     }
-    assert!(found_to_lack > 0);
+    assert!(num_missing > 0);
 }
 
 #[test]
-fn appended_changed_and_moved_rows_cost_only_what_is_new() {
+fn only_new_and_changed_rows_are_measured_again() {
     let encoder = encoder(&max_tokens(6));
     let mut rows: Vec<Value> = (0..40).map(|i| chat(&format!("Row {i}"), "yes")).collect();
     rows[7] = with_image("a.png", "seven");
@@ -194,7 +199,7 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
     let (cached, work) = place.update(&encoder);
     assert_eq!(work, CacheWork { measured: 2, reused: 39 });
     assert_as_measured(&cached, &place.rows(&encoder));
-    // a copy of the file is another file with the same rows
+    // A copy of the data file has the same rows.
     std::fs::rename(place.path("rows.jsonl"), place.path("old.jsonl")).unwrap();
     std::fs::copy(place.path("old.jsonl"), place.path("rows.jsonl")).unwrap();
     assert_eq!(place.update(&encoder).1.measured, 0);
@@ -203,8 +208,7 @@ fn appended_changed_and_moved_rows_cost_only_what_is_new() {
 #[test]
 fn a_changed_or_repaired_image_is_measured_again() {
     let encoder = encoder(&max_tokens(6));
-    let rows =
-        [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
+    let rows = [with_image("a.png", "yes"), with_image("b.png", "yes"), with_image("c.png", "yes")];
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached
@@ -224,7 +228,7 @@ fn a_changed_or_repaired_image_is_measured_again() {
 }
 
 #[test]
-fn a_changed_frame_of_a_video_is_seen_and_other_settings_for_videos_are_another_cache() {
+fn a_changed_video_frame_is_measured_again_and_other_video_settings_use_another_cache() {
     let model = golden("models/small-tied");
     let encoder = |fps| {
         let video = VideoConfig { fps: Some(fps), ..VideoConfig::default() };
@@ -249,7 +253,7 @@ fn a_changed_frame_of_a_video_is_seen_and_other_settings_for_videos_are_another_
 }
 
 #[test]
-fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
+fn a_killed_update_is_continued_and_a_damaged_cache_is_rebuilt() {
     let encoder = encoder(&max_tokens(6));
     let rows: Vec<Value> = (0..9000).map(|i| chat(&format!("{i}"), "yes")).collect();
     let place = Place::new(&rows);
@@ -268,7 +272,7 @@ fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
     for row in place.rows(&encoder).rows().step_by(97) {
         assert_eq!(cached.length(row), place.rows(&encoder).length(row));
     }
-    // torn in the middle of its rows, without its end, and not Arrow at all
+    // Truncated in the middle of the rows, truncated at the end, and not an Arrow file.
     for damaged in [&whole[..whole.len() / 2], &whole[..whole.len() - 9], b"nothing of the kind"] {
         File::create(place.cache()).unwrap().write_all(damaged).unwrap();
         let (cached, _) = place.update(&encoder);
@@ -279,30 +283,30 @@ fn a_killed_writing_goes_on_where_it_was_and_a_damaged_cache_is_made_anew() {
 }
 
 #[test]
-fn what_is_written_beside_a_run_is_gone_on_from_and_left_to_who_wants_it() {
+fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
     let encoder = encoder(&max_tokens(6));
     let rows: Vec<Value> = (0..13_000).map(|i| chat(&format!("{i}"), "yes")).collect();
     let place = Place::new(&rows);
     let rows = place.rows(&encoder);
     let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
     let cache = place.path("cache");
-    // told to stop in the second batch
+    // Cancelled in the second batch.
     let left = AtomicUsize::new(5000);
     let go_on = || left.fetch_sub(1, Relaxed) > 1;
     assert_eq!(LengthCache::update_beside(file, &encoder, &cache, &go_on).unwrap(), None);
     assert!(!LengthCache::exists(file, &encoder, &cache));
     let (cached, work) = thread::scope(|scope| {
-        let (begun, wait) = channel();
+        let (started, wait) = channel();
         let slowly = move || {
-            let _ = begun.send(());
+            let _ = started.send(());
             thread::sleep(Duration::from_micros(100));
             true
         };
-        let beside = scope
+        let background = scope
             .spawn(|| LengthCache::update_beside(file, &encoder, &cache, &{ slowly }).unwrap());
         wait.recv().unwrap();
         let updated = place.update(&encoder);
-        assert_eq!(beside.join().unwrap(), None, "it was wanted by another");
+        assert_eq!(background.join().unwrap(), None, "it yields to the waiting update");
         updated
     });
     assert_eq!(work.measured + work.reused, 13_000);
@@ -313,7 +317,7 @@ fn what_is_written_beside_a_run_is_gone_on_from_and_left_to_who_wants_it() {
 }
 
 #[test]
-fn another_tokenizer_or_place_has_a_cache_of_its_own() {
+fn another_chat_template_has_its_own_cache() {
     let place = Place::new(&[chat("One", "two")]);
     let names = || {
         let files = std::fs::read_dir(place.path("cache")).unwrap();
@@ -321,7 +325,7 @@ fn another_tokenizer_or_place_has_a_cache_of_its_own() {
     };
     place.update(&encoder(&max_tokens(6)));
     place.update(&encoder(&max_tokens(1)));
-    assert_eq!(names(), 1, "limits make no other cache");
+    assert_eq!(names(), 1, "other limits use the same cache");
     let model = place.path("model");
     std::fs::create_dir(&model).unwrap();
     for file in std::fs::read_dir(golden("models/small-tied")).unwrap() {
@@ -336,9 +340,9 @@ fn another_tokenizer_or_place_has_a_cache_of_its_own() {
     assert_eq!(names(), 2);
 }
 
-/// The index comes from the cache only while the file bears the same stamp, and is the same index.
+/// The index is read from the cache only if the file's stamp is unchanged, and is the same index.
 #[test]
-fn a_file_that_the_cache_knows_is_opened_without_a_scan_and_a_changed_one_is_not() {
+fn a_cached_file_is_opened_without_a_scan_and_a_changed_one_is_scanned_again() {
     let encoder = encoder(&max_tokens(6));
     let place = Place::new(&[]);
     let text = "\u{feff}\n{\"messages\": []}\r\n\n\n".to_owned()
@@ -354,7 +358,7 @@ fn a_file_that_the_cache_knows_is_opened_without_a_scan_and_a_changed_one_is_not
     while SystemTime::now() < settled {
         std::thread::sleep(Duration::from_millis(50));
     }
-    place.update(&encoder); // now the file is old enough to be known by its stamp
+    place.update(&encoder); // now the file is old enough for its stamp to be trusted
     let known = open();
     assert!(format!("{fresh:?}").contains("stamp: None"));
     assert!(format!("{known:?}").contains("stamp: Some"));

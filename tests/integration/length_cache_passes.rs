@@ -1,5 +1,5 @@
-//! Passes over the length cache that are damaged, stopped, waited for or overtaken: no row gets the lengths
-//! of another, and no work is lost twice.
+//! Updates of the length cache that are stopped, concurrent or start from a damaged file: no row
+//! gets the length of another, and measured lengths are reused.
 
 use crate::length_cache::{Place, assert_as_measured, chat, encoder, max_tokens, with_image};
 use arrow_ipc::reader::FileReader;
@@ -20,13 +20,13 @@ fn file(rows: &JsonlRows) -> &JsonlFile {
     file
 }
 
-/// Rows of many lengths, none twice.
+/// Distinct rows of several lengths.
 fn texts(from: usize, count: usize) -> Vec<Value> {
     let row = |i: usize| chat(&format!("{i}"), &"yes ".repeat(i % 7 + 1));
     (from..from + count).map(row).collect()
 }
 
-/// Measures beside a run until it has asked `count` times whether to go on.
+/// Runs a background update that is cancelled after `count` calls of its `go_on`.
 fn stopped_after(count: usize, place: &Place, encoder: &Encoder, rows: &JsonlRows) {
     let left = AtomicUsize::new(count);
     let go_on = || left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok();
@@ -34,8 +34,8 @@ fn stopped_after(count: usize, place: &Place, encoder: &Encoder, rows: &JsonlRow
     assert_eq!(done.unwrap(), None);
 }
 
-/// A hidden file beside the cache `path`.
-fn beside(path: &Path, ending: &str) -> PathBuf {
+/// Path of the hidden file in the folder of the cache file `path`, with the suffix `ending`.
+fn hidden_file(path: &Path, ending: &str) -> PathBuf {
     path.with_file_name(format!(".{}{ending}", path.file_name().unwrap().to_str().unwrap()))
 }
 
@@ -49,7 +49,7 @@ fn quick(rows: &Arc<JsonlRows>, place: &Place, most: usize) -> Option<(CachedRow
 }
 
 #[test]
-fn a_cache_that_lacks_a_batch_moves_no_row() {
+fn a_cache_with_a_missing_batch_gives_no_row_the_length_of_another() {
     let encoder = encoder(&max_tokens(6));
     let place = Place::new(&texts(0, 9000));
     let rows = place.rows(&encoder);
@@ -79,7 +79,7 @@ fn a_cache_that_lacks_a_batch_moves_no_row() {
 }
 
 #[test]
-fn a_stopped_pass_over_changed_images_is_gone_on_from_to_the_row() {
+fn a_stopped_pass_over_changed_images_is_continued_at_its_last_row() {
     let encoder = encoder(&max_tokens(6));
     let row = |i| with_image("a.png", &format!("moon {i}"));
     let place = Place::new(&(0..9000).map(row).collect::<Vec<_>>());
@@ -87,7 +87,7 @@ fn a_stopped_pass_over_changed_images_is_gone_on_from_to_the_row() {
     place.update(&encoder);
     std::fs::copy(place.path("b.png"), place.path("a.png")).unwrap();
     touch(&place.path("a.png"));
-    // some of the answers are for parts of batches whose images are looked at
+    // Some of these calls are made while image headers of a batch are read.
     stopped_after(3000, &place, &encoder, &rows);
     stopped_after(3000 + 3000, &place, &encoder, &rows);
     let (cached, work) = place.update(&encoder);
@@ -97,13 +97,13 @@ fn a_stopped_pass_over_changed_images_is_gone_on_from_to_the_row() {
 }
 
 #[test]
-fn of_two_stopped_passes_neither_is_lost() {
+fn the_work_of_two_stopped_passes_is_reused() {
     let encoder = encoder(&max_tokens(6));
     let place = Place::new(&texts(0, 7000));
     stopped_after(6000, &place, &encoder, &place.rows(&encoder));
     place.write(&texts(100_000, 7000));
     stopped_after(3000, &place, &encoder, &place.rows(&encoder));
-    // half of the rows of each
+    // Half of the rows of each pass.
     let mut rows = texts(0, 7000);
     rows.truncate(3500);
     rows.extend(texts(100_000, 3500));
@@ -114,7 +114,7 @@ fn of_two_stopped_passes_neither_is_lost() {
 }
 
 #[test]
-fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_images_have_changed() {
+fn a_quick_update_needs_a_matching_unlocked_cache_and_few_changed_images() {
     let encoder = encoder(&max_tokens(6));
     let mut texts: Vec<Value> = texts(0, 100);
     texts.extend((0..50).map(|i| with_image("a.png", &format!("moon {i}"))));
@@ -125,7 +125,7 @@ fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_images_have_changed(
     let (cached, work) = quick(&rows, &place, 0).unwrap();
     assert_eq!(work, CacheWork { measured: 0, reused: 150 });
     assert_as_measured(&cached, &rows);
-    let lock = File::create(beside(&place.cache(), ".lock")).unwrap();
+    let lock = File::create(hidden_file(&place.cache(), ".lock")).unwrap();
     lock.lock().unwrap();
     assert!(quick(&rows, &place, 999).is_none());
     drop(lock);
@@ -140,38 +140,33 @@ fn a_cache_is_quick_if_it_is_of_these_rows_and_free_and_few_images_have_changed(
 }
 
 #[test]
-fn who_waits_has_the_cache_at_the_next_row_and_a_killed_one_stops_nobody() {
+fn a_background_pass_stops_for_a_waiting_process_but_not_for_a_killed_one() {
     let encoder = encoder(&max_tokens(6));
     let place = Place::new(&texts(0, 200));
     let rows = place.rows(&encoder);
     place.update(&encoder);
     let cache = place.cache();
     std::fs::remove_file(&cache).unwrap();
-    let wanted = beside(&cache, ".wanted");
-    let asked = AtomicUsize::new(0);
+    let wanted = File::create(hidden_file(&cache, ".wanted")).unwrap();
+    let calls = AtomicUsize::new(0);
     let waited_for = || {
-        asked.fetch_add(1, Relaxed);
-        File::create(&wanted).unwrap();
-        thread::sleep(Duration::from_millis(20));
+        if calls.fetch_add(1, Relaxed) == 20 {
+            wanted.lock_shared().unwrap();
+        }
         true
     };
     let update = |go_on: &(dyn Fn() -> bool + Sync)| {
         LengthCache::update_beside(file(&rows), &encoder, &place.path("cache"), go_on).unwrap()
     };
     assert_eq!(update(&waited_for), None);
-    let asked = asked.into_inner();
-    assert!(asked < 100, "asked {asked} times");
-    assert!(wanted.exists());
-    let slowly = || {
-        thread::sleep(Duration::from_millis(1));
-        true
-    };
-    let work = update(&slowly).unwrap();
+    assert_eq!(calls.load(Relaxed), 21, "it stops at the next row");
+    drop(wanted); // as when the process is killed
+    let work = update(&|| true).unwrap();
     assert!(work.reused > 0 && work.reused < 100 && work.measured + work.reused == 200, "{work:?}");
 }
 
 #[test]
-fn a_data_file_that_is_written_to_meanwhile_gets_no_cache() {
+fn a_data_file_that_changes_during_a_pass_gets_no_cache() {
     let encoder = encoder(&max_tokens(6));
     let place = Place::new(&texts(0, 100));
     let rows = place.rows(&encoder);

@@ -1,5 +1,6 @@
-//! Random rows, limits, truncation, workers and stops: each row exactly once, no pack over its limit, no
-//! medium cut, and a plan that comes true.
+//! Property test of the loader with random rows, limits, truncation, workers and stops: each row
+//! occurs exactly once per epoch, no pack exceeds its limit, no image or video is truncated, and
+//! the plan predicts the number of steps.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -21,7 +22,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// Images of four and of one visual token.
+/// An encoder with which images have one or more visual tokens.
 fn encoder() -> Arc<Encoder> {
     static ENCODER: OnceLock<Arc<Encoder>> = OnceLock::new();
     let image = ImageConfig { min_pixels: Some(1024), ..ImageConfig::default() };
@@ -150,7 +151,7 @@ fn steps(loader: &mut Loader) -> Result<Vec<StepData>, String> {
         .collect()
 }
 
-/// Token ids of each sample, and how often it was seen.
+/// Token ids of each sample, and how often the sample occurs.
 fn samples(steps: &[StepData]) -> BTreeMap<Vec<u32>, u32> {
     let mut seen = BTreeMap::new();
     for batch in steps.iter().flat_map(|step| &step.micro_batches) {
@@ -169,16 +170,16 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().cut(case.cut()));
     let options = case.options(case.workers);
 
-    // what each row gives alone
+    // The result of encoding each row alone.
     let mut expected: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
     let mut refused = Vec::new();
     for row in rows.rows() {
         let read = rows.read(row);
         prop_assert_eq!(rows.length(row), read.as_ref().map(Length::of).map_err(Clone::clone));
-        let admitted = read.and_then(|sample| {
-            options.admit(Length::of(&sample), || rows.id(row)).map(|()| sample)
+        let checked = read.and_then(|sample| {
+            options.check_length(Length::of(&sample), || rows.id(row)).map(|()| sample)
         });
-        match admitted {
+        match checked {
             Ok(sample) => {
                 prop_assert!(case.max_length.is_none_or(|most| sample.len() <= most as usize));
                 prop_assert!(sample.num_targets() > 0);
@@ -213,9 +214,9 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
         return Ok(());
     };
     prop_assert_eq!(samples(&found), expected);
-    let mut told: Vec<_> = found.iter().flat_map(|step| step.rejected.clone()).collect();
-    told.sort_by_key(|rejection| rejection.row);
-    prop_assert_eq!(&told, &refused);
+    let mut reported: Vec<_> = found.iter().flat_map(|step| step.rejected.clone()).collect();
+    reported.sort_by_key(|rejection| rejection.row);
+    prop_assert_eq!(&reported, &refused);
     let last = &found.last().unwrap().state;
     let by_file: u64 = last.rejected_by_file.values().flat_map(BTreeMap::values).sum();
     prop_assert_eq!(by_file, refused.len() as u64);

@@ -1,12 +1,13 @@
-//! What can be checked from outside of the crate, one module a topic.
+//! Tests of the public interface and of the binary, one module per topic.
 
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test stops at the first surprise")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
 mod architecture;
 mod bad_input;
 mod bench;
 mod cli;
 mod corpora;
+mod doc_commands;
 mod docs;
 mod encoding;
 mod harness;

@@ -1,13 +1,13 @@
-//! Memory of a long run: once every shape has been seen, it stays where it is.
+//! The memory of a long run does not grow after every shape has occurred once.
 
 use super::harness::{Place, golden};
 use std::fs;
 
 const STEPS: usize = 1000;
-/// All rows have been seen by then, each of them a step of its own.
+/// Number of rows. Each is one step, so that all shapes have occurred after this step.
 const SETTLED: usize = 200;
-/// What allocators and the loader's threads may still add: a third of it is seen. One activation of the model a step
-/// that nobody frees would be 30 MB.
+/// Maximum growth afterwards, for allocators and the loader's threads; a third of it is typical.
+/// One activation leaked in each step would add 30 MB.
 const SLACK_BYTES: u64 = 24 << 20;
 
 #[test]

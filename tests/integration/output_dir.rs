@@ -1,11 +1,12 @@
-//! One run a folder, nothing of an earlier run lost; and a stdout that refuses.
+//! Only one run uses an `output_dir` at a time, and files of earlier runs are kept. Also errors of
+//! stdout.
 
 use super::harness::{Place, finish, golden};
 use std::fs::File;
 use std::io::Read as _;
 use std::process::Stdio;
 
-/// A finished run of three steps in `run`, each saved, on text rows.
+/// A finished run on text rows in `run`: three steps with a checkpoint after each.
 fn finished() -> Place {
     let place = Place::empty();
     place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
@@ -28,10 +29,10 @@ fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work() {
+fn a_second_run_in_the_same_folder_is_rejected_while_the_first_is_running() {
     let place = finished();
     let weights = place.read("run/final/model.safetensors");
-    // What a run at work holds.
+    // A running process holds this lock.
     let folder = File::open(place.path("run")).unwrap();
     folder.try_lock().unwrap();
     for more in [&[][..], &["--resume", "never"], &["--set", "optim.lr=1e-3"]] {
@@ -40,13 +41,13 @@ fn a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work() {
     }
     assert!(!place.path("run/previous-1").exists());
     assert!(place.read("run/final/model.safetensors") == weights);
-    // Its end, however it came, frees the folder.
+    // The system releases the lock when the process ends, for whatever reason.
     drop(folder);
     place.trainer(&SFT).ends_with(0).says("all steps of this run are done");
 }
 
 #[test]
-fn a_model_that_would_be_moved_away_is_refused_and_stays() {
+fn a_model_inside_output_dir_is_rejected_and_stays() {
     let place = finished();
     for model in ["run/final", "run/checkpoints/step-00000002", "model/../run/final"] {
         let path = format!("model.path={model}");
@@ -60,7 +61,7 @@ fn a_model_that_would_be_moved_away_is_refused_and_stays() {
 }
 
 #[test]
-fn going_on_from_an_older_checkpoint_sets_the_later_ones_aside() {
+fn resuming_from_an_older_checkpoint_moves_the_later_ones_aside() {
     let place = finished();
     let later = ["step-00000002", "step-00000003"];
     let old = later.map(|name| place.read(&format!("run/checkpoints/{name}/model.safetensors")));
@@ -72,18 +73,18 @@ fn going_on_from_an_older_checkpoint_sets_the_later_ones_aside() {
         assert!(place.read(&format!("run/previous-1/{name}/model.safetensors")) == old, "{name}");
     }
     assert_eq!(place.names("run/checkpoints"), ["step-00000001", "step-00000002"]);
-    // Nothing later, nothing moved.
+    // Without later checkpoints nothing is moved.
     let newest = sft(&["--resume", "run/checkpoints/step-00000002"]);
     place.trainer(&newest).ends_with(0).says("resume from_step=2");
     assert!(!place.path("run/previous-2").exists());
 }
 
 #[test]
-fn tokenizer_files_that_vanish_during_a_run_are_in_its_checkpoints() {
+fn tokenizer_files_deleted_during_a_run_are_still_in_its_checkpoints() {
     let place = finished();
-    let carried = ["tokenizer.json", "chat_template.jinja", "preprocessor_config.json"];
-    let wanted = carried.map(|name| place.read(&format!("model/{name}")));
-    // The resumed run reads its weights from the checkpoint, and the files of the model at its start.
+    let copied = ["tokenizer.json", "chat_template.jinja", "preprocessor_config.json"];
+    let wanted = copied.map(|name| place.read(&format!("model/{name}")));
+    // A run reads the files of the model folder at its start.
     let mut child = place.start(&sft(&["--resume", "never", "--set", "train.max_steps=30"]));
     let first = place.path("run/checkpoints/step-00000001");
     let aside = place.path("run/previous-1");
@@ -91,22 +92,22 @@ fn tokenizer_files_that_vanish_during_a_run_are_in_its_checkpoints() {
         assert!(child.try_wait().unwrap().is_none(), "the run ended early");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    for name in carried {
+    for name in copied {
         std::fs::remove_file(place.path(&format!("model/{name}"))).unwrap();
     }
     assert!(child.wait().unwrap().success());
-    for (name, wanted) in carried.iter().zip(wanted) {
+    for (name, wanted) in copied.iter().zip(wanted) {
         assert!(place.read(&format!("run/final/{name}")) == wanted, "{name}");
     }
 }
 
 #[test]
-fn a_reader_that_has_seen_enough_ends_a_command_without_a_word() {
+fn closing_stdout_early_ends_a_command_without_an_error_message() {
     let place = finished();
     let mut command = place.command(&["inspect", "--config", "config.yaml", "--num", "0"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut first = [0];
-    child.stdout.take().unwrap().read_exact(&mut first).unwrap(); // and the pipe is closed
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap(); // dropping stdout closes the pipe
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(141), "{said}");
@@ -114,10 +115,10 @@ fn a_reader_that_has_seen_enough_ends_a_command_without_a_word() {
 }
 
 #[test]
-fn a_full_disk_under_stdout_is_told() {
+fn a_full_disk_under_stdout_is_reported() {
     let place = finished();
     let Ok(full) = File::options().write(true).open("/dev/full") else {
-        println!("no /dev/full here: not tested");
+        println!("skipped: this system has no /dev/full");
         return;
     };
     for arguments in [

@@ -1,7 +1,8 @@
-//! Equal to the reference: PyTorch and transformers, in f32, on the same model and rows.
+//! Results equal those of the reference, PyTorch and transformers in f32, on the same model and
+//! rows.
 //!
-//! Goldens: `tests/golden/{curves,losses_at_init,qwen3_text}.json`; their README says how they were
-//! made.
+//! The expected values are in `tests/golden/{curves,losses_at_init,qwen3_text}.json`; see the README
+//! there for how they were computed.
 
 use crate::harness::device;
 use candle_core::Device;
@@ -29,7 +30,7 @@ fn golden_json(name: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(golden(name)).unwrap()).unwrap()
 }
 
-/// How the same eight samples are laid out and run; no result may depend on it.
+/// Layout and options of a step of the same eight samples. Results must not depend on them.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     use_rmpad: bool,
@@ -86,7 +87,8 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
     }
 }
 
-/// As the reference trains: AdamW, constant 1e-3, clipped to 1, no decay.
+/// The settings of the reference: AdamW, constant learning rate 1e-3, clipping at 1, no weight
+/// decay.
 fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let device = device();
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
@@ -132,7 +134,8 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|n| n.as_f64().unwrap()).collect()
 }
 
-/// Loss within 2e-5 at step 1 and 1e-4 everywhere, gradient norm within 0.1 %, equal target counts.
+/// Asserts that losses are within 2e-5 at step 1 and 1e-4 afterwards, gradient norms within 0.1 %,
+/// and target counts equal.
 fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepOutcome> {
     let (model, data) = (golden["model"].as_str().unwrap(), golden["data"].as_str().unwrap());
     let data = data.trim_end_matches(".jsonl");
@@ -158,7 +161,7 @@ fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepOutcome> {
     found
 }
 
-/// Every layout and recomputation of the issue, against the reference and against each other.
+/// Compares every layout and recomputation with the reference and with each other.
 fn assert_all_variants_follow(golden: &Value) {
     let plain = assert_follows(golden, PLAIN);
     let variants = [
@@ -300,7 +303,7 @@ fn bf16_follows_f32() {
     }
 }
 
-/// Rows by their ids, wherever they are.
+/// Finds rows by file and id.
 fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
     let row = |wanted: &Value| {
         let rows = rows(wanted["file"].as_str().unwrap().trim_end_matches(".jsonl"));
@@ -313,8 +316,9 @@ fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
     wanted.as_array().unwrap().iter().map(row).collect()
 }
 
-/// Made by `scripts/golden/make_variants.py`: an untied head, a q projection wider than the hidden
-/// size and transformers 5's spelling of `config.json`; and bf16 weights in two shards.
+/// Two models from `scripts/golden/make_variants.py`: one with an untied head, a q projection wider
+/// than the hidden size and `config.json` as transformers 5 writes it; one with bf16 weights in two
+/// shards.
 #[test]
 fn other_shapes_and_files_give_the_references_losses_and_gradients() {
     let golden_variants = golden_json("variants.json");

@@ -1,6 +1,7 @@
-//! A continued run equals the uninterrupted one to the bit: weights, moments, metrics, rejects.
+//! A resumed run is bit-identical to the uninterrupted one: weights, moments, metrics, rejects.
 //!
-//! The rows shuffle and pack, images and text mix, some are rejected; 20 steps are several epochs.
+//! Rows are shuffled and packed, have images or only text, and some are rejected; 20 steps are
+//! several epochs.
 
 use super::harness::{Place, copy_folder, finish, golden, write};
 use serde_json::Value;
@@ -32,12 +33,12 @@ fn place() -> Place {
     place
 }
 
-/// `trainer sft` with the folder's config and more arguments.
+/// Arguments of `trainer sft` with the folder's config and `more`.
 fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&["sft", "--config", "config.yaml"], more].concat()
 }
 
-/// Rows of a metrics or rejects file after `step`, without what a clock or the system decides.
+/// Rows of a metrics or rejects file after `step`, without times and memory.
 fn rows_after(place: &Place, file: &str, step: u64) -> Vec<Value> {
     let mut rows = place.rows(file);
     rows.retain(|row| row["step"].as_u64().unwrap() > step);
@@ -55,7 +56,8 @@ fn steps(rows: &[Value]) -> Vec<u64> {
     of_steps.map(|row| row["step"].as_u64().unwrap()).collect()
 }
 
-/// Weights, moments and files of `found` are those of `expected`; rows are compared after `step`.
+/// Asserts that weights, moments and state of the run `found` are those of `expected`, and so are
+/// the rows of metrics and rejects after `step`.
 #[track_caller]
 fn assert_same(place: &Place, found: &str, expected: &str, last: u64, step: u64) {
     let checkpoint = format!("checkpoints/step-{last:08}");
@@ -75,7 +77,8 @@ fn assert_same(place: &Place, found: &str, expected: &str, last: u64, step: u64)
     assert_eq!(steps(&metrics), (step + 1..=last).collect::<Vec<_>>(), "{found}");
 }
 
-/// Goes on from each of `stops` into a fresh folder, and compares.
+/// Resumes from each step of `stops` into a new folder and compares the result. Returns the number
+/// of comparisons.
 fn assert_equal_from(place: &Place, stops: impl Iterator<Item = u64>) -> usize {
     let mut equal = 0;
     for step in stops {
@@ -102,7 +105,8 @@ fn a_run_continued_from_any_of_its_steps_ends_equal_to_the_bit() {
     let equal = assert_equal_from(&place, 1..=STEPS);
     println!("{equal}/{STEPS} continued runs are equal to the uninterrupted one");
 
-    // The same by `auto`, in a folder as a stop after that step leaves it, later rows torn.
+    // The same with `--resume auto`, in a folder as an interruption after that step leaves it: no
+    // later checkpoints, and an incomplete last line in the metrics.
     for step in [1, 8, 15] {
         let run = format!("auto-{step}");
         copy_folder(&place.path("run"), &place.path(&run));
@@ -121,7 +125,7 @@ fn a_run_continued_from_any_of_its_steps_ends_equal_to_the_bit() {
 }
 
 #[test]
-fn a_run_of_so_many_steps_writes_a_length_cache_and_uses_it() {
+fn a_run_with_max_steps_writes_a_length_cache_and_uses_it() {
     let place = place();
     let run = |output: &str| {
         let output = format!("output_dir={output}");
@@ -163,7 +167,7 @@ fn many_rows_train_the_same_before_while_and_after_they_are_measured() {
     assert!(starts_at_once(&run("run")));
     let is_measured =
         |name: &String| [".tmp", ".arrow"].iter().any(|ending| name.ends_with(ending));
-    assert!(place.names("lengths").iter().any(is_measured), "nothing was measured beside the run");
+    assert!(place.names("lengths").iter().any(is_measured), "no row was measured meanwhile");
     run("next");
     place.trainer(&[&["cache", "--config", "config.yaml"], &cache[..]].concat()).ends_with(0);
     let log = run("last");
@@ -207,7 +211,7 @@ fn neither_workers_nor_threads_change_a_bit() {
     }
 }
 
-/// Steps of real interruptions: long enough that the signal comes before the end.
+/// Number of steps of runs that are interrupted; enough that the signal arrives before the end.
 const LONG: u64 = 40;
 
 fn long<'a>(more: &[&'a str]) -> Vec<&'a str> {
@@ -231,7 +235,7 @@ fn send(signal: &str, child: &Child) {
 }
 
 #[test]
-fn a_signal_saves_the_run_and_the_same_command_goes_on() {
+fn a_signal_saves_the_run_and_the_same_command_resumes_it() {
     let place = place();
     place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
     let mut interrupted = 0;
@@ -243,7 +247,7 @@ fn a_signal_saves_the_run_and_the_same_command_goes_on() {
         let rows = steps(&place.rows("run/metrics.jsonl"));
         let saved = format!("run/checkpoints/step-{:08}/manifest.json", rows.last().unwrap());
         assert!(place.path(&saved).is_file(), "the step of the signal is saved: {saved}");
-        assert!(rows.len() > interrupted, "the run went on");
+        assert!(rows.len() > interrupted, "the run did not continue");
         interrupted = rows.len();
     }
     place.trainer(&long(&[])).ends_with(0).says("resume from_step=");
@@ -252,7 +256,7 @@ fn a_signal_saves_the_run_and_the_same_command_goes_on() {
 }
 
 #[test]
-fn a_run_killed_at_any_time_goes_on_and_ends_equal_to_the_bit() {
+fn a_run_killed_at_any_time_resumes_and_ends_equal_to_the_bit() {
     let place = place();
     place.trainer(&long(&["--set", "output_dir=whole"])).ends_with(0);
     let mut random = 12345_u64;
@@ -300,7 +304,7 @@ fn a_finished_run_that_is_run_again_does_no_step_and_changes_nothing() {
     let again = place.trainer(&sft(&[])).ends_with(0).says("all steps of this run are done");
     assert!(!again.stderr.contains("INFO train step="), "{}", again.stderr);
     assert!(read() == before, "{:?}", read().0);
-    // One checkpoint is enough for that.
+    // The last checkpoint is enough for that.
     for step in 1..4 {
         fs::remove_dir_all(place.path(&format!("run/checkpoints/step-0000000{step}"))).unwrap();
     }
@@ -310,7 +314,7 @@ fn a_finished_run_that_is_run_again_does_no_step_and_changes_nothing() {
 }
 
 #[test]
-fn another_config_starts_anew_and_keeps_the_old_run() {
+fn another_config_starts_a_new_run_and_keeps_the_old_one() {
     let place = short();
     let old = place.read("run/final/model.safetensors");
     for (number, more) in [
@@ -334,7 +338,7 @@ fn another_config_starts_anew_and_keeps_the_old_run() {
 }
 
 #[test]
-fn what_changes_no_number_and_the_length_may_change() {
+fn keys_that_change_no_result_and_the_number_of_steps_may_change_on_resume() {
     let place = short();
     let neutral = [
         "model.use_rmpad=false",
@@ -356,7 +360,7 @@ fn what_changes_no_number_and_the_length_may_change() {
 }
 
 #[test]
-fn changed_training_rows_are_refused_and_nothing_is_lost() {
+fn changed_training_rows_are_rejected_and_nothing_is_lost() {
     let place = short();
     let names = || (place.names("run"), place.names("run/checkpoints"));
     let before = names();
@@ -371,7 +375,7 @@ fn changed_training_rows_are_refused_and_nothing_is_lost() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over_with_a_warning() {
+fn a_damaged_checkpoint_is_skipped_with_a_warning() {
     for file in
         ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
     {
@@ -381,13 +385,13 @@ fn a_damaged_checkpoint_is_passed_over_with_a_warning() {
         let mut bytes = place.read(&damaged);
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
-        // Not in place: `final/` shares the content of the weights.
+        // Not in place, because the weights in `final/` are a hard link to this file.
         fs::remove_file(place.path(&damaged)).unwrap();
         write(&place.path(&damaged), &bytes);
         let said = place.trainer(&sft(&[])).ends_with(0).says("resume from_step=3");
         said.says("WARN").says("skipped a checkpoint").says("step-00000004");
         assert_same(&place, "run", "whole", 4, 0);
-        // By name it is an error.
+        // A damaged checkpoint that is named explicitly is an error.
         write(&place.path(&damaged), &bytes);
         let by_name = sft(&["--resume", "run/checkpoints/step-00000004"]);
         place.trainer(&by_name).ends_with(65).says("is damaged").says("hint: ");
@@ -395,7 +399,7 @@ fn a_damaged_checkpoint_is_passed_over_with_a_warning() {
 }
 
 #[test]
-fn a_checkpoint_from_elsewhere_is_not_mixed_with_what_the_folder_holds() {
+fn resuming_from_another_folder_moves_older_files_of_output_dir_aside() {
     let place = short();
     place.trainer(&sft(&["--set", "output_dir=other", "--set", "train.max_steps=3"])).ends_with(0);
     let from = ["--set", "output_dir=other", "--resume", "run/checkpoints/step-00000002"];
@@ -405,7 +409,7 @@ fn a_checkpoint_from_elsewhere_is_not_mixed_with_what_the_folder_holds() {
 }
 
 #[test]
-fn a_model_without_optimizer_state_is_no_checkpoint() {
+fn a_model_without_optimizer_state_cannot_be_resumed() {
     let place = short();
     let refused = place.trainer(&sft(&["--resume", "run/final"])).ends_with(65);
     refused.says("optimizer.safetensors").says("model.path");

@@ -1,6 +1,6 @@
-//! One binary, three levels of vector instructions: each runs, and they agree to the bit.
+//! The three SIMD levels of the binary give bit-identical results.
 //!
-//! Products of matrices are `gemm`'s, which looks at the CPU by itself: on one machine it does the same at every level.
+//! Matrix multiplication is not affected by the level: `gemm` detects the CPU by itself.
 
 use crate::harness::{Output, Place, finish, golden};
 
@@ -37,9 +37,9 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
         for level in LEVELS {
             let run = train(&place, level, precision);
             if run.code == 64 {
-                // A better CPU's: told, not lowered in silence.
+                // A level that the CPU lacks is an error; it is not replaced by a lower one.
                 run.says("the best level of this CPU is");
-                println!("this CPU has no `{level}`: not compared");
+                println!("this CPU does not support `{level}`: not compared");
                 continue;
             }
             run.ends_with(0).says(&format!("simd={level}")).says("attention=\"flash, cpu\"");
@@ -49,7 +49,7 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
 }
 
 #[test]
-fn a_level_that_does_not_exist_is_refused() {
+fn an_unknown_simd_level_is_rejected() {
     let place = Place::empty();
     let output = finish(place.command(&["bench", "--ops"]).env("TRAINER_SIMD", "sse9"));
     output.ends_with(64).says("`TRAINER_SIMD` is `sse9`, expected `avx512`").says("hint: unset it");

@@ -1,5 +1,5 @@
-//! Videos against transformers' `Qwen3VLProcessor` and model, made by
-//! `scripts/golden/video_cases.py`; and what becomes of videos that cannot be used.
+//! Videos compared with transformers' `Qwen3VLProcessor` and model, and errors of unusable videos.
+//! `scripts/golden/video_cases.py` writes the expected values.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -41,14 +41,14 @@ fn rows() -> Vec<(EncodedSample, Value)> {
     let encode = |(row, expected): (usize, Value)| {
         let sample = file.read(row).unwrap();
         let encoded = encoder.encode(&sample).unwrap();
-        // The planner sees headers only.
+        // The planner computes the same length from headers.
         assert_eq!(encoder.length(&sample).unwrap(), Length::of(&encoded));
         (encoded, expected)
     };
     expected.into_iter().enumerate().map(encode).collect()
 }
 
-/// Patches of the videos alone: those whose tokens are the video's.
+/// Pixel values and grids of the videos of a sample, without its images.
 fn video_values(encoder: &Encoder, sample: &EncodedSample) -> (Vec<f32>, Vec<[u32; 3]>) {
     let (mut next, mut values, mut grids) = (0, vec![], vec![]);
     for patches in &sample.media {
@@ -82,7 +82,7 @@ fn rows_with_videos_encode_as_in_transformers() {
             let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             assert_eq!(format!("{:x}", Sha256::digest(bytes)), *sha256, "pixels of {name}");
         } else {
-            // Resized by torchvision, whose weights have fewer bits.
+            // torchvision resizes with weights of lower precision.
             let levels = values.iter().map(|value| (value * 127.5 + 127.5).round() as u8);
             let expected = tensors.tensor("resized").unwrap();
             assert_eq!(expected.data().len(), values.len());
@@ -140,7 +140,7 @@ fn logits_of_rows_with_videos_are_the_references() {
     assert_eq!(compared, 5);
 }
 
-/// Loss and gradient norms of the rows that need no resizing, in one pack and one by one.
+/// Loss and gradient norms of the rows that need no resizing, in one pack and as single samples.
 #[test]
 fn losses_and_gradients_of_rows_with_videos_are_the_references() {
     let golden_values = golden_json();
@@ -179,7 +179,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             let found = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
             let off = (found - expected).abs();
             assert!(off <= 1e-3 * expected + 1e-6, "{}: {found} not {expected}", param.name());
-            assert!(found > 0.0, "nothing reaches `{}`", param.name());
+            assert!(found > 0.0, "the gradient of `{}` is zero", param.name());
         }
     }
 }
@@ -237,7 +237,7 @@ fn the_same_video_in_every_form_is_the_same_sample() {
 }
 
 #[test]
-fn a_placeholder_means_something_only_where_media_of_its_kind_are_listed() {
+fn a_placeholder_is_replaced_only_if_the_row_lists_media_of_its_kind() {
     let row = json!({"messages": [{"role": "user", "content": "<image> <video>"}, {"role": "assistant", "content": "a"}], "videos": [frames(4)]});
     let sample = encode(&row).unwrap();
     let text = encoder(&VideoConfig::default()).decode_with_specials(&sample.input_ids).unwrap();
@@ -245,7 +245,7 @@ fn a_placeholder_means_something_only_where_media_of_its_kind_are_listed() {
 }
 
 #[test]
-fn the_config_decides_how_many_frames_and_pixels_are_seen() {
+fn the_config_sets_the_number_of_frames_and_pixels() {
     let row = with_videos(&json!([{"video": frames(8), "fps": 8}]));
     let none = VideoConfig::default;
     for (config, expected) in [
@@ -263,7 +263,7 @@ fn the_config_decides_how_many_frames_and_pixels_are_seen() {
 }
 
 #[test]
-fn flat_marks_are_the_text_of_earlier_transformers() {
+fn flat_marks_render_as_in_earlier_versions_of_transformers() {
     let row = with_videos(&json!([frames(4)]));
     let nested = encode(&row).unwrap();
     let config = VideoConfig { marks: VideoMarks::Flat, ..VideoConfig::default() };
@@ -281,13 +281,13 @@ fn flat_marks_are_the_text_of_earlier_transformers() {
 }
 
 #[test]
-fn each_unusable_video_has_its_reason() {
+fn each_unusable_video_is_rejected_with_its_reason() {
     let mixed = json!([["video/pan_0.png", "video/tall_0.png"]]);
     let broken = json!([["video/pan_0.png", "data:image/png;base64,aGFsZg=="]]);
     for (videos, reason, message) in [
         (json!([["video/pan_0.png"]]), "video_too_short", "too few frames: 1"),
         (json!([["no.png", "no.png"]]), "video_frame", "frame 1: image `no.png` does not exist"),
-        (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 as the first"),
+        (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 like the first frame"),
         (broken, "video_frame", "frame 2: image in a data URI"),
         (json!([frames(2), frames(2)]), "video_count", "1 video placeholders but the row lists 2"),
         (json!([]), "video_count", "1 video placeholders but the row lists 0"),

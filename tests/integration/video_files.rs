@@ -1,5 +1,5 @@
-//! Video files through FFmpeg: what a list of the same frames gives, and what becomes of files that
-//! are broken, endless or no videos. Fixtures are made by `scripts/golden/video_files.sh`.
+//! Video files decoded by FFmpeg, compared with lists of the same frames, and errors of files that
+//! are broken, too long or not videos. `scripts/golden/video_files.sh` writes the fixtures.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
@@ -27,7 +27,7 @@ fn encode(root: &Path, video: &Value, config: &VideoConfig) -> Result<EncodedSam
     let sample = file.read(0)?;
     let encoder = encoder(config);
     let encoded = encoder.encode(&sample)?;
-    // The planner sees the header only.
+    // The planner computes the same length from the header.
     assert_eq!(encoder.length(&sample)?, Length::of(&encoded));
     Ok(encoded)
 }
@@ -38,7 +38,7 @@ fn list(name: &str, frames: usize) -> Value {
 }
 
 #[test]
-fn a_lossless_file_is_the_list_of_its_frames() {
+fn a_lossless_video_file_encodes_as_the_list_of_its_frames() {
     for (fps, max_frames) in
         [(None, None), (Some(4.0), None), (Some(4.0), Some(5)), (Some(3.0), None)]
     {
@@ -51,23 +51,23 @@ fn a_lossless_file_is_the_list_of_its_frames() {
     }
     let none = VideoConfig::default();
     let asked = encode(&fixtures(), &json!({"video": "pan.mkv", "fps": 4}), &none).unwrap();
-    assert_eq!(asked.media[0].grid_thw, [4, 4, 4], "the row asks for all frames");
+    assert_eq!(asked.media[0].grid_thw, [4, 4, 4], "`fps` of the row selects all frames");
 }
 
 #[test]
-fn frames_count_in_the_order_in_which_they_are_shown() {
+fn frames_are_decoded_in_display_order() {
     let config = VideoConfig { fps: Some(4.0), ..VideoConfig::default() };
     let file = encode(&fixtures(), &json!("pan.mp4"), &config).unwrap();
     let frames = encode(&golden("data"), &list("pan", 8), &config).unwrap();
     assert_eq!(file.input_ids, frames.input_ids);
-    // H.264 loses a little; a frame of another time would be far off.
+    // H.264 is lossy; another frame would differ much more.
     let pairs = file.media[0].pixel_values.iter().zip(&frames.media[0].pixel_values);
     let mean = pairs.map(|(a, b)| f64::from((a - b).abs())).sum::<f64>()
         / file.media[0].pixel_values.len() as f64;
     assert!(mean * 127.5 < 6.0, "{} levels off on average", mean * 127.5);
 }
 
-/// The file with a display matrix that turns it clockwise by a quarter.
+/// Sets the display matrix of the file to a clockwise rotation by 90 degrees.
 fn turned(mut mp4: Vec<u8>) -> Vec<u8> {
     let header = mp4.windows(4).position(|name| name == b"tkhd").unwrap();
     let matrix = header + 4 + 40;
@@ -78,7 +78,7 @@ fn turned(mut mp4: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn a_file_is_turned_upright() {
+fn a_rotated_video_is_turned_upright() {
     let folder = tempfile::tempdir().unwrap();
     let mp4 = std::fs::read(fixtures().join("tall.mp4")).unwrap();
     write(&folder.path().join("tall.mp4"), &mp4);
@@ -100,7 +100,7 @@ fn a_file_is_turned_upright() {
 }
 
 #[test]
-fn each_unusable_file_has_its_reason() {
+fn each_unusable_video_file_is_rejected_with_its_reason() {
     let folder = tempfile::tempdir().unwrap();
     let place = |name: &str, bytes: &[u8]| write(&folder.path().join(name), bytes);
     let [mkv, mp4] =
@@ -109,7 +109,7 @@ fn each_unusable_file_has_its_reason() {
     place("cut.mkv", &mkv[..mkv.len() / 2]);
     place("cut.mp4", &mp4[..mp4.len() / 2]);
     place("empty.mp4", b"");
-    place("text.mp4", b"this is no video, and it goes on for a while without becoming one\n");
+    place("text.mp4", b"this is only a text, but it is long enough to be probed as a file\n");
     place("list.m3u8", b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:2,\npan.mkv\n#EXT-X-ENDLIST\n");
     place("list.ffconcat", b"ffconcat version 1.0\nfile pan.mkv\n");
     std::fs::create_dir(folder.path().join("folder.mp4")).unwrap();
@@ -119,14 +119,14 @@ fn each_unusable_file_has_its_reason() {
     for (name, config, reason, message) in [
         ("no.mp4", &none, "video_missing", "`no.mp4` does not exist in"),
         ("../pan.mp4", &none, "video_path_escapes_root", "`../pan.mp4` is outside of"),
-        ("folder.mp4", &none, "video_unreadable", "it is not a file"),
-        ("cut.mkv", &none, "video_broken", "`cut.mkv` is broken"),
-        ("cut.mp4", &none, "video_broken", "`cut.mp4` is broken"),
-        ("empty.mp4", &none, "video_broken", "`empty.mp4` is broken"),
-        ("text.mp4", &none, "video_broken", "`text.mp4` is broken"),
-        ("list.m3u8", &none, "video_broken", "`list.m3u8` is broken"),
-        ("list.ffconcat", &none, "video_broken", "`list.ffconcat` is broken"),
-        ("pan.mkv", &hurried, "video_timeout", "takes longer than 0.000000001 s"),
+        ("folder.mp4", &none, "video_unreadable", "it is not a regular file"),
+        ("cut.mkv", &none, "video_broken", "`cut.mkv` is damaged or not a video"),
+        ("cut.mp4", &none, "video_broken", "`cut.mp4` is damaged or not a video"),
+        ("empty.mp4", &none, "video_broken", "`empty.mp4` is damaged or not a video"),
+        ("text.mp4", &none, "video_broken", "`text.mp4` is damaged or not a video"),
+        ("list.m3u8", &none, "video_broken", "`list.m3u8` is damaged or not a video"),
+        ("list.ffconcat", &none, "video_broken", "`list.ffconcat` is damaged or not a video"),
+        ("pan.mkv", &hurried, "video_timeout", "takes longer to load than 0.000000001 s"),
         ("pan.mkv", &short, "video_too_long", "has 8 frames, expected at most 7"),
     ] {
         let error = encode(folder.path(), &json!(name), config).unwrap_err();

@@ -1,5 +1,3 @@
-//! Save, damage, resume.
-
 use super::super::{CarriedFiles, write_atomically};
 use super::*;
 use candle_core::{DType, Device};
@@ -96,13 +94,13 @@ fn assert_same_bits(files: &WeightFiles, expected: &[(String, Tensor)]) {
     }
 }
 
-/// In place and unsynced, as damage happens.
+/// Writes in place and without a sync, as a faulty disk or another program would.
 fn overwrite(path: &Path, bytes: &[u8]) {
     File::create(path).unwrap().write_all(bytes).unwrap();
 }
 
 #[test]
-fn what_was_saved_is_found_and_loads_bit_equal() {
+fn a_saved_checkpoint_is_found_and_loads_bit_equal() {
     let run = Run::new(3);
     let dir = run.save(200);
     assert_eq!(dir, run.output_dir().join("checkpoints/step-00000200"));
@@ -129,7 +127,7 @@ fn what_was_saved_is_found_and_loads_bit_equal() {
 #[test]
 fn saving_twice_gives_the_same_bytes() {
     let (one, two) = (Run::new(1), Run::new(1));
-    // The manifest holds a checksum of everything else.
+    // The manifest contains a checksum of every other file.
     let manifest = |run: &Run, step| fs::read(run.save(step).join(MANIFEST)).unwrap();
     assert_eq!(manifest(&one, 5), manifest(&two, 5));
     assert_ne!(manifest(&one, 6), manifest(&two, 5));
@@ -173,7 +171,7 @@ fn a_kill_at_any_point_of_a_save_loses_no_older_checkpoint() {
     let run = Run::new(3);
     let complete = run.save(1);
     let folder = run.output_dir().join("checkpoints");
-    // Half a folder under construction, a doomed one, an empty one, and a file instead of one.
+    // An incomplete folder, one being deleted, an empty one, and a file in place of a folder.
     fs::create_dir_all(folder.join(".tmp-step-00000002")).unwrap();
     write_atomically(&folder.join(".tmp-step-00000002/model.safetensors"), b"half").unwrap();
     fs::create_dir_all(folder.join(".delete-step-00000000")).unwrap();
@@ -189,7 +187,7 @@ fn a_kill_at_any_point_of_a_save_loses_no_older_checkpoint() {
 }
 
 #[test]
-fn the_newest_few_stay() {
+fn only_the_newest_checkpoints_are_kept() {
     let run = Run::new(2);
     for step in [1, 2, 3, 10] {
         run.save(step);
@@ -301,7 +299,7 @@ fn editing_a_text_file_of_final_does_not_damage_the_checkpoint() {
 }
 
 #[test]
-fn final_is_never_made_from_a_damaged_file_of_another_size() {
+fn final_is_not_written_from_a_file_of_the_wrong_size() {
     let run = Run::new(3);
     let checkpoint = run.save(1);
     File::create(checkpoint.join("model.safetensors")).unwrap();

@@ -3,13 +3,15 @@
 use super::Table;
 use super::clock::{Clock, Seconds, random};
 use super::sizes::Sizes;
+use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    AdamW, AdamWTensors, Again, AttentionBackend, Flash, Gelu, Masking, Qkv, RopeTable, Segments,
-    adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward, gpu_memory,
-    layer_norm, layer_norm_backward, linear, linear_backward_input, linear_backward_weight,
-    linear_cross_entropy_backward, qk_norm_rope, qk_norm_rope_backward, rms_norm,
-    rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward, vision_rope_split,
+    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RecomputeInput, RopeTable,
+    Segments, adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward,
+    gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
+    linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope, qk_norm_rope_backward,
+    rms_norm, rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward,
+    vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -270,8 +272,9 @@ impl Bench {
             let q = self.random(&[tokens, heads, dim])?;
             let (k, v) =
                 (self.random(&[tokens, kv_heads, dim])?, self.random(&[tokens, kv_heads, dim])?);
-            let ends: Vec<u32> = (0..=segments).map(|i| (i * length) as u32).collect();
-            let boundaries = Segments { cu_seqlens: &ends, mask_boundaries: &[0, tokens as u32] };
+            let cu_seqlens = CuSeqlens::from_lengths(&vec![length as u32; segments])?;
+            let boundaries =
+                &Segments::new(cu_seqlens, CuSeqlens::from_lengths(&[tokens as u32])?)?;
             let qkv = || Qkv { q: &q, k: &k, v: &v };
             let (o, lse) = Flash.forward(qkv(), boundaries, masking)?;
             let half = if masking == Masking::Causal { 0.5 } else { 1.0 };
@@ -310,10 +313,10 @@ impl Bench {
 }
 
 /// Names, tensors read and written, and what is computed again: training does where the next weight trains.
-const SWIGLU_BACKWARDS: [(&str, f64, Again); 2] =
-    [("backward", 5.0, Again::Nothing), ("backward and output", 6.0, Again::Output)];
-const GELU_BACKWARDS: [(&str, f64, Again); 2] =
-    [("backward", 3.0, Again::Nothing), ("backward and output", 4.0, Again::Output)];
+const SWIGLU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
+    [("backward", 5.0, RecomputeInput::No), ("backward and output", 6.0, RecomputeInput::Yes)];
+const GELU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
+    [("backward", 3.0, RecomputeInput::No), ("backward and output", 4.0, RecomputeInput::Yes)];
 
 /// Operands of a head with its cross-entropy.
 struct Head<'b> {

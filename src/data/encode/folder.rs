@@ -7,10 +7,11 @@ use std::time::SystemTime;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::data::chat::{ChatTemplate, TemplateError};
-use crate::data::image::ImageConfigError;
-use crate::data::tokenizer::{TextTokenizer, TokenizerError};
-use crate::data::video::VideoConfigError;
+use crate::data::media::image::ImageConfigError;
+use crate::data::media::video::VideoConfigError;
+use crate::data::model_file::{ModelFileError, read, read_json, read_json_if_there};
+use crate::data::template::tokenizer::{TextTokenizer, TokenizerError};
+use crate::data::template::{ChatTemplate, TemplateError};
 
 /// Variables of the template that name special tokens.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
@@ -18,22 +19,9 @@ const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_t
 /// Why a model folder gives no encoder.
 #[derive(Debug, thiserror::Error)]
 pub enum EncoderError {
-    /// A file that is missing or closed to us.
-    #[error("cannot read `{}`: {cause}", .path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        cause: io::Error,
-    },
-    /// Not JSON.
-    #[error("`{}` is not JSON: {problem}", .path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// What the parser says, with line and column.
-        problem: String,
-    },
+    /// A file that is missing, or not JSON.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// A key that is missing or of another type.
     #[error("`{}`: `{key}` is missing or no {expected}", .path.display())]
     Key {
@@ -99,9 +87,7 @@ impl EncoderError {
     /// What to do about it, where that is not plain from the message.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
-            Self::Read { .. } => {
-                "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
-            }
+            Self::File(error) => error.hint(),
             Self::NoChatTemplate { .. } => {
                 "put one into chat_template.jinja: base models have none, their instruct versions do"
             }
@@ -110,10 +96,9 @@ impl EncoderError {
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
             Self::Video(error) => error.hint(),
-            Self::Json { .. }
-            | Self::Key { .. }
-            | Self::UnknownToken { .. }
-            | Self::Tokenizer(_) => "the file is damaged: copy it from the published model again",
+            Self::Key { .. } | Self::UnknownToken { .. } | Self::Tokenizer(_) => {
+                "the file is damaged: copy it from the published model again"
+            }
         };
         Some(hint.to_owned())
     }
@@ -259,7 +244,7 @@ fn chat_template(
 ) -> Result<(PathBuf, String), EncoderError> {
     let path = folder.join("chat_template.jinja");
     if path.exists() {
-        let source = String::from_utf8(read(&path)?).map_err(|error| EncoderError::Read {
+        let source = String::from_utf8(read(&path)?).map_err(|error| ModelFileError::Read {
             path: path.clone(),
             cause: io::Error::new(io::ErrorKind::InvalidData, error),
         })?;
@@ -281,18 +266,14 @@ struct JsonFile {
 }
 
 impl JsonFile {
-    fn read(folder: &Path, name: &str) -> Result<Self, EncoderError> {
+    fn read(folder: &Path, name: &str) -> Result<Self, ModelFileError> {
         let path = folder.join(name);
-        let bytes = read(&path)?;
-        let value = serde_json::from_slice(&bytes).map_err(|error| EncoderError::Json {
-            path: path.clone(),
-            problem: error.to_string(),
-        })?;
-        Ok(Self { path, value })
+        Ok(Self { value: read_json(&path)?, path })
     }
 
-    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, EncoderError> {
-        if folder.join(name).exists() { Self::read(folder, name).map(Some) } else { Ok(None) }
+    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, ModelFileError> {
+        let path = folder.join(name);
+        Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
     }
 
     fn id(&self, key: &'static str) -> Result<u32, EncoderError> {
@@ -352,8 +333,4 @@ impl JsonFile {
 
 fn as_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, EncoderError> {
-    std::fs::read(path).map_err(|cause| EncoderError::Read { path: path.to_owned(), cause })
 }

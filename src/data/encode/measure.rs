@@ -5,12 +5,12 @@ use std::ops::Range;
 
 use sha2::{Digest, Sha256};
 
-use super::super::row::Length;
-use super::super::source::SampleError;
-use super::super::truncate::{Cut, CutError, Dropped, Outline, dropped, kept_tokens};
 use super::Encoder;
 use super::media::{Seen, Shown};
 use crate::batch::{Sample, SampleId};
+use crate::data::encode::truncate::{Cut, CutError, Dropped, Outline, dropped, kept_tokens};
+use crate::data::row::Length;
+use crate::data::source::SampleError;
 
 /// What a row is before any limit on images: its tokens without those of images, and their sizes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use super::folder::{MediaTokens, VideoTokens};
 use crate::batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
-use crate::data::image::{ImageError, ImageProcessor};
+use crate::data::media::image::{ImageError, ImageProcessor};
+use crate::data::media::video::{Clip, VideoError, VideoMarks, VideoProcessor};
 use crate::data::source::SampleError;
-use crate::data::video::{Clip, VideoError, VideoMarks, VideoProcessor};
 
 /// Reads media with the settings of one model.
 pub(super) struct MediaReader {

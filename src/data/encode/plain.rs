@@ -3,7 +3,7 @@
 use super::Encoder;
 use crate::batch::SampleId;
 use crate::data::source::SampleError;
-use crate::data::tokenizer::Tokens;
+use crate::data::template::tokenizer::Tokens;
 
 /// What most byte-level tokenizers end a document with.
 const END_OF_TEXT: &str = "<|endoftext|>";

@@ -1,40 +1,43 @@
-//! Packs in an order in which those of one step cost alike.
+//! Orders packs so that the packs of one step have similar cost.
 //!
-//! Cost, in tokens: `tokens + sum(tokens of a sample ^ 2) / 24,000 + patches / 4`. Attention costs as
-//! much as all matrices of a 2B decoder at 24,000 tokens (an 8B one: at 48,000), and a patch of a 0.4B
-//! vision tower about a quarter of a token. Only the order of costs matters.
+//! The cost of a pack, in tokens, is `tokens + sum(tokens of a sample ^ 2) / 24,000 + patches / 4`.
+//! For a 2B decoder, attention over a sample of 24,000 tokens costs as much as all matrix products
+//! (8B: 48,000 tokens). A patch in a 0.4B vision encoder costs about a quarter of a token. Only the
+//! order of the costs matters.
 
 use std::num::NonZeroUsize;
 
-use super::best_fit::{Bin, Room};
+use super::best_fit::{Bin, Capacity};
 
-/// Tokens of a sample at which attention costs as much as everything else.
+/// Number of tokens of a sample at which attention costs as much as everything else.
 const EVEN_TOKENS: u64 = 24_000;
-/// Patches that cost as much as a token.
-const PATCHES_A_TOKEN: u64 = 4;
+/// Number of patches that cost as much as a token.
+const PATCHES_PER_TOKEN: u64 = 4;
 
-/// Cost of samples that share a pack, times [`EVEN_TOKENS`].
-pub(super) fn cost(samples: impl Iterator<Item = Room>) -> u64 {
+/// Cost of the samples of a pack, times [`EVEN_TOKENS`].
+pub(super) fn cost(samples: impl Iterator<Item = Capacity>) -> u64 {
     samples
-        .map(|Room { tokens, patches }| {
+        .map(|Capacity { tokens, patches }| {
             let tokens = tokens as u64;
             tokens.saturating_mul(EVEN_TOKENS + tokens)
-                + patches.saturating_mul(EVEN_TOKENS / PATCHES_A_TOKEN)
+                + patches.saturating_mul(EVEN_TOKENS / PATCHES_PER_TOKEN)
         })
         .fold(0, u64::saturating_add)
 }
 
-/// Steps of packs that cost alike, one after the other: by the arrival of their first samples, so
-/// that costly and cheap ones are mixed. Inside a step packs keep their order.
-pub(super) fn in_steps_of_like_cost(
+/// Groups packs of similar cost into steps of `step` packs, and returns the packs step by step.
+///
+/// Steps are ordered by the first of their packs in the given order, so that expensive and cheap
+/// steps are mixed. Packs keep their order within a step.
+pub(super) fn group_by_cost(
     packs: Vec<Bin>,
     step: NonZeroUsize,
-    size: impl Fn(usize) -> Room,
+    size: impl Fn(usize) -> Capacity,
 ) -> Vec<Bin> {
     let cost = |bin: &Bin| cost(bin.samples.iter().map(|sample| size(*sample)));
     let mut packs: Vec<(usize, u64, Bin)> =
         packs.into_iter().enumerate().map(|(place, bin)| (place, cost(&bin), bin)).collect();
-    packs.sort_by_key(|(_, cost, _)| *cost); // stable: ties stay in order
+    packs.sort_by_key(|(_, cost, _)| *cost); // stable: packs of equal cost keep their order
     let mut steps: Vec<Vec<(usize, Bin)>> = Vec::new();
     for (place, _, bin) in packs {
         match steps.last_mut().filter(|last| last.len() < step.get()) {
@@ -42,7 +45,7 @@ pub(super) fn in_steps_of_like_cost(
             None => steps.push(vec![(place, bin)]),
         }
     }
-    // the one that is not full is the last step of an epoch
+    // an incomplete step comes last; it occurs at the end of an epoch only
     let partial = steps.pop_if(|last| last.len() < step.get());
     for packs in &mut steps {
         packs.sort_unstable_by_key(|(place, _)| *place);

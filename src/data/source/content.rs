@@ -1,4 +1,4 @@
-//! Contents of turns and the media they stand for, in the order of their appearance.
+//! Parses the contents of turns and their images and videos, in the order of their appearance.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use serde_json::{Map, Value};
 use super::SampleError;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
 
-/// Stand for the next listed medium inside a text.
+/// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
     [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>")];
-/// Keys of rows and parts whose media are not read.
+/// Keys of rows and parts for media that are not supported.
 const OTHER_MEDIA: [&str; 2] = ["audio", "audios"];
-/// Keys under which a part or an entry of a list gives its image.
+/// Keys for the image of a part or of a list entry.
 const SOURCE_KEYS: [&str; 4] = ["image", "image_url", "url", "path"];
-/// Keys under which a part or an entry of a list gives its video.
+/// Keys for the video of a part or of a list entry.
 const VIDEO_KEYS: [&str; 4] = ["video", "video_url", "url", "path"];
-/// Keys that give the frames a second of a video.
+/// Keys for the frames per second of a video.
 const RATE_KEYS: [&str; 3] = ["fps", "sample_fps", "raw_fps"];
-/// Keys of a video that would change what is seen of it, and are not read.
+/// Keys of a video that select frames or sizes; they are not supported and must not be ignored.
 const UNREAD_VIDEO_KEYS: [&str; 11] = [
     "nframes",
     "num_frames",
@@ -34,7 +34,7 @@ const UNREAD_VIDEO_KEYS: [&str; 11] = [
     "resized_width",
 ];
 
-/// Collects the media of one row while its turns are read.
+/// Collects the images and videos of one row while its turns are parsed.
 pub(super) struct RowMedia<'a> {
     id: &'a SampleId,
     image_root: &'a Arc<Path>,
@@ -43,7 +43,8 @@ pub(super) struct RowMedia<'a> {
     media: Vec<Medium>,
 }
 
-/// Media that a row lists apart from its turns: only then does their placeholder mean anything.
+/// Images or videos that a row lists outside of its turns. Placeholders in texts are replaced only
+/// if the row has such a list.
 enum List {
     Absent,
     Present { rest: std::vec::IntoIter<Medium>, listed: usize, placeholders: usize },
@@ -58,11 +59,12 @@ impl List {
         })
     }
 
-    /// One fewer on the list; the totals are compared at the end.
+    /// Takes the next entry of the list and counts a placeholder. `None` if the list is used up;
+    /// [`Self::difference`] reports that at the end.
     fn next(&mut self) -> Option<Medium> {
         match self {
             Self::Absent => {
-                *self = Self::new(Some(Vec::new())); // a part without a source
+                *self = Self::new(Some(Vec::new())); // a part without a source needs a list
                 self.next()
             }
             Self::Present { rest, placeholders, .. } => {
@@ -72,7 +74,7 @@ impl List {
         }
     }
 
-    /// Placeholders and media, if they differ.
+    /// Returns the numbers of placeholders and of list entries if they differ.
     fn difference(&self) -> Option<(usize, usize)> {
         match self {
             Self::Present { listed, placeholders, .. } if placeholders != listed => {
@@ -84,7 +86,7 @@ impl List {
 }
 
 impl<'a> RowMedia<'a> {
-    /// Takes the lists of media out of `row`.
+    /// Takes the lists of images and videos from `row`.
     pub(super) fn of_row(
         id: &'a SampleId,
         image_root: &'a Arc<Path>,
@@ -102,7 +104,7 @@ impl<'a> RowMedia<'a> {
         let videos = this.listed(row, ["videos", "video"], "`video` beside `videos` is")?;
         let fps = if videos.is_some() { this.rate("", row)? } else { None };
         let videos = videos.map(|(key, value)| {
-            // A flat list under the singular key is one video's frames, as it is in a part.
+            // A flat list under the singular key `video` is the frames of one video, as in a part.
             let is_flat = |list: &[Value]| list.iter().all(|entry| !entry.is_array());
             let values = match value {
                 Value::Array(list) if key == "video" && is_flat(&list) => vec![Value::Array(list)],
@@ -117,7 +119,8 @@ impl<'a> RowMedia<'a> {
         Ok(this)
     }
 
-    /// What stands under one of two keys.
+    /// Takes the value of one of two keys. It is an error if the row has both; `both` is the text
+    /// for its message.
     fn listed(
         &self,
         row: &mut Map<String, Value>,
@@ -132,7 +135,7 @@ impl<'a> RowMedia<'a> {
         }
     }
 
-    /// Content of a turn: a text, or a list of parts.
+    /// Parses the content of a turn: a text or a list of parts.
     pub(super) fn content(&mut self, at: &str, value: Value) -> Result<Content, SampleError> {
         match value {
             Value::String(text) => Ok(self.text(text)),
@@ -145,7 +148,7 @@ impl<'a> RowMedia<'a> {
         }
     }
 
-    /// A text, cut at the placeholders of the media that the row lists.
+    /// Splits a text at the placeholders of the images and videos that the row lists.
     pub(super) fn text(&mut self, text: String) -> Content {
         let mut parts = Vec::new();
         let mut rest = text.as_str();
@@ -165,7 +168,7 @@ impl<'a> RowMedia<'a> {
         Content::Parts(parts)
     }
 
-    /// The first placeholder of a listed kind in `text`.
+    /// Finds the first placeholder in `text` of a kind that the row lists.
     fn next_placeholder(&self, text: &str) -> Option<(usize, MediumKind, &'static str)> {
         let is_listed = |kind| match kind {
             MediumKind::Image => !matches!(self.images, List::Absent),
@@ -177,7 +180,8 @@ impl<'a> RowMedia<'a> {
             .min_by_key(|(at, ..)| *at)
     }
 
-    /// All media in order; an error if placeholders and listed media differ in number.
+    /// Returns all images and videos in the order of the text. Fails if the numbers of placeholders
+    /// and of listed media differ.
     pub(super) fn finish(self) -> Result<Vec<Medium>, SampleError> {
         let id = || self.id.clone();
         if let Some((placeholders, images)) = self.images.difference() {
@@ -189,7 +193,7 @@ impl<'a> RowMedia<'a> {
         Ok(self.media)
     }
 
-    /// A part that stands for the next listed medium of a kind.
+    /// Returns the part for the next listed image or video.
     fn next_of(&mut self, kind: MediumKind) -> Part {
         let (list, part) = match kind {
             MediumKind::Image => (&mut self.images, Part::Image),
@@ -207,7 +211,7 @@ impl<'a> RowMedia<'a> {
         refuse_other_media(self.id, at, &part)?;
         let kind = match take(&mut part, "type") {
             Value::String(kind) => kind,
-            // Qwen's own form says the type by the key.
+            // Qwen's format omits `type`; the key implies it.
             Value::Null if part.contains_key("text") => "text".to_owned(),
             Value::Null if part.contains_key("image") => "image".to_owned(),
             Value::Null if part.contains_key("video") => "video".to_owned(),
@@ -240,13 +244,13 @@ impl<'a> RowMedia<'a> {
                 Ok(Part::Video)
             }
             _ => {
-                let what = "parts other than text, image and video are";
+                let what = "parts of types other than text, image and video are";
                 Err(self.not_supported(&format!("{at}.type"), what))
             }
         }
     }
 
-    /// A path, a data URI, or an object that holds one.
+    /// Parses an image: a path, a data URI, or an object with one of them.
     fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleError> {
         const EXPECTED: &str = "a path or a data URI";
         let text = match value {
@@ -274,8 +278,8 @@ impl<'a> RowMedia<'a> {
         Ok(MediaRef { source })
     }
 
-    /// A path of a file, a list of frames, or an object that holds one; `fps` is what stands
-    /// around it.
+    /// Parses a video: a path, a list of frames, or an object with one of them. `fps` is the frame
+    /// rate given by the enclosing object.
     fn video(&self, at: &str, value: Value, fps: Option<f64>) -> Result<VideoRef, SampleError> {
         const EXPECTED: &str = "a path or a list of frames";
         match value {
@@ -299,7 +303,7 @@ impl<'a> RowMedia<'a> {
                     .iter()
                     .find(|key| object.get(**key).is_some_and(|value| !value.is_null()));
                 if let Some(key) = unread {
-                    let what = "limits of one video (`data.video` of the config is for all) are";
+                    let what = "settings of a single video (use `data.video` of the config) are";
                     return Err(self.not_supported(&format!("{at}.{key}"), what));
                 }
                 let fps = self.rate(at, &object)?.or(fps);
@@ -312,21 +316,21 @@ impl<'a> RowMedia<'a> {
         }
     }
 
-    /// Frames a second, if one of the keys for them is there.
+    /// Parses the frames per second of a video, if the object has a key for it.
     fn rate(&self, at: &str, object: &Map<String, Value>) -> Result<Option<f64>, SampleError> {
         let given = RATE_KEYS.iter().find_map(|key| Some((*key, object.get(*key)?)));
         let Some((key, value)) = given.filter(|(_, value)| !value.is_null()) else {
             return Ok(None);
         };
         let number = match value {
-            Value::String(text) => text.trim().parse().ok(), // as some of Qwen's own examples
+            Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
             value => value.as_f64(),
         };
         if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
             return Ok(number);
         }
         let at = if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
-        Err(wrong_type(self.id, &at, value, "a number of frames a second above 0"))
+        Err(wrong_type(self.id, &at, value, "a number of frames per second above 0"))
     }
 
     fn path(&self, at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleError> {
@@ -342,7 +346,7 @@ impl<'a> RowMedia<'a> {
     }
 }
 
-/// Takes a value out; null where there is none.
+/// Takes a value from an object; null if the key is missing.
 pub(super) fn take(object: &mut Map<String, Value>, key: &str) -> Value {
     object.get_mut(key).map_or(Value::Null, Value::take)
 }
@@ -360,7 +364,7 @@ pub(super) fn missing(id: &SampleId, at: &str, expected: &'static str) -> Sample
     SampleError::Missing { id: id.clone(), at: at.to_owned(), expected }
 }
 
-/// `a number`, `an array`, ..
+/// Returns the JSON type of a value with its article, such as `a number`.
 pub(super) fn type_name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,240 +1,240 @@
-//! Why a row cannot be used: each message names the file and line, and what was found there.
+//! Errors of a row. Each message names the file, the line and what was found there.
 
 use crate::batch::SampleId;
-use crate::data::chat::TemplateError;
-use crate::data::image::ImageError;
-use crate::data::truncate::CutError;
-use crate::data::video::VideoError;
+use crate::data::encode::truncate::CutError;
+use crate::data::media::image::ImageError;
+use crate::data::media::video::VideoError;
+use crate::data::template::TemplateError;
 
-/// Why a row of a data file is rejected. The message begins with `file:line`.
+/// The reason why a row of a data file is rejected. The message starts with `file:line`.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleError {
     /// The bytes of the row could not be read.
     #[error("{id}: cannot read the row: {cause}")]
     Read {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// What the system says.
+        /// Error of the operating system.
         cause: std::io::Error,
     },
     /// The row is not JSON.
     #[error("{id}:{column}: invalid JSON: {problem}")]
     Json {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// Byte in the line, starting at 1.
         column: usize,
-        /// What the parser expected.
+        /// Error of the parser.
         problem: String,
     },
-    /// JSON, but no object.
-    #[error("{id}: expected one JSON object a line, found {found}")]
+    /// The row is JSON, but not an object.
+    #[error("{id}: expected one JSON object per line, found {found}")]
     NotAnObject {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// What it is.
+        /// Found type.
         found: &'static str,
     },
-    /// None of the known row forms.
+    /// The keys of the row match no row form.
     #[error(
         "{id}: unknown row form: found {keys}, expected `messages`, `conversations` or `instruction` and `output`"
     )]
     UnknownForm {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Keys of the row.
+        /// First keys of the row, for the message.
         keys: String,
     },
-    /// A value of the wrong type.
+    /// A value has the wrong type.
     #[error("{id}: `{at}` is {found}, expected {expected}")]
     WrongType {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: String,
-        /// What it is.
+        /// Found type.
         found: &'static str,
-        /// What it should be.
+        /// Expected type or value.
         expected: &'static str,
     },
-    /// A value that is not there.
+    /// A required value is missing.
     #[error("{id}: `{at}` is missing, expected {expected}")]
     Missing {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: String,
-        /// What it should be.
+        /// Expected type or value.
         expected: &'static str,
     },
-    /// A conversation without turns.
+    /// The conversation has no turns.
     #[error("{id}: `{at}` is empty")]
     NoMessages {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: &'static str,
     },
-    /// A role that no chat template renders.
+    /// The role of a turn is unknown.
     #[error("{id}: `{at}` is `{role}`, expected {expected}")]
     UnknownRole {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: String,
-        /// The role.
+        /// Found role.
         role: String,
-        /// Roles of this row form.
+        /// Roles that this row form supports.
         expected: &'static str,
     },
-    /// A system turn that chat templates would drop without a word.
-    #[error("{id}: `{at}` is a system turn, expected only as the first turn")]
+    /// A later turn has the role `system`; chat templates would drop it silently.
+    #[error("{id}: `{at}` is a system turn, but only the first turn may be one")]
     SystemNotFirst {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: String,
     },
-    /// Something understood but not implemented.
+    /// The row uses a known feature that is not supported.
     #[error("{id}: `{at}`: {what} not supported")]
     NotSupported {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// JSON path inside the row.
         at: String,
-        /// What, with its verb.
+        /// Name of the feature and `is` or `are`, such as `audio is`.
         what: &'static str,
     },
-    /// Placeholders and images differ in number.
+    /// The numbers of placeholders and of images differ.
     #[error(
         "{id}: the turns have {placeholders} image placeholders but the row lists {images} images"
     )]
     ImageCount {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// `<image>` in texts and image parts without a source.
+        /// Number of `<image>` in texts and of image parts without a source.
         placeholders: usize,
-        /// Images listed in the row.
+        /// Number of images that the row lists.
         images: usize,
     },
-    /// Placeholders and videos differ in number.
+    /// The numbers of placeholders and of videos differ.
     #[error(
         "{id}: the turns have {placeholders} video placeholders but the row lists {videos} videos"
     )]
     VideoCount {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// `<video>` in texts and video parts without a source.
+        /// Number of `<video>` in texts and of video parts without a source.
         placeholders: usize,
-        /// Videos listed in the row.
+        /// Number of videos that the row lists.
         videos: usize,
     },
-    /// A video that cannot be used.
+    /// A video cannot be loaded.
     #[error("{id}: {cause} (video {index} of the row)")]
     Video {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Which video of the row, starting at 1.
+        /// Position of the video in the row, starting at 1.
         index: usize,
-        /// Why.
+        /// Error of the video.
         cause: VideoError,
     },
-    /// An image that cannot be used.
+    /// An image cannot be loaded.
     #[error("{id}: {cause} (image {index} of the row)")]
     Image {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Which image of the row, starting at 1.
+        /// Position of the image in the row, starting at 1.
         index: usize,
-        /// Why.
+        /// Error of the image.
         cause: ImageError,
     },
-    /// A text that contains the token which stands for visual features.
+    /// The text of a turn contains a token that represents visual features.
     #[error("{id}: the text of turn {turn} contains `{token}`, which is reserved for media")]
     ReservedToken {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
         /// Index of the turn, starting at 0.
         turn: usize,
-        /// The token.
+        /// Text of the token.
         token: String,
     },
-    /// A document that contains the token which stands for visual features.
+    /// A document of a corpus contains a token that represents visual features.
     #[error("{id}: the text contains `{token}`, which is reserved for media")]
     ReservedInText {
-        /// The row, or the line at which a piece of a text begins.
+        /// File and line of the row, or the line where a piece of a text file starts.
         id: SampleId,
-        /// The token.
+        /// Text of the token.
         token: String,
     },
-    /// The template dropped or invented placeholders.
+    /// The chat template dropped or added placeholders.
     #[error("{id}: the rendered chat has {rendered} media placeholders, expected {media}")]
     RenderedPlaceholders {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Placeholders in the rendered chat.
+        /// Number of placeholders in the rendered chat.
         rendered: usize,
-        /// Media of the sample.
+        /// Number of images and videos of the sample.
         media: usize,
     },
-    /// The chat template refused the turns.
+    /// The chat template cannot render the row.
     #[error("{id}: {cause}")]
     Template {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Why.
+        /// Error of the template.
         cause: TemplateError,
     },
     /// The tokenizer failed.
-    #[error("{id}: cannot tokenise: {problem}")]
+    #[error("{id}: {problem}")]
     Tokenizer {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// What the tokenizer says.
+        /// Error of the tokenizer.
         problem: String,
     },
-    /// Visual tokens and visual features differ in number.
-    #[error("{id}: {tokens} media tokens after tokenising, expected {expected}")]
+    /// The numbers of visual tokens and of visual features differ.
+    #[error("{id}: the tokenised text has {tokens} media tokens, expected {expected}")]
     ImageTokens {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Found.
+        /// Number of media tokens in the text.
         tokens: usize,
-        /// Sum over the media.
+        /// Number of tokens of all images and videos.
         expected: usize,
     },
-    /// No assistant turn to answer.
-    #[error("{id}: no assistant turn")]
+    /// The row has no assistant turn.
+    #[error("{id}: the row has no assistant turn")]
     NoAssistantTurn {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
     },
-    /// Nothing to learn from.
-    #[error("{id}: no supervised token in {num_tokens} tokens")]
+    /// No token of the sample is supervised.
+    #[error("{id}: none of the {num_tokens} tokens is supervised")]
     NoSupervisedToken {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Length of the sample.
+        /// Number of tokens of the sample.
         num_tokens: usize,
     },
-    /// A medium is not what its header said a moment before.
-    #[error("{id}: its media changed while the row was read")]
+    /// An image or video file changed between reading its header and its pixels.
+    #[error("{id}: an image or video changed while the row was read")]
     MediaChanged {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
     },
-    /// Longer than `max_length`, and it cannot be cut.
+    /// The sample is longer than `max_length` and cannot be truncated.
     #[error("{id}: {cause}")]
     Cut {
-        /// The row.
+        /// File and line of the row.
         id: SampleId,
-        /// Why not.
+        /// Error of the truncation.
         cause: CutError,
     },
 }
 
 impl SampleError {
-    /// Short key, for counting rejected rows by reason.
+    /// Returns the key under which rejected rows are counted, such as `wrong_type`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Read { .. } => "unreadable",
@@ -260,11 +260,11 @@ impl SampleError {
         }
     }
 
-    /// What to do about it, where that is not plain from the message.
+    /// Returns the fix that the error message suggests; `None` if the message alone is enough.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::NotAnObject { .. } => {
-                "a JSON array becomes rows with `jq -c '.[]' in.json > out.jsonl`"
+                "convert a JSON array to rows with `jq -c '.[]' in.json > out.jsonl`"
             }
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
@@ -273,29 +273,29 @@ impl SampleError {
                 "write one `<video>`, or one part of type `video`, for each video of the row"
             }
             Self::RenderedPlaceholders { .. } => {
-                "chat templates render media of user turns only: move them there"
+                "chat templates render images and videos in user turns only: move them to a user turn"
             }
             Self::ReservedToken { .. } => {
-                "write `<image>` or `<video>` and list the medium in `images` or `videos`, or take the token out of the text"
+                "write `<image>` or `<video>` and list the file in `images` or `videos`, or remove the token from the text"
             }
-            Self::ReservedInText { .. } => "take the token out of the text",
-            Self::SystemNotFirst { .. } => "make it the first turn, or a user turn",
+            Self::ReservedInText { .. } => "remove the token from the text",
+            Self::SystemNotFirst { .. } => "move it to the first place, or make it a user turn",
             Self::NotSupported { .. } | Self::UnknownRole { .. } => {
-                "convert or remove the row; docs/data-format.md lists what is read"
+                "convert or remove the row; docs/data-format.md lists what is supported"
             }
             Self::NoSupervisedToken { .. } => {
-                "add an assistant turn, or take `\"train\": false` off one"
+                "add an assistant turn, or remove `\"train\": false` from one"
             }
             Self::Template { cause, .. } => return cause.hint(),
-            Self::Json { .. } => "write one complete JSON object a line, as UTF-8",
+            Self::Json { .. } => "write one complete JSON object per line, in UTF-8",
             Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
                 "docs/data-format.md shows each row form"
             }
             Self::NoMessages { .. } | Self::NoAssistantTurn { .. } => {
-                "a row needs at least one assistant turn to learn from"
+                "add at least one assistant turn"
             }
             Self::Image { cause, .. } => cause.hint(),
-            Self::MediaChanged { .. } => "leave the files alone while a run reads them",
+            Self::MediaChanged { .. } => "do not change data files during a run",
             Self::Cut { cause, .. } => cause.hint(),
             Self::Video { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
@@ -303,7 +303,7 @@ impl SampleError {
         Some(hint.to_owned())
     }
 
-    /// The row.
+    /// File and line of the rejected row.
     pub fn id(&self) -> &SampleId {
         match self {
             Self::Read { id, .. }

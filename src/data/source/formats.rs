@@ -1,4 +1,4 @@
-//! The row forms: each becomes the same [`Sample`].
+//! Parses all supported row forms to [`Sample`].
 
 use std::fmt;
 use std::path::Path;
@@ -10,26 +10,27 @@ use super::SampleError;
 use super::content::{RowMedia, missing, take, type_name, wrong_type};
 use crate::batch::{Content, Message, Sample, SampleId};
 
-/// Keys of a turn that would change what is learnt, and are not read.
+/// Keys of a turn that affect training; they are not supported and must not be ignored.
 const UNREAD_TURN_KEYS: [(&str, &str); 4] = [
-    ("weight", "weights of turns (`\"train\": false` takes a turn out of the loss) are"),
-    ("loss", "loss switches (`\"train\": false` takes a turn out of the loss) are"),
-    ("reasoning_content", "reasoning apart from the content is"),
+    ("weight", "weights of turns (`\"train\": false` excludes a turn from the loss) are"),
+    ("loss", "loss switches (`\"train\": false` excludes a turn from the loss) are"),
+    ("reasoning_content", "reasoning outside of `content` is"),
     ("function_call", "function calls outside of `tool_calls` are"),
 ];
 
-/// Layout of a row; the contract's table of input rows.
+/// Layout of a row, determined by its keys. `docs/data-format.md` describes each form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowForm {
-    /// `messages` with `role` and `content`; media, if any, are parts of the content.
+    /// Key `messages` with `role` and `content`; images and videos are parts of the content.
     Messages,
-    /// `messages`, and `images` or `videos` for the `<image>` and `<video>` in their texts.
+    /// Key `messages`, and `images` or `videos` for the placeholders `<image>` and `<video>` in the
+    /// texts.
     MessagesWithImages,
-    /// `conversations` with `from` and `value`.
+    /// Key `conversations` with `from` and `value`.
     Conversations,
-    /// `instruction`, `input`, `output`.
+    /// Keys `instruction`, `input` and `output`.
     Alpaca,
-    /// `text`: a document of a corpus.
+    /// Key `text`: a document of a corpus.
     Text,
 }
 
@@ -46,7 +47,7 @@ impl fmt::Display for RowForm {
 }
 
 impl RowForm {
-    /// Form of one line, by its keys.
+    /// Detects the form of a row from its keys.
     pub(super) fn of_row(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
         Self::of(id, &object(id, bytes)?)
     }
@@ -70,7 +71,7 @@ impl RowForm {
     }
 }
 
-/// Parses one line.
+/// Parses a row of chats.
 pub(super) fn parse_row(
     id: &SampleId,
     bytes: &[u8],
@@ -93,7 +94,7 @@ pub(super) fn parse_row(
         }
         RowForm::Alpaca => turns.alpaca(&mut row)?,
         RowForm::Text => {
-            let what = "plain text among chats is";
+            let what = "plain text in a data set of chats is";
             return Err(SampleError::NotSupported { id: id.clone(), at: "text".to_owned(), what });
         }
     }
@@ -101,15 +102,15 @@ pub(super) fn parse_row(
     Ok(Sample { id: id.clone(), messages, media: media.finish()?, tools })
 }
 
-/// The document of a row of a corpus; other keys are left alone.
+/// Parses the document of a row of a corpus; keys other than `text` are ignored.
 pub(super) fn parse_text(id: &SampleId, bytes: &[u8]) -> Result<String, SampleError> {
     text(id, "text", take(&mut object(id, bytes)?, "text"))
 }
 
-/// Reads the turn at a JSON path.
+/// Function that parses the turn at a JSON path.
 type ReadTurn<T> = fn(&mut T, &str, Map<String, Value>) -> Result<Message, SampleError>;
 
-/// The turns read so far.
+/// The turns parsed so far.
 struct Turns<'a> {
     id: &'a SampleId,
     media: RowMedia<'a>,
@@ -117,7 +118,7 @@ struct Turns<'a> {
 }
 
 impl Turns<'_> {
-    /// Reads each entry of the list under `key`.
+    /// Parses each entry of the list under `key`.
     fn list(
         &mut self,
         key: &'static str,
@@ -145,7 +146,7 @@ impl Turns<'_> {
         Ok(())
     }
 
-    /// OpenAI, Qwen, ms-swift, LLaMA-Factory: `role` and `content`.
+    /// Parses a turn with `role` and `content`, as in OpenAI's and Qwen's formats.
     fn message(&mut self, at: &str, mut turn: Map<String, Value>) -> Result<Message, SampleError> {
         self.refuse_unread(at, &turn)?;
         let role = text(self.id, &format!("{at}.role"), take(&mut turn, "role"))?;
@@ -166,7 +167,7 @@ impl Turns<'_> {
             }
         };
         let content = match take(&mut turn, "content") {
-            // A turn that only calls tools.
+            // a turn that only calls tools has no content
             Value::Null if role == "assistant" && tool_calls.is_some() => {
                 Content::Text(String::new())
             }
@@ -180,7 +181,7 @@ impl Turns<'_> {
         Ok(Message { role, content, tool_calls, train })
     }
 
-    /// LLaVA, ShareGPT: `from` and `value`.
+    /// Parses a turn with `from` and `value`, as in LLaVA and ShareGPT.
     fn conversation(
         &mut self,
         at: &str,
@@ -204,7 +205,8 @@ impl Turns<'_> {
         Ok(Message { role: role.to_owned(), content, tool_calls: None, train })
     }
 
-    /// Alpaca: earlier turns in `history`, then `instruction` and `input` against `output`.
+    /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the
+    /// user turn and `output` as the assistant turn.
     fn alpaca(&mut self, row: &mut Map<String, Value>) -> Result<(), SampleError> {
         let history = match take(row, "history") {
             Value::Null => Vec::new(),
@@ -275,7 +277,7 @@ fn object(id: &SampleId, bytes: &[u8]) -> Result<Map<String, Value>, SampleError
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(row)) => Ok(row),
         Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
-        // The first line of a file that is one pretty-printed array.
+        // the first line of a file that is one pretty-printed array
         Err(_) if bytes.trim_ascii() == b"[" => {
             Err(SampleError::NotAnObject { id: id.clone(), found: "the start of an array" })
         }
@@ -295,7 +297,7 @@ fn text(id: &SampleId, at: &str, value: Value) -> Result<String, SampleError> {
     }
 }
 
-/// None where nothing is written.
+/// Parses a string; `None` if it is missing, null or empty.
 fn optional_text(id: &SampleId, at: &str, value: Value) -> Result<Option<String>, SampleError> {
     match value {
         Value::Null => Ok(None),
@@ -303,7 +305,7 @@ fn optional_text(id: &SampleId, at: &str, value: Value) -> Result<Option<String>
     }
 }
 
-/// A list of definitions, or JSON text of one.
+/// Parses the tools of a row: a list of definitions, or a string with JSON of one.
 fn tools(id: &SampleId, value: &Value) -> Result<Option<Value>, SampleError> {
     let parsed = match value {
         Value::Null => return Ok(None),

@@ -1,7 +1,7 @@
-//! One JSONL file: a scan finds where lines begin, rows are read from there one at a time.
+//! Reads a JSONL file: one scan finds where the lines start, then rows are read one at a time.
 //!
-//! Memory: 8 bytes a row, however large the file is. Blank lines are no rows, but they count for
-//! line numbers; CRLF, a UTF-8 byte order mark and a missing last newline are accepted.
+//! The index takes 8 bytes of memory per row. Blank lines are not rows, but they count in line
+//! numbers. CRLF, a UTF-8 byte order mark and a missing last newline are accepted.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -17,13 +17,13 @@ use super::SampleError;
 use super::formats::{RowForm, parse_row, parse_text};
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
-use crate::data::corpus::CorpusError;
+use crate::data::dataset::corpus::CorpusError;
 
-/// Rows looked at to find the form of a file.
+/// Maximum number of rows that are parsed to detect the form of a file.
 const DETECTION_ROWS: usize = 100;
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// A data file, open for reading rows in any order and from many threads.
+/// An open JSONL file. Rows can be read in any order and from several threads.
 #[derive(Debug)]
 pub struct JsonlFile {
     file: File,
@@ -31,72 +31,76 @@ pub struct JsonlFile {
     image_root: Arc<Path>,
     index: LineIndex,
     stamp: Option<Stamp>,
-    opened: Option<Box<Stamp>>, // as it was when its rows were known, settled or not
+    opened: Option<Box<Stamp>>, // metadata when the file was indexed, settled or not
     form: RowForm,
 }
 
-/// Why a data file cannot be used at all.
+/// The reason why a data file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// The system refused it.
+    /// The file cannot be read.
     #[error("cannot read `{}`: {cause}", .path.display())]
     Read {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the operating system.
         cause: io::Error,
     },
-    /// No rows.
+    /// The file has no rows.
     #[error("`{}` has no rows", .path.display())]
     NoRows {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
     },
-    /// No row at the beginning could be recognised.
+    /// None of the first rows has a known form.
     #[error("`{}`: none of the first {looked_at} rows has a known form: {first}", .path.display())]
     UnknownForm {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// How many rows were tried.
+        /// Number of rows that were parsed.
         looked_at: usize,
-        /// What is wrong with the first of them.
+        /// Error of the first row.
         first: Box<SampleError>,
     },
-    /// Plain text in a data set without `corpus`.
-    #[error("`{}` is plain text, and its data set has no `corpus`", .path.display())]
+    /// The file is plain text, but its data set has no `corpus` section.
+    #[error("`{}` is plain text, but its data set has no `corpus` section", .path.display())]
     PlainText {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
     },
-    /// Chats in a data set with `corpus`.
-    #[error("`{}` has rows of the form `{form}`, and its data set has `corpus`", .path.display())]
+    /// The file has chats, but its data set has a `corpus` section.
+    #[error(
+        "`{}` has rows of the form `{form}`, but its data set has a `corpus` section", .path.display()
+    )]
     NoText {
-        /// As the config names it.
+        /// Path as written in the config.
         path: PathBuf,
-        /// What they are.
+        /// Form of the rows.
         form: RowForm,
     },
-    /// A corpus that cannot be used.
+    /// The corpus cannot be used.
     #[error(transparent)]
     Corpus(#[from] CorpusError),
 }
 
 impl SourceError {
-    /// What to do about it, where that is not plain from the message.
+    /// Returns the fix that the error message suggests; `None` if the message alone is enough.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Read { .. } => Some(
-                "paths in `data` lead to JSONL files, from the folder in which the command runs"
+                "paths in `data` must point to files, relative to the folder in which the command runs"
                     .to_owned(),
             ),
-            Self::NoRows { .. } => Some("write rows to it, or take it out of `data`".to_owned()),
+            Self::NoRows { .. } => {
+                Some("add rows to the file, or remove it from `data`".to_owned())
+            }
             Self::UnknownForm { first, .. } => first.hint(),
             Self::PlainText { .. } => Some(
-                "say how samples are taken from it, for example `corpus: {sampling: random, length: 512}`"
+                "add a `corpus` section to the data set, for example `corpus: {sampling: random, length: 512}`"
                     .to_owned(),
             ),
             Self::NoText { .. } => {
-                Some("remove `corpus`, or write each document as `{\"text\": ..}`".to_owned())
+                Some("remove `corpus`, or write each row as `{\"text\": ..}`".to_owned())
             }
             Self::Corpus(error) => Some(error.hint()),
         }
@@ -104,8 +108,10 @@ impl SourceError {
 }
 
 impl JsonlFile {
-    /// Scans `path` once: line starts, fingerprint, row form. Relative image paths in the rows are
-    /// resolved against `image_root`, by default the folder of the file.
+    /// Opens the file at `path` and scans it once for line starts, fingerprint and row form.
+    ///
+    /// Relative image paths in the rows are resolved against `image_root`, or against the folder of
+    /// the file if it is `None`.
     pub fn open(path: &Path, image_root: Option<&Path>) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
         let file = File::open(path).map_err(unreadable)?;
@@ -117,8 +123,9 @@ impl JsonlFile {
         Self::with_index(file, path, image_root, index, stamp)
     }
 
-    /// An open file whose index is known already. With a `stamp` the file is as it was when it was indexed
-    /// for as long as it bears that.
+    /// Wraps an open file whose index is known. `stamp` is the file's metadata when it was indexed;
+    /// the index is valid as long as the file has this stamp. `None` if the metadata cannot prove
+    /// that the file is unchanged.
     pub(in crate::data) fn with_index(
         file: File,
         path: &Path,
@@ -143,7 +150,7 @@ impl JsonlFile {
         Ok(this)
     }
 
-    /// Folder that relative image paths start from: the given one, or that of the file.
+    /// Returns the folder for relative image paths: the given one, or the folder of the file.
     pub(in crate::data) fn image_root_of<'a>(path: &'a Path, given: Option<&'a Path>) -> &'a Path {
         let root = given.or_else(|| path.parent()).unwrap_or(Path::new(""));
         if root == Path::new("") { Path::new(".") } else { root }
@@ -154,12 +161,12 @@ impl JsonlFile {
         self.index.starts.len()
     }
 
-    /// Never true: a file without rows is refused.
+    /// Always `false`, because a file without rows cannot be opened.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The path as given.
+    /// Path as passed to [`Self::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -179,48 +186,51 @@ impl JsonlFile {
         parse_row(&self.id(row), bytes, &self.image_root)
     }
 
-    /// Where row `row < len()` begins, in bytes.
+    /// Byte offset of row `row < len()`.
     pub(in crate::data) fn offset(&self, row: usize) -> u64 {
         self.index.starts[row]
     }
 
-    /// Length of the file in bytes, as of the scan.
+    /// Size of the file in bytes when it was scanned.
     pub(in crate::data) fn num_bytes(&self) -> u64 {
         self.index.num_bytes
     }
 
-    /// Folder that relative image paths start from.
+    /// Folder that relative image paths are resolved against.
     pub(in crate::data) fn image_root(&self) -> &Path {
         &self.image_root
     }
 
-    /// What tells that the file has not changed since the scan; `None` if nothing does.
+    /// Metadata of the file when it was scanned; `None` if it cannot prove that the file is
+    /// unchanged.
     pub(in crate::data) fn stamp(&self) -> Option<&Stamp> {
         self.stamp.as_ref()
     }
 
-    /// Whether the open file was written to since it was opened; another one by its name is another file.
+    /// Returns whether the open file was written to since it was opened. A new file at the same
+    /// path does not count.
     pub(in crate::data) fn has_changed(&self) -> bool {
         let now = Stamp::of(&self.file).ok();
-        !now.zip(self.opened.as_deref()).is_some_and(|(now, opened)| now.has_the_bytes_of(opened))
+        !now.zip(self.opened.as_deref())
+            .is_some_and(|(now, opened)| now.has_same_size_and_mtime(opened))
     }
 
-    /// The document in row `row < len()` of a corpus.
+    /// Reads the document in row `row < len()` of a corpus.
     pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
         parse_text(&self.id(row), &self.bytes(row)?)
     }
 
-    /// SHA-256 over the bytes of the file, as of the scan.
+    /// SHA-256 of the bytes of the file when it was scanned.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.index.sha256
     }
 
-    /// The layout of the first row that has a known one.
+    /// Form of the first row whose form is known.
     pub fn form(&self) -> RowForm {
         self.form
     }
 
-    /// Row `row < len()` without the line's end.
+    /// Reads the bytes of row `row < len()` without the line end.
     pub(in crate::data) fn bytes(&self, row: usize) -> Result<Vec<u8>, SampleError> {
         let start = self.index.starts[row];
         let end = self.index.starts.get(row + 1).copied().unwrap_or(self.index.num_bytes);
@@ -242,22 +252,22 @@ impl JsonlFile {
                 Err(error) => first = first.or(Some(error)),
             }
         }
-        let first = Box::new(first.expect("a file with rows has a first one"));
+        let first = Box::new(first.expect("the file has at least one row"));
         Err(SourceError::UnknownForm { path: self.path.to_path_buf(), looked_at, first })
     }
 }
 
-/// Where the rows of a file begin.
+/// Byte offsets and line numbers of the rows of a file.
 #[derive(Debug)]
 pub(in crate::data) struct LineIndex {
     starts: Vec<u64>,        // [rows], byte offsets
-    gaps: Vec<(usize, u64)>, // (row, blank lines before it), ascending; only where it changes
+    gaps: Vec<(usize, u64)>, // (row, blank lines before it), ascending; only where they change
     num_bytes: u64,
     sha256: [u8; 32],
 }
 
 impl LineIndex {
-    /// From the first byte and the line of each row, in order.
+    /// Builds the index from the byte offset and the line number of each row, in order.
     pub(in crate::data) fn of_rows(
         rows: impl Iterator<Item = (u64, u64)>,
         num_bytes: u64,
@@ -314,7 +324,7 @@ impl LineIndex {
         Ok(Self { starts, gaps, num_bytes: offset, sha256: hasher.finalize().into() })
     }
 
-    /// Line of a row, starting at 1.
+    /// Returns the line number of a row, starting at 1.
     fn line(&self, row: usize) -> u64 {
         let after = self.gaps.partition_point(|gap| gap.0 <= row);
         let num_blank = if after == 0 { 0 } else { self.gaps[after - 1].1 };

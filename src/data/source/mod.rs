@@ -1,4 +1,5 @@
-//! Rows of data files -> [`Sample`](crate::batch::Sample). Text only: no image is opened here.
+//! Reads the rows of data files as [`Sample`](crate::batch::Sample). It does not open images or
+//! videos.
 
 mod content;
 mod error;
@@ -8,6 +9,6 @@ mod stamp;
 
 pub use error::SampleError;
 pub use formats::RowForm;
-pub(super) use jsonl::LineIndex;
+pub(in crate::data) use jsonl::LineIndex;
 pub use jsonl::{JsonlFile, SourceError};
-pub(super) use stamp::{ImageStamp, Stamp};
+pub(in crate::data) use stamp::{ImageStamp, Stamp};

@@ -1,4 +1,4 @@
-//! How a file looks from outside: enough to tell that it need not be read again.
+//! Metadata of a file, used to decide whether the file must be read again.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -8,12 +8,12 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-/// A file that was written to less than this before it was read may be written to again without
-/// that its times show it: clocks of file systems tick.
+/// Minimum age of the last change when a file is read. A file that changed more recently may change
+/// again without new times, because file systems store times with limited resolution.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// A data file from outside. The change time and the inode number cannot be set by hand, so writing to
-/// the file, replacing it or restoring its modification time all show.
+/// Metadata of a data file. Users cannot set the change time and the inode number, so the stamp
+/// changes when the file is written to or replaced, even if its modification time is restored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::data) struct Stamp {
     bytes: u64,
@@ -24,7 +24,7 @@ pub(in crate::data) struct Stamp {
 }
 
 impl Stamp {
-    /// Of an open file.
+    /// Reads the metadata of an open file.
     pub(in crate::data) fn of(file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         let nanoseconds =
@@ -38,12 +38,13 @@ impl Stamp {
         })
     }
 
-    /// Whether the file has not been written to; a new name, link or owner of it is no change.
-    pub(in crate::data) fn has_the_bytes_of(&self, before: &Self) -> bool {
+    /// Returns whether the size and modification time are those of `before`. Renaming the file or
+    /// changing its owner does not count as a change.
+    pub(in crate::data) fn has_same_size_and_mtime(&self, before: &Self) -> bool {
         (self.bytes, self.mtime_ns) == (before.bytes, before.mtime_ns)
     }
 
-    /// Whether a change of the file after `read_at` would show in its times.
+    /// Returns whether a change of the file after `read_at` is certain to change its times.
     pub(in crate::data) fn is_settled(&self, read_at: SystemTime) -> bool {
         let since = read_at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let limit = since.saturating_sub(SETTLED).as_nanos() as i128;
@@ -51,7 +52,7 @@ impl Stamp {
     }
 }
 
-/// An image's file from outside.
+/// Metadata of an image or video file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) struct ImageStamp {
     pub(in crate::data) bytes: u64,
@@ -59,7 +60,7 @@ pub(in crate::data) struct ImageStamp {
 }
 
 impl ImageStamp {
-    /// Of the file at `path`, links followed.
+    /// Reads the metadata of the file at `path`; follows symbolic links.
     pub(in crate::data) fn of(path: &Path) -> io::Result<Self> {
         std::fs::metadata(path).map(|metadata| Self::from(&metadata))
     }
@@ -75,7 +76,7 @@ impl From<&Metadata> for ImageStamp {
 
 impl From<&rustix::fs::Stat> for ImageStamp {
     fn from(stat: &rustix::fs::Stat) -> Self {
-        let nanoseconds = stat.st_mtime_nsec as i64; // below 2^30, of a type that systems differ in
+        let nanoseconds = stat.st_mtime_nsec as i64; // below 2^30; the type depends on the system
         let mtime_ns = stat.st_mtime.wrapping_mul(1_000_000_000).wrapping_add(nanoseconds);
         Self { bytes: stat.st_size as u64, mtime_ns }
     }
@@ -87,7 +88,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn a_file_that_was_written_a_moment_ago_is_not_settled() {
+    fn a_recently_written_file_is_not_settled() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         let mut file = File::create(&path).unwrap();
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_modification_time_shows() {
+    fn a_stamp_detects_a_change_with_a_restored_modification_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         let mut file = File::create(&path).unwrap();

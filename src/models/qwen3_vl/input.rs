@@ -2,24 +2,17 @@
 
 use super::config::Config;
 use super::positions;
-use crate::batch::{Patches, VarlenBatch};
+use crate::batch::{CuSeqlens, Patches, VarlenBatch};
 use crate::nn::DecoderContext;
 use crate::ops::{self, RopeTable, Segments};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
     pub(super) rope: RopeTable,
     pub(super) position_index: Tensor,  // [P, 4] rows of the position table
     pub(super) position_weight: Tensor, // [P, 4]
-    cu_seqlens: Vec<u32>,               // frames: attention is full inside a frame
-    mask_boundaries: Vec<u32>,          // [0, P]
-}
-
-impl VisionContext {
-    pub(super) fn segments(&self) -> Segments<'_> {
-        Segments { cu_seqlens: &self.cu_seqlens, mask_boundaries: &self.mask_boundaries }
-    }
+    pub(super) segments: Segments,      // frames: attention is full inside a frame
 }
 
 /// The images of a micro-batch.
@@ -69,19 +62,16 @@ impl VisionInput {
         }
         let shape = (num_patches, config.vision.patch_values());
         let pixel_values = ops::upload(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
-        let mut cu_seqlens = vec![0];
-        for [t, h, w] in &grids {
-            for _ in 0..*t {
-                cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + h * w);
-            }
-        }
+        let frames: Vec<u32> =
+            grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
+        let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;
+        let all = CuSeqlens::from_lengths(&[num_patches as u32]).map_err(Error::wrap)?;
         let (index, weight) = positions::interpolated_positions(&config.vision, &grids);
         let context = VisionContext {
             rope: positions::vision_table(&config.vision, &grids).upload(num_patches, device)?,
             position_index: ops::upload(index, (num_patches, 4), device)?,
             position_weight: ops::upload(weight, (num_patches, 4), device)?,
-            cu_seqlens,
-            mask_boundaries: vec![0, num_patches as u32],
+            segments: Segments::new(frames, all)?,
         };
         let rows = ops::upload(batch.vision_rows, merged, device)?; // [M]
         Ok(Self { pixel_values, context, rows })

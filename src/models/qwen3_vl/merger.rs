@@ -90,8 +90,8 @@ impl Stage for Merger {
     ) -> Result<Option<Tensor>> {
         let SavedMerger { x, stats, hidden } = saved;
         let d_activated = self.fc2.backward_input(&dy)?; // [M, 4 * Dv]
-        let again = self.fc2.recompute_input(grads);
-        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, again)?;
+        let recompute = self.fc2.recompute_input(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
         if let Some(activated) = activated {
             self.fc2.backward_params(&activated, &dy, grads)?;
         }

@@ -123,7 +123,7 @@ impl Stage for VisionBlock {
         let qkv = self.qkv.forward(&normed)?; // [P, 3 * Dv]
         let (q, k, v) = ops::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, context.segments(), Masking::Full)?;
+        let (o, lse) = self.attention.forward(heads, &context.segments, Masking::Full)?;
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x)?; // [P, Dv]
         let (normed, stats2) = self.norm2.forward(&x1)?;
         let hidden = self.fc1.forward(&normed)?; // [P, F]
@@ -142,8 +142,8 @@ impl Stage for VisionBlock {
     ) -> Result<Option<Tensor>> {
         let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
         let d_activated = self.fc2.backward_input(&dy)?; // [P, F]
-        let again = self.fc2.recompute_input(grads);
-        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, again)?;
+        let recompute = self.fc2.recompute_input(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, recompute)?;
         if let Some(activated) = activated {
             self.fc2.backward_params(&activated, &dy, grads)?;
         }
@@ -153,7 +153,7 @@ impl Stage for VisionBlock {
         let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, grads)?.reshape(o.shape())?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let d_heads =
-            self.attention.backward(heads, &o, &lse, &d_o, context.segments(), Masking::Full)?;
+            self.attention.backward(heads, &o, &lse, &d_o, &context.segments, Masking::Full)?;
         let d_qkv =
             ops::vision_rope_merge_backward(&d_heads.dq, &d_heads.dk, &d_heads.dv, &context.rope)?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats1)?;

@@ -1,13 +1,14 @@
-//! candle-flash-attn's forward pass, with our backward.
+//! Attention with the forward pass of candle-flash-attn and the backward pass of this crate.
 //!
-//! Its kernels are forward only and keep no `lse`. So forward gives an empty one, and backward runs our own forward
-//! pass for it first: one more pass over the scores, for those who compare kernels or trust that one more.
+//! The kernels of candle-flash-attn have no backward and do not return `lse`. So `forward` returns
+//! an empty `lse`, and `backward` first runs the forward pass of [`Flash`] to compute it, which
+//! costs one more pass over the scores. Use this backend to compare kernels.
 
 use super::{AttentionBackend, Flash, Masking, Qkv, QkvGrad, Segments, Sizes};
 use crate::ops::upload;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Attention on NVIDIA GPUs in `bf16`, by candle-flash-attn.
+/// Attention on NVIDIA GPUs in `bf16` by candle-flash-attn. Fails on other devices and dtypes.
 #[derive(Debug, Clone, Copy)]
 pub struct FlashAttn;
 
@@ -23,7 +24,7 @@ impl AttentionBackend for FlashAttn {
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attn";
@@ -36,9 +37,9 @@ impl AttentionBackend for FlashAttn {
         if sizes.t == 0 {
             return Ok((qkv.q.copy()?, lse));
         }
-        let ends = upload(segments.cu_seqlens.to_vec(), segments.cu_seqlens.len(), device)?;
-        let longest = segments.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max();
-        let longest = longest.unwrap_or(0) as usize;
+        let cu_seqlens = segments.cu_seqlens();
+        let ends = upload(cu_seqlens.as_slice().to_vec(), cu_seqlens.num_segments() + 1, device)?;
+        let longest = cu_seqlens.max_seqlen();
         let causal = masking == Masking::Causal;
         let o = candle_flash_attn::flash_attn_varlen(
             qkv.q,
@@ -60,7 +61,7 @@ impl AttentionBackend for FlashAttn {
         o: &Tensor,
         _lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
         let (_, lse) = Flash.forward(qkv, segments, masking)?;

@@ -1,18 +1,18 @@
-//! The exact reference: a dense score matrix a row and head, masked block-diagonally.
+//! Reference attention: a dense score matrix for each row and head, with a block-diagonal mask.
 //!
-//! Memory grows with the square of the row; shares no kernel with the tiled backend.
+//! Memory grows with the square of the row length. The code shares no kernel with [`super::Flash`].
 
-use super::super::cpu::{self, read};
-use super::super::matmul::{Into, nn, nt, tn};
-use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes, ranges};
+use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
+use crate::ops::cpu::gemm::{Into, nn, nt, tn};
+use crate::ops::cpu::{self, read};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 
-/// Attention by dense masks: `[L, L]` scores for each row of length `L` and each head.
+/// Attention with dense masks: `[L, L]` scores for each head of each row of length `L`. CPU only.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Masked;
 
-/// Rows `tokens` of one head of `x [T, heads, Dh]`: `[L, Dh]`.
+/// Copies one head of the rows `tokens` of `x [T, heads, Dh]`: `[L, Dh]`.
 fn head(x: &[f32], tokens: Range<usize>, heads: usize, head: usize, dh: usize) -> Vec<f32> {
     let mut rows = Vec::with_capacity(tokens.len() * dh);
     for token in tokens {
@@ -22,7 +22,7 @@ fn head(x: &[f32], tokens: Range<usize>, heads: usize, head: usize, dh: usize) -
     rows
 }
 
-/// Adds `rows [L, Dh]` to one head of `x [T, heads, Dh]`.
+/// Adds `rows [L, Dh]` to one head of the rows `tokens` of `x [T, heads, Dh]`.
 fn add_head(
     x: &mut [f32],
     tokens: Range<usize>,
@@ -39,12 +39,12 @@ fn add_head(
     }
 }
 
-/// The segment of each token of a row, for the mask.
+/// Segment index of each token of a row, for the mask.
 fn segment_ids(cu_seqlens: &[u32], row: Range<usize>) -> Vec<usize> {
     row.map(|token| cu_seqlens.partition_point(|end| *end as usize <= token)).collect()
 }
 
-/// `scale * q k^T` with negative infinity where a token must not look: `[L, L]`.
+/// Returns `scale * q k^T`, `[L, L]`, with negative infinity for masked pairs.
 fn scores(
     q: &[f32],
     k: &[f32],
@@ -58,9 +58,9 @@ fn scores(
     nt((l, l, dh), &mut scores, Into::Overwrite, q, k);
     for i in 0..l {
         for j in 0..l {
-            let seen = ids[i] == ids[j] && (masking == Masking::Full || j <= i);
+            let visible = ids[i] == ids[j] && (masking == Masking::Full || j <= i);
             let score = &mut scores[i * l + j];
-            *score = if seen { *score * scale } else { f32::NEG_INFINITY };
+            *score = if visible { *score * scale } else { f32::NEG_INFINITY };
         }
     }
     scores
@@ -78,7 +78,7 @@ impl AttentionBackend for Masked {
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
         let op = "masked_attention";
@@ -87,8 +87,8 @@ impl AttentionBackend for Masked {
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (mut o, mut lse) = (vec![0f32; t * h * dh], vec![0f32; h * t]);
-        for row in ranges(segments.mask_boundaries) {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
+        for row in segments.mask_boundaries().segments() {
+            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);
@@ -117,7 +117,7 @@ impl AttentionBackend for Masked {
         o: &Tensor,
         lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
         let op = "masked_attention_backward";
@@ -130,8 +130,8 @@ impl AttentionBackend for Masked {
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
         let mut dq = vec![0f32; t * h * dh];
         let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
-        for row in ranges(segments.mask_boundaries) {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens, row.clone()));
+        for row in segments.mask_boundaries().segments() {
+            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);

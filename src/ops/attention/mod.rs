@@ -1,96 +1,129 @@
-//! Softmax attention inside each segment of a token stream, and its gradient.
+//! Softmax attention inside each segment of a packed token sequence, and its gradient.
 //!
-//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`, `o`: `[T, H, Dh]`;
-//! `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log of the sum of a row's exponentials.
-//! Scores are scaled by `1 / sqrt(Dh)`. A token attends inside its own segment only.
+//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`,
+//! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
+//! the scaled scores of each query.
+//!
+//! Scores are scaled by `1 / sqrt(Dh)`. A token attends only to tokens of its own segment.
 
 mod decode;
+mod flash;
 #[cfg(feature = "flash-attn")]
 mod flash_attn;
-mod flash_cpu;
 mod masked;
 #[cfg(test)]
 mod tests;
 
 pub use decode::decode_attention;
+pub use flash::Flash;
 #[cfg(feature = "flash-attn")]
 pub use flash_attn::FlashAttn;
-pub use flash_cpu::Flash;
+
 pub use masked::Masked;
 
 use super::cpu::{compute_dtype, expect_f32, expect_shape};
+use crate::batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use std::ops::Range;
 
-/// Which tokens of its segment a token sees.
+/// Selects which tokens of its segment a token attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Masking {
-    /// Itself and the earlier ones.
+    /// Itself and earlier tokens.
     Causal,
-    /// All.
+    /// All tokens of the segment.
     Full,
 }
 
-/// Boundaries in a token stream; both lists begin with 0, do not descend and end with `T`.
-#[derive(Debug, Clone, Copy)]
-pub struct Segments<'a> {
-    /// Samples (or frames): no token attends across these.
-    pub cu_seqlens: &'a [u32],
-    /// Rows that a masked backend covers with one dense mask each; every segment lies inside one of them.
-    pub mask_boundaries: &'a [u32],
+/// Boundaries in a packed sequence, checked once when a micro-batch is uploaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segments {
+    cu_seqlens: CuSeqlens,
+    mask_boundaries: CuSeqlens,
 }
 
-/// Operands of attention.
+impl Segments {
+    /// `cu_seqlens` holds the boundaries of samples (or frames); no token attends across them.
+    /// `mask_boundaries` holds the rows for which [`Masked`] builds one dense mask each.
+    ///
+    /// Returns an error if the two end at different tokens, or if a segment crosses a row boundary.
+    pub fn new(cu_seqlens: CuSeqlens, mask_boundaries: CuSeqlens) -> Result<Self> {
+        let (tokens, covered) = (cu_seqlens.num_tokens(), mask_boundaries.num_tokens());
+        if tokens != covered {
+            bail!(
+                "attention: `cu_seqlens` ends at {tokens}, but `mask_boundaries` ends at {covered}"
+            );
+        }
+        let inside = |end: &&u32| cu_seqlens.as_slice().binary_search(end).is_err();
+        if let Some(end) = mask_boundaries.as_slice().iter().find(inside) {
+            bail!("attention: the mask boundary {end} lies inside a segment of `cu_seqlens`");
+        }
+        Ok(Self { cu_seqlens, mask_boundaries })
+    }
+
+    /// Boundaries of samples (or frames). No token attends across them.
+    pub fn cu_seqlens(&self) -> &CuSeqlens {
+        &self.cu_seqlens
+    }
+
+    /// Boundaries of the rows for which [`Masked`] builds one dense mask each.
+    pub fn mask_boundaries(&self) -> &CuSeqlens {
+        &self.mask_boundaries
+    }
+}
+
+/// Queries, keys and values, of the same dtype.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
-    /// `[T, H, Dh]`.
+    /// Queries, `[T, H, Dh]`.
     pub q: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Keys, `[T, Hkv, Dh]`.
     pub k: &'a Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Values, `[T, Hkv, Dh]`.
     pub v: &'a Tensor,
 }
 
-/// Gradients of the operands, in their shapes and dtype.
+/// Gradients of the operands of attention, in their shapes and dtype.
 #[derive(Debug)]
 pub struct QkvGrad {
-    /// `[T, H, Dh]`.
+    /// Gradient of the queries, `[T, H, Dh]`.
     pub dq: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the keys, `[T, Hkv, Dh]`.
     pub dk: Tensor,
-    /// `[T, Hkv, Dh]`.
+    /// Gradient of the values, `[T, Hkv, Dh]`.
     pub dv: Tensor,
 }
 
-/// One way to compute attention; all ways agree.
+/// An implementation of attention. All implementations compute the same function up to rounding.
 pub trait AttentionBackend: Send + Sync {
-    /// Name in the config.
+    /// Name of the backend in the config.
     fn name(&self) -> &'static str;
 
-    /// What computes heads of `head_dim` in `dtype` on `device`, for the log.
+    /// Name of the kernel for heads of `head_dim` in `dtype` on `device`, for logs.
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str;
 
-    /// `o: [T, H, Dh]`, and `lse: [H, T]`, which backward needs.
+    /// Returns `o: [T, H, Dh]` and `lse: [H, T]`, both of which the backward needs. Fails if
+    /// shapes, dtypes or boundaries are inconsistent.
     fn forward(
         &self,
         qkv: Qkv<'_>,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)>;
 
-    /// Gradients of `q`, `k` and `v`; the same bits in every run.
+    /// Returns the gradients of `q`, `k` and `v` from `o` and `lse` of the forward and the output
+    /// gradient `d_o`. Repeated calls give the same bits.
     fn backward(
         &self,
         qkv: Qkv<'_>,
         o: &Tensor,
         lse: &Tensor,
         d_o: &Tensor,
-        segments: Segments<'_>,
+        segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad>;
 }
 
-/// Checked sizes of a call.
+/// Sizes of a call, after validation.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     t: usize,
@@ -105,48 +138,34 @@ impl Sizes {
         1.0 / (self.dh as f32).sqrt()
     }
 
-    /// The key-value head of a query head.
+    /// Index of the key-value head of a query head.
     fn kv_head(self, head: usize) -> usize {
         head / (self.h / self.hkv)
     }
 
-    fn check(op: &str, qkv: Qkv<'_>, segments: Segments<'_>) -> Result<Self> {
+    fn check(op: &str, qkv: Qkv<'_>, segments: &Segments) -> Result<Self> {
         let (t, h, dh) = qkv.q.dims3()?;
         let (_, hkv, _) = qkv.k.dims3()?;
         let dtype = compute_dtype(op, &[("q", qkv.q), ("k", qkv.k), ("v", qkv.v)])?;
         expect_shape(op, "k", qkv.k, &[t, hkv, dh])?;
         expect_shape(op, "v", qkv.v, &[t, hkv, dh])?;
         if hkv == 0 || dh == 0 || h % hkv != 0 {
-            bail!("{op}: {h} query heads of {dh} dims do not divide over {hkv} key-value heads");
+            bail!(
+                "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
+            );
         }
-        check_ends(op, "cu_seqlens", segments.cu_seqlens, t)?;
-        check_ends(op, "mask_boundaries", segments.mask_boundaries, t)?;
-        for row_end in segments.mask_boundaries {
-            if segments.cu_seqlens.binary_search(row_end).is_err() {
-                bail!("{op}: the row end {row_end} lies inside a segment of `cu_seqlens`");
-            }
+        let num_tokens = segments.cu_seqlens.num_tokens();
+        if num_tokens != t {
+            bail!("{op}: `cu_seqlens` ends at {num_tokens}, but `q` has {t} tokens");
         }
         Ok(Self { t, h, hkv, dh, dtype })
     }
 
-    /// Checks what backward gets besides the operands.
+    /// Validates the operands that only the backward takes.
     fn check_backward(self, op: &str, o: &Tensor, lse: &Tensor, d_o: &Tensor) -> Result<()> {
         compute_dtype(op, &[("o", o), ("d_o", d_o)])?;
         expect_shape(op, "o", o, &[self.t, self.h, self.dh])?;
         expect_shape(op, "d_o", d_o, &[self.t, self.h, self.dh])?;
         expect_f32(op, "lse", lse, &[self.h, self.t])
     }
-}
-
-fn check_ends(op: &str, name: &str, ends: &[u32], t: usize) -> Result<()> {
-    let ascending = ends.windows(2).all(|pair| pair[0] <= pair[1]);
-    if ends.first() != Some(&0) || ends.last().map(|end| *end as usize) != Some(t) || !ascending {
-        bail!("{op}: `{name}` must go from 0 to {t} and never descend, found {ends:?}");
-    }
-    Ok(())
-}
-
-/// The token ranges between boundaries, without empty ones.
-fn ranges(ends: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
-    ends.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).filter(|range| !range.is_empty())
 }

@@ -1,29 +1,37 @@
-//! Both backends against plain attention in `f64`, and the laws of a packed stream.
+//! Compares both backends with plain attention in `f64`, and checks the properties of packed
+//! sequences.
 
-use super::super::testing::{
-    Tolerance, assert_close, check_within, device, message, random, values,
-};
 use super::*;
+use crate::ops::testing::{Tolerance, assert_close, check_within, device, message, random, values};
 use candle_core::D;
 
 const BACKENDS: [&dyn AttentionBackend; 2] = [&Masked, &Flash];
 const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
 
-fn ends(lengths: &[usize]) -> Vec<u32> {
-    let mut ends = vec![0];
-    for length in lengths {
-        ends.push(ends[ends.len() - 1] + *length as u32);
-    }
-    ends
+/// Segments of these lengths under one dense mask.
+fn segments(lengths: &[usize]) -> Segments {
+    Segments::new(tiling(lengths), tiling(&[lengths.iter().sum()])).unwrap()
 }
 
-/// Attention out of plain ops, segment by segment.
-fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> Result<Tensor> {
+fn tiling(lengths: &[usize]) -> CuSeqlens {
+    let lengths: Vec<u32> =
+        lengths.iter().filter(|length| **length > 0).map(|length| *length as u32).collect();
+    CuSeqlens::from_lengths(&lengths).unwrap()
+}
+
+/// Attention composed of plain candle ops, segment by segment.
+fn plain(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    cu_seqlens: &CuSeqlens,
+    masking: Masking,
+) -> Result<Tensor> {
     let ((_, h, dh), hkv) = (q.dims3()?, k.dim(1)?);
     let heads: Vec<u32> = (0..h).map(|head| (head / (h / hkv)) as u32).collect();
     let heads = Tensor::new(heads.as_slice(), q.device())?;
     let mut outputs = Vec::new();
-    for range in ranges(ends) {
+    for range in cu_seqlens.segments() {
         let (start, l) = (range.start, range.len());
         let of = |x: &Tensor| x.narrow(0, start, l)?.transpose(0, 1)?.contiguous(); // [H, L, Dh]
         let q = of(q)?;
@@ -42,7 +50,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, ends: &[u32], masking: Masking) -> 
     Tensor::cat(&outputs, 0)
 }
 
-/// On tensor cores the probabilities and their gradients are rounded; the CPU keeps them.
+/// The tensor-core kernels round probabilities and their gradients to `bf16`; the CPU does not.
 fn bf16_grads() -> Tolerance {
     let tiles = cfg!(any(feature = "cuda", feature = "cuda-emulation"));
     if tiles { Tolerance::BF16_TILES } else { Tolerance::BF16_SAVED }
@@ -54,16 +62,15 @@ fn check_backend(
     (h, hkv, dh): (usize, usize, usize),
     masking: Masking,
 ) {
-    let ends = ends(lengths);
+    let segments = &segments(lengths);
     let t = lengths.iter().sum::<usize>();
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
     let inputs = [random(1, &[t, h, dh]), random(2, &[t, hkv, dh]), random(3, &[t, hkv, dh])];
     let what = format!("{} {masking:?} {lengths:?} {h}/{hkv} x {dh}", backend.name());
     check_within(
         bf16_grads(),
         &what,
         &inputs,
-        |i| plain(&i[0], &i[1], &i[2], &ends, masking),
+        |i| plain(&i[0], &i[1], &i[2], segments.cu_seqlens(), masking),
         |i, dy| {
             let qkv = Qkv { q: &i[0], k: &i[1], v: &i[2] };
             let (o, lse) = backend.forward(qkv, segments, masking)?;
@@ -74,13 +81,13 @@ fn check_backend(
 }
 
 #[test]
-fn the_log_can_name_what_computes() {
+fn kernel_names_match_the_device_and_dtype() {
     let named = |backend: &dyn AttentionBackend| {
         [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 20)]
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
     };
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    if crate::ops::cuda::takes(&device()) {
+    if crate::ops::cuda::supports_device(&device()) {
         let (plain, tiles) = ("flash, plain kernel in f32", "flash, tensor cores in bf16");
         assert_eq!(named(&Flash), [plain, tiles, plain]);
         return;
@@ -110,11 +117,11 @@ fn both_backends_match_the_reference_across_tile_boundaries() {
     }
 }
 
-/// Output, `lse` and gradients of a backend.
+/// Returns `o`, `lse` and the gradients of a backend.
 fn run(
     backend: &dyn AttentionBackend,
     [q, k, v, d_o]: [&Tensor; 4],
-    segments: Segments<'_>,
+    segments: &Segments,
     masking: Masking,
 ) -> [Tensor; 5] {
     let qkv = Qkv { q, k, v };
@@ -124,10 +131,9 @@ fn run(
 }
 
 #[test]
-fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
+fn both_backends_agree_on_a_pack_longer_than_one_tile_of_keys() {
     let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
-    let (ends, t) = (ends(&lengths), lengths.iter().sum::<usize>());
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
+    let (segments, t) = (&segments(&lengths), lengths.iter().sum::<usize>());
     let (q, d_o) = (random(1, &[t, 4, 32]), random(4, &[t, 4, 32]));
     let (k, v) = (random(2, &[t, 1, 32]), random(3, &[t, 1, 32]));
     for masking in MASKINGS {
@@ -141,15 +147,15 @@ fn both_backends_agree_on_a_long_pack_of_more_than_one_tile_of_keys() {
     }
 }
 
-/// The results of the dense backend in `f32` and of the tiled one in `bf16` at the same values, `q` and `k` times
-/// `spread`; two runs of the latter give the same bits.
+/// Results of the dense backend in `f32` and of the tiled one in `bf16` on the same values. `q` and
+/// `k` are multiplied by `spread`. Checks that two runs of the tiled backend give the same bits.
 fn dense_and_tiled(
     lengths: &[usize],
     (h, hkv, dh): (usize, usize, usize),
     masking: Masking,
     spread: f64,
 ) -> ([Tensor; 5], [Tensor; 5]) {
-    let (ends, t) = (ends(lengths), lengths.iter().sum::<usize>());
+    let t = lengths.iter().sum::<usize>();
     let operand = |seed, heads, factor| {
         let x = random(seed, &[t, heads, dh]).affine(factor, 0.0).unwrap();
         x.to_dtype(DType::BF16).unwrap()
@@ -158,7 +164,7 @@ fn dense_and_tiled(
     let (v, d_o) = (operand(3, hkv, 1.0), operand(4, h, 1.0));
     let [wide_q, wide_k, wide_v, wide_d_o] =
         [&q, &k, &v, &d_o].map(|x| x.to_dtype(DType::F32).unwrap());
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &ends };
+    let segments = &Segments::new(tiling(lengths), tiling(lengths)).unwrap();
     let dense = run(&Masked, [&wide_q, &wide_k, &wide_v, &wide_d_o], segments, masking);
     let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
     let again = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
@@ -170,7 +176,8 @@ fn dense_and_tiled(
 
 fn check_tiles(lengths: &[usize], heads: (usize, usize, usize), masking: Masking) {
     let (dense, tiled) = dense_and_tiled(lengths, heads, masking, 1.0);
-    // The worst of thousands of elements, against a backward that saw an output that was not rounded.
+    // The worst of thousands of elements. The reference backward uses an output that was not
+    // rounded.
     let grads = Tolerance::BF16_TILES;
     let tolerances = [Tolerance::BF16, Tolerance::F32, grads, grads, grads];
     for (index, name) in ["o", "lse", "dq", "dk", "dv"].iter().enumerate() {
@@ -198,9 +205,10 @@ fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     }
 }
 
-/// Gradients are the differences of large numbers there: only that of `v` can be held to a bound.
+/// With such scores the gradients of `q` and `k` are differences of large numbers, so only that of
+/// `v` is compared.
 #[test]
-fn scores_of_thousands_give_finite_gradients() {
+fn large_scores_give_finite_gradients() {
     for masking in MASKINGS {
         for dh in [64, 72, 128] {
             let (dense, tiled) = dense_and_tiled(&[70, 3, 1], (1, 1, dh), masking, 12.0);
@@ -218,38 +226,20 @@ fn scores_of_thousands_give_finite_gradients() {
 }
 
 #[test]
-fn rows_with_a_dense_mask_each_give_what_one_row_gives() {
-    let ends = ends(&[3, 4, 5, 2]);
+fn several_dense_masks_give_the_results_of_a_single_one() {
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[14, 2, 8]));
     for masking in MASKINGS {
-        let one = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 14] };
-        let two = Segments { cu_seqlens: &ends, mask_boundaries: &[0, 7, 14] };
-        let one = run(&Masked, [&q, &k, &v, &d_o], one, masking);
-        let two = run(&Masked, [&q, &k, &v, &d_o], two, masking);
+        let [one, two] = [&[14][..], &[7, 7]].map(|rows| {
+            let segments = Segments::new(tiling(&[3, 4, 5, 2]), tiling(rows)).unwrap();
+            run(&Masked, [&q, &k, &v, &d_o], &segments, masking)
+        });
         for (one, two) in one.iter().zip(&two) {
             assert_close("rows", two, one, Tolerance::F32);
         }
     }
 }
 
-#[test]
-fn empty_segments_change_nothing() {
-    let (without, with) = (ends(&[1, 17, 130]), ends(&[0, 1, 0, 0, 17, 130, 0]));
-    let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[148, 2, 32]));
-    for masking in MASKINGS {
-        for backend in [&Flash as &dyn AttentionBackend, &Masked] {
-            let [without, with] = [&without, &with].map(|ends| {
-                let segments = Segments { cu_seqlens: ends, mask_boundaries: &[0, 148] };
-                run(backend, [&q, &k, &v, &d_o], segments, masking)
-            });
-            for (without, with) in without.iter().zip(&with) {
-                assert_eq!(values(without), values(with), "{} {masking:?}", backend.name());
-            }
-        }
-    }
-}
-
-/// The tokens whose rows differ, for tensors `[T, ..]`.
+/// Indices of the tokens whose rows differ in two tensors `[T, ..]`.
 fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
     let rows = |x: &Tensor| x.flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
     let (a, b) = (rows(a), rows(b));
@@ -257,18 +247,17 @@ fn differing_tokens(a: &Tensor, b: &Tensor) -> Vec<usize> {
 }
 
 #[test]
-fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
+fn a_token_affects_neither_earlier_positions_nor_other_segments() {
     let lengths = [70, 140, 30];
-    let (ends, t) = (ends(&lengths), 240);
-    let segments = Segments { cu_seqlens: &ends, mask_boundaries: &[0, t as u32] };
+    let (segments, t) = (&segments(&lengths), 240);
     let [q, k, v, d_o] = [1, 2, 3, 4].map(|seed| random(seed, &[t, 2, 32]));
-    let touched = 150; // in the segment 70..210
+    let changed = 150; // in the segment 70..210
     let mut nudge = vec![0f32; t * 64];
-    nudge[touched * 64..(touched + 1) * 64].fill(0.5);
+    nudge[changed * 64..(changed + 1) * 64].fill(0.5);
     let nudge = Tensor::from_vec(nudge, (t, 2, 32), &device()).unwrap();
     let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
     for backend in BACKENDS {
-        for (masking, reached) in [(Masking::Causal, touched..210), (Masking::Full, 70..210)] {
+        for (masking, reached) in [(Masking::Causal, changed..210), (Masking::Full, 70..210)] {
             let before = run(backend, [&q, &k, &v, &d_o], segments, masking);
             let after = run(backend, [&q, &k2, &v2, &d_o], segments, masking);
             let name = backend.name();
@@ -286,12 +275,12 @@ fn a_token_reaches_neither_earlier_positions_nor_other_segments() {
 }
 
 #[test]
-fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
+fn an_output_gradient_does_not_reach_keys_after_its_token() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[150, 1, 16]));
     let mut d_o = vec![0f32; 150 * 16];
-    d_o[140 * 16..141 * 16].fill(1.0); // only token 140 is asked
+    d_o[140 * 16..141 * 16].fill(1.0); // only the output of token 140 has a gradient
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
-    let segments = Segments { cu_seqlens: &[0, 150], mask_boundaries: &[0, 150] };
+    let segments = &segments(&[150]);
     for backend in BACKENDS {
         let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
         let zeros = dk.zeros_like().unwrap();
@@ -304,11 +293,11 @@ fn the_gradient_of_a_later_output_never_reaches_a_later_key() {
 }
 
 #[test]
-fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
+fn decode_attention_matches_the_rows_of_one_causal_pass() {
     let s = 140;
     let q = random(1, &[s, 4, 32]);
     let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
-    let segments = Segments { cu_seqlens: &[0, s as u32], mask_boundaries: &[0, s as u32] };
+    let segments = &segments(&[s]);
     let qkv = Qkv { q: &q, k: &k, v: &v };
     let (whole, _) = Flash.forward(qkv, segments, Masking::Causal).unwrap();
     for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
@@ -321,25 +310,20 @@ fn decoding_token_by_token_gives_the_rows_of_one_causal_pass() {
 }
 
 #[test]
-fn boundaries_that_do_not_tile_the_stream_are_refused() {
+fn invalid_boundaries_are_rejected() {
+    let error = message(Segments::new(tiling(&[3]), tiling(&[4])));
+    assert!(error.contains("`cu_seqlens` ends at 3, but `mask_boundaries` ends at 4"), "{error}");
+    let error = message(Segments::new(tiling(&[4]), tiling(&[2, 2])));
+    assert!(error.contains("the mask boundary 2 lies inside a segment"), "{error}");
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
-    for (cu_seqlens, mask_boundaries, word) in [
-        (&[0, 3][..], &[0, 4][..], "`cu_seqlens`"),
-        (&[0, 3, 2, 4], &[0, 4], "`cu_seqlens`"),
-        (&[0, 2, 4], &[0, 4, 2, 4], "`mask_boundaries`"),
-        (&[0, 4], &[0, 2, 4], "inside a segment"),
-    ] {
-        let segments = Segments { cu_seqlens, mask_boundaries };
-        for backend in BACKENDS {
-            let said = message(backend.forward(qkv, segments, Masking::Causal));
-            assert!(said.contains(word), "{said}");
-        }
+    for backend in BACKENDS {
+        let error = message(backend.forward(qkv, &segments(&[3]), Masking::Causal));
+        assert!(error.contains("`cu_seqlens` ends at 3, but `q` has 4 tokens"), "{error}");
     }
     let three = random(2, &[4, 3, 8]);
     let two = random(2, &[4, 2, 8]);
-    let segments = Segments { cu_seqlens: &[0, 4], mask_boundaries: &[0, 4] };
     let qkv = Qkv { q: &three, k: &two, v: &two };
-    let said = message(Flash.forward(qkv, segments, Masking::Full));
-    assert!(said.contains("3 query heads"), "{said}");
+    let error = message(Flash.forward(qkv, &segments(&[4]), Masking::Full));
+    assert!(error.contains("3 query heads"), "{error}");
 }

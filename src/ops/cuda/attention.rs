@@ -1,51 +1,38 @@
-//! Launches of `attention_*.cu`.
+//! Launches of the kernels in `attention_*.cu`.
 //!
-//! Tasks: a block owns some rows, queries or keys, of one segment; where those begin and end, and the rows of the other
-//! side, is a list that the host makes and uploads. Lists are kept, since every layer of a step asks for the same ones.
+//! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
+//! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
+//! cached, because every layer of a step uses the same ones.
 
-use super::launch::{Address, Launch, address, empty, most_shared, vectors};
+use super::launch::{Address, Launch, address, empty, vectors};
+use super::select::{AttentionKernels, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
 use crate::ops::upload;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// Own rows of a block on tensor cores, queries or keys.
-const ROWS: usize = 128;
-/// Own rows of a block of the plain kernels, and the other rows of its tiles.
-const PLAIN_ROWS: usize = 32;
-/// Threads of a block of the plain kernels, and of the sums over rows.
-const PLAIN_THREADS: u32 = 256;
-/// Keys in a tile of the forward pass.
-const FORWARD_KEYS: usize = 64;
-/// The largest head dim of the plain kernels.
-const MAX_DIM: usize = 256;
-/// Lists of tasks that are kept: forward and both backward passes of a few batches.
+/// Maximum number of cached task lists: forward and both backward passes of a few batches.
 const KEPT: usize = 16;
 
-/// The side whose rows a block owns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Own {
-    Queries,
-    Keys,
-}
-
-/// What a list of tasks is made of.
+/// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
-    /// Boundaries of the queries.
-    ends: Vec<u32>,
-    /// Keys before the first query of the only segment.
+    /// Segments of the queries.
+    queries: CuSeqlens,
+    /// Number of keys before the first query. If it is not 0, there is only one segment.
     num_past: usize,
     own: Own,
     rows: usize,
 }
 
 impl Plan {
-    /// `(first, end, other_first, other_end)` of each task. Long segments come first, and the tasks of a segment
-    /// together, so that its keys stay in L2; in a segment those with the most work when causal come first.
+    /// Returns `(first, end, other_first, other_end)` for each task. Long segments come first. The
+    /// tasks of a segment are adjacent, so that its keys stay in L2; within a segment the tasks
+    /// with the most work under a causal mask come first.
     fn tasks(&self) -> Vec<u32> {
-        let mut segments: Vec<(u32, u32)> =
-            self.ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
+        let ends = self.queries.as_slice().windows(2);
+        let mut segments: Vec<(u32, u32)> = ends.map(|pair| (pair[0], pair[1])).collect();
         segments.sort_by_key(|(start, end)| std::cmp::Reverse(end - start));
         let mut tasks = Vec::new();
         for (start, end) in segments {
@@ -61,11 +48,12 @@ impl Plan {
         tasks
     }
 
-    /// The list `[tasks, 4]` on the device of `on`, uploaded if no call before this one did.
+    /// Returns the list `[tasks, 4]` on the device of `on`, from the cache if it is there.
     fn upload(self, on: &Tensor) -> Result<Tensor> {
         static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
         let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        // The same device, not just the same GPU: one that was opened twice has two streams, and neither waits.
+        // Compare devices, not GPU ordinals: a GPU that was opened twice has two unsynchronized
+        // streams.
         let device = on.device();
         let known =
             |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
@@ -77,136 +65,40 @@ impl Plan {
             (self, upload(tasks, shape, device)?)
         };
         let tasks = found.1.clone();
-        uploaded.insert(0, found); // the list used last comes first
+        uploaded.insert(0, found); // most recently used first
         uploaded.truncate(KEPT);
         Ok(tasks)
     }
 }
 
-/// Which kernels a call takes.
-#[derive(Debug, Clone, Copy)]
-struct Kernels {
-    /// Head dim of the kernel on tensor cores; `None` for the plain one.
-    padded: Option<usize>,
-    /// Bytes of a row in shared memory.
-    row_bytes: usize,
-}
-
-impl Kernels {
-    fn choose(op: &str, dtype: DType, dh: usize) -> Result<Self> {
-        if dh > MAX_DIM {
-            bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
-        }
-        if dtype != DType::BF16 || !dh.is_multiple_of(8) || dh > 128 {
-            return Ok(Self { padded: None, row_bytes: 4 * (dh | 1) });
-        }
-        // As `Rows` in attention.cuh: 80 is padded, the others are permuted.
-        Ok(match dh {
-            0..=64 => Self { padded: Some(64), row_bytes: 128 },
-            65..=80 => Self { padded: Some(80), row_bytes: 176 },
-            _ => Self { padded: Some(128), row_bytes: 256 },
-        })
-    }
-
-    fn rows(self) -> usize {
-        if self.padded.is_some() { ROWS } else { PLAIN_ROWS }
-    }
-
-    fn name(self, name: &str) -> String {
-        match self.padded {
-            Some(padded) => format!("{name}_d{padded}"),
-            None => format!("{name}_plain"),
-        }
-    }
-
-    fn launch(self, name: &str, dtype: DType) -> Launch {
-        Launch::new(&self.name(name), dtype)
-    }
-
-    /// Threads and shared memory of the forward pass.
-    fn forward(self) -> (u32, usize) {
-        match self.padded {
-            Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
-            None => (PLAIN_THREADS, 3 * PLAIN_ROWS * self.row_bytes + 4 * PLAIN_ROWS * 32),
-        }
-    }
-
-    /// Kernel, threads and shared memory of a backward pass whose blocks have `most_shared` bytes: the shapes are in
-    /// `attention_backward.cu`.
-    fn backward(self, own: Own, most_shared: usize) -> (String, u32, usize) {
-        let name = match own {
-            Own::Keys => self.name("attention_backward_keys"),
-            Own::Queries => self.name("attention_backward_queries"),
-        };
-        let (threads, others) = match (self.padded, own) {
-            (None, _) => {
-                let tiles = 4 * PLAIN_ROWS * self.row_bytes;
-                return (name, PLAIN_THREADS, tiles + 2 * 4 * PLAIN_ROWS * 32);
-            }
-            (Some(64), Own::Keys) => (128, 32),
-            (Some(_), Own::Keys) => (256, 64),
-            (Some(64), Own::Queries) => (128, 64),
-            (Some(_), Own::Queries) => (128, 32),
-        };
-        // Two tiles of own rows, two stages of two tiles of others, two stages of what queries bring, and p and ds of
-        // a tile where two warps share their rows.
-        let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
-        if (self.padded, own) != (Some(128), Own::Keys) {
-            return (name, threads, bytes(others));
-        }
-        let shared = bytes(others) + 4 * ROWS * others;
-        if shared <= most_shared {
-            (name, threads, shared)
-        } else {
-            (format!("{name}_less"), threads, bytes(32))
-        }
-    }
-}
-
-/// Bytes of shared memory of a block in each pass, where it can have `most_shared`.
-#[cfg(all(test, not(feature = "cuda")))]
-pub(super) fn shared_bytes(dtype: DType, dh: usize, most_shared: usize) -> Result<[usize; 3]> {
-    let kernels = Kernels::choose("attention", dtype, dh)?;
-    let backward = |own| kernels.backward(own, most_shared).2;
-    Ok([kernels.forward().1, backward(Own::Keys), backward(Own::Queries)])
-}
-
-/// The kernels of heads of `dh`, as the log calls them.
-pub(in crate::ops) fn attention_kernel(dtype: DType, dh: usize) -> &'static str {
-    match Kernels::choose("attention", dtype, dh) {
-        Ok(Kernels { padded: Some(_), .. }) => "flash, tensor cores in bf16",
-        Ok(Kernels { padded: None, .. }) => "flash, plain kernel in f32",
-        Err(_) => "none on a GPU",
-    }
-}
-
-/// `t` itself if copies of sixteen bytes can read it, a copy of it otherwise.
+/// Returns `t` if it is 16-byte aligned, otherwise an aligned copy.
 fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     let Address(at) = address(op, name, t)?;
     if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
 }
 
-/// `o` and `lse [H, N]` of the queries between `ends`; in the only segment `num_past` keys come before them.
+/// Computes `o` and `lse [H, N]` for the queries between `ends`. With `num_past > 0` there is one
+/// segment, and `num_past` keys precede its first query.
 fn attend(
     op: &str,
     qkv: Qkv<'_>,
-    ends: Vec<u32>,
+    queries: CuSeqlens,
     num_past: usize,
     masking: Masking,
 ) -> Result<(Tensor, Tensor)> {
     let ((n, h, dh), hkv) = (qkv.q.dims3()?, qkv.k.dim(1)?);
     let dtype = qkv.q.dtype();
-    let kernels = Kernels::choose(op, dtype, dh)?;
+    let kernels = AttentionKernels::choose(op, dtype, dh, Gpu::of(qkv.q.device())?)?;
     let (o, lse) = (empty((n, h, dh), dtype, qkv.q)?, empty((h, n), DType::F32, qkv.q)?);
     if n == 0 {
         return Ok((o, lse));
     }
-    let plan = Plan { ends, num_past, own: Own::Queries, rows: kernels.rows() };
+    let plan = Plan { queries, num_past, own: Own::Queries, rows: kernels.rows() };
     let tasks = plan.upload(qkv.q)?;
-    // Held until the kernel has its place in the stream.
+    // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let (threads, shared) = kernels.forward();
-    let mut launch = kernels.launch("attention_forward", dtype);
+    let mut launch = Launch::new(&kernels.name("attention_forward"), dtype);
     launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
     for (name, tensor) in
         [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
@@ -220,10 +112,10 @@ fn attend(
 
 pub(in crate::ops) fn flash_attention(
     qkv: Qkv<'_>,
-    cu_seqlens: &[u32],
+    cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<(Tensor, Tensor)> {
-    attend("flash_attention", qkv, cu_seqlens.to_vec(), 0, masking)
+    attend("flash_attention", qkv, cu_seqlens.clone(), 0, masking)
 }
 
 pub(in crate::ops) fn decode_attention(
@@ -232,8 +124,8 @@ pub(in crate::ops) fn decode_attention(
     v: &Tensor,
     num_past: usize,
 ) -> Result<Tensor> {
-    let ends = vec![0, q.dim(0)? as u32];
-    let (o, _) = attend("decode_attention", Qkv { q, k, v }, ends, num_past, Masking::Causal)?;
+    let one = CuSeqlens::from_lengths(&[q.dim(0)? as u32]).map_err(Error::wrap)?;
+    let (o, _) = attend("decode_attention", Qkv { q, k, v }, one, num_past, Masking::Causal)?;
     Ok(o)
 }
 
@@ -242,26 +134,26 @@ pub(in crate::ops) fn flash_attention_backward(
     o: &Tensor,
     lse: &Tensor,
     d_o: &Tensor,
-    cu_seqlens: &[u32],
+    cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<QkvGrad> {
-    let most_shared = most_shared(qkv.q.device())?;
-    flash_attention_backward_within(most_shared, qkv, o, lse, d_o, cu_seqlens, masking)
+    let gpu = Gpu::of(qkv.q.device())?;
+    flash_attention_backward_on(gpu, qkv, o, lse, d_o, cu_seqlens, masking)
 }
 
-/// As [`flash_attention_backward`], where a block has `most_shared` bytes of shared memory.
-pub(super) fn flash_attention_backward_within(
-    most_shared: usize,
+/// [`flash_attention_backward`] with the kernels for `gpu`.
+pub(super) fn flash_attention_backward_on(
+    gpu: Gpu,
     qkv: Qkv<'_>,
     o: &Tensor,
     lse: &Tensor,
     d_o: &Tensor,
-    cu_seqlens: &[u32],
+    cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<QkvGrad> {
     let op = "flash_attention_backward";
     let ((t, h, dh), hkv, dtype) = (qkv.q.dims3()?, qkv.k.dim(1)?, qkv.q.dtype());
-    let kernels = Kernels::choose(op, dtype, dh)?;
+    let kernels = AttentionKernels::choose(op, dtype, dh, gpu)?;
     let [dq, dk, dv] = [h, hkv, hkv].map(|heads| empty((t, heads, dh), dtype, qkv.q));
     let grads = QkvGrad { dq: dq?, dk: dk?, dv: dv? };
     if t == 0 {
@@ -281,14 +173,15 @@ pub(super) fn flash_attention_backward_within(
         .run(&delta)?;
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    // Own operands, the others, and the gradients of the own ones. Keys first: their blocks are the longest.
+    // Own operands, other operands, gradients of the own operands. Keys come first, because their
+    // blocks run longest.
     for (own, operands, own_grads, heads) in [
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let plan = Plan { ends: cu_seqlens.to_vec(), num_past: 0, own, rows: kernels.rows() };
+        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows: kernels.rows() };
         let tasks = plan.upload(&q)?;
-        let (name, threads, shared) = kernels.backward(own, most_shared);
+        let (name, threads, shared) = kernels.backward(own);
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {

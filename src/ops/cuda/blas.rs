@@ -1,11 +1,13 @@
-//! Products by cublasLt, which adds another matrix and a bias on the way out.
+//! Matrix products by cublasLt, with an optional addend and bias.
 //!
-//! Row-major `[r, c]` is column-major `[c, r]`, so each product is computed transposed: `dst^T = op(b)^T op(a)^T`.
+//! A row-major `[r, c]` matrix is a column-major `[c, r]` matrix, so each product is computed
+//! transposed: `dst^T = op(b)^T op(a)^T`.
 
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
+use super::gemm::{Addend, Form, Matrix, Product};
+use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::address;
-use super::matmul::{Addend, Form, Matrix, Product};
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
@@ -17,20 +19,21 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 
-/// What cuBLAS advises for Hopper. Products of one device share it: they are on one stream.
+/// Workspace size that NVIDIA recommends for Hopper, in bytes. All products of a device share the
+/// workspace, because they run on one stream.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Algorithms that are remembered; packs differ in length, so there is a new shape now and then.
-const MOST_ALGORITHMS: usize = 8192;
+/// Maximum number of cached algorithms. Packs vary in length, so new shapes keep occurring.
+const MAX_ALGORITHMS: usize = 8192;
 
-/// What the choice of an algorithm depends on.
+/// Properties that determine the choice of an algorithm.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
-    form: Form,
+    transpose: Transpose,
     shape: (usize, usize, usize),
     operands: DType,
     dst: DType,
     row_strides: [usize; 2],
-    /// Of `b`, `a`, addend and destination, in bytes.
+    /// Alignments of `b`, `a`, addend and destination, in bytes.
     alignments: [u32; 4],
     in_place: bool,
     bias: bool,
@@ -42,44 +45,46 @@ struct Library {
     algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
 
-// SAFETY: a handle may be used by any thread, and is only used under the lock.
+// SAFETY: a handle may be used from any thread, and it is used under the lock only.
 unsafe impl Send for Library {}
 
 static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
 
-/// `dst = op(a) op(b) + addend + bias`; lengths and dtypes of the operands were checked.
-pub(super) fn run(op: &'static str, product: &Product<'_>, dst: Matrix<'_>) -> Result<()> {
+/// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     let Device::Cuda(device) = dst.tensor().device() else {
-        bail!("{op}: `{}` is not on a GPU", dst.name());
+        bail!("{op}: `{}` is on the CPU, expected a GPU", dst.name());
     };
     device.cuda_stream().context().bind_to_thread().w()?;
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     let library = match libraries.entry(device.id()) {
         Entry::Occupied(library) => library.into_mut(),
-        Entry::Vacant(place) => {
-            let handle = result::create_handle().map_err(|error| failed(op, product, error))?;
+        Entry::Vacant(entry) => {
+            let handle = result::create_handle().map_err(|error| failed(op, gemm, error))?;
             let workspace = Tensor::zeros(WORKSPACE_BYTES / 4, DType::F32, dst.tensor().device())?;
-            place.insert(Library { handle, workspace, algorithms: HashMap::new() })
+            entry.insert(Library { handle, workspace, algorithms: HashMap::new() })
         }
     };
-    library.run(op, product, dst, device)
+    library.run(op, gemm, dst, device)
 }
 
-fn failed(op: &str, product: &Product<'_>, error: result::CublasError) -> Error {
-    let (form, shape) = (product.form, product.shape);
-    Error::msg(format!("{op}: product {form:?} of (m, n, k) {shape:?}: cublasLt says {error}"))
+fn failed(op: &str, gemm: &Gemm<'_>, error: result::CublasError) -> Error {
+    let (transpose, shape) = (gemm.transpose, gemm.shape);
+    Error::msg(format!(
+        "{op}: product {transpose:?} of (m, n, k) {shape:?}: cublasLt failed: {error}"
+    ))
 }
 
 fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
     match dtype {
         DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
-        dtype => bail!("{op}: no product of {dtype:?}"),
+        dtype => bail!("{op}: products of {dtype:?} are not supported"),
     }
 }
 
-/// Address and distance of rows, in elements of the matrix's dtype.
-fn place(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
+/// Returns the address and the row stride, in elements of the dtype of the matrix.
+fn address_and_stride(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
         Matrix::Whole(..) => (start, columns),
@@ -87,17 +92,18 @@ fn place(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
     })
 }
 
-/// The largest power of two, up to 256, that divides an address.
+/// Returns the largest power of two, up to 256, that divides the address.
 fn alignment(address: u64) -> u32 {
     1 << address.trailing_zeros().min(8)
 }
 
-/// A descriptor of cublasLt, destroyed with its owner.
+/// A cublasLt descriptor that is destroyed on drop.
 struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), result::CublasError>);
 
 impl<T: Copy> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: made by the matching function, and destroyed once. There is nobody to tell about a failure.
+        // SAFETY: created by the matching function and destroyed once. A failure cannot be reported
+        // here.
         let _ = unsafe { self.1(self.0) };
     }
 }
@@ -105,7 +111,7 @@ impl<T: Copy> Drop for Owned<T> {
 type Layout = Owned<sys::cublasLtMatrixLayout_t>;
 type Status<T> = std::result::Result<T, result::CublasError>;
 
-/// Of a row-major matrix `[rows, columns]`, as column-major.
+/// Layout of a row-major matrix `[rows, columns]`, described as column-major.
 fn layout(
     data_type: sys::cudaDataType,
     rows: usize,
@@ -118,7 +124,7 @@ fn layout(
 
 fn set<V>(descriptor: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: &V) -> Status<()> {
     let from = std::ptr::from_ref(value).cast::<c_void>();
-    // SAFETY: the descriptor lives, and each attribute gets the type that it has in the library.
+    // SAFETY: the descriptor is valid, and each attribute is set with its type in the library.
     unsafe { result::set_matmul_desc_attribute(descriptor, attribute, from, size_of::<V>()) }
 }
 
@@ -132,7 +138,7 @@ fn prefer<V>(
     unsafe { result::set_matmul_pref_attribute(preference, which, from, size_of::<V>()) }
 }
 
-/// Layouts of cublasLt's `A`, `B` and `C` = `D`, which are our `b`, `a` and `dst`.
+/// Layouts of `A`, `B` and `C` = `D` of cublasLt, which are our `b`, `a` and `dst`.
 struct Layouts {
     a: Layout,
     b: Layout,
@@ -143,34 +149,35 @@ impl Library {
     fn run(
         &mut self,
         op: &'static str,
-        product: &Product<'_>,
+        gemm: &Gemm<'_>,
         dst: Matrix<'_>,
         device: &CudaDevice,
     ) -> Result<()> {
-        let (m, n, k) = product.shape;
+        let (m, n, k) = gemm.shape;
         if k == 0 {
-            bail!("{op}: a product over no terms");
+            bail!("{op}: found `k` of 0 in a matrix product, expected at least 1");
         }
-        let ([a_rows, a_columns], [b_rows, b_columns]) = match product.form {
-            Form::Nt => ([m, k], [n, k]),
-            Form::Nn => ([m, k], [k, n]),
-            Form::Tn => ([k, m], [k, n]),
+        let ([a_rows, a_columns], [b_rows, b_columns]) = match gemm.transpose {
+            Transpose::Nt => ([m, k], [n, k]),
+            Transpose::Nn => ([m, k], [k, n]),
+            Transpose::Tn => ([k, m], [k, n]),
         };
-        let (a, a_stride) = place(op, product.a, a_columns)?;
-        let (b, b_stride) = place(op, product.b, b_columns)?;
-        let (d, _) = place(op, dst, n)?;
-        let (c, beta) = match product.addend {
+        let (a, a_stride) = address_and_stride(op, gemm.a, a_columns)?;
+        let (b, b_stride) = address_and_stride(op, gemm.b, b_columns)?;
+        let (d, _) = address_and_stride(op, dst, n)?;
+        let (c, beta) = match gemm.addend {
             Addend::Nothing => (d, 0f32),
             Addend::Destination => (d, 1f32),
             Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1f32),
         };
-        let bias = product.bias.map(|bias| address(op, "bias", bias)).transpose()?;
-        // The library has no preference for a bias's alignment; one that starts oddly counts as the destination's.
+        let bias = gemm.bias.map(|bias| address(op, "bias", bias)).transpose()?;
+        // cublasLt has no alignment preference for the bias, so it lowers the alignment of the
+        // destination.
         let d_alignment = bias.map_or(256, |bias| alignment(bias.0)).min(alignment(d));
         let key = Key {
-            form: product.form,
-            shape: product.shape,
-            operands: product.a.dtype(),
+            transpose: gemm.transpose,
+            shape: gemm.shape,
+            operands: gemm.a.dtype(),
             dst: dst.dtype(),
             row_strides: [a_stride, b_stride],
             alignments: [alignment(b), alignment(a), alignment(c), d_alignment],
@@ -180,7 +187,7 @@ impl Library {
         let (operands, result) = (data_type(op, key.operands)?, data_type(op, key.dst)?);
         let workspace = address(op, "workspace", &self.workspace)?.0;
         let status = (|| {
-            let descriptor = Self::descriptor(product.form, bias.map(|bias| bias.0))?;
+            let descriptor = Self::descriptor(gemm.transpose, bias.map(|bias| bias.0))?;
             let layouts = Layouts {
                 a: layout(operands, b_rows, b_columns, b_stride)?,
                 b: layout(operands, a_rows, a_columns, a_stride)?,
@@ -188,7 +195,7 @@ impl Library {
             };
             let algorithm = self.algorithm(key, descriptor.0, &layouts)?;
             let alpha = 1f32;
-            // SAFETY: addresses and layouts are those of tensors that outlive the work on their stream.
+            // SAFETY: addresses and layouts describe tensors that outlive the work on their stream.
             unsafe {
                 result::matmul(
                     self.handle,
@@ -210,21 +217,24 @@ impl Library {
                 )
             }
         })();
-        status.map_err(|error| failed(op, product, error))
+        status.map_err(|error| failed(op, gemm, error))
     }
 
-    /// Sums in `f32`, no TF32; the bias if there is one.
-    fn descriptor(form: Form, bias: Option<u64>) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
+    /// Creates a descriptor with `f32` sums, without TF32, and with the bias if there is one.
+    fn descriptor(
+        transpose: Transpose,
+        bias: Option<u64>,
+    ) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
         let made = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )?;
         let descriptor = Owned(made, result::destroy_matmul_desc as _);
         let (plain, transposed) = (cublasOperation_t::CUBLAS_OP_N, cublasOperation_t::CUBLAS_OP_T);
-        let (a, b) = match form {
-            Form::Nt => (transposed, plain),
-            Form::Nn => (plain, plain),
-            Form::Tn => (plain, transposed),
+        let (a, b) = match transpose {
+            Transpose::Nt => (transposed, plain),
+            Transpose::Nn => (plain, plain),
+            Transpose::Tn => (plain, transposed),
         };
         set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &a)?;
         set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &b)?;
@@ -236,7 +246,7 @@ impl Library {
         Ok(descriptor)
     }
 
-    /// The library's first choice; partial sums of a split product stay in `f32`.
+    /// Returns the first choice of cublasLt, with `f32` partial sums in split products.
     fn algorithm(
         &mut self,
         key: Key,
@@ -263,7 +273,7 @@ impl Library {
         for (which, bytes) in alignments.into_iter().zip(&key.alignments) {
             prefer(preference.0, which, bytes)?;
         }
-        // SAFETY: all descriptors live.
+        // SAFETY: all descriptors are valid.
         let found = unsafe {
             result::get_matmul_algo_heuristic(
                 self.handle,
@@ -275,7 +285,7 @@ impl Library {
                 preference.0,
             )
         }?;
-        if self.algorithms.len() >= MOST_ALGORITHMS {
+        if self.algorithms.len() >= MAX_ALGORITHMS {
             self.algorithms.clear();
         }
         self.algorithms.insert(key, found.algo);

@@ -1,12 +1,12 @@
-//! Launches of `embedding.cu`.
+//! Launches of the kernels in `embedding.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
 use super::rows::expect_u32;
 use candle_core::{DType, Result, Tensor};
 
-/// Positions that one block sorts, one a thread: `TILE` of the kernels.
+/// Number of positions that one block sorts, one per thread: `TILE` of the kernels.
 const TILE: usize = 1024;
-/// Sorted positions that one block adds up: `STRETCH` of the kernels.
+/// Number of sorted positions that one block sums: `STRETCH` of the kernels.
 const STRETCH: usize = 64;
 
 pub(in crate::ops) fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
@@ -17,7 +17,7 @@ pub(in crate::ops) fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor)
     add_by_row("embedding_backward", ids, None, dy, dw)
 }
 
-/// `x + interpolate_rows(..)` if there is an `x`.
+/// Returns the interpolated rows `[P, D]`, plus `x` if given.
 pub(in crate::ops) fn interpolate_rows(
     op: &str,
     table: &Tensor,
@@ -30,7 +30,7 @@ pub(in crate::ops) fn interpolate_rows(
     let y = empty((p, d), table.dtype(), table)?;
     let mut rows = vec![table, &y];
     rows.extend(x);
-    let kernel = named("interpolate_rows", vectors(d, &rows)?);
+    let kernel = kernel_name("interpolate_rows", vectors(d, &rows)?);
     let mut launch = Launch::new(&kernel, table.dtype()).grid(p.div_ceil(8)).threads(256);
     for (name, tensor) in [("table", table), ("index", index), ("weight", weight)] {
         launch = launch.address(address(op, name, tensor)?);
@@ -49,11 +49,12 @@ pub(in crate::ops) fn interpolate_rows_backward(
     add_by_row("interpolate_rows_backward", index, Some(weight), dy, dtable)
 }
 
-fn named(kernel: &str, chunks: bool) -> String {
+fn kernel_name(kernel: &str, chunks: bool) -> String {
     if chunks { kernel.to_owned() } else { format!("{kernel}_single") }
 }
 
-/// `table[ids[i]] += weight[i] * dy[i / taps]` for each of the `taps` ids of a row of `dy`.
+/// Adds `weight[i] * dy[i / taps]` to `table[ids[i]]` for each `i`, where `taps` is the number of
+/// ids per row of `dy`.
 fn add_by_row(
     op: &str,
     ids: &Tensor,
@@ -69,7 +70,7 @@ fn add_by_row(
     let chunks = vectors(d, &[dy, table, &carried])?;
     let columns = 64 * if chunks { 16 / dy.dtype().size_in_bytes() } else { 1 };
     let (keys, table_at) = (address(op, "keys", &keys)?, address(op, "table", table)?);
-    Launch::new(&named("add_runs", chunks), dy.dtype())
+    Launch::new(&kernel_name("add_runs", chunks), dy.dtype())
         .grid3([stretches, d.div_ceil(columns), 1])
         .threads(64)
         .address(keys)
@@ -95,7 +96,8 @@ fn add_by_row(
         .run(dy)
 }
 
-/// The ids in ascending order, and where each was; equal ones in the order of their positions.
+/// Returns the ids in ascending order and their positions. Equal ids are in the order of their
+/// positions.
 fn sorted(op: &str, ids: &Tensor) -> Result<(Tensor, Tensor)> {
     let n = ids.elem_count();
     let pair =

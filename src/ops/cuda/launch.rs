@@ -1,4 +1,4 @@
-//! Tensors as addresses, and kernels as calls.
+//! Addresses of tensors, and kernel launches.
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
@@ -6,30 +6,31 @@ use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use std::ffi::c_void;
 
-/// Where a tensor's first element is, in the memory of its device. Valid while the tensor lives.
+/// Device address of the first element of a tensor. Valid while the tensor is alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Address(pub(super) u64);
 
-/// Whether the kernels take `t`.
+/// Whether the CUDA implementation handles `t`.
 pub(in crate::ops) fn on_gpu(t: &Tensor) -> bool {
-    takes(t.device())
+    supports_device(t.device())
 }
 
-/// Whether the kernels take tensors on `device`: it is a GPU.
+/// Whether the CUDA implementation handles tensors on `device`, that is, whether it is a GPU.
 #[cfg(feature = "cuda")]
-pub(in crate::ops) fn takes(device: &Device) -> bool {
+pub(in crate::ops) fn supports_device(device: &Device) -> bool {
     device.is_cuda()
 }
 
-/// Whether the kernels take tensors on `device`: any, if the environment has `TRAINER_EMULATE_CUDA`.
+/// Whether the emulated kernels handle CPU tensors: true if the environment variable
+/// `TRAINER_EMULATE_CUDA` is set.
 #[cfg(not(feature = "cuda"))]
-pub(in crate::ops) fn takes(_: &Device) -> bool {
+pub(in crate::ops) fn supports_device(_: &Device) -> bool {
     static EMULATE: std::sync::LazyLock<bool> =
         std::sync::LazyLock::new(|| std::env::var_os("TRAINER_EMULATE_CUDA").is_some());
     *EMULATE
 }
 
-/// The address of a contiguous tensor of any dtype that kernels know.
+/// Returns the address of a contiguous tensor. Fails for dtypes that no kernel supports.
 pub(super) fn address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
     let (storage, layout) = t.storage_and_layout();
     let Some((start, _)) = layout.contiguous_offsets() else {
@@ -47,14 +48,14 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
         bail!("{op}: `{name}` is on the CPU, expected the GPU of the other operands");
     };
     let stream = cuda.device().cuda_stream();
-    // The guards record use on a stream; there is only one, and tracking is off.
+    // The guards only record use on a stream; there is one stream, and tracking is disabled.
     Ok(match cuda.dtype() {
         DType::F32 => cuda.as_cuda_slice::<f32>()?.device_ptr(&stream).0,
         DType::BF16 => cuda.as_cuda_slice::<bf16>()?.device_ptr(&stream).0,
         DType::U32 => cuda.as_cuda_slice::<u32>()?.device_ptr(&stream).0,
         DType::I64 => cuda.as_cuda_slice::<i64>()?.device_ptr(&stream).0,
         DType::F64 => cuda.as_cuda_slice::<f64>()?.device_ptr(&stream).0,
-        dtype => bail!("{op}: `{name}` is {dtype:?}, which no kernel takes"),
+        dtype => bail!("{op}: `{name}` is {dtype:?}, which no kernel supports"),
     })
 }
 
@@ -62,7 +63,7 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
 fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     use candle_core::backend::BackendStorage as _;
     let Storage::Cpu(cpu) = storage else {
-        bail!("{op}: `{name}` is not on the CPU, where kernels are emulated");
+        bail!("{op}: `{name}` is on a GPU, but emulated kernels need the CPU");
     };
     Ok(match cpu.dtype() {
         DType::F32 => cpu.as_slice::<f32>()?.as_ptr() as u64,
@@ -70,36 +71,23 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
         DType::U32 => cpu.as_slice::<u32>()?.as_ptr() as u64,
         DType::I64 => cpu.as_slice::<i64>()?.as_ptr() as u64,
         DType::F64 => cpu.as_slice::<f64>()?.as_ptr() as u64,
-        dtype => bail!("{op}: `{name}` is {dtype:?}, which no kernel takes"),
+        dtype => bail!("{op}: `{name}` is {dtype:?}, which no kernel supports"),
     })
 }
 
-/// Bytes of shared memory that a block on `device` can have.
-#[cfg(feature = "cuda")]
-pub(super) fn most_shared(device: &Device) -> Result<usize> {
-    let Device::Cuda(device) = device else { bail!("a kernel's operands are not on a GPU") };
-    super::module::most_shared(device)
-}
-
-/// Bytes of shared memory that an emulated block can have: those of sm_80.
-#[cfg(not(feature = "cuda"))]
-#[expect(clippy::unnecessary_wraps, reason = "the signature that a GPU needs")]
-pub(super) fn most_shared(_: &Device) -> Result<usize> {
-    Ok(163 << 10)
-}
-
-/// A tensor beside `like` that a kernel will fill: uninitialised, under emulation full of NaNs.
+/// Allocates a tensor on the device of `like` for a kernel to fill. It is uninitialized, or full of
+/// NaN under emulation.
 pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Result<Tensor> {
     let shape = shape.into();
     #[cfg(not(feature = "cuda"))]
     if dtype.is_float() {
         return Tensor::full(f32::NAN, shape, like.device())?.to_dtype(dtype);
     }
-    // SAFETY: whoever asks for it launches a kernel that writes every element.
+    // SAFETY: each caller launches a kernel that writes every element.
     unsafe { Tensor::empty(shape, dtype, like.device()) }
 }
 
-/// Whether rows of `d` elements of all `tensors` begin at multiples of 16 bytes.
+/// Whether rows of `d` elements are 16-byte aligned in all `tensors`.
 pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
     for tensor in tensors {
         let bytes = tensor.dtype().size_in_bytes();
@@ -110,7 +98,7 @@ pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
     Ok(true)
 }
 
-/// One argument, as the kernel's signature has it.
+/// A kernel argument.
 #[derive(Debug, Clone)]
 enum Argument {
     Address(u64),
@@ -120,7 +108,7 @@ enum Argument {
     Words(Vec<u64>),
 }
 
-/// A call of a kernel: `name_f32` or `name_bf16`, after the compute dtype.
+/// A kernel launch. The kernel is `name_f32` or `name_bf16`, depending on the compute dtype.
 #[derive(Debug, Clone)]
 pub(super) struct Launch {
     kernel: String,
@@ -137,26 +125,29 @@ impl Launch {
         Self { kernel, grid: [1; 3], threads: 32, shared: 0, arguments: Vec::new() }
     }
 
-    /// Blocks, in a row.
+    /// Sets a one-dimensional grid.
     pub(super) fn grid(self, blocks: usize) -> Self {
         self.grid3([blocks, 1, 1])
     }
 
-    /// Blocks, in `x`, `y` and `z`; the last two take at most 65,535.
+    /// Sets the grid in `x`, `y` and `z`. The last two must be at most 65,535.
     pub(super) fn grid3(mut self, blocks: [usize; 3]) -> Self {
-        assert!(blocks[1..].iter().all(|blocks| *blocks < 1 << 16), "a grid is {blocks:?} blocks");
+        assert!(
+            blocks[1..].iter().all(|blocks| *blocks < 1 << 16),
+            "grid {blocks:?} exceeds the limit of 65,535"
+        );
         self.grid = blocks
-            .map(|blocks| i32::try_from(blocks).expect("a grid has less than 2^31 blocks") as u32);
+            .map(|blocks| i32::try_from(blocks).expect("a grid has fewer than 2^31 blocks") as u32);
         self
     }
 
-    /// Threads of a block: whole warps, at most 1024.
+    /// Sets the number of threads per block: whole warps, at most 1024.
     pub(super) fn threads(mut self, threads: u32) -> Self {
         self.threads = threads;
         self
     }
 
-    /// Bytes of dynamic shared memory.
+    /// Sets the number of bytes of dynamic shared memory.
     pub(super) fn shared(mut self, bytes: usize) -> Self {
         self.shared = bytes as u32;
         self
@@ -171,7 +162,7 @@ impl Launch {
         self.with(Argument::Address(address.0))
     }
 
-    /// A null pointer for `None`.
+    /// Adds an address argument, or a null pointer for `None`.
     pub(super) fn optional(self, op: &str, name: &str, t: Option<&Tensor>) -> Result<Self> {
         let address = match t {
             Some(t) => address(op, name, t)?,
@@ -180,37 +171,37 @@ impl Launch {
         Ok(self.address(address))
     }
 
-    /// An `int`.
+    /// Adds an `int` argument.
     pub(super) fn int(self, value: usize) -> Self {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
     }
 
-    /// An `unsigned`.
+    /// Adds an `unsigned` argument.
     pub(super) fn bits(self, value: u32) -> Self {
         self.with(Argument::Int(value as i32))
     }
 
-    /// A `long long`.
+    /// Adds a `long long` argument.
     pub(super) fn long(self, value: usize) -> Self {
         self.with(Argument::Long(value as i64))
     }
 
-    /// A `float`.
+    /// Adds a `float` argument.
     pub(super) fn float(self, value: f32) -> Self {
         self.with(Argument::Float(value))
     }
 
-    /// An `int`, 0 or 1.
+    /// Adds an `int` argument that is 0 or 1.
     pub(super) fn flag(self, value: bool) -> Self {
         self.with(Argument::Int(i32::from(value)))
     }
 
-    /// A struct by value, or a `double`: its memory, in words of eight bytes.
+    /// Adds a struct by value, or a `double`, as its memory in words of eight bytes.
     pub(super) fn words(self, value: Vec<u64>) -> Self {
         self.with(Argument::Words(value))
     }
 
-    /// Starts it on the device of `on`; a grid without blocks is nothing to do.
+    /// Launches the kernel on the device of `on`. Does nothing if the grid has no blocks.
     pub(super) fn run(mut self, on: &Tensor) -> Result<()> {
         if self.grid.contains(&0) {
             return Ok(());
@@ -241,14 +232,14 @@ fn start(
 ) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::result::launch_kernel;
     let Device::Cuda(device) = on.device() else {
-        bail!("{kernel}: no operand is on a GPU");
+        bail!("{kernel}: found operands on the CPU, expected a GPU");
     };
     let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
     let function = super::module::function(device, kernel, shared)?;
-    // SAFETY: the arguments are those of the kernel's signature, and the tensors outlive the work on their stream:
-    // memory is freed on the same one.
+    // SAFETY: the arguments match the signature of the kernel. The tensors outlive the kernel,
+    // because their memory is freed on the same stream.
     let launched = unsafe {
         launch_kernel(
             function.cu_function(),
@@ -280,8 +271,8 @@ fn start(
             arguments: *mut *mut c_void,
         ) -> i32;
     }
-    let name = std::ffi::CString::new(kernel).expect("names of kernels hold no zero");
-    // SAFETY: the arguments are those of the kernel's signature, and the tensors are borrowed by the caller.
+    let name = std::ffi::CString::new(kernel).expect("kernel names contain no NUL");
+    // SAFETY: the arguments match the signature of the kernel, and the caller borrows the tensors.
     let unknown = unsafe {
         trainer_emulation_launch(
             name.as_ptr(),
@@ -292,7 +283,7 @@ fn start(
         )
     };
     if unknown != 0 {
-        bail!("no kernel is called `{kernel}`");
+        bail!("no kernel has the name `{kernel}`");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Launches of `layer_norm.cu`.
+//! Launches of the kernels in `layer_norm.cu`.
 
 use super::launch::{address, empty};
 use super::norm::{Geometry, Pass, add_columns};
@@ -40,7 +40,7 @@ pub(in crate::ops) fn layer_norm_apply(
     Ok(y)
 }
 
-/// The sum that makes `db` comes out of the same pass.
+/// One pass computes `dx` and the partial sums of `dw` and `db`.
 pub(in crate::ops) fn layer_norm_backward(
     x: &Tensor,
     stats: &Tensor,

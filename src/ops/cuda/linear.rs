@@ -1,19 +1,21 @@
-//! Linear layers on the matrix products, and `bias.cu`.
+//! Linear layers: matrix products, and launches of `bias.cu`.
 
+use super::gemm::{Addend, Form, Matrix, Product};
+use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
 use super::norm::add_columns;
 use candle_core::{DType, Result, Tensor};
 
-/// Columns of `dy` that a block of `bias.cu` sums.
+/// Number of columns of `dy` per block of `bias.cu`.
 const COLUMNS: usize = 256;
-/// Threads of such a block: eight warps, each with rows of its own.
+/// Number of threads per block: eight warps, each with its own rows.
 const THREADS: u32 = 256;
-/// Rows of a share, and the most shares: fixed by the number of rows, so that the sum is.
+/// Number of rows per partial sum, and maximum number of partial sums. They depend on the number of
+/// rows only, so the result does too.
 const ROWS: usize = 64;
-const MOST_SHARES: usize = 64;
+const MAX_SHARES: usize = 64;
 
-/// `x W^T + bias + residual` in the shape `dims`; `(n, m, k)` are rows, outputs and inputs.
+/// Returns `x W^T + bias + residual` with shape `dims`; `(n, m, k)` are rows, outputs and inputs.
 pub(in crate::ops) fn linear(
     op: &'static str,
     x: &Tensor,
@@ -25,19 +27,19 @@ pub(in crate::ops) fn linear(
 ) -> Result<Tensor> {
     let y = empty(dims, x.dtype(), x)?;
     let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
-    let product = Product {
-        form: Form::Nt,
+    let gemm = Gemm {
+        transpose: Transpose::Nt,
         shape: (n, m, k),
         a: Matrix::Whole("x", x),
         b: Matrix::Whole("w", w),
         addend: residual.map_or(Addend::Nothing, Addend::Residual),
         bias: bias.as_ref(),
     };
-    product.into(op, "y", &y)?;
+    gemm.into(op, "y", &y)?;
     Ok(y)
 }
 
-/// `bias`, or a copy of it: the library takes for granted that one starts at a multiple of 16 bytes.
+/// Returns `bias` or an aligned copy: cublasLt requires 16-byte alignment.
 fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
     if address(op, "bias", bias)?.0.is_multiple_of(16) {
         return Ok(bias.clone());
@@ -45,7 +47,7 @@ fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
     bias.force_contiguous()
 }
 
-/// `dy W` in the shape `dims`; `(n, k, m)` are rows, inputs and outputs.
+/// Returns `dy W` with shape `dims`; `shape` is (rows, inputs, outputs).
 pub(in crate::ops) fn linear_backward_input(
     op: &'static str,
     dy: &Tensor,
@@ -58,7 +60,7 @@ pub(in crate::ops) fn linear_backward_input(
     Ok(dx)
 }
 
-/// `dx + dy W`, in place.
+/// Adds `dy W` to `dx` in place.
 pub(in crate::ops) fn linear_backward_input_add(
     op: &'static str,
     dy: &Tensor,
@@ -79,10 +81,10 @@ fn add_input_gradient(
     dx: &Tensor,
 ) -> Result<()> {
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("w", w));
-    Product { form: Form::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
+    Gemm { transpose: Transpose::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
 }
 
-/// `dw += dy^T x`; `(m, k, n)` are outputs, inputs and rows.
+/// Adds `dy^T x` to `dw`; `shape` is (outputs, inputs, rows).
 pub(in crate::ops) fn linear_backward_weight(
     op: &'static str,
     x: &Tensor,
@@ -91,18 +93,18 @@ pub(in crate::ops) fn linear_backward_weight(
     shape: (usize, usize, usize),
 ) -> Result<()> {
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
-    Product { form: Form::Tn, shape, a, b, addend: Addend::Destination, bias: None }
+    Gemm { transpose: Transpose::Tn, shape, a, b, addend: Addend::Destination, bias: None }
         .into(op, "dw", dw)
 }
 
-/// `db [M] +=` the column sums of `dy [N, M]`.
+/// Adds the column sums of `dy [N, M]` to `db [M]`.
 pub(in crate::ops) fn bias_backward(
     op: &'static str,
     dy: &Tensor,
     db: &Tensor,
     (n, m): (usize, usize),
 ) -> Result<()> {
-    let num_shares = n.div_ceil(ROWS).min(MOST_SHARES);
+    let num_shares = n.div_ceil(ROWS).min(MAX_SHARES);
     let shares = empty((num_shares, m), DType::F32, dy)?;
     Launch::new("bias_shares", dy.dtype())
         .grid3([m.div_ceil(COLUMNS), num_shares, 1])

@@ -1,33 +1,37 @@
-//! The language-model head and its cross-entropy: products, and `cross_entropy.cu` on a chunk of rows at a time.
+//! The language-model head and its cross-entropy: matrix products, and launches of
+//! `cross_entropy.cu`, on a chunk of rows at a time.
 //!
-//! Logits stay in `f32`, whatever the operands are: rounded to 8 bits, the likelihoods of large logits are off by
-//! percents. Their gradient takes their place: as `bf16` it fills the second half of each row, for the next products.
+//! Logits are `f32` for all operand dtypes: with 8 bits of precision, the likelihoods of large
+//! logits would be off by several percent. The gradient overwrites the logits. In `bf16` it fills
+//! the second half of each row, where the next products read it.
 
+use super::gemm::{Addend, Form, Matrix, Product};
+use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
-use super::matmul::{Addend, Form, Matrix, Product};
 use candle_core::{DType, Result, Tensor};
 
-/// Bound on the logits of a chunk. With the published vocabulary this is 1664 rows: the gradients' products are then
-/// large enough to fill a GPU, and little time goes into reading the weight again for each chunk.
+/// Maximum size of the logits of a chunk, in bytes. With the vocabulary of the published models
+/// this is 1664 rows: enough for the gradient products to fill a GPU, and few repeated reads of the
+/// weight.
 const LOGITS_BYTES: usize = 1 << 30;
-/// Rows in a tile of the products: chunks are whole tiles.
+/// Number of rows in a tile of the products. Chunks consist of whole tiles.
 const TILE_ROWS: usize = 128;
 const THREADS: u32 = 512;
 
-/// Rows in a chunk.
+/// Number of rows in a chunk.
 pub(in crate::ops) fn linear_cross_entropy_rows(vocabulary: usize) -> usize {
     let rows = LOGITS_BYTES / (4 * vocabulary.max(1));
     (rows / TILE_ROWS * TILE_ROWS).max(1)
 }
 
-/// Operands of both passes.
+/// Operands of the forward and the backward pass.
 struct Head<'a> {
     op: &'static str,
     h: &'a Tensor,
     w: &'a Tensor,
     targets: &'a Tensor,
     nll: Tensor,
-    /// Rows at a time.
+    /// Number of rows in a chunk.
     chunk: usize,
 }
 
@@ -44,8 +48,9 @@ impl<'a> Head<'a> {
         Ok(Self { op, h, w, targets, nll, chunk: chunk.min(s.max(1)) })
     }
 
-    /// Calls `f(start, logits)` for each chunk of rows, after the kernel went over its logits: with `scale`, they are
-    /// the gradient then; with `argmax`, that is filled.
+    /// Calls `f(start, logits)` for each chunk of rows, after the cross-entropy kernel has
+    /// processed its logits. With `scale` the kernel has replaced them by their gradient; with
+    /// `argmax` it has also filled that tensor.
     fn for_chunks(
         &self,
         scale: Option<f32>,
@@ -58,15 +63,15 @@ impl<'a> Head<'a> {
         for start in (0..s).step_by(self.chunk) {
             let rows = self.chunk.min(s - start);
             let logits = logits.narrow(0, 0, rows)?;
-            let product = Product {
-                form: Form::Nt,
+            let gemm = Gemm {
+                transpose: Transpose::Nt,
                 shape: (rows, v, d),
                 a: Matrix::Whole("h", &self.h.narrow(0, start, rows)?),
                 b: Matrix::Whole("w", self.w),
                 addend: Addend::Nothing,
                 bias: None,
             };
-            product.into(op, "logits", &logits)?;
+            gemm.into(op, "logits", &logits)?;
             let argmax = argmax.map(|argmax| argmax.narrow(0, start, rows)).transpose()?;
             Launch::new("cross_entropy", self.h.dtype())
                 .grid(rows)
@@ -120,26 +125,26 @@ pub(in crate::ops) fn linear_cross_entropy_backward(
             _ => Matrix::Whole("logits", logits),
         };
         if let Some(dh) = &dh {
-            let product = Product {
-                form: Form::Nn,
+            let gemm = Gemm {
+                transpose: Transpose::Nn,
                 shape: (rows, d, v),
                 a: d_logits,
                 b: Matrix::Whole("w", w),
                 addend: Addend::Nothing,
                 bias: None,
             };
-            product.into(op, "dh", &dh.narrow(0, start, rows)?)?;
+            gemm.into(op, "dh", &dh.narrow(0, start, rows)?)?;
         }
         if let Some(dw) = dw {
-            let product = Product {
-                form: Form::Tn,
+            let gemm = Gemm {
+                transpose: Transpose::Tn,
                 shape: (v, d, rows),
                 a: d_logits,
                 b: Matrix::Whole("h", &h.narrow(0, start, rows)?),
                 addend: Addend::Destination,
                 bias: None,
             };
-            product.into(op, "dw", dw)?;
+            gemm.into(op, "dw", dw)?;
         }
         Ok(())
     })?;

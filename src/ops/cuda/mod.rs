@@ -1,20 +1,21 @@
-//! CUDA kernels: one `.cu` an op, and the code that launches it.
+//! CUDA kernels, and the code that launches them. Most ops have one `.cu` file.
 //!
-//! The functions here have the contract of their twins in `ops`, which check the operands and come here when those are
-//! on a GPU. Built by `build.rs` under the feature `cuda`. Under `cuda-emulation` the same sources run on the host, one
-//! fiber a thread, and the same launch code works on CPU tensors: that is how they are tested without a GPU. With
-//! `TRAINER_EMULATE_CUDA` set, every op of every test takes this path.
+//! Each function has the contract of the function with the same name in `ops`, which validates the
+//! operands and calls this module if they are on a GPU. `build.rs` compiles the kernels with the
+//! feature `cuda`. With `cuda-emulation` the same sources run on the host, with one fiber per CUDA
+//! thread, and the same launch code takes CPU tensors, so that tests need no GPU. If the
+//! environment variable `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
 
 mod adamw;
 mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
 mod embedding;
+mod gemm;
 mod launch;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
-mod matmul;
 #[cfg(feature = "cuda")]
 mod module;
 mod norm;
@@ -22,6 +23,7 @@ mod pointwise;
 mod rms_norm;
 mod rope;
 mod rows;
+mod select;
 #[cfg(test)]
 #[cfg(not(feature = "cuda"))]
 mod tests;
@@ -31,13 +33,11 @@ mod upload;
 pub(super) use adamw::{
     adamw_step, clipped_update, fill_zero_all, sum_of_squares, sums_of_squares,
 };
-pub(super) use attention::{
-    attention_kernel, decode_attention, flash_attention, flash_attention_backward,
-};
+pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
-pub(super) use launch::{on_gpu, takes};
+pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
     bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
@@ -51,5 +51,6 @@ pub(super) use rope::{
     qk_norm_rope, qk_norm_rope_backward, vision_rope_merge_backward, vision_rope_split,
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
+pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(super) use upload::upload;

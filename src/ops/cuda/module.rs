@@ -1,4 +1,4 @@
-//! The compiled kernels on each device.
+//! Loading of the compiled kernels on each device.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUdevice_attribute, CUfunction_attribute_enum as Attribute, CUresult,
@@ -10,7 +10,7 @@ use candle_core::{Error, Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// Machine code for sm_80 and sm_90, and PTX for what comes after; one image a `.cu` file.
+/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file.
 const IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 #[derive(Default)]
@@ -22,14 +22,14 @@ struct Loaded {
 #[derive(Clone)]
 struct Kernel {
     function: CudaFunction,
-    /// Bytes of dynamic shared memory that a launch may ask for.
-    most_shared: u32,
+    /// Maximum number of bytes of dynamic shared memory of a launch.
+    max_shared: u32,
 }
 
 static LOADED: LazyLock<Mutex<HashMap<DeviceId, Loaded>>> = LazyLock::new(Mutex::default);
 
-/// The kernel called `name` on `device`, for a launch with `shared` bytes of dynamic shared memory. The context of the
-/// device is that of the thread.
+/// Returns the kernel `name` on `device` for a launch with `shared` bytes of dynamic shared memory.
+/// The context of the device must be current on this thread.
 pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<CudaFunction> {
     let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let loaded = all.entry(device.id()).or_default();
@@ -43,9 +43,9 @@ pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<C
         loaded.functions.insert(name.to_owned(), kernel.clone());
         kernel
     };
-    if shared > kernel.most_shared {
-        let most = kernel.most_shared;
-        bail!("{name}: a block takes {shared} bytes of shared memory, and this GPU gives {most}");
+    if shared > kernel.max_shared {
+        let most = kernel.max_shared;
+        bail!("{name}: a block needs {shared} bytes of shared memory, this GPU allows {most}");
     }
     Ok(kernel.function)
 }
@@ -55,14 +55,20 @@ fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
     let load = |(file, image): &(&str, &[u8])| {
         let module = stream.context().load_module(Ptx::from_binary(image.to_vec()));
         module.map_err(|error| {
-            Error::msg(format!("the kernels of {file} do not load on this GPU: {error}"))
+            Error::msg(format!("cannot load the kernels of `{file}` on this GPU: {error}"))
         })
     };
     IMAGES.iter().map(load).collect()
 }
 
-/// Bytes of shared memory that a block can have.
-pub(super) fn most_shared(device: &CudaDevice) -> Result<usize> {
+/// Compute capability, major and minor.
+pub(super) fn capability(device: &CudaDevice) -> Result<(u32, u32)> {
+    let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
+    Ok((major as u32, minor as u32))
+}
+
+/// Maximum number of bytes of shared memory of a block.
+pub(super) fn shared_bytes(device: &CudaDevice) -> Result<usize> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
@@ -72,14 +78,15 @@ fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<
         let function = match module.load_function(name) {
             Ok(function) => function,
             Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND)) => continue,
-            Err(error) => bail!("{name} does not load on this GPU: {error}"),
+            Err(error) => bail!("cannot load the kernel `{name}` on this GPU: {error}"),
         };
-        // All that a block can have: the sizes of a kernel's launches differ, and the first need not be the largest.
-        let most = most_shared(device)? as i32;
+        // Allow the maximum: launches of a kernel differ in size, and the first may not be the
+        // largest.
+        let most = shared_bytes(device)? as i32;
         let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, most - own).w()?;
-        return Ok(Kernel { function, most_shared: (most - own) as u32 });
+        return Ok(Kernel { function, max_shared: (most - own) as u32 });
     }
-    bail!("no kernel is called `{name}`")
+    bail!("no kernel has the name `{name}`")
 }

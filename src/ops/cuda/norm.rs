@@ -1,31 +1,32 @@
-//! How rows are dealt out to threads in `rms_norm.cu` and `layer_norm.cu`, and the sums of their shares.
+//! Thread geometry of `rms_norm.cu` and `layer_norm.cu`, and the sum of their partial column sums.
 
 use super::launch::{Launch, address, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) const WARP: usize = 32;
-/// Columns that a thread holds, forward and backward: `FORWARD` and `BACKWARD` of `held_rows.cuh`.
+/// Number of columns per thread, forward and backward: `FORWARD` and `BACKWARD` in `held_rows.cuh`.
 const COLUMNS: [usize; 2] = [16, 8];
-/// Threads of a block, forward and backward: `__launch_bounds__` of the kernels.
+/// Maximum number of threads per block, forward and backward: `__launch_bounds__` of the kernels.
 const MAX_THREADS: [usize; 2] = [512, 768];
-/// As [`MAX_THREADS`], of kernels that move single elements.
+/// Like [`MAX_THREADS`], for kernels that access single elements.
 const MAX_THREADS_SINGLE: [usize; 2] = [512, 512];
-/// Of an H200. Fixed, since it decides the order of sums.
+/// Number of multiprocessors of an H200. Fixed on all GPUs, because it determines the order of
+/// sums.
 pub(super) const MULTIPROCESSORS: usize = 132;
 
-/// What becomes of the rows.
+/// How blocks iterate over rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
-    /// A block has some rows.
+    /// Each block processes its own rows once.
     Forward,
-    /// As many blocks as run at once walk over the rows.
+    /// As many blocks as run concurrently, each iterating over rows.
     Backward {
-        /// Threads for whose registers a multiprocessor has room.
+        /// Number of threads for which a multiprocessor has registers.
         resident: usize,
     },
 }
 
-/// Blocks and threads for `n` rows of `d` columns.
+/// Number of blocks and threads for `n` rows of `d` columns.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Geometry {
     chunks: bool,
@@ -35,7 +36,7 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Fails where a row is too long for one block; `rows` are the operands whose rows are read or written.
+    /// Fails if a row is too long for one block. `rows` lists the operands whose rows are accessed.
     pub(super) fn new(op: &str, pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
         let chunks = vectors(d, rows)?;
         let index = usize::from(pass != Pass::Forward);
@@ -43,7 +44,7 @@ impl Geometry {
         let max_threads = if chunks { MAX_THREADS } else { MAX_THREADS_SINGLE }[index];
         if d > columns * max_threads {
             bail!(
-                "{op}: rows have {d} columns, but a block takes {} at most",
+                "{op}: rows have {d} columns, but a block supports at most {}",
                 columns * max_threads
             );
         }
@@ -57,12 +58,12 @@ impl Geometry {
         Ok(Self { chunks, warps, groups, blocks: n.div_ceil(groups).min(most) })
     }
 
-    /// Rows that the groups' shares of a column sum take.
+    /// Number of partial column sums, one per group of warps.
     pub(super) fn shares(self) -> usize {
         self.blocks * self.groups
     }
 
-    /// The launch of the kernel for these rows; its arguments are missing.
+    /// Returns the launch of the kernel, without arguments.
     pub(super) fn launch(self, kernel: &str, dtype: DType) -> Launch {
         let kernel = if self.chunks { kernel.to_owned() } else { format!("{kernel}_single") };
         Launch::new(&kernel, dtype)
@@ -70,13 +71,14 @@ impl Geometry {
             .threads((self.groups * self.warps * WARP) as u32)
     }
 
-    /// Warps that have one row.
+    /// Number of warps per row.
     pub(super) fn warps(self) -> usize {
         self.warps
     }
 }
 
-/// `sums [D] += ` the column sums of `shares [N, D]`, in an order that `N` alone decides.
+/// Adds the column sums of `shares [N, D]` to `sums [D]`. The order of the additions depends on `N`
+/// only.
 pub(super) fn add_columns(op: &str, shares: &Tensor, sums: &Tensor) -> Result<()> {
     let (n, d) = shares.dims2()?;
     Launch::new("add_columns", DType::F32)

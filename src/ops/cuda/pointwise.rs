@@ -1,15 +1,16 @@
-//! Launches of `pointwise.cu`.
+//! Launches of the kernels in `pointwise.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
 use crate::ops::cpu::compute_dtype;
-use crate::ops::{Again, Gelu};
+use crate::ops::{Gelu, RecomputeInput};
 use candle_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
-/// Elements of a block: 8 a thread, `SHARE` of the kernels.
+/// Number of elements per block: 8 per thread, `SHARE` of the kernels.
 const ELEMENTS: usize = 8 * THREADS as usize;
 
-/// Runs `op` over all elements of `tensors`, its arguments, which have one shape and dtype.
+/// Launches kernel `op` on all elements of `tensors`, which are its arguments and have the same
+/// shape and dtype.
 fn run(op: &str, tensors: &[(&str, &Tensor)]) -> Result<()> {
     let first = tensors[0].1;
     compute_dtype(op, tensors)?;
@@ -24,12 +25,12 @@ fn run(op: &str, tensors: &[(&str, &Tensor)]) -> Result<()> {
     launch.long(n).run(first)
 }
 
-fn beside(x: &Tensor) -> Result<Tensor> {
+fn empty_like(x: &Tensor) -> Result<Tensor> {
     empty(x.shape(), x.dtype(), x)
 }
 
 pub(in crate::ops) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    let y = beside(gate)?;
+    let y = empty_like(gate)?;
     run("swiglu", &[("gate", gate), ("up", up), ("y", &y)])?;
     Ok(y)
 }
@@ -38,16 +39,16 @@ pub(in crate::ops) fn swiglu_backward(
     gate: Tensor,
     up: Tensor,
     dy: Tensor,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-    run(&backward("swiglu", again), &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
-    Ok((gate, up, (again == Again::Output).then_some(dy)))
+    run(&backward("swiglu", recompute), &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
+    Ok((gate, up, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
-fn backward(op: &str, again: Again) -> String {
-    match again {
-        Again::Output => format!("{op}_backward_again"),
-        Again::Nothing => format!("{op}_backward"),
+fn backward(op: &str, recompute: RecomputeInput) -> String {
+    match recompute {
+        RecomputeInput::Yes => format!("{op}_backward_recompute"),
+        RecomputeInput::No => format!("{op}_backward"),
     }
 }
 
@@ -59,7 +60,7 @@ fn name(kind: Gelu) -> &'static str {
 }
 
 pub(in crate::ops) fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
-    let y = beside(x)?;
+    let y = empty_like(x)?;
     run(name(kind), &[("x", x), ("y", &y)])?;
     Ok(y)
 }
@@ -68,10 +69,10 @@ pub(in crate::ops) fn gelu_backward(
     x: Tensor,
     dy: Tensor,
     kind: Gelu,
-    again: Again,
+    recompute: RecomputeInput,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    run(&backward(name(kind), again), &[("x", &x), ("dy", &dy)])?;
-    Ok((x, (again == Again::Output).then_some(dy)))
+    run(&backward(name(kind), recompute), &[("x", &x), ("dy", &dy)])?;
+    Ok((x, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
 pub(in crate::ops) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {

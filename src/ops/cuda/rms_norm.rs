@@ -1,4 +1,4 @@
-//! Launches of `rms_norm.cu`.
+//! Launches of the kernels in `rms_norm.cu`.
 
 use super::launch::{address, empty};
 use super::norm::{Geometry, Pass, add_columns};

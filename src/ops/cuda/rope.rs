@@ -1,4 +1,4 @@
-//! Launches of `rope.cu`.
+//! Launches of the kernels in `rope.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::{MULTIPROCESSORS, WARP, add_columns};
@@ -6,31 +6,32 @@ use crate::ops::RopeTable;
 use candle_core::{DType, Result, Tensor, bail};
 
 const THREADS: usize = 256;
-/// Items of a thread where single elements are moved: `P` of the kernels.
+/// Maximum number of elements of a half head per thread if elements are accessed one by one: `P` of
+/// the kernels.
 const SINGLES: usize = 4;
 
-/// How the heads of an op are dealt out to threads.
+/// Assignment of heads to threads.
 #[derive(Debug, Clone, Copy)]
 struct Heads {
     chunks: bool,
-    /// Threads that have a head.
+    /// Number of threads per head.
     lanes: usize,
 }
 
 impl Heads {
-    /// `tensors` are those of which halves of heads are read or written, and the table.
+    /// `tensors` are the operands whose half heads are accessed, and the table.
     fn new(op: &str, dtype: DType, half: usize, tensors: &[&Tensor]) -> Result<Self> {
         let chunks = vectors(half, tensors)?;
         let most = SINGLES * WARP;
         if half > most {
-            bail!("{op}: a head has {} dims, but a warp takes {} at most", 2 * half, 2 * most);
+            bail!("{op}: a head has {} dims, but a warp supports at most {}", 2 * half, 2 * most);
         }
         let chunk = if chunks { 16 / dtype.size_in_bytes() } else { 1 };
         let lanes = half.div_ceil(chunk).next_power_of_two().min(WARP);
         Ok(Self { chunks, lanes })
     }
 
-    /// Blocks for `items` heads, or groups of heads.
+    /// Number of blocks for `items` heads, or groups of heads.
     fn blocks(self, items: usize) -> usize {
         items.div_ceil(THREADS / self.lanes)
     }
@@ -47,7 +48,7 @@ pub(in crate::ops) fn qk_norm_rope(
     eps: f64,
     table: &RopeTable,
 ) -> Result<(Tensor, Tensor)> {
-    /// Heads that a thread works on: `HEADS` of the kernels.
+    /// Number of heads per thread: `HEADS` of the kernels.
     const HEADS: usize = 2;
     let op = "qk_norm_rope";
     let ((t, width), dh) = (x.dims2()?, w.dims1()?);
@@ -94,7 +95,8 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     Ok(dx)
 }
 
-/// Elements of a chunk for halves of heads of `parts`, and the name of the kernels that move them.
+/// Returns the number of elements per access for half heads of `parts`, and the suffix of the
+/// kernels that use it.
 fn chunk(half: usize, parts: &[&Tensor], table: &RopeTable) -> Result<(usize, &'static str)> {
     let dtype = parts[0].dtype();
     let mut all = parts.to_vec();
@@ -102,7 +104,7 @@ fn chunk(half: usize, parts: &[&Tensor], table: &RopeTable) -> Result<(usize, &'
     if vectors(half, &all)? {
         return Ok((16 / dtype.size_in_bytes(), ""));
     }
-    // Heads of 72 in bf16: their halves begin at multiples of 8 bytes.
+    // Heads of dim 72 in bf16: the halves are aligned to 8 bytes.
     if dtype == DType::BF16 && half.is_multiple_of(4) && vectors(0, &all)? {
         return Ok((4, "_half"));
     }

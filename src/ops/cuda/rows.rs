@@ -1,13 +1,13 @@
-//! Launches of `rows.cu`.
+//! Launches of the kernels in `rows.cu`.
 
 use super::launch::{Launch, address, empty, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 
 const THREADS: u32 = 256;
-/// Rows of a block: one a warp.
+/// Number of rows per block, one per warp.
 const ROWS: usize = 8;
 
-/// Fails unless `ids` are of the type that kernels read.
+/// Fails unless `ids` is `u32`.
 pub(super) fn expect_u32(op: &str, name: &str, ids: &Tensor) -> Result<()> {
     match ids.dtype() {
         DType::U32 => Ok(()),
@@ -15,7 +15,8 @@ pub(super) fn expect_u32(op: &str, name: &str, ids: &Tensor) -> Result<()> {
     }
 }
 
-/// Runs `op` with one warp for each of `rows`; the kernel takes `x`, `rows` and `other`.
+/// Launches kernel `op` with one warp for each of `rows`. Its arguments are `x`, `rows` and
+/// `other`.
 fn run(op: &str, x: &Tensor, rows: &Tensor, other: Option<(&str, &Tensor)>) -> Result<()> {
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
     expect_u32(op, "rows", rows)?;
@@ -36,7 +37,7 @@ pub(in crate::ops) fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `op` is `index_copy` or `index_add`.
+/// `op` is `index_copy` or `index_add`, which are also the names of the kernels.
 pub(in crate::ops) fn update_rows(op: &str, x: &Tensor, rows: &Tensor, src: &Tensor) -> Result<()> {
     run(op, x, rows, Some(("src", src)))
 }

@@ -1,10 +1,11 @@
-//! Host memory to the GPU without waiting for it.
+//! Asynchronous upload of host memory to a GPU.
 //!
-//! A copy out of pageable memory blocks until the stream reaches it. So values go into page-locked buffers first, which
-//! are used again once their copy is done. Copies run on the one stream of the device: a micro-batch is a few
-//! milliseconds of PCIe in a second of compute, and a stream of its own would need allocations of its own.
+//! A copy from pageable memory blocks the host until the stream reaches it. So values are first
+//! copied to page-locked buffers, which are reused after their upload. Uploads use the single
+//! stream of the device: a micro-batch takes a few milliseconds of PCIe per second of compute, and
+//! a second stream would need a separate memory pool.
 
-#![expect(unsafe_code, reason = "page-locked memory is raw memory")]
+#![expect(unsafe_code, reason = "page-locked memory is accessed through raw pointers")]
 
 use super::launch::address;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice, result};
@@ -12,34 +13,34 @@ use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{Device, Result, Shape, Tensor, WithDType, bail};
 use std::sync::{Mutex, PoisonError};
 
-/// Page-locked memory, and the end of its last copy.
+/// A page-locked buffer, and the event that marks the end of its last upload.
 struct Buffer {
     device: DeviceId,
     memory: PinnedHostSlice<u8>,
     copied: Option<CudaEvent>,
 }
 
-/// Buffers of all devices. There are as many as copies were ever under way at one time.
+/// Idle and busy buffers of all devices. Their number is the peak number of concurrent uploads.
 static BUFFERS: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
-/// Copies under way, after which the oldest is waited for.
-const MOST_BUFFERS: usize = 48;
-/// Locking pages is slow, so buffers come in few sizes.
-const SMALLEST: usize = 1 << 20;
-/// Elements that one task copies.
+/// Maximum number of buffers. At this limit an upload waits for the oldest one to finish.
+const MAX_BUFFERS: usize = 48;
+/// Minimum buffer size in bytes. Page-locking is slow, so few sizes are used.
+const MIN_BUFFER_BYTES: usize = 1 << 20;
+/// Number of elements that one task copies.
 const BLOCK: usize = 1 << 18;
 
-/// A tensor on `device` with these values; the copy may still be under way.
+/// Returns a tensor on `device` with these values. The upload may still be in progress.
 pub(in crate::ops) fn upload<T: WithDType>(
     values: &[T],
     shape: impl Into<Shape>,
     device: &Device,
 ) -> Result<Tensor> {
     let shape = shape.into();
-    let Device::Cuda(gpu) = device else { bail!("upload: {device:?} is no GPU") };
+    let Device::Cuda(gpu) = device else { bail!("upload: found {device:?}, expected a GPU") };
     if shape.elem_count() != values.len() {
-        bail!("upload: {} values for {shape:?}", values.len());
+        bail!("upload: found {} values for the shape {shape:?}", values.len());
     }
-    // SAFETY: the copy below fills it, on the stream that every reader is on.
+    // SAFETY: the upload below fills the tensor, on the same stream as every reader.
     let tensor = unsafe { Tensor::empty(shape, T::DTYPE, device)? };
     if values.is_empty() {
         return Ok(tensor);
@@ -51,7 +52,7 @@ pub(in crate::ops) fn upload<T: WithDType>(
     copy_on_all_threads(values, staged.cast());
     let stream = gpu.cuda_stream();
     stream.context().bind_to_thread().w()?;
-    // SAFETY: the buffer holds the bytes until the event below, and the tensor has as many.
+    // SAFETY: the buffer keeps the bytes until the event below, and the tensor has the same size.
     unsafe {
         let staged = std::slice::from_raw_parts(staged, bytes);
         result::memcpy_htod_async(target, staged, stream.cu_stream()).w()?;
@@ -63,14 +64,15 @@ pub(in crate::ops) fn upload<T: WithDType>(
 
 fn copy_on_all_threads<T: WithDType>(values: &[T], to: *mut T) {
     use rayon::prelude::*;
-    // SAFETY: the buffer has room for the values, at an address that page-locking aligns, and nobody else has it.
+    // SAFETY: the buffer has capacity for the values, page-locked memory is aligned, and this
+    // thread owns it.
     let to = unsafe { std::slice::from_raw_parts_mut(to, values.len()) };
     to.par_chunks_mut(BLOCK).zip(values.par_chunks(BLOCK)).for_each(|(to, from)| {
         to.copy_from_slice(from);
     });
 }
 
-/// The smallest idle buffer of at least `bytes`, or a new one.
+/// Returns the smallest idle buffer of at least `bytes`, or a new one.
 fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
     let mut buffers = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Buffer| buffer.device == gpu.id() && buffer.memory.len() >= bytes;
@@ -81,8 +83,8 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
     if let Some(found) = found {
         return Ok(buffers.remove(found));
     }
-    if buffers.len() >= MOST_BUFFERS {
-        // The first has been under way for longest; it makes room, whatever its size.
+    if buffers.len() >= MAX_BUFFERS {
+        // The first buffer has been busy for longest. It is replaced, whatever its size.
         let oldest = buffers.remove(0);
         if let Some(copied) = &oldest.copied {
             copied.synchronize().w()?;
@@ -92,9 +94,9 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
         }
     }
     drop(buffers);
-    let size = bytes.next_power_of_two().max(SMALLEST);
+    let size = bytes.next_power_of_two().max(MIN_BUFFER_BYTES);
     let stream = gpu.cuda_stream();
-    // SAFETY: it is written before it is read.
+    // SAFETY: the memory is written before it is read.
     let memory = unsafe { stream.context().alloc_pinned::<u8>(size) }.w()?;
     Ok(Buffer { device: gpu.id(), memory, copied: None })
 }

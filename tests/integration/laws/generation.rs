@@ -1,4 +1,4 @@
-//! Generation sees what training sees: hidden states from the cache are those of the full stream.
+//! Generation computes the same hidden states with its cache as training does for whole samples.
 
 use super::{
     BOTH_HEADS, Backend, Image, Subject, Text, Tolerance, Weights, assert_close, packed, sample,
@@ -28,13 +28,13 @@ fn assert_row(what: &str, found: &Tensor, expected: &[f32]) {
 }
 
 #[test]
-fn a_prompt_and_its_answer_token_by_token_are_rows_of_the_whole() {
+fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
     for head in BOTH_HEADS {
         let subject = Subject::new(&Weights::random(head, 80), Backend::Flash);
         let pieces = [Text(3), Image([1, 4, 6]), Text(2), Image([1, 2, 4]), Text(9)];
         let whole = sample(81, &pieces);
         let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
-        // Right behind an image, and further on.
+        // Prompts that end directly after an image, and later.
         for (prompt, images) in [(3, 0), (9, 1), (11, 1), (13, 2), (14, 2), (20, 2)] {
             let start = packed(&[prefix(&whole, prompt, images)]);
             let (last, mut cache) = subject.model.prefill(start, &device()).unwrap();
@@ -57,7 +57,7 @@ fn a_cache_belongs_to_its_own_prompt() {
     let mut caches = prompts
         .clone()
         .map(|prompt| subject.model.prefill(packed(&[prompt]), &device()).unwrap().1);
-    // In turns, against one after the other.
+    // Alternating between the two caches, compared with one after the other.
     let mut in_turns = [vec![], vec![]];
     for id in [5, 9, 2] {
         for (cache, hidden) in caches.iter_mut().zip(&mut in_turns) {

@@ -1,4 +1,5 @@
-//! Every weight gets the gradient that it should, whatever is kept, frozen or split.
+//! Every parameter gets the correct gradient, with any choice of recomputed stages and frozen
+//! parameters.
 
 use super::oracle::Oracle;
 use super::{
@@ -13,14 +14,14 @@ use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
 use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 
-/// The same bits in each gradient.
+/// Asserts that all gradients are bit-identical.
 fn assert_identical(subject: &Subject, what: &str, found: &[Vec<f32>], expected: &[Vec<f32>]) {
     for ((spec, found), expected) in subject.specs.iter().zip(found).zip(expected) {
         assert!(found == expected, "{what}: the gradient of `{}` differs", spec.name);
     }
 }
 
-/// Outputs and every gradient against the oracle's.
+/// Compares outputs and every gradient with the oracle's. Returns the gradients.
 fn assert_agrees(weights: &Weights, batch: &VarlenBatch, backend: Backend) -> Vec<Vec<f32>> {
     let (subject, oracle) = (Subject::new(weights, backend), Oracle::new(weights));
     let (Outcome { hidden, nll }, grads) = subject.run(batch);
@@ -42,7 +43,7 @@ fn hidden_states_loss_and_every_gradient_are_the_oracles() {
             let weights = Weights::random(head, 10);
             let grads = assert_agrees(&weights, &packed(&samples()), backend);
             for (spec, grad) in weights.specs.iter().zip(&grads) {
-                assert!(grad.iter().any(|x| *x != 0.0), "nothing reaches `{}`", spec.name);
+                assert!(grad.iter().any(|x| *x != 0.0), "the gradient of `{}` is zero", spec.name);
             }
         }
     }
@@ -57,7 +58,7 @@ fn an_image_of_two_frames_agrees_with_the_oracle() {
 }
 
 #[test]
-fn a_batch_of_text_agrees_with_the_oracle_and_leaves_the_tower_alone() {
+fn a_batch_of_text_agrees_with_the_oracle_and_gives_the_vision_encoder_no_gradient() {
     for head in BOTH_HEADS {
         for backend in BOTH_BACKENDS {
             let weights = Weights::random(head, 12);
@@ -71,14 +72,14 @@ fn a_batch_of_text_agrees_with_the_oracle_and_leaves_the_tower_alone() {
     }
 }
 
-/// The name without the number of the block or layer.
+/// The parameter's name without the number of the block or layer.
 fn kind(spec: &ParamSpec) -> String {
     let parts = spec.name.split('.').filter(|part| part.parse::<u32>().is_err());
     parts.collect::<Vec<_>>().join(".")
 }
 
-/// The oracle is checked too: central differences of its loss, in `f64`, at the entries of each
-/// kind of parameter where the gradient is largest and median.
+/// Checks the oracle itself: for each kind of parameter, central differences of the loss in `f64`,
+/// at the entries with the largest and with the median gradient.
 #[test]
 fn the_oracles_gradients_are_the_differences_of_its_loss() {
     for head in BOTH_HEADS {
@@ -86,13 +87,13 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
         let oracle = Oracle::new(&weights);
         let batch = packed(&samples()[2..]); // two images, and the shortest sample
         let grads = oracle.gradients(&batch).unwrap();
-        // The last of a kind: deeper parts have had more to go through.
+        // The last parameter of each kind.
         let kinds: BTreeMap<String, usize> =
             weights.specs.iter().enumerate().map(|(at, spec)| (kind(spec), at)).collect();
         assert_eq!(kinds.len(), if head == Head::Tied { 40 } else { 41 }, "{kinds:?}");
         for (kind, at) in kinds {
             if head == Head::Untied && !kind.contains("embed_tokens") && !kind.contains("lm_head") {
-                continue; // as in the tied model
+                continue; // tested with the tied model
             }
             let (name, grad) = (&weights.specs[at].name, &grads[at]);
             let mut order: Vec<usize> = (0..grad.len()).collect();
@@ -110,7 +111,7 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
                 entries.map(|entry| (loss_at(entry, step) - loss_at(entry, -step)) / (2.0 * step));
             oracle.set(name, values.clone());
             let found = entries.map(|entry| grad[entry]);
-            // Curvature and rounding of the differences: 1e-10 each.
+            // Errors of the differences from curvature and from rounding are 1e-10 each.
             assert!(slopes[0].abs() > 1e-5, "the loss hardly depends on `{name}`");
             assert_close(&format!("`{name}`"), &found, &slopes, Tolerance(1e-5));
         }
@@ -118,7 +119,7 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
 }
 
 #[test]
-fn both_backends_and_the_forward_that_keeps_nothing_agree() {
+fn both_backends_and_the_forward_without_a_tape_agree() {
     for head in BOTH_HEADS {
         let weights = Weights::random(head, 14);
         let batch = packed(&samples());
@@ -176,7 +177,7 @@ fn a_second_backward_doubles_every_gradient() {
 /// A choice of parameters.
 type Pick = fn(&ParamSpec) -> bool;
 
-/// The parts, and pieces of them at which the backward pass may or may not stop.
+/// The model's components, and subsets of parameters at which the backward pass may stop early.
 const PICKS: [(&str, Pick); 14] = [
     ("vision", |spec| spec.component == VISION),
     ("merger", |spec| spec.component == MERGER),
@@ -194,7 +195,8 @@ const PICKS: [(&str, Pick); 14] = [
     ("biases and norms", |spec| spec.shape.len() == 1),
 ];
 
-/// Trains only what `trained` picks; the rest has no buffer, and what is trained the same bits.
+/// Trains only the parameters that `trained` selects. Asserts that they get bit-identical gradients
+/// and that the others have no buffer.
 fn assert_frozen(
     subject: &Subject,
     batch: &VarlenBatch,

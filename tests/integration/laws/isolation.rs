@@ -1,4 +1,5 @@
-//! No token sees a later one, nor another sample; no frame sees another in the tower.
+//! Causality and isolation: a token depends only on itself and on earlier tokens of its sample, and
+//! frames do not attend to each other in the vision encoder.
 
 use super::{
     BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Image, Subject, Text, VOCABULARY, Video,
@@ -7,7 +8,7 @@ use super::{
 use std::ops::Range;
 use trainer::batch::VarlenBatch;
 
-/// Exactly the rows of `changed` differ, and all of them; the other rows have the same bits.
+/// Asserts that all rows of `changed` differ and that all other rows are bit-identical.
 fn assert_changed(
     what: &str,
     before: &[Vec<f32>],
@@ -25,7 +26,7 @@ fn assert_changed(
     }
 }
 
-/// Any other token of text.
+/// Another text token.
 fn other_id(id: u32) -> u32 {
     let next = (id + 1) % VOCABULARY;
     if next == IMAGE_TOKEN { next + 1 } else { next }
@@ -35,21 +36,21 @@ fn segment_of(batch: &VarlenBatch, row: usize) -> Range<usize> {
     batch.cu_seqlens.segments().find(|segment| segment.contains(&row)).unwrap()
 }
 
-/// Rows of the stream that each frame of each image fills, in order.
+/// Token rows of each frame of each image, in order.
 fn frames(batch: &VarlenBatch) -> Vec<Range<usize>> {
     let (mut frames, mut next) = (Vec::new(), 0);
     for [t, h, w] in batch.media.iter().map(|media| media.grid_thw) {
         for _ in 0..t {
             let tokens = (h * w / 4) as usize;
             let first = batch.vision_rows[next] as usize;
-            frames.push(first..first + tokens); // a frame's tokens stand together
+            frames.push(first..first + tokens); // the tokens of a frame are contiguous
             next += tokens;
         }
     }
     frames
 }
 
-/// The batch with one value of one patch of a frame of a media changed.
+/// The batch with one pixel value changed.
 fn with_other_pixel(batch: &VarlenBatch, media: usize, frame: usize, patch: usize) -> VarlenBatch {
     let mut other = batch.clone();
     let media = &mut other.media[media];
@@ -70,7 +71,7 @@ fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
                 let mut other = batch.clone();
                 other.input_ids[row] = other_id(other.input_ids[row]);
                 let segment = segment_of(&batch, row);
-                // The id under an image is no input: features replace its embedding.
+                // The id of an image token has no effect: features replace its embedding.
                 let seen = !batch.vision_rows.contains(&(row as u32));
                 let what = format!("{backend:?}, token {row}");
                 assert_changed(&what, &before, &subject.hidden(&other), |i| {
@@ -88,7 +89,8 @@ fn a_position_changes_nothing_before_it_and_no_other_sample() {
         let batch = packed(&samples());
         let before = subject.hidden(&batch);
         for segment in batch.cu_seqlens.segments() {
-            // The first token sees itself alone: but for rounding, its rotation cancels there.
+            // The first token attends only to itself, so that its rotation cancels except for
+            // rounding.
             for (row, axis) in
                 (segment.start + 1..segment.end).flat_map(|row| (0..3).map(move |axis| (row, axis)))
             {
@@ -134,7 +136,7 @@ fn another_samples_text_and_pixels_change_no_bit() {
 }
 
 #[test]
-fn a_pixel_changes_its_sample_from_its_frames_first_token_on() {
+fn a_pixel_changes_its_sample_from_the_first_token_of_its_frame() {
     for head in BOTH_HEADS {
         for backend in BOTH_BACKENDS {
             let subject = Subject::new(&Weights::random(head, 53), backend);
@@ -149,7 +151,7 @@ fn a_pixel_changes_its_sample_from_its_frames_first_token_on() {
                 for patch in [0, patches - 1] {
                     let other = with_other_pixel(&batch, media, time, patch);
                     let what = format!("{backend:?}, medium {media}, frame {time}, patch {patch}");
-                    // All tokens of the frame, none before it: attention is full inside a frame.
+                    // Attention is full inside a frame, so all of its tokens change.
                     assert_changed(&what, &before, &subject.hidden(&other), |i| {
                         (frame.start..end).contains(&i)
                     });
@@ -159,18 +161,18 @@ fn a_pixel_changes_its_sample_from_its_frames_first_token_on() {
     }
 }
 
-/// Tokens of the decoder of this model do not see each other, so that its rows show the tower.
-fn tower(backend: Backend) -> Subject {
+/// A model without attention between tokens of the decoder, to test the vision encoder alone.
+fn vision_only(backend: Backend) -> Subject {
     Subject::new(&Weights::random(Head::Tied, 54).without_text_attention(), backend)
 }
 
 #[test]
-fn frames_and_images_do_not_mix_in_the_tower() {
+fn frames_and_images_do_not_mix_in_the_vision_encoder() {
     let clip = sample(60, &[Text(2), Video([2, 4, 2]), Text(1), Image([1, 2, 4]), Text(3)]);
     let still = sample(61, &[Image([3, 2, 2]), Text(2)]);
     let batch = packed(&[clip, still]);
     for backend in BOTH_BACKENDS {
-        let subject = tower(backend);
+        let subject = vision_only(backend);
         let before = subject.hidden(&batch);
         let mut frames = frames(&batch).into_iter();
         for (media, patches) in batch.media.iter().enumerate() {
@@ -188,13 +190,13 @@ fn frames_and_images_do_not_mix_in_the_tower() {
 }
 
 #[test]
-fn equal_frames_have_equal_features_wherever_they_stand() {
+fn equal_frames_have_equal_features_at_every_position() {
     let mut clip = sample(62, &[Text(1), Image([2, 4, 2]), Text(2), Image([1, 4, 2]), Text(1)]);
     let frame = clip.media[1].pixel_values.clone();
     clip.media[0].pixel_values = [frame.clone(), frame].concat();
     let batch = packed(&[clip]);
     for backend in BOTH_BACKENDS {
-        let hidden = tower(backend).hidden(&batch);
+        let hidden = vision_only(backend).hidden(&batch);
         let [first, second, alone] = frames(&batch).try_into().unwrap();
         assert_eq!(hidden[first], hidden[alone.clone()]);
         assert_eq!(hidden[second], hidden[alone]);

@@ -1,4 +1,4 @@
-//! Packing, padding, splitting and order are layouts: none of them changes a result.
+//! Packing, padding, splitting into micro-batches and the order of samples do not change results.
 
 use super::oracle::Oracle;
 use super::{
@@ -9,7 +9,7 @@ use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatc
 use trainer::loss::Targets;
 use trainer::models::RecomputePolicy;
 
-/// What becomes of padding behind collation.
+/// Whether padding is removed after collation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Padding {
     Removed,
@@ -27,7 +27,7 @@ impl Padding {
     }
 }
 
-/// Gradients and each target's nll of a step of several micro-batches.
+/// The nll of each target, and the gradients, of a step of several micro-batches.
 struct Step {
     nll: Vec<f32>,
     grads: Vec<Vec<f32>>,
@@ -42,7 +42,7 @@ fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
     Step { nll: nll.collect(), grads: subject.values(&grads) }
 }
 
-/// Equal but for rounding: every target and every gradient.
+/// Asserts that every nll and every gradient is equal except for rounding.
 fn assert_same(subject: &Subject, what: &str, found: &Step, expected: &Step) {
     assert_each_close(what, &found.nll, &expected.nll, Tolerance::LAYOUT);
     let expected: Vec<_> = expected.grads.iter().map(|grad| wide(grad)).collect();
@@ -81,7 +81,7 @@ fn packed_padded_and_alone_are_the_same() {
     }
 }
 
-/// Documents end to end in one sample, as a window of a corpus has them: positions restart.
+/// Concatenates documents into one sample, like a window of a corpus. Positions restart in each.
 fn window(documents: &[EncodedSample]) -> EncodedSample {
     let mut window = documents[0].clone();
     for document in &documents[1..] {
@@ -95,7 +95,7 @@ fn window(documents: &[EncodedSample]) -> EncodedSample {
 #[test]
 fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
     use super::{Piece::Text, sample};
-    // the last window ends in the middle of nothing: one token of a document, without a target
+    // The third window ends with the first token of a document, which has no target.
     let windows = [vec![5, 2, 7], vec![9], vec![2, 3, 1], vec![6, 4]];
     let documents: Vec<Vec<EncodedSample>> = (0..)
         .zip(&windows)
@@ -105,7 +105,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
         })
         .collect();
     let windows: Vec<EncodedSample> = documents.iter().map(|window| self::window(window)).collect();
-    // a document of one token has no target, so it adds nothing to a step
+    // A document of one token has no target, so it does not contribute to a step.
     let documents: Vec<_> = documents.concat().into_iter().filter(|d| d.len() > 1).collect();
     for head in BOTH_HEADS {
         let weights = Weights::random(head, 77);
@@ -120,7 +120,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
                 assert_same(&subject, &what, &step(&subject, &[batch]), &expected);
             }
         }
-        // And the test can fail: documents that see each other have other losses.
+        // Check of the test: if documents attend to each other, losses differ.
         let mut joined = windows.clone();
         for window in &mut joined {
             let begins: Vec<usize> =
@@ -140,7 +140,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
 }
 
 #[test]
-fn every_layout_is_as_right_as_the_oracle_says() {
+fn padded_batches_agree_with_the_oracle() {
     let all = samples();
     let weights = Weights::random(Head::Untied, 71);
     let oracle = Oracle::new(&weights);
@@ -236,7 +236,7 @@ fn targets_never_cross_samples() {
 }
 
 #[test]
-fn the_label_of_a_samples_first_token_is_no_target() {
+fn the_label_of_a_samples_first_token_is_not_a_target() {
     let mut all = samples();
     let subject = Subject::new(&Weights::random(Head::Tied, 75), Backend::Flash);
     for sample in &mut all {
@@ -252,7 +252,7 @@ fn the_label_of_a_samples_first_token_is_no_target() {
 }
 
 #[test]
-fn a_shift_of_a_samples_positions_leaves_its_losses() {
+fn shifting_the_positions_of_a_sample_does_not_change_its_losses() {
     let all = samples();
     for head in BOTH_HEADS {
         let subject = Subject::new(&Weights::random(head, 76), Backend::Flash);
@@ -263,7 +263,7 @@ fn a_shift_of_a_samples_positions_leaves_its_losses() {
         }
         let (found, _) = subject.run(&packed(&shifted));
         assert_each_close("shifted", &found.nll, &expected.nll, Tolerance::SHIFT);
-        // And the test can fail: one axis alone is not a shift of the sample.
+        // Check of the test: shifting one axis only changes the losses.
         shifted[1].position_ids.iter_mut().skip(4).for_each(|position| position[2] += 1);
         let (other, _) = subject.run(&packed(&shifted));
         let off = other.nll.iter().zip(&expected.nll).map(|(x, y)| (x - y).abs());
@@ -271,7 +271,8 @@ fn a_shift_of_a_samples_positions_leaves_its_losses() {
     }
 }
 
-/// A loss cannot see this, as the test above shows; the ids can.
+/// The loss does not depend on a shift, as the test above shows, so this test compares position
+/// ids.
 #[test]
 fn positions_start_at_zero_in_every_segment() {
     let all = samples();

@@ -1,8 +1,8 @@
-//! The laws of the trainer, as tests of tiny random models: no files, no tokenizer.
+//! Properties that every training step must have, tested on tiny random models without files.
 //!
 //! Shapes: `T` tokens, `D` hidden size, `P` patches, `S` supervised rows.
-//! Here: the models, the samples, and how two results are compared. `oracle` is the whole model a
-//! second time, in `f64` and with automatic differentiation.
+//! This file has the models, the samples, and the comparison of results. `oracle` is a second
+//! implementation of the whole model, in `f64` and with automatic differentiation.
 
 mod generation;
 mod gradients;
@@ -30,12 +30,12 @@ use trainer::nn::{DecoderConfig, ParamSpec};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
 use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
-/// How far two results may be apart, relative to the largest value of the expected one.
+/// Maximum difference of two results, relative to the largest expected value.
 #[derive(Debug, Clone, Copy)]
 struct Tolerance(f64);
 
 impl Tolerance {
-    /// Hidden states, and losses, of the model in `f32` against the oracle in `f64`.
+    /// Hidden states and losses of the model in `f32` against the oracle in `f64`.
     const ORACLE: Self = Self(1e-5);
     /// Gradients of one tensor against the oracle's.
     const ORACLE_GRADIENT: Self = Self(1e-4);
@@ -43,20 +43,20 @@ impl Tolerance {
     const PATH: Self = Self(1e-5);
     /// The nll of one target in another layout.
     const LAYOUT: Self = Self(2e-6);
-    /// The nll of one target when its sample stands elsewhere: angles round differently.
+    /// The nll of one target at shifted positions: the rotation angles round differently.
     const SHIFT: Self = Self(1e-5);
     /// Gradients summed in another order.
     const SUMMED: Self = Self(1e-5);
 }
 
-/// All values within the tolerance, relative to the largest expected one.
+/// Asserts that all values are within the tolerance, relative to the largest expected one.
 fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: Tolerance) {
     let scale = expected.iter().fold(0f64, |scale, x| scale.max(x.abs()));
     assert_within(what, found, expected, tolerance.0 * scale);
 }
 
-/// Each nll within the tolerance, relative to itself or, where that is less, to 1: an nll is a
-/// difference of logits, and a small one keeps their rounding.
+/// Asserts that each nll is within the tolerance, relative to itself but at least to 1: an nll is a
+/// difference of logits, and a small one has the rounding error of large logits.
 fn assert_each_close(what: &str, found: &[f32], expected: &[f32], tolerance: Tolerance) {
     assert_eq!(found.len(), expected.len(), "{what}: number of targets");
     for (target, (found, expected)) in wide(found).into_iter().zip(wide(expected)).enumerate() {
@@ -65,7 +65,7 @@ fn assert_each_close(what: &str, found: &[f32], expected: &[f32], tolerance: Tol
     }
 }
 
-/// Panics with the worst element and how much of the bound it used.
+/// Asserts that all differences are at most `bound`; the panic message has the worst element.
 fn assert_within(what: &str, found: &[f64], expected: &[f64], bound: f64) {
     assert_eq!(found.len(), expected.len(), "{what}: number of values");
     let errors = found.iter().zip(expected).map(|(x, y)| (x - y).abs());
@@ -91,7 +91,7 @@ fn host(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Whether the head is the embedding.
+/// Whether the head shares the weight of the embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Head {
     Tied,
@@ -102,7 +102,7 @@ const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
 const BOTH_HEADS: [Head; 2] = [Head::Tied, Head::Untied];
 
-/// Small, and with no two sizes alike where a mix-up could hide.
+/// A small config in which sizes that could be confused are different.
 fn config(head: Head) -> Config {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
     let (hidden_size, kv, mrope_section) = match head {
@@ -142,8 +142,8 @@ fn config(head: Head) -> Config {
     }
 }
 
-/// Values of every parameter of a model: none is at a point where a mistake would not show, as
-/// norm weights of 1 and biases of 0 are.
+/// Values of every parameter of a model. All are random: norm weights of 1 and biases of 0 would
+/// hide mistakes.
 #[derive(Debug, Clone)]
 struct Weights {
     config: Config,
@@ -171,8 +171,8 @@ impl Weights {
         Self { config, specs, values }
     }
 
-    /// The same model, but tokens of the decoder do not see each other: what a row shows is what
-    /// the vision encoder or the embedding put there.
+    /// The same model without attention between tokens of the decoder, so that each row depends
+    /// only on its embedding or its vision features.
     fn without_text_attention(mut self) -> Self {
         for (spec, values) in self.specs.iter().zip(&mut self.values) {
             if spec.name.contains("self_attn.v_proj") {
@@ -183,7 +183,7 @@ impl Weights {
     }
 }
 
-/// The way that attention is computed.
+/// Implementation of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Backend {
     Flash,
@@ -226,7 +226,7 @@ impl Subject {
         self.model.upload(batch.clone(), DType::F32, &device())
     }
 
-    /// Hidden states, a row a token.
+    /// Hidden states, one row per token.
     fn hidden(&self, batch: &VarlenBatch) -> Vec<Vec<f32>> {
         self.model.hidden(&self.upload(batch).unwrap()).unwrap().to_vec2().unwrap()
     }
@@ -256,7 +256,7 @@ impl Subject {
         outcome
     }
 
-    /// Everything trained, everything kept, one micro-batch.
+    /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
         let outcome = self.accumulate(batch, num_targets(batch), RecomputePolicy::NONE, &grads);
@@ -268,7 +268,7 @@ impl Subject {
         (0..self.specs.len()).map(|index| host(grads.get(index).unwrap())).collect()
     }
 
-    /// Compares the gradient of every parameter with what it should be.
+    /// Compares the gradient of every parameter with the expected one.
     fn assert_gradients(
         &self,
         what: &str,
@@ -295,17 +295,17 @@ fn num_targets(batch: &VarlenBatch) -> u64 {
 /// A part of a sample.
 #[derive(Debug, Clone, Copy)]
 enum Piece {
-    /// So many tokens.
+    /// Number of tokens.
     Text(usize),
-    /// Patches per axis: time, height, width.
+    /// Number of patches along time, height and width.
     Image([u32; 3]),
-    /// The same, each time between texts, as the frames of a video are.
+    /// The same, with text between the frames.
     Video([u32; 3]),
 }
 use Piece::{Image, Text, Video};
 
-/// A sample of random tokens and pixels; about half of its text is supervised, the last token
-/// always.
+/// A sample of random tokens and pixels. About half of its text is supervised, including the last
+/// token.
 fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
     let whole = pieces;
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -313,7 +313,8 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
     let (mut input_ids, mut labels, mut position_ids) = (vec![], vec![], vec![]);
     let (mut vision_rows, mut media) = (vec![], vec![]);
     let mut next_position = 0;
-    // The frames of a video are images of one patch tensor, with a time before each.
+    // The frames of a video are separate images with a timestamp before each; `joined` makes one
+    // patch tensor of them.
     let pieces = pieces.iter().flat_map(|piece| match *piece {
         Video([t, h, w]) => [Text(2), Image([1, h, w])].repeat(t as usize),
         piece => vec![piece],
@@ -329,7 +330,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     next_position += 1;
                 }
             }
-            Video(_) => unreachable!("taken apart above"),
+            Video(_) => unreachable!("split into frames above"),
             Image(grid) => {
                 let [t, h, w] = grid;
                 for (frame, row, column) in (0..t).flat_map(|frame| {
@@ -372,7 +373,7 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
     media
 }
 
-/// Any token of text.
+/// A random text token.
 fn random_id(rng: &mut ChaCha8Rng) -> u32 {
     loop {
         let token = rng.random_range(0..VOCABULARY);
@@ -382,8 +383,8 @@ fn random_id(rng: &mut ChaCha8Rng) -> u32 {
     }
 }
 
-/// Text alone; an image and a video; two images of unequal, oblong grids; a single token of
-/// question.
+/// Text only; an image and a video; two images with different, non-square grids; two tokens of
+/// text.
 fn samples() -> Vec<EncodedSample> {
     vec![
         sample(1, &[Text(9)]),
@@ -398,7 +399,7 @@ fn pad(rows: &[&[EncodedSample]], pad_id: u32, side: PaddingSide) -> Batch {
     collate(packs, pad_id, side, NonZeroU32::new(2).unwrap()).unwrap()
 }
 
-/// All samples end to end.
+/// Packs all samples into one row.
 fn packed(samples: &[EncodedSample]) -> VarlenBatch {
     pad(&[samples], 0, PaddingSide::Right).unpad().unwrap()
 }

@@ -1,8 +1,8 @@
-//! The model a second time: plain tensor operations in `f64`, one sample stream, dense masks,
-//! matrices of ones where the model indexes, and candle's automatic differentiation.
+//! A second implementation of the model: plain tensor operations in `f64`, dense masks, one-hot
+//! matrices in place of indexing, and candle's automatic differentiation.
 //!
-//! Written from the description of the architecture and sharing no code with `src/`. Only
-//! operations whose derivative in candle is right are used: no fused op, no scatter.
+//! It follows the description of the architecture and shares no code with `src/`. It uses only
+//! operations with a correct derivative in candle: no fused op, no scatter.
 
 use super::Weights;
 use candle_core::{D, Device, Result, Tensor, Var};
@@ -26,15 +26,15 @@ fn matrix(rows: usize, columns: usize, value: impl Fn(usize, usize) -> f64) -> R
     Tensor::from_vec(values.collect::<Vec<f64>>(), (rows, columns), CPU)
 }
 
-/// 1 where the statement holds.
+/// 1 if the condition holds, otherwise 0.
 fn indicator(holds: bool) -> f64 {
     f64::from(u8::from(holds))
 }
 
-/// Where a patch is.
+/// Position of a patch.
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    frame: usize, // counted over all images
+    frame: usize, // index over all images of the batch
     row: usize,
     column: usize,
     height: usize, // of the grid, in patches
@@ -66,7 +66,7 @@ impl Oracle {
         self.vars[name].set(&Tensor::from_vec(values, shape, CPU).unwrap()).unwrap();
     }
 
-    /// `x W^T (+ b)`; a kernel of any rank is a matrix with one row an output.
+    /// `x W^T (+ b)`; a kernel of any rank is a matrix with one row per output.
     fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         let y = x.matmul(&self.p(&format!("{name}.weight")).flatten_from(1)?.t()?)?;
         match self.vars.get(&format!("{name}.bias")) {
@@ -97,7 +97,7 @@ impl Oracle {
             let [t, height, width] = media.grid_thw.map(|n| n as usize);
             for _ in 0..t {
                 for patch in 0..height * width {
-                    // Patches that will be one token stand together.
+                    // The patches of one token are contiguous.
                     let (block, inside) = (patch / (merge * merge), patch % (merge * merge));
                     let row = block / (width / merge) * merge + inside / merge;
                     let column = block % (width / merge) * merge + inside % merge;
@@ -109,7 +109,8 @@ impl Oracle {
         places
     }
 
-    /// Features of the images, `[M, D]` each: the main ones, then those of the deepstack.
+    /// Features of the images, each `[M, D]`: those of the merger, then those of each deepstack
+    /// merger.
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
         let v = &self.config.vision;
         let places = self.places(batch);
@@ -118,7 +119,7 @@ impl Oracle {
         let pixels: Vec<f64> = pixels.map(|value| f64::from(*value)).collect();
         let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
 
-        // The learned table is an image of side x side cells, stretched over the grid.
+        // The learned table of side x side cells is resized to the grid by linear interpolation.
         let side = v.num_position_embeddings.isqrt();
         let along = |i: usize, n: usize| {
             if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
@@ -132,7 +133,7 @@ impl Oracle {
         let positions = stretch.matmul(self.p("model.visual.pos_embed.weight"))?;
         let mut h = (self.linear(&pixels, "model.visual.patch_embed.proj")? + positions)?;
 
-        // A quarter of the head turns with the row, a quarter with the column.
+        // In each half of the head, the first half of the angles is by row, the second by column.
         let head_dim = v.hidden_size / v.num_heads;
         let quarter = head_dim / 4;
         let angles = matrix(num_patches, head_dim, |patch, dim| {
@@ -141,7 +142,7 @@ impl Oracle {
             let at = if k < quarter { places[patch].row } else { places[patch].column };
             at as f64 * frequency
         })?;
-        let seen =
+        let mask =
             matrix(num_patches, num_patches, |i, j| indicator(places[i].frame == places[j].frame))?;
         let mut taps = Vec::new();
         for block in 0..v.depth {
@@ -152,7 +153,7 @@ impl Oracle {
                 part.reshape((num_patches, v.num_heads, head_dim))
             };
             let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
-            let attended = attention(&q, &k, &part(2)?, &seen)?;
+            let attended = attention(&q, &k, &part(2)?, &mask)?;
             h = (h + self.linear(&attended, &name("attn.proj"))?)?;
             let inner =
                 self.linear(&self.layer_norm(&h, &name("norm2"))?, &name("mlp.linear_fc1"))?;
@@ -191,7 +192,7 @@ impl Oracle {
         })?;
         let mut h = chosen.matmul(self.p("model.language_model.embed_tokens.weight"))?;
 
-        let mut features = Vec::new(); // in their rows of the stream, [T, D] each
+        let mut features = Vec::new(); // at the rows of their tokens, [T, D] each
         if !batch.vision_rows.is_empty() {
             let rows = &batch.vision_rows;
             let placed =
@@ -219,7 +220,7 @@ impl Oracle {
         for (index, segment) in batch.cu_seqlens.segments().enumerate() {
             sample[segment].fill(index);
         }
-        let seen =
+        let mask =
             matrix(num_tokens, num_tokens, |i, j| indicator(sample[i] == sample[j] && j <= i))?;
 
         for layer in 0..c.num_hidden_layers {
@@ -234,7 +235,7 @@ impl Oracle {
                 let y = self.rms_norm(&heads(part)?, &name(&format!("self_attn.{part}_norm")))?;
                 rotate(&y, &angles)
             };
-            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &seen)?;
+            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &mask)?;
             h = (h + self.linear(&attended, &name("self_attn.o_proj"))?)?;
             let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
             let gate = self.linear(&x, &name("mlp.gate_proj"))?;
@@ -248,7 +249,7 @@ impl Oracle {
         self.rms_norm(&h, "model.language_model.norm")
     }
 
-    /// Negative log likelihood of each supervised token but the first of a sample, `[S]`.
+    /// Negative log likelihood of each supervised token except the first of a sample, `[S]`.
     fn nll(&self, hidden: &Tensor, batch: &VarlenBatch) -> Result<Tensor> {
         let mut targets = Vec::new(); // (token that predicts, id that it should predict)
         for segment in batch.cu_seqlens.segments() {
@@ -270,7 +271,7 @@ impl Oracle {
         logits.exp()?.sum(1)?.log()? - logits.mul(&right)?.sum(1)?
     }
 
-    /// Each target's nll, without a graph.
+    /// The nll of each target.
     pub(super) fn losses(&self, batch: &VarlenBatch) -> Result<Vec<f64>> {
         self.nll(&self.hidden(batch)?, batch)?.to_vec1()
     }
@@ -280,8 +281,8 @@ impl Oracle {
         self.nll(&self.hidden(batch)?, batch)?.mean_all()?.to_scalar()
     }
 
-    /// Gradient of [`Self::loss`] for every parameter, in the model's order; zeros where no path
-    /// leads to it.
+    /// Gradient of [`Self::loss`] for every parameter, in the model's order; zeros for a parameter
+    /// that the loss does not depend on.
     pub(super) fn gradients(&self, batch: &VarlenBatch) -> Result<Vec<Vec<f64>>> {
         let loss = self.nll(&self.hidden(batch)?, batch)?.mean_all()?;
         let grads = loss.backward()?;
@@ -293,7 +294,7 @@ impl Oracle {
     }
 }
 
-/// `x: [N, H, Dh]` turned by `angles: [N, Dh]`; dimension `i` pairs with `i + Dh / 2`.
+/// Rotates `x: [N, H, Dh]` by `angles: [N, Dh]`; dimension `i` pairs with `i + Dh / 2`.
 fn rotate(x: &Tensor, angles: &Tensor) -> Result<Tensor> {
     let half = x.dim(2)? / 2;
     let (first, second) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
@@ -302,9 +303,9 @@ fn rotate(x: &Tensor, angles: &Tensor) -> Result<Tensor> {
     x.broadcast_mul(&cos)? + turned.broadcast_mul(&sin)?
 }
 
-/// One head after the other: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `seen: [N, N]` of zeros and
-/// ones; the result is `[N, H * Dh]`.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seen: &Tensor) -> Result<Tensor> {
+/// Attention, one head at a time: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `mask: [N, N]` of
+/// zeros and ones. Returns `[N, H * Dh]`.
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let (_, num_heads, head_dim) = q.dims3()?;
     let group = num_heads / k.dim(1)?;
     let mut outputs = Vec::with_capacity(num_heads);
@@ -312,7 +313,7 @@ fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seen: &Tensor) -> Result<Tensor
         let one = |x: &Tensor, head: usize| x.narrow(1, head, 1)?.squeeze(1)?.contiguous();
         let (q, k, v) = (one(q, head)?, one(k, head / group)?, one(v, head / group)?); // [N, Dh]
         let scores = (q.matmul(&k.t()?)? / (head_dim as f64).sqrt())?; // [N, N]
-        let weights = scores.exp()?.mul(seen)?; // scores are small: no maximum to subtract
+        let weights = scores.exp()?.mul(mask)?; // scores are small: no maximum to subtract
         outputs.push(weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(1)?)?);
     }
     Tensor::cat(&outputs, 1)

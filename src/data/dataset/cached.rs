@@ -1,0 +1,207 @@
+//! Rows whose lengths come from caches: what plans a run without reading its rows again.
+
+use super::{DataSet, JsonlRows};
+use crate::batch::{EncodedSample, SampleId};
+use crate::data::{
+    CacheError, CacheWork, Encoder, JsonlFile, Length, LengthCache, LoaderOptions, Prefetched,
+    Rejection, Row, RowReader,
+};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The rows of a run with the length cache of each of its files of chats.
+pub struct CachedRows {
+    rows: Arc<JsonlRows>,
+    caches: Vec<Option<LengthCache>>, // none of a corpus, whose lengths are known from its tokens
+}
+
+/// What becomes of the rows of one file under today's limits.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LengthSummary {
+    /// The data file.
+    pub file: PathBuf,
+    /// Its cache.
+    pub cache: PathBuf,
+    /// Its rows.
+    pub rows: u64,
+    /// Those that train.
+    pub usable: u64,
+    /// Those among them that are cut to `max_length`.
+    pub truncated: u64,
+    /// Text tokens that cutting drops.
+    pub tokens_cut: u64,
+    /// Tokens of the usable rows, visual ones included.
+    pub tokens: u64,
+    /// Length of the longest usable row.
+    pub longest: usize,
+    /// Rows that do not train, by reason.
+    pub rejected: BTreeMap<String, u64>,
+}
+
+impl CachedRows {
+    /// Brings the caches in `folder` up to date: on all cores, and only what is not known yet. `progress` is
+    /// told how many rows of all files are done.
+    pub fn update(
+        rows: Arc<JsonlRows>,
+        folder: &Path,
+        progress: &dyn Fn(u64),
+    ) -> Result<(Self, CacheWork), CacheError> {
+        let updated = Self::of_each(rows, progress, |file, encoder, _, progress| {
+            LengthCache::update(file, encoder, folder, progress).map(Some)
+        });
+        Ok(updated?.expect("each has been updated"))
+    }
+
+    /// The same where it takes no long time; `None` where a cache is not of today's rows, where another
+    /// process writes one, or where more than `most` rows would have to be measured.
+    pub fn update_if_quick(
+        rows: Arc<JsonlRows>,
+        folder: &Path,
+        most: usize,
+        progress: &dyn Fn(u64),
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
+        Self::of_each(rows, progress, |file, encoder, before, progress| {
+            let most = most.saturating_sub(before.measured as usize);
+            LengthCache::update_if_quick(file, encoder, folder, most, progress)
+        })
+    }
+
+    /// `update` is told what was done for the files before.
+    fn of_each(
+        rows: Arc<JsonlRows>,
+        progress: &dyn Fn(u64),
+        update: impl Fn(
+            &JsonlFile,
+            &Encoder,
+            CacheWork,
+            &dyn Fn(u64),
+        ) -> Result<Option<(LengthCache, CacheWork)>, CacheError>,
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
+        let mut caches = Vec::new();
+        let (mut before, mut work) = (0, CacheWork::default());
+        for set in rows.sets() {
+            let DataSet::Chats(file) = set else {
+                caches.push(None);
+                continue;
+            };
+            let progress = |done| progress(before + done);
+            let updated = update(file, rows.encoder(), work, &progress)?;
+            let Some((cache, more)) = updated else { return Ok(None) };
+            caches.push(Some(cache));
+            before += file.len() as u64;
+            work = CacheWork {
+                measured: work.measured + more.measured,
+                reused: work.reused + more.reused,
+            };
+        }
+        Ok(Some((Self { rows, caches }, work)))
+    }
+
+    /// Whether `folder` has a cache of each file of chats, up to date or not.
+    pub fn exist(rows: &JsonlRows, folder: &Path) -> bool {
+        rows.sets().iter().all(|set| match set {
+            DataSet::Chats(file) => LengthCache::exists(file, rows.encoder(), folder),
+            DataSet::Corpus(_) => true,
+        })
+    }
+
+    /// What becomes of the rows of each file of chats, in config order.
+    pub fn summaries(&self, options: &LoaderOptions) -> Vec<LengthSummary> {
+        let sets = (0u32..).zip(self.rows.sets().iter().zip(&self.caches));
+        let summary = |(dataset, (set, cache)): (u32, (&DataSet, &Option<LengthCache>))| {
+            let cache = cache.as_ref()?;
+            let rows = (0..cache.len() as u32).into_par_iter();
+            let add = |sum, row| self.add(sum, Row { dataset, row }, cache, options);
+            let summary = rows.fold(LengthSummary::default, add);
+            let summary = summary.reduce(LengthSummary::default, LengthSummary::join);
+            let (file, cache) = (set.path().to_owned(), cache.path().to_owned());
+            Some(LengthSummary { file, cache, ..summary })
+        };
+        sets.filter_map(summary).collect()
+    }
+
+    fn add(
+        &self,
+        mut sum: LengthSummary,
+        row: Row,
+        cache: &LengthCache,
+        options: &LoaderOptions,
+    ) -> LengthSummary {
+        sum.rows += 1;
+        let length = self.length(row).and_then(|length| {
+            options.check_length(length, || self.id(row))?;
+            Ok(length.tokens)
+        });
+        match length {
+            Ok(tokens) => {
+                let whole = cache
+                    .outline(row.row as usize, self.rows.encoder())
+                    .map_or(tokens, |outline| outline.num_tokens());
+                sum.usable += 1;
+                sum.truncated += u64::from(whole > tokens);
+                sum.tokens_cut += (whole - tokens) as u64;
+                sum.tokens += tokens as u64;
+                sum.longest = sum.longest.max(tokens);
+            }
+            Err(rejection) => *sum.rejected.entry(rejection.reason).or_default() += 1,
+        }
+        sum
+    }
+}
+
+impl LengthSummary {
+    fn join(mut self, other: Self) -> Self {
+        for (reason, count) in other.rejected {
+            *self.rejected.entry(reason).or_default() += count;
+        }
+        Self {
+            file: self.file,
+            cache: self.cache,
+            rows: self.rows + other.rows,
+            usable: self.usable + other.usable,
+            truncated: self.truncated + other.truncated,
+            tokens_cut: self.tokens_cut + other.tokens_cut,
+            tokens: self.tokens + other.tokens,
+            longest: self.longest.max(other.longest),
+            rejected: self.rejected,
+        }
+    }
+}
+
+impl RowReader for CachedRows {
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+        self.rows.read(row)
+    }
+
+    /// Reads no row whose length is known.
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        match self.caches[row.dataset as usize] {
+            Some(_) => self.length(row).map(Prefetched::Length),
+            None => self.rows.prefetch(row),
+        }
+    }
+
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        self.rows.load_pixels(row, prefetched)
+    }
+
+    fn length(&self, row: Row) -> Result<Length, Rejection> {
+        match &self.caches[row.dataset as usize] {
+            Some(cache) => {
+                let (encoder, cut) = (self.rows.encoder(), self.rows.cut_of_rows());
+                cache.length(row.row as usize, encoder, cut, || self.id(row))
+            }
+            None => self.rows.length(row),
+        }
+    }
+
+    fn uniform_length(&self, dataset: u32) -> Option<Length> {
+        self.rows.uniform_length(dataset)
+    }
+
+    fn id(&self, row: Row) -> SampleId {
+        self.rows.id(row)
+    }
+}

@@ -1,0 +1,274 @@
+//! Rows of data sets as the loader wants them.
+
+pub(in crate::data) mod cached;
+pub(in crate::data) mod corpus;
+pub(in crate::data) mod mixture;
+pub(in crate::data) mod order;
+pub(in crate::data) mod row_reader;
+#[cfg(test)]
+mod tests;
+
+use crate::batch::{EncodedSample, Sample, SampleId};
+use crate::data::{
+    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Prefetched,
+    Rejection, Row, RowForm, RowReader, SampleError, SourceError, TextSample, dataset_names,
+    open_indexed,
+};
+use std::path::Path;
+use std::sync::Arc;
+
+/// A data set, open for reading.
+pub enum DataSet {
+    /// Conversations, a row each.
+    Chats(JsonlFile),
+    /// Plain text.
+    Corpus(Corpus),
+}
+
+impl DataSet {
+    fn open(
+        set: &DatasetConfig,
+        encoder: &Encoder,
+        options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
+    ) -> Result<Self, SourceError> {
+        if let Some(corpus) = &set.corpus {
+            return Corpus::open(&set.path, corpus, encoder, options, progress).map(Self::Corpus);
+        }
+        let plain = || SourceError::PlainText { path: set.path.clone() };
+        if Corpus::is_text_file(&set.path) {
+            return Err(plain());
+        }
+        let image_root = set.image_root.as_deref();
+        let file = match &options.cache {
+            Some(folder) => open_indexed(&set.path, image_root, encoder, folder)?,
+            None => JsonlFile::open(&set.path, image_root)?,
+        };
+        if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
+    }
+
+    /// Rows, or samples of a pass over a corpus.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Chats(file) => file.len(),
+            Self::Corpus(corpus) => corpus.len(),
+        }
+    }
+
+    /// Never true: a data set without rows is refused.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The path as given.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Chats(file) => file.path(),
+            Self::Corpus(corpus) => corpus.path(),
+        }
+    }
+
+    /// Hash over its content.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        match self {
+            Self::Chats(file) => file.fingerprint(),
+            Self::Corpus(corpus) => corpus.fingerprint(),
+        }
+    }
+
+    /// The corpus, if it is one.
+    pub fn corpus(&self) -> Option<&Corpus> {
+        match self {
+            Self::Chats(_) => None,
+            Self::Corpus(corpus) => Some(corpus),
+        }
+    }
+}
+
+/// The data sets of a config section, and the encoder that turns their rows into numbers.
+pub struct JsonlRows {
+    sets: Vec<DataSet>,
+    names: Vec<String>,
+    encoder: Arc<Encoder>,
+    cut: Option<Cut>,
+}
+
+impl JsonlRows {
+    /// Opens and indexes every data set, corpora with the defaults of their options.
+    pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
+        Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
+    }
+
+    /// Opens and indexes every data set; a corpus is tokenised, and `progress` told the bytes of its text that
+    /// are done, and all of them.
+    pub fn open_with(
+        datasets: &[DatasetConfig],
+        encoder: Arc<Encoder>,
+        options: &CorpusOptions,
+        progress: &dyn Fn(u64, u64),
+    ) -> Result<Self, SourceError> {
+        let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options, progress);
+        let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
+    }
+
+    /// The same rows, chats that are too long cut to a limit.
+    #[must_use]
+    pub fn cut(self, cut: Option<Cut>) -> Self {
+        Self { cut, ..self }
+    }
+
+    /// How chats that are too long are cut.
+    pub fn cut_of_rows(&self) -> Option<Cut> {
+        self.cut
+    }
+
+    /// The data sets, in config order.
+    pub fn sets(&self) -> &[DataSet] {
+        &self.sets
+    }
+
+    /// What metrics call them.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Rows of all data sets.
+    pub fn num_rows(&self) -> usize {
+        self.sets.iter().map(DataSet::len).sum()
+    }
+
+    /// What turns rows into numbers.
+    pub fn encoder(&self) -> &Encoder {
+        &self.encoder
+    }
+
+    /// All rows of all data sets, in order; of a corpus those of a pass at the first offset.
+    pub fn rows(&self) -> impl Iterator<Item = Row> + '_ {
+        (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
+            let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
+                DataSet::Chats(file) => Box::new(0..file.len() as u32),
+                DataSet::Corpus(corpus) => corpus.rows(),
+            };
+            rows.map(move |row| Row { dataset, row })
+        })
+    }
+
+    /// Texts of corpora that could not be used.
+    pub fn rejected_texts(&self) -> impl Iterator<Item = &Rejection> {
+        self.sets.iter().filter_map(DataSet::corpus).flat_map(Corpus::rejected)
+    }
+
+    /// The parsed row; `None` for rows of a corpus, which are no chats.
+    pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
+        match self.set(row) {
+            DataSet::Chats(file) => Some(file.read(row.row as usize)),
+            DataSet::Corpus(_) => None,
+        }
+    }
+
+    /// The tokens that truncation takes from a row, by their places in what is left of it.
+    pub fn dropped(&self, row: Row) -> Result<Vec<Dropped>, Rejection> {
+        Ok(match (self.set(row), self.cut) {
+            (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
+            (DataSet::Chats(file), Some(cut)) => {
+                self.encoder.dropped(&file.read(row.row as usize)?, cut)?
+            }
+            (DataSet::Chats(_), None) => Vec::new(),
+        })
+    }
+
+    /// What tells a row from all others: file and line, and of a corpus its first token.
+    pub fn label(&self, row: Row) -> String {
+        let id = self.id(row);
+        match self.set(row) {
+            DataSet::Chats(_) => id.to_string(),
+            DataSet::Corpus(corpus) => format!("{id}@{}", corpus.span(row.row).0),
+        }
+    }
+
+    /// Hash over the contents of all data sets.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        use sha2::{Digest, Sha256};
+        let mut hash = Sha256::new();
+        for set in &self.sets {
+            hash.update(set.fingerprint());
+        }
+        hash.finalize().into()
+    }
+
+    /// [`RowReader::read`], but no pixel is read of a row whose size is not `length`.
+    fn read_unchanged(&self, row: Row, length: Length) -> Result<EncodedSample, Rejection> {
+        let prefetched = self.prefetch(row)?;
+        length.check_unchanged(prefetched.length(), || self.id(row))?;
+        Ok(match prefetched {
+            Prefetched::Text(text) => self.complete(row, text)?,
+            Prefetched::Sample(sample) => sample,
+            Prefetched::Length(_) => unreachable!("rows of files are prefetched with their text"),
+        })
+    }
+
+    fn complete(&self, row: Row, text: TextSample) -> Result<EncodedSample, SampleError> {
+        self.encoder.load_pixels(text, || {
+            self.sample(row).map_or(Ok(Vec::new()), |sample| Ok(sample?.media))
+        })
+    }
+
+    fn set(&self, row: Row) -> &DataSet {
+        &self.sets[row.dataset as usize]
+    }
+}
+
+impl RowReader for JsonlRows {
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+        Ok(match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.read(row.row)?,
+            DataSet::Chats(file) => {
+                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut)?
+            }
+        })
+    }
+
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        Ok(match self.set(row) {
+            DataSet::Corpus(corpus) => Prefetched::Sample(corpus.read(row.row)?),
+            DataSet::Chats(file) => {
+                self.encoder.prefetch(&file.read(row.row as usize)?, self.cut)?.into()
+            }
+        })
+    }
+
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        let length = prefetched.length();
+        match prefetched {
+            Prefetched::Sample(sample) => Ok(sample),
+            Prefetched::Text(text) => match self.complete(row, text) {
+                // an image was replaced since: the row is encoded as it is now
+                Err(SampleError::MediaChanged { .. }) => self.read_unchanged(row, length),
+                result => Ok(result?),
+            },
+            Prefetched::Length(length) => self.read_unchanged(row, length),
+        }
+    }
+
+    fn length(&self, row: Row) -> Result<Length, Rejection> {
+        let length = match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.length(row.row),
+            DataSet::Chats(file) => file
+                .read(row.row as usize)
+                .and_then(|sample| self.encoder.length_cut(&sample, self.cut)),
+        };
+        Ok(length?)
+    }
+
+    fn uniform_length(&self, dataset: u32) -> Option<Length> {
+        self.sets[dataset as usize].corpus()?.uniform_length()
+    }
+
+    fn id(&self, row: Row) -> SampleId {
+        match self.set(row) {
+            DataSet::Chats(file) => file.id(row.row as usize),
+            DataSet::Corpus(corpus) => corpus.id(row.row),
+        }
+    }
+}

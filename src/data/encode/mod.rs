@@ -1,0 +1,404 @@
+//! `Sample` -> `EncodedSample`, a pure function of one sample.
+//!
+//! The whole conversation is rendered once, each media placeholder becomes as many tokens as the
+//! image has merged patches (of a video: times and marks too), and the text is tokenised in one call: so tokens are those of
+//! inference. Offsets then say which tokens lie inside a target.
+
+mod folder;
+mod measure;
+mod media;
+mod plain;
+mod positions;
+mod text_sample;
+pub(in crate::data) mod truncate;
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+use std::path::Path;
+
+pub use folder::EncoderError;
+use folder::TextFolder;
+pub use measure::Measured;
+use media::{MediaReader, Shown, kinds};
+pub use text_sample::TextSample;
+
+use crate::batch::{
+    Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
+    SampleId,
+};
+use crate::data::encode::positions::position_ids;
+use crate::data::encode::truncate::{Cut, Outline, kept_tokens};
+use crate::data::media::image::{ImageConfig, ImageProcessor};
+use crate::data::media::video::{VideoConfig, VideoProcessor};
+use crate::data::row::Length;
+use crate::data::source::SampleError;
+use crate::data::template::tokenizer::{TokenizerError, Tokens};
+use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+
+/// Tokenizer, chat template, image and video processor of one model folder.
+pub struct Encoder {
+    text: TextFolder,
+    media: MediaReader,
+}
+
+impl Encoder {
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
+    /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
+    /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
+    pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+        Self::with_video(folder, image, &VideoConfig::default())
+    }
+
+    /// The same, with settings for videos that win over the folder's
+    /// `video_preprocessor_config.json`.
+    pub fn with_video(
+        folder: &Path,
+        image: &ImageConfig,
+        video: &VideoConfig,
+    ) -> Result<Self, EncoderError> {
+        let text = TextFolder::read(folder)?;
+        let images = ImageProcessor::from_folder(folder, image)?;
+        let videos = VideoProcessor::from_folder(folder, video, &images)?;
+        Ok(Self { text, media: MediaReader { images, videos } })
+    }
+
+    /// Everything the model will see of `sample`.
+    pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
+        self.encode_cut(sample, None)
+    }
+
+    /// [`Encoder::encode`] for what `cut` leaves of the sample.
+    pub fn encode_cut(
+        &self,
+        sample: &Sample,
+        cut: Option<Cut>,
+    ) -> Result<EncodedSample, SampleError> {
+        self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
+    }
+
+    /// The part of [`Encoder::encode_cut`] that needs no pixels: of media only headers are read.
+    pub fn prefetch(&self, sample: &Sample, cut: Option<Cut>) -> Result<TextSample, SampleError> {
+        let id = &sample.id;
+        let (text, targets) = self.render_targets(sample)?;
+        let shown = self.media.look(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &shown)?.cut(id, cut)?;
+        let without_pixels =
+            |medium: &Shown| Patches { pixel_values: Vec::new(), grid_thw: medium.grid() };
+        let length = self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid));
+        let encoded = self.with_media(id, tokens, shown.iter().map(without_pixels).collect());
+        Ok(TextSample::new(encoded, length, shown, &sample.media))
+    }
+
+    /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
+    /// called only if [`Encoder::prefetch`] did not keep them.
+    ///
+    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch` read.
+    pub fn load_pixels(
+        &self,
+        text: TextSample,
+        read_media: impl FnOnce() -> Result<Vec<Medium>, SampleError>,
+    ) -> Result<EncodedSample, SampleError> {
+        let TextSample { mut sample, shown, media, .. } = text;
+        let media = media.map_or_else(read_media, Ok)?;
+        let (loaded, patches) = self.media.load(&sample.id, &media, &self.text.media)?;
+        if loaded != shown {
+            return Err(SampleError::MediaChanged { id: sample.id });
+        }
+        sample.media = patches;
+        Ok(sample)
+    }
+
+    /// The conversation before its last assistant turn, with that turn's header and no labels, and
+    /// the text of that turn. Later turns are left out.
+    pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
+        let id = &sample.id;
+        self.check_texts(sample)?;
+        let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
+        let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let RenderedPrompt { text, answer } = self
+            .text
+            .template
+            .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
+            .map_err(|cause| template_error(id, cause))?
+            .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
+        self.check_placeholders(id, &text, media)?;
+        let (shown, media) = self.media.load(id, media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &shown)?;
+        Ok((self.with_media(id, tokens, media), answer))
+    }
+
+    /// The rendered chat, each medium still one placeholder.
+    pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
+        self.text
+            .template
+            .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
+            .map_err(|cause| template_error(&sample.id, cause))
+    }
+
+    /// Text of `ids` without special tokens.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode(ids)
+    }
+
+    /// Text of `ids` with special tokens.
+    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode_with_specials(ids)
+    }
+
+    /// Tokens that end a generated text; at least one.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.text.stop_ids
+    }
+
+    /// Token that fills padding.
+    pub fn pad_id(&self) -> u32 {
+        self.text.pad_id
+    }
+
+    /// Rows of the embedding; every id is smaller.
+    pub fn vocab_size(&self) -> usize {
+        self.text.vocab_size
+    }
+
+    /// Edge, in patches, of the square that becomes one vision token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.media.images.merge_size()).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// The image side.
+    pub fn image_processor(&self) -> &ImageProcessor {
+        &self.media.images
+    }
+
+    /// The video side.
+    pub fn video_processor(&self) -> &VideoProcessor {
+        &self.media.videos
+    }
+
+    /// Whether a token stands for features of a video.
+    pub fn is_video_token(&self, id: u32) -> bool {
+        self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
+    }
+
+    /// Rendered chat and its targets, after every check that needs no image.
+    fn render_targets(&self, sample: &Sample) -> Result<(String, Vec<Range<usize>>), SampleError> {
+        self.check_texts(sample)?;
+        let chat = self
+            .text
+            .template
+            .render_with_targets(&sample.messages, sample.tools.as_ref())
+            .map_err(|cause| template_error(&sample.id, cause))?;
+        self.check_placeholders(&sample.id, &chat.text, &sample.media)?;
+        Ok((chat.text, chat.targets))
+    }
+
+    /// Media and their places agree, and no text pretends to be a medium.
+    fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
+        let id = &sample.id;
+        for (turn, message) in sample.messages.iter().enumerate() {
+            let mut tokens = self.text.media.pads();
+            if let Some(token) = tokens.find(|token| has_text(message, token)) {
+                let token = token.to_owned();
+                return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
+            }
+        }
+        let (placeholders, media) = (kinds(&sample.messages), kinds_of(&sample.media));
+        let of = |kind, kinds: &[MediumKind]| kinds.iter().filter(|other| **other == kind).count();
+        let [images, videos] = [MediumKind::Image, MediumKind::Video]
+            .map(|kind| [of(kind, &placeholders), of(kind, &media)]);
+        if let [placeholders, videos] = videos
+            && placeholders != videos
+        {
+            return Err(SampleError::VideoCount { id: id.clone(), placeholders, videos });
+        }
+        if placeholders != media {
+            let [placeholders, images] = images;
+            return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
+        }
+        Ok(())
+    }
+
+    fn check_placeholders(
+        &self,
+        id: &SampleId,
+        text: &str,
+        media: &[Medium],
+    ) -> Result<(), SampleError> {
+        let rendered = self.media.placeholders(text, &self.text.media);
+        if rendered.iter().map(|(kind, _)| *kind).ne(kinds_of(media)) {
+            let (rendered, media) = (rendered.len(), media.len());
+            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, media });
+        }
+        Ok(())
+    }
+
+    /// `targets` are bytes of `text`, which has one placeholder for each of `shown`.
+    fn tokenise(
+        &self,
+        id: &SampleId,
+        text: &str,
+        mut targets: Vec<Range<usize>>,
+        shown: &[Shown],
+    ) -> Result<EncodedText, SampleError> {
+        let places = self.media.placeholders(text, &self.text.media).into_iter();
+        let texts = shown.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
+        let (text, media) = expand(text, &places, &mut targets);
+        let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
+            SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
+        })?;
+        let vision_rows: Vec<u32> =
+            (0..ids.len() as u32) // [M]
+                .filter(|row| self.text.media.is_pad(ids[*row as usize]))
+                .collect();
+        let expected = shown.iter().map(|medium| self.media.num_tokens(medium)).sum();
+        if vision_rows.len() != expected {
+            let tokens = vision_rows.len();
+            return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
+        }
+        Ok(EncodedText {
+            labels: labels(&ids, &offsets, &targets),
+            spans: spans(&ids, &offsets, &media, self.text.media.marks),
+            input_ids: ids,
+            vision_rows,
+        })
+    }
+
+    /// The size of a sample of `tokens` tokens and media of these grids.
+    fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
+        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
+        self.length_of_patches(tokens, patches.sum())
+    }
+
+    fn length_of_patches(&self, tokens: usize, patches: u64) -> Length {
+        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
+        Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
+    }
+
+    fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
+        let EncodedText { input_ids, labels, vision_rows, spans: _ } = text;
+        let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
+        let merge_size = self.media.images.merge_size();
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
+        EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
+    }
+}
+
+/// An [`EncodedSample`] that lacks its images.
+struct EncodedText {
+    input_ids: Vec<u32>,      // [T]
+    labels: Vec<i64>,         // [T]
+    vision_rows: Vec<u32>,    // [M]
+    spans: Vec<Range<usize>>, // one a medium, ascending: all tokens that stand for it
+}
+
+impl EncodedText {
+    /// What is left of a sample that has something to learn from.
+    fn cut(self, id: &SampleId, cut: Option<Cut>) -> Result<Self, SampleError> {
+        let outline = Outline::of(&self.labels, &self.spans);
+        let kept = measure::kept_text(id, &outline, cut)?;
+        if kept.len() == outline.text_tokens {
+            return Ok(self);
+        }
+        let Self { input_ids, labels, vision_rows, spans } = self;
+        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
+        let mut moved = Vec::with_capacity(vision_rows.len()); // all of them, as spans stay
+        let mut num_kept = 0;
+        for range in &ranges {
+            let inside = |row: &&u32| range.contains(&(**row as usize));
+            let shift = (range.start - num_kept) as u32;
+            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
+            num_kept += range.len();
+        }
+        Ok(Self {
+            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
+            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
+            vision_rows: moved,
+            spans: Vec::new(), // nobody asks any more
+        })
+    }
+}
+
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the marks right
+/// beside them.
+fn spans(
+    ids: &[u32],
+    offsets: &[(usize, usize)],
+    media: &[Range<usize>],
+    [start_mark, end_mark]: [Option<u32>; 2],
+) -> Vec<Range<usize>> {
+    let is = |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
+    let span = |bytes: &Range<usize>| {
+        let first = offsets.partition_point(|(_, end)| *end <= bytes.start);
+        let end = offsets.partition_point(|(start, _)| *start < bytes.end);
+        let before = usize::from(first > 0 && is(first - 1, start_mark));
+        first - before..end + usize::from(is(end, end_mark))
+    };
+    media.iter().map(span).collect()
+}
+
+/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along. With the
+/// bytes of each in the new text.
+fn expand(
+    text: &str,
+    places: &[(Range<usize>, String)],
+    targets: &mut [Range<usize>],
+) -> (String, Vec<Range<usize>>) {
+    let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
+    let mut out = String::with_capacity(text.len() + more);
+    let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
+    let mut put = Vec::with_capacity(places.len());
+    let mut last = 0;
+    for (place, with) in places {
+        out.push_str(&text[last..place.start]);
+        put.push(out.len()..out.len() + with.len());
+        out.push_str(with);
+        last = place.end;
+        grown.push((last, out.len() as isize - last as isize));
+    }
+    out.push_str(&text[last..]);
+    let moved = |byte: usize| {
+        let after = grown.partition_point(|(from, _)| *from <= byte);
+        byte.wrapping_add_signed(grown[after - 1].1)
+    };
+    for target in targets {
+        *target = moved(target.start)..moved(target.end);
+    }
+    (out, put)
+}
+
+/// The id of each token that lies inside one of `targets` (ascending bytes), else `IGNORE_INDEX`;
+/// `[T]`. A token that only reaches into a target, such as newlines merged with those of the
+/// header, is part of the prompt.
+fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> Vec<i64> {
+    let is_target = |start: usize, end: usize| {
+        let candidate = targets.partition_point(|target| target.end < end);
+        end > start && targets.get(candidate).is_some_and(|target| target.start <= start)
+    };
+    let tokens = ids.iter().zip(offsets);
+    tokens
+        .map(
+            |(id, (start, end))| {
+                if is_target(*start, *end) { i64::from(*id) } else { IGNORE_INDEX }
+            },
+        )
+        .collect()
+}
+
+fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {
+    media.iter().map(Medium::kind).collect()
+}
+
+fn has_text(message: &Message, token: &str) -> bool {
+    match &message.content {
+        Content::Text(text) => text.contains(token),
+        Content::Parts(parts) => {
+            parts.iter().any(|part| matches!(part, Part::Text(text) if text.contains(token)))
+        }
+    }
+}
+
+fn template_error(id: &SampleId, cause: TemplateError) -> SampleError {
+    SampleError::Template { id: id.clone(), cause }
+}

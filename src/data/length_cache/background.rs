@@ -1,0 +1,162 @@
+//! Length caches beside a run that need not wait for them: the next start has them.
+
+use crate::data::{CacheError, CacheWork, LengthCache};
+use crate::data::{DataSet, JsonlRows};
+use std::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+/// How long the end of a run waits for the row that is being measured. What is lost then is a batch of
+/// rows: the file is whole at any time.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Caches being brought up to date on one thread of low priority, until they are or this is dropped.
+///
+/// Nothing in the run depends on it; a failure is one warning.
+#[derive(Debug)]
+pub struct CachesBeside {
+    stop: Arc<AtomicBool>,
+    ended: Receiver<()>, // closed when the thread is done
+}
+
+impl CachesBeside {
+    /// Begins with the caches of `rows` in `folder`.
+    pub fn start(rows: Arc<JsonlRows>, folder: PathBuf) -> Self {
+        let (sender, ended) = channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let work = move || {
+            let _open_until_the_end: Sender<()> = sender;
+            yield_to_others();
+            let go_on = || !stopped.load(Relaxed);
+            // a panic has been logged with its row
+            match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
+                Ok(Ok(Some(CacheWork { measured, reused }))) => {
+                    tracing::info!(measured, reused, folder = %folder.display(), "length cache complete: the next start uses it");
+                }
+                Ok(Ok(None)) => tracing::debug!("the length cache goes on in the next run"),
+                Ok(Err(error)) => {
+                    tracing::warn!("there is no length cache: {}", chain(&error));
+                }
+                Err(_) => tracing::warn!("there is no length cache: measuring failed"),
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("cache".to_owned()).spawn(work) {
+            tracing::warn!(%error, "there is no length cache");
+        }
+        Self { stop, ended }
+    }
+}
+
+impl Drop for CachesBeside {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        // whether it ended or not: the process may end at any time
+        let _ = self.ended.recv_timeout(PATIENCE);
+    }
+}
+
+/// The error and its causes.
+fn chain(error: &dyn Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", chain(cause)),
+        None => error.to_string(),
+    }
+}
+
+/// `None` if not all are up to date: told to stop, or another process writes one.
+fn update(
+    rows: &JsonlRows,
+    folder: &Path,
+    go_on: &(dyn Fn() -> bool + Sync),
+) -> Result<Option<CacheWork>, CacheError> {
+    let mut work = Some(CacheWork::default());
+    for set in rows.sets() {
+        let DataSet::Chats(file) = set else { continue };
+        if !go_on() {
+            return Ok(None);
+        }
+        let more = LengthCache::update_beside(file, rows.encoder(), folder, go_on)?;
+        work = work.zip(more).map(|(work, more)| CacheWork {
+            measured: work.measured + more.measured,
+            reused: work.reused + more.reused,
+        });
+    }
+    Ok(work)
+}
+
+/// This thread and those it starts run when no other wants to.
+#[cfg(target_os = "linux")]
+fn yield_to_others() {
+    // elsewhere it would be the whole process; refused, it is a thread like any other
+    let _ = rustix::process::nice(19);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn yield_to_others() {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::CachedRows;
+    use crate::data::{DatasetConfig, Encoder, ImageConfig};
+    use std::fs::File;
+    use std::io::Write;
+    use std::time::Instant;
+
+    fn rows(folder: &Path, count: usize) -> Arc<JsonlRows> {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        let encoder = Arc::new(Encoder::from_folder(&model, &image).unwrap());
+        let path = folder.join("rows.jsonl");
+        let mut file = File::create(&path).unwrap();
+        for row in 0..count {
+            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
+            writeln!(file, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
+        }
+        Arc::new(JsonlRows::open(&[DatasetConfig::new(path)], encoder).unwrap())
+    }
+
+    #[test]
+    fn the_caches_are_made_and_there_for_the_next_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (rows(folder.path(), 100), folder.path().join("cache"));
+        let beside = CachesBeside::start(rows.clone(), caches.clone());
+        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+        assert!(CachedRows::exist(&rows, &caches));
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work, CacheWork { measured: 0, reused: 100 });
+    }
+
+    #[test]
+    fn the_end_of_a_run_does_not_wait_for_them_and_the_next_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (rows(folder.path(), 100_000), folder.path().join("cache"));
+        let beside = CachesBeside::start(rows.clone(), caches.clone());
+        let has_begun = || std::fs::read_dir(&caches).is_ok_and(|files| files.count() > 0);
+        while !has_begun() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let begin = Instant::now();
+        drop(beside);
+        // either it heard of the stop, or the end of the run did not wait for it
+        assert!(begin.elapsed() < 2 * PATIENCE);
+        let is_done = CachedRows::exist(&rows, &caches);
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work.measured + work.reused, 100_000);
+        assert!(work.measured == 0 || !is_done);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_fails_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = rows(folder.path(), 3);
+        let beside = CachesBeside::start(rows.clone(), rows.sets()[0].path().join("cache"));
+        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+    }
+}

@@ -1,0 +1,407 @@
+//! Making the cache, and making it again where rows or images have changed.
+
+use std::io;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread;
+
+use std::panic::resume_unwind;
+
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
+use rustix::process::{Resource, getrlimit};
+
+use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place, Writer};
+use super::measure::{Batch, Done, Known, LookedAt, Measurer, lengths};
+use super::rows::{Lengths, Rows};
+use super::stamps::Stamps;
+use super::table::LengthCache;
+use crate::data::encode::{Encoder, Measured};
+use crate::data::source::JsonlFile;
+
+/// Batches that may wait to be written.
+const WAITING: usize = 2;
+/// Most of the time of an image that was not read lately is waiting for the disk.
+const THREADS_A_CORE: usize = 8;
+/// More threads than this make no disk faster.
+const MOST_THREADS: usize = 256;
+/// Each thread has an image or a folder open, and the rest of the process has files open too.
+const OPEN_FILES_A_THREAD: u64 = 4;
+/// Batches of an older cache whose images are looked at together: no core waits for the last of each.
+const TOGETHER: usize = 8;
+
+/// What [`LengthCache::update`] had to do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheWork {
+    /// Rows that were read and measured.
+    pub measured: u64,
+    /// Rows that were known.
+    pub reused: u64,
+}
+
+impl LengthCache {
+    /// Whether `folder` has a cache of `file`, up to date or not.
+    pub fn exists(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> bool {
+        Place::of(file, encoder, folder).path.is_file()
+    }
+
+    /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
+    /// how many rows are done.
+    ///
+    /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have an image
+    /// that has changed or could not be used are measured. In a folder that cannot be written a cache that
+    /// is complete is used as it is.
+    pub fn update(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        progress: &dyn Fn(u64),
+    ) -> Result<(Self, CacheWork), CacheError> {
+        let place = Place::of(file, encoder, folder);
+        let lock = place.lock()?;
+        Pass {
+            place: &place,
+            lock: &lock,
+            file,
+            encoder,
+            num_threads: num_threads(),
+            most: usize::MAX,
+        }
+        .run(&|| true, progress)
+    }
+
+    /// The same where it takes no long time; `None` if there is no cache of these very rows, if another
+    /// process writes it, or if more than `most` rows would have to be measured: these are then not lost.
+    pub fn update_if_quick(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        most: usize,
+        progress: &dyn Fn(u64),
+    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
+        let place = Place::of(file, encoder, folder);
+        if !place.read().is_some_and(|(footer, _)| footer.fits(file)) {
+            return Ok(None);
+        }
+        let Some(lock) = place.try_lock()? else { return Ok(None) };
+        let num_threads = num_threads();
+        let pass = Pass { place: &place, lock: &lock, file, encoder, num_threads, most };
+        let (cache, work) = pass.run(&|| true, progress)?;
+        Ok((cache.len() == file.len()).then_some((cache, work)))
+    }
+
+    /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it ended
+    /// before all rows were done; the next time goes on from there.
+    ///
+    /// It leaves the cache to any other process that writes it or waits for it.
+    pub fn update_beside(
+        file: &JsonlFile,
+        encoder: &Encoder,
+        folder: &Path,
+        should_go_on: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<CacheWork>, CacheError> {
+        let place = Place::of(file, encoder, folder);
+        let Some(lock) = place.try_lock()? else { return Ok(None) };
+        let should_go_on = || !place.is_wanted() && should_go_on();
+        let pass =
+            Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
+        let (cache, work) = pass.run(&should_go_on, &|_| ())?;
+        Ok((cache.len() == file.len()).then_some(work))
+    }
+}
+
+/// For all cores.
+fn num_threads() -> usize {
+    most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
+}
+
+fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
+    let files = open_files.map_or(MOST_THREADS, |files| (files / OPEN_FILES_A_THREAD) as usize);
+    (THREADS_A_CORE * cores).min(MOST_THREADS).min(files).max(1)
+}
+
+/// As many as the system grants, up to `num`.
+fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
+    loop {
+        let threads = ThreadPoolBuilder::new().num_threads(num);
+        match threads.thread_name(|thread| format!("cache-{thread}")).build() {
+            Err(_) if num > 1 => num /= 2,
+            built => return built,
+        }
+    }
+}
+
+/// One pass over the rows of a file, under the lock of its cache.
+struct Pass<'a> {
+    place: &'a Place,
+    lock: &'a Lock,
+    file: &'a JsonlFile,
+    encoder: &'a Encoder,
+    num_threads: usize,
+    /// Rows that may be measured.
+    most: usize,
+}
+
+impl Pass<'_> {
+    /// The cache has fewer rows than the file if it was told to stop.
+    fn run(
+        &self,
+        should_go_on: &(dyn Fn() -> bool + Sync),
+        progress: &dyn Fn(u64),
+    ) -> Result<(LengthCache, CacheWork), CacheError> {
+        let Self { place, lock, file, encoder, num_threads, most } = *self;
+        let threads = threads(num_threads);
+        let threads = threads.map_err(io::Error::other).map_err(CacheError::write(&place.path))?;
+        let limits = encoder.image_processor().limits();
+        let footer = Footer::of(file, limits);
+        let (old_footer, old) = place.read().unzip();
+        let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
+        // of the same rows in the same places, or rows that may be anywhere
+        let is_same = old_footer.as_ref().is_some_and(|old| old.fits(file));
+        let (same, other) = if is_same { (old, None) } else { (None, old) };
+        let known = other.into_iter().flatten().chain(place.read_partial(lock)).collect();
+        let output = Output {
+            place,
+            lock,
+            file,
+            lengths: &|measured| lengths(encoder, measured),
+            // a file that is all the same need not be written again, and one that cannot be written is enough
+            always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
+        };
+        let measurer = Measurer {
+            file,
+            encoder,
+            stamps: Stamps::new(file.image_root()),
+            same_limits,
+            known: Known::new(known),
+            should_go_on,
+            left: AtomicUsize::new(most),
+            is_stopped: AtomicBool::new(false),
+            exhausted: OnceLock::new(),
+        };
+        let done = measure(&measurer, &threads, same, &output, &footer, progress);
+        measurer.exhausted.into_inner().map_or(done, Err)
+    }
+}
+
+/// What becomes of the batches.
+struct Output<'a> {
+    place: &'a Place,
+    lock: &'a Lock,
+    file: &'a JsonlFile,
+    lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
+    always: bool,
+}
+
+impl Output<'_> {
+    /// Loads the batches and writes them: all of them, or none if nothing is new.
+    fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<LengthCache, CacheError> {
+        let mut writer = None;
+        let mut table = LengthCache::with_capacity(self.place.path.clone(), self.file.len());
+        let format = |source| CacheError::Format { path: self.place.path.clone(), source };
+        for batch in batches {
+            let (rows, is_new) = match batch {
+                Batch::Kept(rows) => (*rows, self.always),
+                Batch::New(entries) => {
+                    (Rows::from_entries(&entries, self.lengths).map_err(format)?, true)
+                }
+            };
+            if writer.is_none() && is_new {
+                writer = Some(self.begin(table.len())?);
+            }
+            if let Some(writer) = &mut writer {
+                writer.write(&rows)?;
+            }
+            table.push(&rows);
+        }
+        // fewer rows than there are: it was stopped, and what is written can be gone on from
+        if table.len() == self.file.len() {
+            match writer {
+                Some(_) if self.file.has_changed() => {
+                    let path = self.file.path().to_owned();
+                    return Err(CacheError::DataChanged { path });
+                }
+                Some(writer) => writer.finish(footer)?,
+                None => self.place.forget_partial(self.lock),
+            }
+        }
+        Ok(table)
+    }
+
+    /// A file with the first `num_kept` rows of the one before.
+    fn begin(&self, num_kept: usize) -> Result<Writer, CacheError> {
+        self.lock.may_write(self.place)?;
+        let mut writer = Writer::create(self.place)?;
+        let (_, mut before) = self.place.read().unzip();
+        let mut num_written = 0;
+        while num_written < num_kept {
+            let rows = before.as_mut().and_then(Iterator::next);
+            let rows = rows.ok_or_else(|| CacheError::Lost { path: self.place.path.clone() })?;
+            writer.write(&rows)?;
+            num_written += rows.len();
+        }
+        Ok(writer)
+    }
+}
+
+/// Measures what `same`, a cache of the same rows, does not tell.
+fn measure(
+    measurer: &Measurer<'_>,
+    threads: &ThreadPool,
+    same: Option<Batches>,
+    output: &Output<'_>,
+    footer: &Footer,
+    progress: &dyn Fn(u64),
+) -> Result<(LengthCache, CacheWork), CacheError> {
+    let num_rows = measurer.file.len();
+    let start = |name: &str| thread::Builder::new().name(format!("cache-{name}"));
+    let (sender, receiver) = sync_channel(WAITING);
+    let (old_sender, old_receiver) = sync_channel(TOGETHER);
+    thread::scope(|scope| {
+        let failed = || CacheError::write(&output.place.path);
+        let writer = start("writer").spawn_scoped(scope, || output.write(receiver, footer));
+        let writer = writer.map_err(failed())?;
+        let read = move || {
+            for old in same.into_iter().flatten() {
+                if old_sender.send(old).is_err() {
+                    break;
+                }
+            }
+        };
+        start("reader").spawn_scoped(scope, read).map_err(failed())?;
+        let mut work = CacheWork::default();
+        let firsts: Vec<usize> = (0..num_rows).step_by(BATCH_ROWS).collect();
+        'all: for firsts in firsts.chunks(TOGETHER) {
+            let with_old = |first: &usize| {
+                let rows = *first..(first + BATCH_ROWS).min(num_rows);
+                // none behind the place where the cache is damaged, which has been warned of
+                let old = old_receiver.recv().ok().filter(|old| measurer.is_of(old, &rows));
+                (rows, old)
+            };
+            let parts: Vec<_> = firsts.iter().map(with_old).collect();
+            let look_at = |(rows, old): (_, Option<Rows>)| match old {
+                Some(old) => measurer.look_at(old).map(|old| (rows, Some(old))),
+                None => Some((rows, None)),
+            };
+            let parts: Option<Vec<_>> =
+                threads.install(|| parts.into_par_iter().map(look_at).collect());
+            let Some(parts) = parts else { break }; // told to stop
+            for (rows, looked_at) in parts {
+                let Done { batch, measured, rows: num_done } =
+                    threads.install(|| match looked_at {
+                        Some(LookedAt::Current(old)) => {
+                            Done { rows: old.len(), batch: Batch::Kept(Box::new(old)), measured: 0 }
+                        }
+                        Some(LookedAt::Stale(old, stale)) => {
+                            measurer.refresh(rows.start, old, &stale)
+                        }
+                        None => measurer.look_up_all(rows.clone()),
+                    });
+                work.measured += measured as u64;
+                work.reused += (num_done - measured) as u64;
+                let is_stopped = num_done < rows.len();
+                let is_empty = matches!(&batch, Batch::New(entries) if entries.is_empty());
+                if !is_empty && sender.send(batch).is_err() || is_stopped {
+                    break 'all; // a writer that has failed says why below
+                }
+                progress(rows.end as u64);
+            }
+        }
+        drop((sender, old_receiver));
+        let table = writer.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+        Ok((table, work))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::media::image::ImageConfig;
+    use std::fs::{self, File};
+    use std::io::Write;
+
+    fn encoder() -> Encoder {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        Encoder::from_folder(&model, &image).unwrap()
+    }
+
+    fn rows(folder: &Path, count: usize) -> JsonlFile {
+        let path = folder.join("rows.jsonl");
+        let mut text = Vec::new();
+        for row in 0..count {
+            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
+            writeln!(text, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
+        }
+        File::create(&path).unwrap().write_all(&text).unwrap();
+        JsonlFile::open(&path, None).unwrap()
+    }
+
+    #[test]
+    fn threads_leave_most_open_files_to_others() {
+        assert_eq!(most_threads(2, Some(1024)), 16);
+        assert_eq!(most_threads(128, Some(1024)), 256);
+        assert_eq!(most_threads(128, Some(1 << 20)), 256);
+        assert_eq!(most_threads(128, None), 256);
+        assert_eq!(most_threads(128, Some(256)), 64);
+        assert_eq!(most_threads(128, Some(3)), 1);
+    }
+
+    /// Rows that are kept would be missing in the file.
+    #[test]
+    fn a_cache_whose_kept_rows_are_gone_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let (encoder, caches) = (encoder(), folder.path().join("cache"));
+        let file = rows(folder.path(), BATCH_ROWS + 1);
+        LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+        let place = Place::of(&file, &encoder, &caches);
+        let (footer, batches) = place.read().unwrap();
+        let [first, last]: [Rows; 2] = batches.collect::<Vec<_>>().try_into().unwrap();
+        let lock = place.lock().unwrap();
+        let lengths = |measured: &Measured| lengths(&encoder, measured);
+        let output =
+            Output { place: &place, lock: &lock, file: &file, lengths: &lengths, always: false };
+        let write = || {
+            let (sender, receiver) = sync_channel(2);
+            sender.send(Batch::Kept(Box::new(first.clone()))).unwrap();
+            sender.send(Batch::New(vec![last.entry(0)])).unwrap();
+            drop(sender);
+            output.write(receiver, &footer)
+        };
+        let num_rows = || place.read().unwrap().1.map(|rows| rows.len()).sum::<usize>();
+        assert_eq!(write().unwrap().len(), BATCH_ROWS + 1);
+        assert_eq!(num_rows(), BATCH_ROWS + 1);
+        fs::remove_file(&place.path).unwrap();
+        assert!(matches!(write(), Err(CacheError::Lost { .. })));
+        assert!(!place.path.exists());
+    }
+
+    #[test]
+    fn a_cache_that_may_not_be_written_is_used_as_long_as_it_is_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let (encoder, caches) = (encoder(), folder.path().join("cache"));
+        let file = rows(folder.path(), 10);
+        LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+        let run = |file: &JsonlFile, image: &ImageConfig| {
+            let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/models/small-tied");
+            let encoder = Encoder::from_folder(Path::new(model), image).unwrap();
+            let place = Place::of(file, &encoder, &caches);
+            let lock = Lock::ReadOnly(io::ErrorKind::ReadOnlyFilesystem);
+            let (place, lock, encoder) = (&place, &lock, &encoder);
+            let pass = Pass { place, lock, file, encoder, num_threads: 2, most: usize::MAX };
+            pass.run(&|| true, &|_| ())
+        };
+        for max_tokens in [None, std::num::NonZeroU32::new(9)] {
+            let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens };
+            let before = fs::metadata(caches.join(".")).unwrap().modified().unwrap();
+            let (cache, work) = run(&file, &image).unwrap();
+            assert_eq!((cache.len(), work), (10, CacheWork { measured: 0, reused: 10 }));
+            assert_eq!(fs::metadata(caches.join(".")).unwrap().modified().unwrap(), before);
+        }
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        let more = run(&rows(folder.path(), 11), &image);
+        assert!(matches!(more, Err(CacheError::Write { .. })), "{more:?}");
+    }
+}

@@ -1,0 +1,407 @@
+//! The cache on disk: names, reading, writing, and what a kill leaves behind.
+//!
+//! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
+//! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
+//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, locked while another
+//! process waits for that. All but the first may be removed at any time
+//! when nothing runs, the first costs its making again.
+
+use std::ffi::OsString;
+use std::fs::{self, File, TryLockError};
+use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use arrow_array::UInt64Array;
+use arrow_ipc::MetadataVersion;
+use arrow_ipc::reader::{FileReader, StreamReader};
+use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
+use arrow_schema::ArrowError;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use crate::data::encode::Encoder;
+use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
+
+/// Version of the layout and of how rows are measured.
+const VERSION: u32 = 1;
+/// Rows of each batch of a file but its last.
+pub(super) const BATCH_ROWS: usize = 4096;
+/// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
+const ALIGNMENT: usize = 64;
+/// Key of our own metadata in the footer.
+const METADATA: &str = "trainer";
+
+/// Why the cache of a data file cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// The system refused.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Write {
+        /// A file in the cache folder, or the folder.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The format's writer refused; most often the disk is full.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What it said.
+        source: ArrowError,
+    },
+    /// The process may open no more files, or has no memory: no fault of a row.
+    #[error("cannot measure all rows: the process lacks open files or memory")]
+    Exhausted {
+        /// The row at which it showed.
+        source: Box<SampleError>,
+    },
+    /// The cache before is not there any more, or cannot be read any more.
+    #[error("cannot read the length cache `{}` again", .path.display())]
+    Lost {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The data file is not what it was when it was opened.
+    #[error("`{}` was written to while its rows were measured", .path.display())]
+    DataChanged {
+        /// As the config names it.
+        path: PathBuf,
+    },
+}
+
+impl CacheError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Write { .. } | Self::Format { .. } => {
+                "check free space and permissions, or set `data.cache_dir` to another folder"
+            }
+            Self::Exhausted { .. } => "raise the limit of open files (`ulimit -n`), or free memory",
+            Self::Lost { .. } => "run it again: what is lost is measured anew",
+            Self::DataChanged { .. } => {
+                "run it again when the file is complete: known rows are not measured again"
+            }
+        }
+    }
+
+    pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        |source| Self::Write { path: path.to_owned(), source }
+    }
+
+    fn format(path: &Path) -> impl FnOnce(ArrowError) -> Self {
+        |source| Self::Format { path: path.to_owned(), source }
+    }
+}
+
+/// What the footer says about the data file and the limits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Footer {
+    /// For people.
+    data_file: String,
+    rows: u64,
+    bytes: u64,
+    sha256: [u8; 32],
+    /// With it the data file need not be read to tell that it is the same.
+    stamp: Option<Stamp>,
+    /// Under which `length` and `visual_tokens` were computed.
+    pub(super) limits: String,
+}
+
+impl Footer {
+    pub(super) fn of(file: &JsonlFile, limits: String) -> Self {
+        Self {
+            data_file: file.path().display().to_string(),
+            rows: file.len() as u64,
+            bytes: file.num_bytes(),
+            sha256: file.fingerprint(),
+            stamp: file.stamp().cloned(),
+            limits,
+        }
+    }
+
+    /// Whether its rows are those of `file`.
+    pub(super) fn fits(&self, file: &JsonlFile) -> bool {
+        self.sha256 == file.fingerprint() && self.rows == file.len() as u64
+    }
+}
+
+/// Where the cache of one data file is.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    pub(super) path: PathBuf,
+}
+
+impl Place {
+    /// The name holds a hash of the data file's place, of where its images are, and of `text_key`.
+    pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
+        let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
+        key.update(text_key);
+        for path in [data, image_root] {
+            // a path that cannot be resolved cannot be read either
+            let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+            let name = path.as_os_str().as_encoded_bytes();
+            key.update((name.len() as u64).to_le_bytes());
+            key.update(name);
+        }
+        let key = format!("{:x}", key.finalize());
+        let mut name = data.file_stem().unwrap_or_default().to_owned();
+        name.push(format!("-{}.arrow", &key[..16]));
+        Self { path: folder.join(name) }
+    }
+
+    /// Of the cache of `file` in `folder`.
+    pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
+        Self::new(folder, file.path(), file.image_root(), encoder.text_key())
+    }
+
+    fn beside(&self, ending: &str) -> PathBuf {
+        let mut name = OsString::from(".");
+        name.push(self.path.file_name().unwrap_or_default());
+        name.push(ending);
+        self.path.with_file_name(name)
+    }
+
+    /// Creates the folder, and waits for any other process that writes this cache. A process that writes
+    /// it beside a run releases it as soon as another one waits.
+    pub(super) fn lock(&self) -> Result<Lock, CacheError> {
+        if let Some(lock) = self.try_lock()? {
+            return Ok(lock);
+        }
+        tracing::info!("waiting for `{}`, which another process writes", self.path.display());
+        let waiting = File::create(self.beside(".wanted"));
+        let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
+        let path = self.beside(".lock");
+        let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
+        drop(waiting); // without it this process only waits for longer
+        file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
+    }
+
+    /// Creates the folder; `None` if another process writes this cache.
+    pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        let path = self.beside(".lock");
+        Lock::of(File::create(&path)).map_err(CacheError::write(&path))
+    }
+
+    /// Whether another process waits in [`Self::lock`].
+    pub(super) fn is_wanted(&self) -> bool {
+        let file = File::open(self.beside(".wanted"));
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    }
+
+    /// The cache, if there is a whole one; one that cannot be read counts as none.
+    pub(super) fn read(&self) -> Option<(Footer, Batches)> {
+        let (footer, reader) = self.or_warn(self.open(None))?;
+        Some((footer, Batches { place: self.clone(), reader }))
+    }
+
+    /// The index of the data file that bears `stamp`, if the cache knows it.
+    pub(super) fn index(&self, stamp: &Stamp) -> Option<LineIndex> {
+        let read = || {
+            let Some((footer, reader)) = self.open(Some(INDEX_COLUMNS.to_vec()))? else {
+                return Ok(None);
+            };
+            if footer.stamp.as_ref() != Some(stamp) {
+                return Ok(None);
+            }
+            let mut rows = Vec::with_capacity(footer.rows as usize);
+            for batch in reader {
+                let batch = batch?;
+                let offset: UInt64Array = column(&batch, "offset")?;
+                let line: UInt64Array = column(&batch, "line")?;
+                rows.extend(offset.values().iter().copied().zip(line.values().iter().copied()));
+            }
+            let complete = rows.len() as u64 == footer.rows;
+            let index = LineIndex::of_rows(rows.into_iter(), footer.bytes, footer.sha256);
+            Ok(complete.then_some(index))
+        };
+        self.or_warn(read())
+    }
+
+    /// What killed processes have left, as far as it is whole: the newer rows last.
+    pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
+        let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
+        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
+        if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
+            // of the two the longer one outlives the next kill; refused, work is lost and nothing else
+            let _ = fs::rename(&temporary, &partial);
+        }
+        found.extend(newer);
+        found
+    }
+
+    /// Drops what killed processes have left: the cache has all of it.
+    pub(super) fn forget_partial(&self, lock: &Lock) {
+        if lock.may_write(self).is_ok() {
+            for ending in LEFT_BEHIND {
+                let _ = fs::remove_file(self.beside(ending));
+            }
+        }
+    }
+
+    fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
+        let file = match File::open(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let reader = FileReader::try_new(BufReader::with_capacity(1 << 20, file), columns)?;
+        let footer = reader.custom_metadata().get(METADATA).map_or("", String::as_str);
+        let footer = serde_json::from_str(footer);
+        let footer = footer.map_err(|error| ArrowError::ExternalError(error.into()))?;
+        Ok(Some((footer, reader)))
+    }
+
+    fn or_warn<T>(&self, result: Result<Option<T>, ArrowError>) -> Option<T> {
+        result.unwrap_or_else(|error| {
+            let path = self.path.display();
+            tracing::warn!(%path, %error, "the length cache cannot be read: it is made anew");
+            None
+        })
+    }
+}
+
+/// Endings of what a kill leaves behind, the older one first.
+const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
+
+/// The right to a cache, until it is dropped.
+#[derive(Debug)]
+pub(super) enum Lock {
+    /// Nobody else writes it.
+    Held { _file: File },
+    /// This process may not write it, and why; it may read it, for what is there is whole.
+    ReadOnly(io::ErrorKind),
+}
+
+impl Lock {
+    /// `None` if another process holds it.
+    fn of(file: io::Result<File>) -> io::Result<Option<Self>> {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match file {
+            Err(error) if matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem) => {
+                Ok(Some(Self::ReadOnly(error.kind())))
+            }
+            file => {
+                let file = file?;
+                // Some network file systems know no locks: any other answer is a yes.
+                let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+                Ok((!is_taken).then_some(Self::Held { _file: file }))
+            }
+        }
+    }
+
+    pub(super) fn may_write(&self, place: &Place) -> Result<(), CacheError> {
+        match self {
+            Self::Held { .. } => Ok(()),
+            Self::ReadOnly(why) => Err(CacheError::write(&place.path)((*why).into())),
+        }
+    }
+}
+
+type Reader = FileReader<BufReader<File>>;
+
+/// The rows of a cache, as far as they can be read.
+pub(super) struct Batches {
+    place: Place,
+    reader: Reader,
+}
+
+impl Iterator for Batches {
+    type Item = Rows;
+
+    fn next(&mut self) -> Option<Rows> {
+        let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
+        self.place.or_warn(rows.map(Some))
+    }
+}
+
+/// The batches at the beginning of a file whose writer was killed.
+fn read_stream(path: &Path) -> Vec<Rows> {
+    let Ok(mut file) = File::open(path) else { return Vec::new() };
+    if file.seek(SeekFrom::Start(ALIGNMENT as u64)).is_err() {
+        return Vec::new();
+    }
+    let Ok(reader) = StreamReader::try_new(BufReader::new(&file), None) else {
+        return Vec::new();
+    };
+    reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()
+}
+
+/// A cache on its way to disk.
+pub(super) struct Writer {
+    place: Place,
+    temporary: PathBuf,
+    file: FileWriter<BufWriter<File>>,
+}
+
+impl Writer {
+    pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
+        let temporary = place.beside(".tmp");
+        let file = File::create(&temporary).map_err(CacheError::write(&temporary))?;
+        let file = BufWriter::with_capacity(1 << 20, file);
+        let format = || {
+            let options = IpcWriteOptions::try_new(ALIGNMENT, false, MetadataVersion::V5)?;
+            FileWriter::try_new_with_options(file, &schema(), options)
+        };
+        let file = format().map_err(CacheError::format(&temporary))?;
+        Ok(Self { place: place.clone(), temporary, file })
+    }
+
+    /// After it a kill no longer costs these rows.
+    pub(super) fn write(&mut self, rows: &Rows) -> Result<(), CacheError> {
+        let mut write = || {
+            self.file.write(&rows.to_batch()?)?;
+            self.file.flush()
+        };
+        write().map_err(CacheError::format(&self.temporary))
+    }
+
+    /// Puts the whole file in the place of an older one.
+    pub(super) fn finish(self, footer: &Footer) -> Result<(), CacheError> {
+        let Self { place, temporary, mut file } = self;
+        let text = serde_json::to_string(footer).expect("plain values");
+        file.write_metadata(METADATA, text);
+        let finish = || {
+            file.finish()?;
+            file.into_inner()
+        };
+        let file = finish().map_err(CacheError::format(&temporary))?;
+        let sync = || {
+            let mut file = file;
+            file.flush()?;
+            file.get_ref().sync_all()?;
+            fs::rename(&temporary, &place.path)?;
+            File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
+        };
+        sync().map_err(CacheError::write(&temporary))?;
+        // all of it is in the new file
+        let _ = fs::remove_file(place.beside(".partial"));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_may_not_be_made_is_the_right_to_read() {
+        use io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
+        for why in [PermissionDenied, ReadOnlyFilesystem] {
+            let lock = Lock::of(Err(why.into())).unwrap().unwrap();
+            let place = Place { path: "a.arrow".into() };
+            assert!(matches!(lock.may_write(&place), Err(CacheError::Write { .. })));
+        }
+        assert!(Lock::of(Err(NotFound.into())).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = Lock::of(File::create(&path)).unwrap().unwrap();
+        assert!(held.may_write(&Place { path: "a.arrow".into() }).is_ok());
+        assert!(Lock::of(File::create(&path)).unwrap().is_none());
+        drop(held);
+        assert!(Lock::of(File::create(&path)).unwrap().is_some());
+    }
+}

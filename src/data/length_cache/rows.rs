@@ -1,0 +1,433 @@
+//! Rows of the cache in the columns of Arrow: what a user reads with pandas or polars, and what the
+//! program reads itself.
+
+use std::sync::Arc;
+
+use arrow_array::builder::{
+    FixedSizeBinaryBuilder, Int64Builder, ListBuilder, StringBuilder, StructBuilder, UInt32Builder,
+    UInt64Builder,
+};
+use arrow_array::{
+    Array, ArrayRef, FixedSizeBinaryArray, Int64Array, ListArray, RecordBatch, StringArray,
+    StructArray, UInt32Array, UInt64Array,
+};
+use arrow_schema::{ArrowError, DataType, Field, Fields, Schema};
+
+use crate::data::encode::Measured;
+use crate::data::encode::truncate::Outline;
+use crate::data::source::ImageStamp;
+
+/// Bytes of a row's content hash.
+pub(super) const HASH_BYTES: usize = 16;
+
+/// What is known of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) line: u64,
+    pub(super) offset: u64,
+    pub(super) hash: [u8; HASH_BYTES],
+    pub(super) outcome: Outcome,
+}
+
+/// What came of measuring a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It can be encoded, as far as headers tell.
+    Measured {
+        /// Its counts.
+        measured: Measured,
+        /// The file of each image; none of those in data URIs.
+        images: Vec<Option<ImageFile>>,
+        /// The files of its videos: frames, or the video itself.
+        videos: Vec<ImageFile>,
+    },
+    /// It cannot.
+    Rejected {
+        /// The key under which it is counted.
+        reason: String,
+        /// What is wrong, without file and line.
+        message: String,
+    },
+}
+
+/// The file of an image, a frame or a video.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ImageFile {
+    /// As the row writes it.
+    pub(super) path: String,
+    pub(super) stamp: ImageStamp,
+}
+
+/// Lengths under the limits of today, for readers of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lengths {
+    pub(super) tokens: usize,
+    pub(super) visual_tokens: usize,
+}
+
+/// Sides of the files of videos in the list of images.
+const NO_PICTURE: [u32; 2] = [0, 0];
+
+fn image_fields() -> Fields {
+    Fields::from(vec![
+        Field::new("height", DataType::UInt32, false),
+        Field::new("width", DataType::UInt32, false),
+        Field::new("file", DataType::Utf8, true),
+        Field::new("bytes", DataType::UInt64, false),
+        Field::new("mtime_ns", DataType::Int64, false),
+    ])
+}
+
+/// The columns of the file.
+pub(super) fn schema() -> Schema {
+    let image = Field::new("image", DataType::Struct(image_fields()), false);
+    Schema::new(vec![
+        Field::new("line", DataType::UInt64, false),
+        Field::new("offset", DataType::UInt64, false),
+        Field::new("hash", DataType::FixedSizeBinary(HASH_BYTES as i32), false),
+        Field::new("length", DataType::UInt32, true),
+        Field::new("visual_tokens", DataType::UInt32, true),
+        Field::new("supervised_tokens", DataType::UInt32, true),
+        Field::new("text_tokens", DataType::UInt32, false),
+        Field::new("mark_tokens", DataType::UInt32, false),
+        Field::new("text_before_media", DataType::UInt32, false),
+        Field::new("first_target", DataType::UInt32, true),
+        Field::new("last_target", DataType::UInt32, true),
+        Field::new("images", DataType::List(Arc::new(image)), false),
+        Field::new("video_patches", DataType::UInt32, false),
+        Field::new("reject_reason", DataType::Utf8, true),
+        Field::new("reject_message", DataType::Utf8, true),
+    ])
+}
+
+/// Columns that alone say where the rows of the data file begin.
+pub(super) const INDEX_COLUMNS: [usize; 2] = [0, 1];
+
+/// Some rows, column by column.
+#[derive(Debug, Clone)]
+pub(super) struct Rows {
+    pub(super) line: UInt64Array,
+    pub(super) offset: UInt64Array,
+    hash: FixedSizeBinaryArray,
+    length: UInt32Array,
+    visual_tokens: UInt32Array,
+    supervised_tokens: UInt32Array,
+    text_tokens: UInt32Array,
+    mark_tokens: UInt32Array,
+    text_before_media: UInt32Array,
+    first_target: UInt32Array,
+    last_target: UInt32Array,
+    images: ListArray,
+    video_patches: UInt32Array,
+    height: UInt32Array,
+    width: UInt32Array,
+    file: StringArray,
+    bytes: UInt64Array,
+    mtime_ns: Int64Array,
+    reject_reason: StringArray,
+    reject_message: StringArray,
+}
+
+/// A column by its name; Arrow's own error if it is missing or of another type.
+pub(super) fn column<A: Array + Clone + 'static>(
+    batch: &RecordBatch,
+    name: &str,
+) -> Result<A, ArrowError> {
+    let column = batch.column_by_name(name);
+    typed(column, name)
+}
+
+fn typed<A: Array + Clone + 'static>(
+    column: Option<&ArrayRef>,
+    name: &str,
+) -> Result<A, ArrowError> {
+    let found = column.and_then(|column| column.as_any().downcast_ref::<A>());
+    found.cloned().ok_or_else(|| ArrowError::SchemaError(format!("column `{name}`")))
+}
+
+impl Rows {
+    /// From a batch of the file.
+    pub(super) fn from_batch(batch: &RecordBatch) -> Result<Self, ArrowError> {
+        let images: ListArray = column(batch, "images")?;
+        let structs = images.values().as_any().downcast_ref::<StructArray>();
+        let structs =
+            structs.ok_or_else(|| ArrowError::SchemaError("column `images`".to_owned()))?;
+        Ok(Self {
+            line: column(batch, "line")?,
+            offset: column(batch, "offset")?,
+            hash: column(batch, "hash")?,
+            length: column(batch, "length")?,
+            visual_tokens: column(batch, "visual_tokens")?,
+            supervised_tokens: column(batch, "supervised_tokens")?,
+            text_tokens: column(batch, "text_tokens")?,
+            mark_tokens: column(batch, "mark_tokens")?,
+            text_before_media: column(batch, "text_before_media")?,
+            first_target: column(batch, "first_target")?,
+            last_target: column(batch, "last_target")?,
+            video_patches: column(batch, "video_patches")?,
+            height: typed(structs.column_by_name("height"), "height")?,
+            width: typed(structs.column_by_name("width"), "width")?,
+            file: typed(structs.column_by_name("file"), "file")?,
+            bytes: typed(structs.column_by_name("bytes"), "bytes")?,
+            mtime_ns: typed(structs.column_by_name("mtime_ns"), "mtime_ns")?,
+            images,
+            reject_reason: column(batch, "reject_reason")?,
+            reject_message: column(batch, "reject_message")?,
+        })
+    }
+
+    /// From entries, and the lengths of those that are measured.
+    pub(super) fn from_entries(
+        entries: &[Entry],
+        lengths: impl Fn(&Measured) -> Lengths,
+    ) -> Result<Self, ArrowError> {
+        let [mut line, mut offset] = [(); 2].map(|()| UInt64Builder::with_capacity(entries.len()));
+        let mut video_patches = UInt32Builder::with_capacity(entries.len());
+        let mut hash = FixedSizeBinaryBuilder::new(HASH_BYTES as i32);
+        let [
+            mut length,
+            mut visual,
+            mut supervised,
+            mut text,
+            mut marks,
+            mut before,
+            mut first,
+            mut last,
+        ] = [(); 8].map(|()| UInt32Builder::with_capacity(entries.len()));
+        let [mut reason, mut message] = [(); 2].map(|()| StringBuilder::new());
+        let image = Field::new("image", DataType::Struct(image_fields()), false);
+        let structs = StructBuilder::from_fields(image_fields(), entries.len());
+        let mut images = ListBuilder::new(structs).with_field(image);
+        for entry in entries {
+            line.append_value(entry.line);
+            offset.append_value(entry.offset);
+            hash.append_value(entry.hash)?;
+            let (text_of, row_lengths) = match &entry.outcome {
+                Outcome::Measured { measured, images: files, videos } => {
+                    for (size, file) in measured.sizes.iter().zip(files) {
+                        append_image(images.values(), *size, file.as_ref());
+                    }
+                    for file in videos {
+                        append_image(images.values(), NO_PICTURE, Some(file));
+                    }
+                    video_patches.append_value(measured.video_patches);
+                    reason.append_null();
+                    message.append_null();
+                    (measured.text, Some(lengths(measured)))
+                }
+                Outcome::Rejected { reason: key, message: words } => {
+                    reason.append_value(key);
+                    message.append_value(words);
+                    video_patches.append_value(0);
+                    (Outline::default(), None)
+                }
+            };
+            images.append(true);
+            length.append_option(row_lengths.map(|lengths| lengths.tokens as u32));
+            visual.append_option(row_lengths.map(|lengths| lengths.visual_tokens as u32));
+            supervised.append_option(row_lengths.map(|_| text_of.num_targets as u32));
+            text.append_value(text_of.text_tokens as u32);
+            marks.append_value(text_of.media_tokens as u32);
+            before.append_value(text_of.text_before_media as u32);
+            first.append_option(text_of.ends.map(|ends| ends.0 as u32));
+            last.append_option(text_of.ends.map(|ends| ends.1 as u32));
+        }
+        let columns: Vec<ArrayRef> = vec![
+            Arc::new(line.finish()),
+            Arc::new(offset.finish()),
+            Arc::new(hash.finish()),
+            Arc::new(length.finish()),
+            Arc::new(visual.finish()),
+            Arc::new(supervised.finish()),
+            Arc::new(text.finish()),
+            Arc::new(marks.finish()),
+            Arc::new(before.finish()),
+            Arc::new(first.finish()),
+            Arc::new(last.finish()),
+            Arc::new(images.finish()),
+            Arc::new(video_patches.finish()),
+            Arc::new(reason.finish()),
+            Arc::new(message.finish()),
+        ];
+        Self::from_batch(&RecordBatch::try_new(Arc::new(schema()), columns)?)
+    }
+
+    /// As a batch of the file.
+    pub(super) fn to_batch(&self) -> Result<RecordBatch, ArrowError> {
+        let columns: [&dyn Array; 15] = [
+            &self.line,
+            &self.offset,
+            &self.hash,
+            &self.length,
+            &self.visual_tokens,
+            &self.supervised_tokens,
+            &self.text_tokens,
+            &self.mark_tokens,
+            &self.text_before_media,
+            &self.first_target,
+            &self.last_target,
+            &self.images,
+            &self.video_patches,
+            &self.reject_reason,
+            &self.reject_message,
+        ];
+        let columns = columns.map(|column| arrow_array::make_array(column.to_data()));
+        RecordBatch::try_new(Arc::new(schema()), columns.into())
+    }
+
+    /// The same rows with other lengths.
+    pub(super) fn with_lengths(self, lengths: impl Fn(&Measured) -> Lengths) -> Self {
+        let found: Vec<Option<Lengths>> = (0..self.len())
+            .map(|row| self.measured(row).ok().map(|measured| lengths(&measured)))
+            .collect();
+        let of = |part: fn(Lengths) -> usize| {
+            found.iter().map(|lengths| lengths.map(|lengths| part(lengths) as u32)).collect()
+        };
+        let length = of(|lengths| lengths.tokens);
+        Self { length, visual_tokens: of(|lengths| lengths.visual_tokens), ..self }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.line.len()
+    }
+
+    pub(super) fn hash(&self, row: usize) -> [u8; HASH_BYTES] {
+        self.hash.value(row).try_into().expect("the column has this width")
+    }
+
+    /// Reason and message of a row's rejection.
+    pub(super) fn rejected(&self, row: usize) -> Option<(&str, &str)> {
+        let is_rejected = self.reject_reason.is_valid(row);
+        is_rejected.then(|| (self.reject_reason.value(row), self.reject_message.value(row)))
+    }
+
+    /// What the row is, or reason and message of its rejection.
+    pub(super) fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
+        if let Some(rejected) = self.rejected(row) {
+            return Err(rejected);
+        }
+        let count = |column: &UInt32Array| column.value(row) as usize;
+        let is_known = self.first_target.is_valid(row) && self.last_target.is_valid(row);
+        let text = Outline {
+            text_tokens: count(&self.text_tokens),
+            media_tokens: count(&self.mark_tokens),
+            text_before_media: count(&self.text_before_media),
+            num_targets: count(&self.supervised_tokens),
+            ends: is_known.then(|| (count(&self.first_target), count(&self.last_target))),
+        };
+        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| *size != NO_PICTURE);
+        Ok(Measured { text, sizes: sizes.collect(), video_patches: self.video_patches.value(row) })
+    }
+
+    /// The files of the row's media.
+    pub(super) fn files(&self, row: usize) -> impl Iterator<Item = (&str, ImageStamp)> {
+        self.images(row).filter_map(|at| self.image_file(at))
+    }
+
+    fn size(&self, at: usize) -> [u32; 2] {
+        [self.height.value(at), self.width.value(at)]
+    }
+
+    fn image_file(&self, at: usize) -> Option<(&str, ImageStamp)> {
+        let stamp = ImageStamp { bytes: self.bytes.value(at), mtime_ns: self.mtime_ns.value(at) };
+        self.file.is_valid(at).then(|| (self.file.value(at), stamp))
+    }
+
+    /// The whole row.
+    pub(super) fn entry(&self, row: usize) -> Entry {
+        let outcome = match self.measured(row) {
+            Err((reason, message)) => {
+                Outcome::Rejected { reason: reason.to_owned(), message: message.to_owned() }
+            }
+            Ok(measured) => {
+                let file = |at| {
+                    let (path, stamp) = self.image_file(at)?;
+                    Some(ImageFile { path: path.to_owned(), stamp })
+                };
+                let first_video = self.images(row).start + measured.sizes.len();
+                Outcome::Measured {
+                    images: (self.images(row).start..first_video).map(file).collect(),
+                    videos: (first_video..self.images(row).end).filter_map(file).collect(),
+                    measured,
+                }
+            }
+        };
+        let (line, offset) = (self.line.value(row), self.offset.value(row));
+        Entry { line, offset, hash: self.hash(row), outcome }
+    }
+
+    fn images(&self, row: usize) -> std::ops::Range<usize> {
+        let offsets = self.images.value_offsets();
+        offsets[row] as usize..offsets[row + 1] as usize
+    }
+}
+
+fn append_image(images: &mut StructBuilder, [height, width]: [u32; 2], file: Option<&ImageFile>) {
+    const FIELDS: &str = "the builder has the fields of `image_fields`";
+    let stamp = file.map_or(ImageStamp { bytes: 0, mtime_ns: 0 }, |file| file.stamp);
+    images.field_builder::<UInt32Builder>(0).expect(FIELDS).append_value(height);
+    images.field_builder::<UInt32Builder>(1).expect(FIELDS).append_value(width);
+    let path = file.map(|file| file.path.as_str());
+    images.field_builder::<StringBuilder>(2).expect(FIELDS).append_option(path);
+    images.field_builder::<UInt64Builder>(3).expect(FIELDS).append_value(stamp.bytes);
+    images.field_builder::<Int64Builder>(4).expect(FIELDS).append_value(stamp.mtime_ns);
+    images.append(true);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_entry() -> impl Strategy<Value = Entry> {
+        let file =
+            (any::<u64>(), any::<i64>(), "[a-z/]{0,9}").prop_map(|(bytes, mtime_ns, path)| {
+                ImageFile { path, stamp: ImageStamp { bytes, mtime_ns } }
+            });
+        let image = ([1..=u32::MAX, 1..=u32::MAX], prop::option::of(file.clone()));
+        let media = (prop::collection::vec(image, 0..4), prop::collection::vec(file, 0..3));
+        let ends = prop::option::of((0usize..9, 0usize..9));
+        let counts = (0usize..99, 0usize..9, 0usize..99, 0usize..99);
+        let measured = (counts, ends, media, any::<u32>()).prop_map(
+            |(counts, ends, (images, videos), video_patches)| {
+                let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
+                let text =
+                    Outline { text_tokens, media_tokens, text_before_media, num_targets, ends };
+                let (sizes, images) = images.into_iter().unzip();
+                let measured = Measured { text, sizes, video_patches };
+                Outcome::Measured { measured, images, videos }
+            },
+        );
+        let rejected = ("[a-z_]{1,9}", ".{0,9}")
+            .prop_map(|(reason, message)| Outcome::Rejected { reason, message });
+        (any::<u64>(), any::<u64>(), any::<[u8; HASH_BYTES]>(), prop_oneof![measured, rejected])
+            .prop_map(|(line, offset, hash, outcome)| Entry { line, offset, hash, outcome })
+    }
+
+    proptest! {
+        #[test]
+        fn entries_come_back_as_they_were(entries in prop::collection::vec(any_entry(), 0..20)) {
+            let lengths = |measured: &Measured| Lengths {
+                tokens: measured.text.text_tokens + 5,
+                visual_tokens: measured.sizes.len(),
+            };
+            let rows = Rows::from_entries(&entries, lengths).unwrap();
+            let again = Rows::from_batch(&rows.to_batch().unwrap()).unwrap();
+            let found: Vec<_> = (0..again.len()).map(|row| again.entry(row)).collect();
+            prop_assert_eq!(&found, &entries);
+            let doubled = again.with_lengths(|measured| Lengths {
+                tokens: 2 * lengths(measured).tokens, visual_tokens: 3,
+            });
+            let batch = doubled.to_batch().unwrap();
+            let length: UInt32Array = column(&batch, "length").unwrap();
+            for (row, entry) in entries.iter().enumerate() {
+                let expected = match &entry.outcome {
+                    Outcome::Measured { measured, .. } => Some(2 * lengths(measured).tokens as u32),
+                    Outcome::Rejected { .. } => None,
+                };
+                prop_assert_eq!(length.is_valid(row).then(|| length.value(row)), expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Why a loader stops before the end of its data.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::batch::UnpadError;
+use crate::data::loader::collate::CollateError;
+use crate::data::row::Rejection;
+
+/// Why a loader stops before the end of its data.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum LoaderError {
+    /// A row cannot be used, and the config says that this stops the run.
+    #[error("{rejection}")]
+    Rejected {
+        /// The row and the reason.
+        rejection: Rejection,
+    },
+    /// More rows were rejected than the config allows.
+    #[error("{} of {rows_read} rows rejected ({}), at most a share of {max_rejected} may be{}",
+        rejected.values().sum::<u64>(), Counts(rejected), Examples(first))]
+    TooManyRejected {
+        /// Rows read since the run began.
+        rows_read: u64,
+        /// How many of them were rejected, by reason.
+        rejected: BTreeMap<String, u64>,
+        /// The share that is allowed.
+        max_rejected: f64,
+        /// The first few of them since the loader started.
+        first: Vec<Rejection>,
+        /// Those that no step has reported.
+        unreported: Vec<Rejection>,
+    },
+    /// An epoch from which nothing can be trained.
+    #[error(
+        "epoch {epoch} has no usable sample: it has {rows} rows, rejected so far: {}{}",
+        Counts(rejected),
+        Examples(first)
+    )]
+    EmptyEpoch {
+        /// Epochs before it.
+        epoch: u64,
+        /// Rows of an epoch.
+        rows: u64,
+        /// Rows rejected since the run began, by reason.
+        rejected: BTreeMap<String, u64>,
+        /// The first few of them since the loader started.
+        first: Vec<Rejection>,
+        /// Those that no step has reported.
+        unreported: Vec<Rejection>,
+    },
+    /// A saved state that other data made.
+    #[error("the saved position does not fit the data: {problem}")]
+    State {
+        /// What contradicts what.
+        problem: String,
+    },
+    /// A row that a saved state counts on cannot be read any more.
+    #[error("a row that was usable before the run was resumed is not any more: {rejection}")]
+    Changed {
+        /// The row and the reason.
+        rejection: Rejection,
+    },
+    /// Reading a row panicked.
+    #[error("{file}:{row}: reading the row panicked: {message}")]
+    Panicked {
+        /// The data file.
+        file: String,
+        /// Line in that file, starting at 1.
+        row: u64,
+        /// What the panic said.
+        message: String,
+    },
+    /// Samples that make no batch.
+    #[error(transparent)]
+    Collate(#[from] CollateError),
+    /// A batch that makes no stream.
+    #[error(transparent)]
+    Unpad(#[from] UnpadError),
+    /// The operating system gave no thread.
+    #[error("cannot start a loader thread: {message}")]
+    Spawn {
+        /// What it said.
+        message: String,
+    },
+    /// The thread that makes batches is gone.
+    #[error("the thread that assembles batches panicked: {message}")]
+    Crashed {
+        /// What the panic said.
+        message: String,
+    },
+}
+
+impl LoaderError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Rejected { rejection } if rejection.reason == "too_long" => {
+                "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`"
+            }
+            Self::Rejected { rejection } if rejection.reason == "overlong" => OVERLONG,
+            Self::Rejected { .. } => "repair the row, or skip such rows with `data.on_error: skip`",
+            Self::TooManyRejected { rejected, .. } | Self::EmptyEpoch { rejected, .. }
+                if mostly(rejected) == Some("overlong") =>
+            {
+                OVERLONG
+            }
+            Self::TooManyRejected { .. } => {
+                "repair the rows (`rejects.jsonl` lists all of them), or allow more with `data.max_rejected`"
+            }
+            Self::EmptyEpoch { .. } => {
+                "check that the data files have rows and that the length limits fit them"
+            }
+            Self::State { .. } | Self::Changed { .. } => {
+                "resume with the data and `data` config of the run that wrote the checkpoint"
+            }
+            Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
+            Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
+                "this is a mistake of the trainer: please report it with the row that it names"
+            }
+        }
+    }
+
+    /// Rejections that no step has reported, for `rejects.jsonl`.
+    pub fn unreported(&self) -> &[Rejection] {
+        match self {
+            Self::TooManyRejected { unreported, .. } | Self::EmptyEpoch { unreported, .. } => {
+                unreported
+            }
+            Self::Rejected { rejection } => std::slice::from_ref(rejection),
+            _ => &[],
+        }
+    }
+
+    /// With `rejections` before those that no step has reported: their steps were not either.
+    #[must_use]
+    pub(in crate::data) fn after(mut self, mut rejections: Vec<Rejection>) -> Self {
+        if let Self::TooManyRejected { unreported, .. } | Self::EmptyEpoch { unreported, .. } =
+            &mut self
+        {
+            rejections.append(unreported);
+            *unreported = rejections;
+        }
+        self
+    }
+}
+
+const OVERLONG: &str =
+    "raise `data.packing_length`, or let long samples go alone with `data.filter_overlong: false`";
+
+/// The most frequent reason.
+fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
+    rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
+}
+
+/// `2 overlong, 1 json`
+struct Counts<'a>(&'a BTreeMap<String, u64>);
+
+impl fmt::Display for Counts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return f.write_str("none");
+        }
+        for (index, (reason, count)) in self.0.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(f, "{comma}{count} {reason}")?;
+        }
+        Ok(())
+    }
+}
+
+/// One line a row.
+struct Examples<'a>(&'a [Rejection]);
+
+impl fmt::Display for Examples<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|rejection| write!(f, "\n  {rejection}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_many_rejected_rows_are_counted_by_reason_and_the_first_are_named() {
+        let rejection = |row, message: &str| Rejection {
+            file: "a.jsonl".to_owned(),
+            row,
+            reason: "json".to_owned(),
+            message: message.to_owned(),
+        };
+        let error = LoaderError::TooManyRejected {
+            rows_read: 100,
+            rejected: [("json".to_owned(), 2), ("overlong".to_owned(), 1)].into(),
+            max_rejected: 0.01,
+            first: vec![rejection(3, "bad brace"), rejection(9, "a.jsonl:9: no colon")],
+            unreported: Vec::new(),
+        };
+        assert_eq!(
+            error.to_string(),
+            "3 of 100 rows rejected (2 json, 1 overlong), at most a share of 0.01 may be\n  \
+             a.jsonl:3: bad brace\n  a.jsonl:9: no colon"
+        );
+    }
+}

@@ -1,0 +1,266 @@
+//! How many steps a run will have, from lengths alone.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::data::dataset::order::Order;
+use crate::data::dataset::row_reader::RowReader;
+use crate::data::loader::steps::{Assembly, Step};
+use crate::data::loader::workers::{Limits, Workers};
+use crate::data::loader::{DataState, LoaderError, LoaderOptions};
+use crate::data::packing::Item;
+use crate::data::row::{Length, Rejection, Row};
+
+/// Rows measured ahead of the one that is stored next.
+const AHEAD_ROWS: usize = 1024;
+/// Rows between two calls of the progress function.
+const PROGRESS_ROWS: u64 = 64;
+
+/// What a run over the data will do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Packs, or samples with packing off.
+    pub packs: u64,
+    /// Samples, each as often as it is seen.
+    pub samples: u64,
+    /// Tokens, vision tokens included.
+    pub tokens: u64,
+    /// Rows read, usable or not.
+    pub rows_read: u64,
+    /// How many of them will be rejected, by reason.
+    pub rejected: BTreeMap<String, u64>,
+}
+
+/// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
+///
+/// The numbers are exact but for rows that only decoding an image finds broken, which leave gaps in their
+/// packs: steps are fewer only if one of them has no other row. It fails where the loader would, and its
+/// error has the rejections of all the steps before. `epochs` counts instead of those of `options`;
+/// `progress` is told rows measured and rows in all.
+pub fn plan(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Plan, LoaderError> {
+    let mut plan =
+        Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
+    let mut rejected = Vec::new();
+    simulate(reader, order, options, epochs, progress, |step| {
+        plan.steps += 1;
+        plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+        plan.samples += step.samples().count() as u64;
+        plan.tokens += step.num_tokens() as u64;
+        rejected.extend(step.rejected);
+        plan.rows_read = step.state.rows_read;
+        plan.rejected = step.state.rejected;
+    })
+    .map_err(|error| error.after(rejected))?;
+    Ok(plan)
+}
+
+/// The packs of the first epoch, in the order in which they are consumed: rows and their tokens.
+pub fn first_epoch_packs(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Vec<Vec<(Row, usize)>>, LoaderError> {
+    let rows = order.epoch(0);
+    let mut packs = Vec::new();
+    simulate(reader, order, options, 1, progress, |step| {
+        for pack in step.micro_batches.into_iter().flatten() {
+            let row = |item: Item<()>| (rows[item.position as usize], item.length.tokens);
+            packs.push(pack.into_iter().map(row).collect());
+        }
+    })?;
+    Ok(packs)
+}
+
+/// Measures every row once, then gives the steps that a loader would, without their samples.
+fn simulate(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+    mut each: impl FnMut(Step<()>),
+) -> Result<(), LoaderError> {
+    if epochs == 0 {
+        return Ok(());
+    }
+    let start = DataState::default();
+    start.check_epoch(order.len())?;
+    let lengths = measure(reader, order, options, epochs, progress)?;
+    let no_samples = |_| unreachable!("a run that begins holds no samples");
+    let mut assembly = Assembly::resume(*options, order.epoch_sizes(), start, no_samples)?;
+    for row in (0..epochs).flat_map(|epoch| order.epoch(epoch)) {
+        let outcome = match reader.uniform_length(row.dataset) {
+            Some(length) => Ok(length),
+            None => lengths[row.dataset as usize][row.row as usize]
+                .clone()
+                .expect("every row of these epochs is measured"),
+        };
+        let outcome = outcome.map(|length| (length, ())).map_err(|rejection| *rejection);
+        assembly.push(outcome, || reader.id(row))?;
+        while let Some(step) = assembly.pop() {
+            each(step);
+        }
+    }
+    Ok(())
+}
+
+/// What is known of a row; `None` before it is measured. Rejections are few, so they are boxed.
+type Measured = Option<Result<Length, Box<Rejection>>>;
+
+/// The length of each row that the epochs see, by data set and row.
+fn measure(
+    reader: &Arc<dyn RowReader>,
+    order: &Order,
+    options: &LoaderOptions,
+    epochs: u64,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Vec<Vec<Measured>>, LoaderError> {
+    let varying = |dataset| reader.uniform_length(dataset).is_none();
+    let rows = distinct_rows(order, epochs, &varying);
+    let total = rows.len() as u64;
+    let limits = Limits { workers: options.workers, items: AHEAD_ROWS, bytes: u64::MAX };
+    let measurer = Arc::clone(reader);
+    let measure = move |row, ()| measurer.length(row).map_err(Box::new);
+    let workers = Workers::start(rows.into_iter().map(|row| (row, ())), measure, |_| 0, limits)
+        .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
+    let mut lengths: Vec<Vec<Measured>> =
+        measured_rows(order, &varying).map(|rows| vec![None; rows as usize]).collect();
+    let mut done = 0;
+    while let Some((row, result)) = workers.next() {
+        let length = result.map_err(|message| {
+            let id = reader.id(row);
+            LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
+        })?;
+        lengths[row.dataset as usize][row.row as usize] = Some(length);
+        done += 1;
+        if done % PROGRESS_ROWS == 0 || done == total {
+            progress(done, total);
+        }
+    }
+    Ok(lengths)
+}
+
+/// Rows to measure of each data set: none where all rows are alike.
+fn measured_rows(order: &Order, varying: &dyn Fn(u32) -> bool) -> impl Iterator<Item = u32> {
+    (0u32..).zip(order.dataset_rows()).map(|(set, rows)| if varying(set) { rows } else { 0 })
+}
+
+/// Each row that the epochs see, once, in the order of the files; of data sets whose rows vary.
+fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<Row> {
+    let mut seen: Vec<Vec<bool>> =
+        measured_rows(order, varying).map(|rows| vec![false; rows as usize]).collect();
+    let mut unseen: u64 = measured_rows(order, varying).map(u64::from).sum();
+    for epoch in 0..epochs {
+        if unseen == 0 {
+            break;
+        }
+        for row in order.epoch(epoch) {
+            if let Some(seen) = seen[row.dataset as usize].get_mut(row.row as usize) {
+                unseen -= u64::from(!*seen);
+                *seen = true;
+            }
+        }
+    }
+    let rows = |(dataset, seen): (u32, Vec<bool>)| {
+        let seen = (0u32..).zip(seen).filter(|(_, seen)| *seen);
+        seen.map(move |(row, _)| Row { dataset, row })
+    };
+    (0u32..).zip(seen).flat_map(rows).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::num::NonZeroU64;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::config::{OnError, PackingStrategy};
+    use crate::data::dataset::order::{DatasetShare, RowOrder};
+    use crate::data::loader::test_reader::{
+        Kind, TestReader, any_options, any_readable_rows, options, order,
+    };
+    use crate::data::loader::{Loader, StepData};
+
+    fn reader(rows: &[Kind]) -> Arc<dyn RowReader> {
+        Arc::new(TestReader(rows.to_vec()))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn a_plan_has_the_steps_that_the_loader_yields(
+            rows in any_readable_rows(), options in any_options(), weight in 1u32..250, epochs in 1u64..4
+        ) {
+            let weight = f64::from(weight) / 100.0;
+            let share = DatasetShare { rows: rows.len() as u64, weight };
+            let order = Order::new(&[share], RowOrder::Shuffled, 3, [9; 32]).unwrap();
+            let options = LoaderOptions { epochs: NonZeroU64::new(epochs), ..options };
+            let planned = plan(&reader(&rows), &order, &options, epochs, &|_, _| ());
+            let mut loader = Loader::start(reader(&rows), order, options, DataState::default());
+            let mut steps: Vec<StepData> = Vec::new();
+            let mut failed = None;
+            for step in std::iter::from_fn(|| loader.next_step()) {
+                match step {
+                    Ok(step) => steps.push(step),
+                    Err(error) => failed = Some(error),
+                }
+            }
+            // a low weight may leave an epoch without a usable row: then both say so, in the same
+            // words, the plan with the rejections that the loader told step by step
+            let told = || steps.iter().flat_map(|step| step.rejected.clone()).collect();
+            let failed = failed.map(|error| error.after(told()));
+            let Ok(planned) = planned.as_ref() else {
+                prop_assert_eq!(planned.err(), failed);
+                return Ok(());
+            };
+            prop_assert_eq!(failed, None);
+            let sum = |count: fn(&StepData) -> usize| steps.iter().map(count).sum::<usize>() as u64;
+            prop_assert_eq!(planned.steps, steps.len() as u64);
+            prop_assert_eq!(planned.samples, sum(|step| step.num_samples));
+            prop_assert_eq!(planned.tokens, sum(|step| step.num_tokens));
+            let last = steps.into_iter().next_back().unwrap().state;
+            prop_assert_eq!((planned.rows_read, &planned.rejected), (last.rows_read, &last.rejected));
+        }
+    }
+
+    #[test]
+    fn each_row_is_measured_once_and_progress_ends_at_all_of_them() {
+        let rows = [Kind::Text(3); 150];
+        let order = order(rows.len(), RowOrder::Shuffled);
+        let told = Cell::new((0, 0));
+        let progress = |done, total| {
+            assert!(done > told.get().0);
+            told.set((done, total));
+        };
+        let options = options(PackingStrategy::Sequential);
+        let plan = plan(&reader(&rows), &order, &options, 3, &progress).unwrap();
+        assert_eq!(told.get(), (150, 150));
+        // 21 samples of 3 tokens fill 63 of 64; 4 packs a step
+        assert_eq!((plan.packs, plan.steps, plan.samples), (3 * 8, 3 * 2, 450));
+    }
+
+    #[test]
+    fn a_plan_fails_where_the_run_would() {
+        let options = options(PackingStrategy::BestFit);
+        let order = order(2, RowOrder::File);
+        let plan = |rows: &[Kind], options| plan(&reader(rows), &order, &options, 1, &|_, _| ());
+        let error = plan(&[Kind::Text(1), Kind::Panic], options).unwrap_err();
+        assert!(matches!(error, LoaderError::Panicked { row: 2, .. }), "{error}");
+        let stop = LoaderOptions { on_error: OnError::Stop, ..options };
+        let error = plan(&[Kind::Broken, Kind::Text(1)], stop).unwrap_err();
+        assert!(matches!(error, LoaderError::Rejected { .. }), "{error}");
+        assert_eq!(plan(&[Kind::BrokenPixels(1), Kind::Text(1)], stop).unwrap().samples, 2);
+    }
+}

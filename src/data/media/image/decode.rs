@@ -1,0 +1,294 @@
+//! Decodes the bytes of an image to upright 8-bit RGB, `[height, width, 3]`.
+//!
+//! Grey is repeated for the three channels, palettes are expanded, 16-bit values become
+//! `round(value / 257)`, and every kind of transparency is composited on white with the arithmetic
+//! of Pillow's `alpha_composite`. Only the first frame of an animation is decoded. Incomplete files
+//! are errors, with one exception: a JPEG that was truncated and then closed with an end marker is
+//! accepted, as in Pillow.
+
+use std::error::Error;
+use std::io::Cursor;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+
+use super::header::{Header, swaps_sides};
+
+/// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
+/// is allocated for them.
+pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
+
+/// 8-bit RGB, `[height, width, 3]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct Rgb {
+    pub(in crate::data) width: usize,
+    pub(in crate::data) height: usize,
+    pub(in crate::data) data: Vec<u8>,
+}
+
+/// The reason why bytes cannot be decoded, without the name of the image.
+#[derive(Debug)]
+pub(super) enum DecodeError {
+    /// The format is not supported.
+    UnknownFormat,
+    /// The header declares more than [`MAX_PIXELS`].
+    TooLarge { width: u32, height: u32 },
+    /// The image is damaged or incomplete.
+    Broken(Box<dyn Error + Send + Sync>),
+}
+
+impl From<image::ImageError> for DecodeError {
+    fn from(error: image::ImageError) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+impl From<std::io::Error> for DecodeError {
+    fn from(error: std::io::Error) -> Self {
+        if error.kind() == std::io::ErrorKind::UnexpectedEof {
+            return Self::Broken("the file is truncated".into());
+        }
+        Self::Broken(error.into())
+    }
+}
+
+/// Decodes the bytes of a whole file.
+pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    // A decoder that panics on a damaged image must not stop the run: reject only this image.
+    catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes)))
+        .unwrap_or_else(|_| Err(DecodeError::Broken("the decoder panicked".into())))
+}
+
+fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    let header = Header::read(&mut Cursor::new(bytes))?;
+    // The decoders accept incomplete files: missing pixels become grey, and an orientation that is
+    // stored after the pixels is lost.
+    let complete = match header.format {
+        ImageFormat::Jpeg => jpeg_has_an_end(bytes),
+        ImageFormat::WebP => riff_is_whole(bytes),
+        ImageFormat::Png => png_has_an_end(bytes),
+        _ => true,
+    };
+    if !complete {
+        return Err(DecodeError::Broken("the file is truncated".into()));
+    }
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), header.format);
+    let mut limits = Limits::no_limits();
+    // The widest layout has 8 bytes per pixel; allow the same again for the decoder's buffers.
+    limits.max_alloc = Some(MAX_PIXELS * 16);
+    reader.limits(limits);
+    let image = reader.decode()?;
+    if (image.width(), image.height()) != (header.width, header.height) {
+        return Err(DecodeError::Broken("its pixels and its header differ in size".into()));
+    }
+    Ok(upright(to_rgb(image)?, header.orientation))
+}
+
+/// Returns whether the file has an end-of-image marker after its scans.
+///
+/// Inside a scan, `ff` is followed by `00` or by a restart marker. Other segments have a length.
+fn jpeg_has_an_end(bytes: &[u8]) -> bool {
+    let mut at = 2;
+    let mut in_scan = false;
+    while let Some(found) = bytes.get(at..).and_then(|rest| rest.iter().position(|b| *b == 0xff)) {
+        at += found + 1;
+        match bytes.get(at) {
+            Some(0xd9) => return true,
+            Some(0xff) => {}
+            Some(0x00 | 0x01 | 0xd0..=0xd8) => at += 1,
+            Some(0xc0..=0xfe) => {
+                in_scan |= bytes[at] == 0xda;
+                let Some(length) = bytes[at + 1..].first_chunk() else { return false };
+                at += 1 + usize::from(u16::from_be_bytes(*length));
+            }
+            Some(_) if in_scan => at += 1, // the scan is damaged: the decoder reports it
+            _ => return false,
+        }
+    }
+    false
+}
+
+/// Returns whether the chunks end with `IEND`.
+fn png_has_an_end(bytes: &[u8]) -> bool {
+    let mut at = 8;
+    while let Some([l0, l1, l2, l3, kind @ ..]) = bytes.get(at..).and_then(<[u8]>::first_chunk::<8>)
+    {
+        if kind == b"IEND" {
+            return true;
+        }
+        at += 12 + u32::from_be_bytes([*l0, *l1, *l2, *l3]) as usize;
+    }
+    false
+}
+
+/// Returns whether the file has all bytes that the RIFF container declares.
+fn riff_is_whole(bytes: &[u8]) -> bool {
+    bytes[4..]
+        .first_chunk()
+        .is_some_and(|size| bytes.len() as u64 >= 8 + u64::from(u32::from_le_bytes(*size)))
+}
+
+fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
+    let (width, height) = (image.width() as usize, image.height() as usize);
+    let data = match image {
+        DynamicImage::ImageRgb8(pixels) => pixels.into_raw(),
+        DynamicImage::ImageLuma8(pixels) => grey(&pixels),
+        DynamicImage::ImageLuma16(pixels) => grey(&eight_bits(&pixels)),
+        DynamicImage::ImageLumaA8(pixels) => grey_alpha(&pixels),
+        DynamicImage::ImageLumaA16(pixels) => grey_alpha(&eight_bits(&pixels)),
+        DynamicImage::ImageRgb16(pixels) => eight_bits(&pixels),
+        DynamicImage::ImageRgba8(pixels) => rgb_alpha(&pixels),
+        DynamicImage::ImageRgba16(pixels) => rgb_alpha(&eight_bits(&pixels)),
+        other => {
+            let problem = format!("colour type `{:?}` is not supported", other.color());
+            return Err(DecodeError::Broken(problem.into()));
+        }
+    };
+    Ok(Rgb { width, height, data })
+}
+
+/// Converts 16-bit to 8-bit values by `round(value / 257)`: 65535 becomes 255.
+fn eight_bits(values: &[u16]) -> Vec<u8> {
+    values.iter().map(|value| ((u32::from(*value) + 128) / 257) as u8).collect()
+}
+
+fn grey(values: &[u8]) -> Vec<u8> {
+    values.iter().flat_map(|value| [*value; 3]).collect()
+}
+
+fn grey_alpha(pixels: &[u8]) -> Vec<u8> {
+    pixels.as_chunks().0.iter().flat_map(|[value, alpha]| [on_white(*value, *alpha); 3]).collect()
+}
+
+fn rgb_alpha(pixels: &[u8]) -> Vec<u8> {
+    let pixels = pixels.as_chunks::<4>().0;
+    pixels.iter().flat_map(|[r, g, b, alpha]| [*r, *g, *b].map(|c| on_white(c, *alpha))).collect()
+}
+
+/// Composites `value` on white, rounded as in Pillow's `alpha_composite`.
+fn on_white(value: u8, alpha: u8) -> u8 {
+    let (value, alpha) = (u32::from(value), u32::from(alpha));
+    let sum = ((value * alpha + 255 * (255 - alpha)) << 7) + (0x80 << 7);
+    ((((sum >> 8) + sum) >> 8) >> 7) as u8
+}
+
+/// Applies an EXIF orientation. Each row of the result reads the source with a fixed stride.
+pub(in crate::data) fn upright(image: Rgb, orientation: Orientation) -> Rgb {
+    // Copy in square tiles, so that a column of the source stays in the cache.
+    const TILE: usize = 64;
+    let (w, h) = (image.width as isize, image.height as isize);
+    // Index of the source pixel for (0, 0) of the result, and its increments per step right and
+    // per step down.
+    let (origin, right, down) = match orientation {
+        Orientation::NoTransforms => return image,
+        Orientation::FlipHorizontal => (w - 1, -1, w),
+        Orientation::Rotate180 => (w * h - 1, -1, -w),
+        Orientation::FlipVertical => (w * (h - 1), 1, -w),
+        Orientation::Rotate90FlipH => (0, w, 1),
+        Orientation::Rotate90 => (w * (h - 1), -w, 1),
+        Orientation::Rotate270FlipH => (w * h - 1, -w, -1),
+        Orientation::Rotate270 => (w - 1, w, -1),
+    };
+    let (width, height) = if swaps_sides(orientation) {
+        (image.height, image.width)
+    } else {
+        (image.width, image.height)
+    };
+    let source = image.data.as_chunks::<3>().0;
+    let mut data = vec![0; image.data.len()];
+    let target = data.as_chunks_mut::<3>().0;
+    for top in (0..height).step_by(TILE) {
+        for left in (0..width).step_by(TILE) {
+            for y in top..height.min(top + TILE) {
+                for x in left..width.min(left + TILE) {
+                    let from = origin + x as isize * right + y as isize * down;
+                    target[y * width + x] = source[from as usize];
+                }
+            }
+        }
+    }
+    Rgb { width, height, data }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::golden;
+    use super::*;
+
+    /// Maximum difference from the reference, in levels. JPEG decoders round the inverse DCT,
+    /// chroma upsampling and colour conversion differently. Other formats are exact.
+    fn tolerance(name: &str) -> u8 {
+        if name.contains(".jpg") { 2 } else { 0 }
+    }
+
+    #[test]
+    fn every_format_and_colour_type_decodes_to_the_reference_rgb() {
+        let expected = golden::images("rgb/");
+        assert!(expected.len() > 50);
+        for (name, expected) in expected {
+            let found = decode(&golden::fixture(&name)).unwrap();
+            assert_eq!((found.width, found.height), (expected.width, expected.height), "{name}");
+            let differences = found.data.iter().zip(&expected.data).map(|(a, b)| a.abs_diff(*b));
+            let worst = differences.max().unwrap();
+            assert!(worst <= tolerance(&name), "{name} is {worst} levels off");
+        }
+    }
+
+    #[test]
+    fn a_truncated_file_is_an_error_or_decodes_to_the_same_pixels() {
+        for (name, _) in golden::images("rgb/") {
+            let bytes = golden::fixture(&name);
+            let whole = decode(&bytes).unwrap();
+            // Long files have too many lengths to test; take 400 of them, evenly spaced.
+            for length in (0..bytes.len()).step_by(1 + bytes.len() / 400) {
+                if let Ok(part) = decode(&bytes[..length]) {
+                    let spare = name.contains(".gif") || length + 8 >= bytes.len();
+                    assert!(spare && part == whole, "{name} cut to {length}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn damaged_bytes_never_make_a_decoder_panic() {
+        for (name, _) in golden::images("rgb/") {
+            let bytes = golden::fixture(&name);
+            for at in (0..bytes.len()).step_by(1 + bytes.len() / 60) {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= 0xff;
+                damaged[at / 2] ^= 0x10;
+                if let Err(DecodeError::Broken(error)) = decode(&damaged) {
+                    assert!(!error.to_string().contains("panicked"), "{name} damaged at {at}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn transparency_on_white_rounds_as_in_the_reference() {
+        let table: Vec<u8> = (0..=255)
+            .flat_map(|value| (0..=255).map(move |alpha| on_white(value, alpha)))
+            .collect();
+        assert_eq!(golden::json()["over_white_sha256"], golden::sha256(&table));
+    }
+
+    #[test]
+    fn an_image_of_too_many_pixels_is_rejected_from_its_header() {
+        let mut bomb = golden::fixture("rgb.png");
+        bomb[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 0, 0x10, 1]); // 65536 x 4097
+        let found = decode(&bomb);
+        assert!(matches!(found, Err(DecodeError::TooLarge { width: 65536, height: 4097 })));
+    }
+
+    #[test]
+    fn unknown_formats_and_damaged_images_are_different_errors() {
+        let broken = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::Broken(_)));
+        let unknown = |bytes: &[u8]| matches!(decode(bytes), Err(DecodeError::UnknownFormat));
+        assert!(broken(b""));
+        assert!(broken(&golden::fixture("rgb.png")[..20]));
+        assert!(broken(b"\xff\xd8\xff\xd9"));
+        assert!(unknown(b"<html>404</html>"));
+        assert!(unknown(b"II*\0 a TIFF image"));
+    }
+}

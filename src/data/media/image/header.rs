@@ -1,0 +1,321 @@
+//! Reads format, size and orientation of an image from its headers.
+//!
+//! `ImageProcessor::grid` and `ImageProcessor::load` both use this module, so they return the same
+//! grid. The format is detected from the first bytes, not from the file name. JPEG segments and
+//! PNG chunks are parsed here because the decoders would read the whole file, or miss an `eXIf`
+//! chunk after the pixels.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
+
+use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
+use image::metadata::Orientation;
+use image::{ImageDecoder, ImageFormat};
+
+use super::decode::{DecodeError, MAX_PIXELS};
+
+/// Properties of an image that are known before its pixels are decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) format: ImageFormat,
+    /// Width in pixels, before orientation.
+    pub(super) width: u32,
+    /// Height in pixels, before orientation.
+    pub(super) height: u32,
+    /// EXIF orientation to apply to the stored pixels.
+    pub(super) orientation: Orientation,
+}
+
+/// A source of image bytes.
+pub(super) trait Image: BufRead + Seek {
+    /// Enables read-ahead. Called before a part of the file of which every page is read.
+    fn all_pages(&self) {}
+}
+
+impl<T: AsRef<[u8]>> Image for Cursor<T> {}
+
+impl Image for BufReader<File> {
+    #[cfg(not(target_vendor = "apple"))]
+    fn all_pages(&self) {
+        let _ = rustix::fs::fadvise(self.get_ref(), 0, None, rustix::fs::Advice::Normal);
+    }
+}
+
+/// Prepares a file for reading its headers only.
+///
+/// Disables the read-ahead of the operating system until [`Image::all_pages`] is called. For files
+/// that are not in the page cache, read-ahead takes most of the time of reading a header.
+pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
+    let file = file.into_inner(); // the buffer is still empty
+    // an error only means that reading is slower
+    #[cfg(not(target_vendor = "apple"))]
+    let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+    BufReader::with_capacity(BUFFER, file)
+}
+
+/// Number of bytes read at a time. It is below a page because most reads of a PNG only fetch the
+/// start of a chunk.
+const BUFFER: usize = 1 << 10;
+
+/// Maximum number of bytes between two segments of a JPEG. Encoders write a few at most; the
+/// decoder accepts any number.
+const MAX_FILLER_BYTES: usize = 1 << 20;
+
+/// Maximum size of an `eXIf` chunk of a PNG, in bytes; a larger chunk is ignored. A JPEG limits
+/// EXIF to 64 KiB.
+const MAX_EXIF_BYTES: u32 = 1 << 20;
+
+/// Minimum length of a PNG chunk, in bytes, for which read-ahead stays disabled. Shorter chunks
+/// start on every page of the file.
+const LARGE_CHUNK: u32 = 1 << 15;
+
+impl Header {
+    /// Reads the headers from the start of `reader`.
+    pub(super) fn read(reader: &mut impl Image) -> Result<Self, DecodeError> {
+        let start = reader.fill_buf()?;
+        if start.is_empty() {
+            return Err(DecodeError::Broken("the file is empty".into()));
+        }
+        let format = image::guess_format(start).map_err(|_| DecodeError::UnknownFormat)?;
+        let (width, height, orientation) = match format {
+            ImageFormat::Jpeg => jpeg(reader)?,
+            ImageFormat::Png => png(reader)?,
+            ImageFormat::WebP => {
+                let mut decoder = WebPDecoder::new(reader)?;
+                let orientation = orientation(&decoder.exif_metadata()?.unwrap_or_default());
+                let (width, height) = decoder.dimensions();
+                (width, height, orientation)
+            }
+            ImageFormat::Gif => without_exif(&GifDecoder::new(reader)?),
+            ImageFormat::Bmp => without_exif(&BmpDecoder::new(reader)?),
+            _ => return Err(DecodeError::UnknownFormat),
+        };
+        if width == 0 || height == 0 {
+            return Err(DecodeError::Broken("its width or height is 0".into()));
+        }
+        if u64::from(width) * u64::from(height) > MAX_PIXELS {
+            return Err(DecodeError::TooLarge { width, height });
+        }
+        Ok(Self { format, width, height, orientation })
+    }
+
+    /// `[height, width]` after orientation.
+    pub(super) fn upright_size(&self) -> [u32; 2] {
+        if swaps_sides(self.orientation) {
+            [self.width, self.height]
+        } else {
+            [self.height, self.width]
+        }
+    }
+}
+
+/// Returns whether the orientation swaps width and height.
+pub(in crate::data) fn swaps_sides(orientation: Orientation) -> bool {
+    matches!(
+        orientation,
+        Orientation::Rotate90
+            | Orientation::Rotate270
+            | Orientation::Rotate90FlipH
+            | Orientation::Rotate270FlipH
+    )
+}
+
+fn without_exif(decoder: &impl ImageDecoder) -> (u32, u32, Orientation) {
+    let (width, height) = decoder.dimensions();
+    (width, height, Orientation::NoTransforms)
+}
+
+/// Reads the orientation from an EXIF block. Some encoders write JPEG's prefix `Exif\0\0` in other
+/// formats too, so it is removed if present.
+fn orientation(exif: &[u8]) -> Orientation {
+    let exif = exif.strip_prefix(EXIF_PREFIX).unwrap_or(exif);
+    Orientation::from_exif_chunk(exif).unwrap_or(Orientation::NoTransforms)
+}
+
+const EXIF_PREFIX: &[u8] = b"Exif\0\0";
+
+fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    reader.read_exact(&mut bytes).map(|()| bytes)
+}
+
+fn next_byte(reader: &mut impl BufRead, filler: &mut usize) -> Result<u8, DecodeError> {
+    *filler += 1;
+    if *filler > MAX_FILLER_BYTES {
+        return Err(DecodeError::Broken("1 MiB of the JPEG contains no segment".into()));
+    }
+    let [byte] = bytes(reader)?;
+    Ok(byte)
+}
+
+/// Reads width, height and orientation from the segments before the first scan.
+fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
+    let mut exif = None;
+    let mut size = None;
+    bytes::<2>(reader)?; // start of image
+    let mut filler = 0; // bytes since the last segment
+    loop {
+        while next_byte(reader, &mut filler)? != 0xff {} // skip bytes between segments
+        let marker = loop {
+            match next_byte(reader, &mut filler)? {
+                0xff => {}
+                marker => break marker,
+            }
+        };
+        if matches!(marker, 0x00 | 0x01 | 0xd0..=0xd8) {
+            continue; // has no length
+        }
+        if matches!(marker, 0xd9 | 0xda) {
+            break; // end of image, start of scan
+        }
+        filler = 0;
+        let length = u16::from_be_bytes(bytes(reader)?).saturating_sub(2);
+        match marker {
+            0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) && length >= 5 => {
+                let [_precision, h0, h1, w0, w1] = bytes(reader)?;
+                size = size.or(Some([[w0, w1], [h0, h1]].map(u16::from_be_bytes)));
+                reader.seek_relative(i64::from(length) - 5)?;
+            }
+            0xe1 if exif.is_none() => {
+                let mut block = vec![0; usize::from(length)];
+                reader.read_exact(&mut block)?;
+                exif = Some(block).filter(|block| block.starts_with(EXIF_PREFIX));
+            }
+            _ => reader.seek_relative(i64::from(length))?,
+        }
+    }
+    let Some([width, height]) = size else {
+        return Err(DecodeError::Broken("it has no frame header before the first scan".into()));
+    };
+    Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
+}
+
+/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels.
+fn png(reader: &mut impl Image) -> Result<(u32, u32, Orientation), DecodeError> {
+    let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
+    else {
+        return Err(DecodeError::Broken("its first chunk is not `IHDR`".into()));
+    };
+    let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
+    let end = reader.seek(SeekFrom::End(0))?;
+    let mut at = 8 + 12 + 13;
+    let mut has_read_ahead = false;
+    reader.seek(SeekFrom::Start(at))?;
+    while at + 12 <= end {
+        let length = u32::from_be_bytes(bytes(reader)?);
+        let kind: [u8; 4] = bytes(reader)?;
+        // stop at bytes that are not a chunk: parsed as chunks, they could be millions
+        if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
+            break;
+        }
+        if &kind == b"IDAT" && length < LARGE_CHUNK && !has_read_ahead {
+            reader.all_pages();
+            has_read_ahead = true;
+        }
+        if &kind == b"eXIf" && length <= MAX_EXIF_BYTES && at + 12 + u64::from(length) <= end {
+            let mut exif = vec![0; length as usize];
+            reader.read_exact(&mut exif)?;
+            return Ok((width, height, orientation(&exif)));
+        }
+        at += 12 + u64::from(length);
+        reader.seek_relative(i64::from(length) + 4)?; // keeps the buffer across small chunks
+    }
+    Ok((width, height, Orientation::NoTransforms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::media::image::golden;
+    use std::cell::Cell;
+    use std::io::Read;
+
+    /// EXIF block with a rotation by 90 degrees.
+    const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
+
+    fn chunk(kind: [u8; 4], data: &[u8]) -> Vec<u8> {
+        let length = (data.len() as u32).to_be_bytes();
+        [&length, &kind[..], data, &[0; 4]].concat()
+    }
+
+    /// A PNG header of 7 x 5 pixels, followed by `chunks`.
+    fn png(chunks: &[Vec<u8>]) -> Vec<u8> {
+        let size = [7u32, 5].map(u32::to_be_bytes).concat();
+        let header = chunk(*b"IHDR", &[&size[..], &[8, 2, 0, 0, 0]].concat());
+        [b"\x89PNG\r\n\x1a\n".to_vec(), header, chunks.concat()].concat()
+    }
+
+    /// A file that counts its read calls.
+    struct Counting<'a> {
+        bytes: Cursor<Vec<u8>>,
+        reads: &'a Cell<usize>,
+    }
+
+    impl Read for Counting<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            self.reads.set(self.reads.get() + 1);
+            self.bytes.read(buffer)
+        }
+    }
+
+    impl Seek for Counting<'_> {
+        fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+            self.bytes.seek(to)
+        }
+    }
+
+    impl Image for BufReader<Counting<'_>> {}
+
+    /// Returns the upright size and the number of read calls.
+    fn read(bytes: Vec<u8>) -> ([u32; 2], usize) {
+        let (header, reads) = try_read(bytes);
+        (header.unwrap().upright_size(), reads)
+    }
+
+    fn try_read(bytes: Vec<u8>) -> (Result<Header, DecodeError>, usize) {
+        let reads = Cell::new(0);
+        let file = Counting { bytes: Cursor::new(bytes), reads: &reads };
+        let header = Header::read(&mut BufReader::new(file));
+        (header, reads.get())
+    }
+
+    #[test]
+    fn a_jpeg_may_have_a_few_bytes_between_segments_but_not_more_than_1_mib() {
+        let jpeg = golden::fixture("rgb.jpg");
+        let first = 4 + usize::from(u16::from_be_bytes([jpeg[4], jpeg[5]])); // end of a segment
+        let with = |filler: usize| [&jpeg[..first], &vec![7; filler], &jpeg[first..]].concat();
+        let size = read(jpeg.clone()).0;
+        assert_eq!(read(with(1000)).0, size);
+        let (found, reads) = try_read(with(1 << 22));
+        assert!(found.is_err() && reads < 200, "{reads} reads");
+    }
+
+    #[test]
+    fn an_exif_chunk_of_more_than_1_mib_is_ignored() {
+        let size = |length: usize| {
+            let mut exif = TURNED.to_vec();
+            exif.resize(length, 0);
+            read(png(&[chunk(*b"eXIf", &exif)])).0
+        };
+        assert_eq!(size(1 << 20), [7, 5]);
+        assert_eq!(size((1 << 20) + 1), [5, 7]);
+    }
+
+    #[test]
+    fn png_orientation_is_read_before_and_after_the_pixels_but_not_after_the_end_chunk() {
+        let [exif, pixels, end] =
+            [(*b"eXIf", TURNED), (*b"IDAT", &[0; 9000]), (*b"IEND", &[])].map(|(k, d)| chunk(k, d));
+        let all = [exif, pixels, end];
+        let size = |order: [usize; 3]| read(png(&order.map(|at| all[at].clone()))).0;
+        assert_eq!(size([0, 1, 2]), [7, 5]);
+        assert_eq!(size([1, 0, 2]), [7, 5]);
+        assert_eq!(size([1, 2, 0]), [5, 7]);
+    }
+
+    #[test]
+    fn many_small_chunks_take_few_reads_and_zeros_are_not_parsed_as_chunks() {
+        let small = vec![chunk(*b"tEXt", b"a=b"); 1000];
+        assert!(read(png(&small)).1 <= 4);
+        assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);
+    }
+}

@@ -1,0 +1,411 @@
+//! Image processing: decode, orient, resize, normalise and cut into patches.
+//!
+//! ```text
+//! MediaRef -> bytes -> upright RGB -> bicubic resize to the size of smart_resize -> patches
+//! ```
+//!
+//! Shapes: `gh`, `gw` number of patches along the height and width, `p` patch size in pixels, `tp`
+//! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
+//!
+//! Libraries differ in some choices. Here the EXIF orientation is applied, transparency is
+//! composited on white, 16-bit values are divided by 257, only the first frame of an animation is
+//! used, and the resize equals Pillow's bit for bit. An incomplete file is an error; missing
+//! pixels are never filled with grey.
+
+mod config;
+mod decode;
+mod header;
+mod patchify;
+mod resize;
+mod smart_resize;
+mod source;
+mod transpose;
+mod weights;
+
+use std::error::Error;
+use std::fmt;
+use std::io::{Cursor, Read};
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+
+use config::Settings;
+pub(in crate::data) use config::Size;
+pub use config::{ImageConfig, ImageConfigError};
+#[cfg(feature = "video")]
+pub(in crate::data) use decode::upright;
+use decode::{DecodeError, decode};
+pub(in crate::data) use decode::{MAX_PIXELS, Rgb};
+use header::Header;
+#[cfg(feature = "video")]
+pub(in crate::data) use header::swaps_sides;
+use patchify::resize_and_patchify;
+pub(in crate::data) use patchify::{Normalise, PatchShape, patchify, unpatchify};
+pub(in crate::data) use resize::resize;
+pub use smart_resize::smart_resize;
+pub(in crate::data) use smart_resize::{Frames, fit};
+use source::open;
+#[cfg(feature = "video")]
+pub(in crate::data) use source::resolve;
+
+use crate::batch::{MediaRef, MediaSource, Patches};
+
+/// Loads images as normalised patches, with the settings of one model folder.
+///
+/// All loader workers share one processor. Each call does its work on the calling thread.
+#[derive(Debug, Clone)]
+pub struct ImageProcessor {
+    patch_size: u32,
+    temporal_patch_size: u32,
+    merge_size: u32,
+    min_pixels: u64,
+    max_pixels: u64,
+    normalise: Normalise,
+}
+
+impl ImageProcessor {
+    /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
+    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
+        let Settings {
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            min_pixels,
+            max_pixels,
+            mean,
+            std,
+            scale,
+        } = Settings::read(folder, config)?;
+        let normalise = Normalise::new(mean, std, scale);
+        Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
+    }
+
+    /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
+    /// so damage after the header is not detected.
+    pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
+        Ok(self.grid_of(self.target(media, upright_size(media)?)?))
+    }
+
+    /// Returns the upright `[height, width]` in pixels, read from the header. Fails like
+    /// [`Self::grid`] if the aspect ratio is too large.
+    pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
+        let size = upright_size(media)?;
+        self.target(media, size).map(|_| size)
+    }
+
+    /// Returns the grid `[1, gh, gw]` of an image with this upright `[height, width]` in pixels;
+    /// `None` if the aspect ratio is above 200.
+    pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
+        let factor = self.patch_size * self.merge_size;
+        let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
+        Some(self.grid_of(target))
+    }
+
+    /// Settings that determine the grid of an image of a given size, as text. The length cache
+    /// hashes it to detect changed settings.
+    pub(in crate::data) fn limits(&self) -> String {
+        let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
+        format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
+    }
+
+    /// Decodes an image into normalised patches.
+    pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
+        let image = upright_pixels(media)?;
+        let target = self.target(media, [image.height as u32, image.width as u32])?;
+        let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
+        Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
+    }
+
+    /// Converts patches back to the resized image. The result has one element.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        frames.truncate(1); // the other frames of the temporal patch are copies
+        frames.into_iter().map(Pixels::from).collect()
+    }
+
+    /// Side of the square of patches that is merged into one token, in patches.
+    pub fn merge_size(&self) -> u32 {
+        self.merge_size
+    }
+
+    /// Side of a patch, in pixels.
+    pub fn patch_size(&self) -> u32 {
+        self.patch_size
+    }
+
+    /// Number of frames in a patch.
+    pub fn temporal_patch_size(&self) -> u32 {
+        self.temporal_patch_size
+    }
+
+    /// Number of values in a flattened patch: `3 * temporal_patch_size * patch_size^2`.
+    pub fn patch_values(&self) -> usize {
+        3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
+    }
+
+    /// Size of a flattened patch of `f32` values, in bytes.
+    pub fn patch_bytes(&self) -> NonZeroU64 {
+        let bytes = self.patch_values() * size_of::<f32>();
+        NonZeroU64::new(bytes as u64).unwrap_or(NonZeroU64::MIN)
+    }
+
+    /// Number of tokens of a grid of patches after merging: `t * gh * gw / merge_size^2`.
+    pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
+        let patches: usize = grid_thw.iter().map(|n| *n as usize).product();
+        patches / (self.merge_size as usize).pow(2)
+    }
+
+    pub(in crate::data) fn patch_shape(&self) -> PatchShape {
+        PatchShape {
+            patch: self.patch_size as usize,
+            temporal: self.temporal_patch_size as usize,
+            merge: self.merge_size as usize,
+        }
+    }
+
+    fn target(&self, media: &MediaRef, [height, width]: [u32; 2]) -> Result<[u32; 2], ImageError> {
+        let factor = self.patch_size * self.merge_size;
+        smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+            .ok_or_else(|| ImageError::AspectRatio { image: ImageName::of(media), width, height })
+    }
+
+    fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
+        [1, height / self.patch_size, width / self.patch_size]
+    }
+}
+
+/// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
+pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
+    let header = match &media.source {
+        MediaSource::File { root, path } => {
+            Header::read(&mut header::for_headers(open(root, path)?))
+        }
+        MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
+    };
+    Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
+}
+
+/// Decodes an image and applies its EXIF orientation.
+pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
+    let bytes = match &media.source {
+        MediaSource::File { root, path } => {
+            let mut bytes = Vec::new();
+            open(root, path)?
+                .read_to_end(&mut bytes)
+                .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+            bytes
+        }
+        MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
+    };
+    decode(&bytes).map_err(|error| ImageError::of(media, error))
+}
+
+/// An image in 8-bit RGB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pixels {
+    /// Width in pixels.
+    pub width: u32,
+    /// Height in pixels.
+    pub height: u32,
+    /// Values of shape `[height, width, 3]`.
+    pub rgb: Vec<u8>,
+}
+
+impl From<Rgb> for Pixels {
+    fn from(Rgb { width, height, data }: Rgb) -> Self {
+        Self { width: width as u32, height: height as u32, rgb: data }
+    }
+}
+
+/// How an error message names an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageName {
+    /// Path as written in the row.
+    Path(PathBuf),
+    /// A data URI; its text is too long for a message.
+    DataUri,
+}
+
+impl ImageName {
+    fn of(media: &MediaRef) -> Self {
+        match &media.source {
+            MediaSource::File { path, .. } => Self::Path(path.clone()),
+            MediaSource::DataUri(_) => Self::DataUri,
+        }
+    }
+}
+
+impl fmt::Display for ImageName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => write!(f, "`{}`", path.display()),
+            Self::DataUri => f.write_str("in a data URI"),
+        }
+    }
+}
+
+/// The reason why an image cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The file does not exist.
+    #[error("image `{}` does not exist in `{}`", .path.display(), .root.display())]
+    Missing {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Folder that the path is relative to.
+        root: PathBuf,
+    },
+    /// The folder `image_root` cannot be opened.
+    #[error("cannot open `image_root` `{}`: {source}", .root.display())]
+    Root {
+        /// Path of the folder.
+        root: PathBuf,
+        /// Error of the operating system.
+        source: std::io::Error,
+    },
+    /// The path points outside of its root folder, directly or through a symbolic link.
+    #[error("image `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
+    EscapesRoot {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Folder that must contain the image.
+        root: PathBuf,
+    },
+    /// The file cannot be read, or is not a regular file.
+    #[error("cannot read image `{}`: {source}", .path.display())]
+    Read {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Error of the operating system.
+        source: std::io::Error,
+    },
+    /// The data URI is malformed.
+    #[error("cannot read an image from a data URI: {problem}")]
+    DataUri {
+        /// Description of the defect.
+        problem: String,
+    },
+    /// The bytes are not in a supported format.
+    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
+    UnknownFormat {
+        /// The image.
+        image: ImageName,
+    },
+    /// The image is damaged or incomplete.
+    #[error("image {image} is damaged: {source}")]
+    Broken {
+        /// The image.
+        image: ImageName,
+        /// Error of the decoder.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// The aspect ratio is too large for the model.
+    #[error("image {image} is {width} x {height} pixels, expected an aspect ratio of at most 200")]
+    AspectRatio {
+        /// The image.
+        image: ImageName,
+        /// Upright width in pixels.
+        width: u32,
+        /// Upright height in pixels.
+        height: u32,
+    },
+    /// The header declares more pixels than the decoder accepts.
+    #[error(
+        "image {image} is {width} x {height}, expected at most {limit} pixels in total",
+        limit = MAX_PIXELS
+    )]
+    TooLarge {
+        /// The image.
+        image: ImageName,
+        /// Width in pixels, before orientation.
+        width: u32,
+        /// Height in pixels, before orientation.
+        height: u32,
+    },
+}
+
+impl ImageError {
+    fn of(media: &MediaRef, error: DecodeError) -> Self {
+        let image = ImageName::of(media);
+        match error {
+            DecodeError::UnknownFormat => Self::UnknownFormat { image },
+            DecodeError::TooLarge { width, height } => Self::TooLarge { image, width, height },
+            DecodeError::Broken(source) => Self::Broken { image, source },
+        }
+    }
+
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => {
+                "paths are relative to `image_root` of the data set, which is the folder of the data file by default"
+            }
+            Self::Root { .. } => "set `image_root` of the data set to an existing folder",
+            Self::EscapesRoot { .. } => {
+                "move the image into `image_root`, or set `image_root` to a folder that contains it"
+            }
+            Self::Read { .. } => "the path must point to a regular file with read permission",
+            Self::DataUri { .. } => {
+                "write `data:image/png;base64,` followed by the base64 text of the file"
+            }
+            Self::UnknownFormat { .. } => "convert the image to PNG or JPEG",
+            Self::Broken { .. } => "copy or export the image again",
+            Self::AspectRatio { .. } => "crop or pad the image",
+            Self::TooLarge { .. } => "crop the image or scale it down",
+        }
+    }
+
+    /// Returns the key under which rejected samples are counted, such as `image_missing`.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "image_missing",
+            Self::Root { .. } => "image_root_missing",
+            Self::EscapesRoot { .. } => "image_path_escapes_root",
+            Self::Read { .. } => "image_unreadable",
+            Self::DataUri { .. } => "image_data_uri",
+            Self::UnknownFormat { .. } => "image_format",
+            Self::Broken { .. } => "image_broken",
+            Self::AspectRatio { .. } => "image_aspect_ratio",
+            Self::TooLarge { .. } => "image_too_large",
+        }
+    }
+}
+
+/// Image fixtures and their expected values, written by `scripts/golden/image_fixtures.py`.
+#[cfg(test)]
+mod golden {
+    use safetensors::SafeTensors;
+
+    use super::decode::Rgb;
+
+    const TENSORS: &[u8] = include_bytes!("../../../../tests/golden/images.safetensors");
+
+    pub(super) fn fixture(name: &str) -> Vec<u8> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/images/");
+        std::fs::read(format!("{folder}{name}")).unwrap()
+    }
+
+    /// Returns the tensors whose names start with `prefix` as images, sorted by the rest of the
+    /// name.
+    pub(super) fn images(prefix: &str) -> Vec<(String, Rgb)> {
+        let tensors = SafeTensors::deserialize(TENSORS).unwrap();
+        let mut images: Vec<(String, Rgb)> = tensors
+            .iter()
+            .filter_map(|(name, view)| {
+                let [height, width, 3] = *view.shape() else { return None };
+                let image = Rgb { width, height, data: view.data().to_vec() };
+                Some((name.strip_prefix(prefix)?.to_owned(), image))
+            })
+            .collect();
+        images.sort_by(|a, b| a.0.cmp(&b.0));
+        images
+    }
+
+    pub(super) fn json() -> serde_json::Value {
+        serde_json::from_str(include_str!("../../../../tests/golden/images.json")).unwrap()
+    }
+
+    pub(super) fn sha256(bytes: &[u8]) -> String {
+        use sha2::{Digest as _, Sha256};
+        format!("{:x}", Sha256::digest(bytes))
+    }
+}

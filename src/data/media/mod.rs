@@ -1,0 +1,4 @@
+//! Images and videos to patches.
+
+pub mod image;
+pub mod video;

@@ -1,0 +1,344 @@
+//! Video settings from the config and from the model folder.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::sampling::Sampling;
+use super::smart_resize::Budget;
+use crate::data::media::image::{ImageProcessor, Normalise, Size};
+use crate::data::model_file::{ModelFileError, read_json_if_there};
+
+/// The section `data.video` of the config.
+///
+/// A key that is `None` uses the value of the model folder's `video_preprocessor_config.json`, or
+/// of the published Qwen3-VL file if the folder has none.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct VideoConfig {
+    /// Number of frames to sample per second of video.
+    pub fps: Option<f64>,
+    /// Minimum number of sampled frames, if the video has as many.
+    pub min_frames: Option<u32>,
+    /// Maximum number of sampled frames; they are spread over the whole video.
+    pub max_frames: Option<u32>,
+    /// Minimum number of pixels of all sampled frames together; smaller videos are enlarged.
+    pub min_pixels: Option<u64>,
+    /// Maximum number of pixels of all sampled frames together; larger videos are reduced.
+    pub max_pixels: Option<u64>,
+    /// Placement of the vision start and end tokens around the frames.
+    pub marks: VideoMarks,
+    /// Maximum time to load one file, in seconds; a file that needs longer is rejected.
+    pub timeout_s: f64,
+    /// Maximum number of frames in one file, sampled or not; a longer file is rejected.
+    pub max_source_frames: u32,
+}
+
+impl Default for VideoConfig {
+    fn default() -> Self {
+        Self {
+            fps: None,
+            min_frames: None,
+            max_frames: None,
+            min_pixels: None,
+            max_pixels: None,
+            marks: VideoMarks::default(),
+            timeout_s: 60.0,
+            max_source_frames: 36_000,
+        }
+    }
+}
+
+/// Limits on one video file.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "video"), expect(dead_code, reason = "limits apply to video files only"))]
+pub(super) struct Limits {
+    pub(super) timeout_s: f64,
+    pub(super) max_source_frames: usize,
+}
+
+/// Placement of the vision start and end tokens of a video. Each frame group always has its own
+/// pair.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VideoMarks {
+    /// Keeps the chat template's pair around all frame groups, as in transformers 5.
+    #[default]
+    Nested,
+    /// Removes the chat template's pair, which saves two tokens, as in transformers 4.57.
+    Flat,
+}
+
+/// The reason why the video settings cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum VideoConfigError {
+    /// The file cannot be read or parsed.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
+    /// A value in the model folder is not supported.
+    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
+    Value {
+        /// Path of the file.
+        path: PathBuf,
+        /// Key in the file.
+        key: &'static str,
+        /// Found value.
+        found: String,
+        /// Supported values.
+        expected: String,
+    },
+    /// A setting is out of range. Its value comes from the config, the model folder or the default.
+    #[error("`data.video.{key}` is `{found}`, expected {expected}")]
+    Setting {
+        /// Key in `data.video`.
+        key: &'static str,
+        /// Found value.
+        found: String,
+        /// Supported values.
+        expected: &'static str,
+    },
+}
+
+impl VideoConfigError {
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::File(error) => error.hint(),
+            Self::Value { .. } => "copy the file from the published model again",
+            Self::Setting { .. } => {
+                "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
+            }
+        }
+    }
+}
+
+// Values of the `video_preprocessor_config.json` published with Qwen3-VL.
+const PUBLISHED_FPS: f64 = 2.0;
+const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
+const PUBLISHED_PIXELS: [u64; 2] = [4096, 25_165_824]; // minimum, maximum
+
+/// Validated video settings.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    pub(super) sampling: Sampling,
+    pub(super) budget: Budget,
+    pub(super) normalise: Normalise,
+    pub(super) marks: VideoMarks,
+    #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
+    pub(super) limits: Limits,
+}
+
+/// The keys of the model folder's file that are used; others are ignored.
+#[derive(Debug, Default, Deserialize)]
+struct File {
+    size: Option<Size>,
+    min_pixels: Option<u64>,
+    max_pixels: Option<u64>,
+    fps: Option<f64>,
+    min_frames: Option<u32>,
+    max_frames: Option<u32>,
+    patch_size: Option<u32>,
+    temporal_patch_size: Option<u32>,
+    merge_size: Option<u32>,
+    image_mean: Option<[f32; 3]>,
+    image_std: Option<[f32; 3]>,
+    rescale_factor: Option<f64>,
+    cap_pixels_per_frame: Option<bool>,
+}
+
+impl Settings {
+    /// Reads the settings of the model folder; `config` overrides them.
+    ///
+    /// `images` must be the image processor of the same folder. Patch sizes must agree, because
+    /// one vision encoder processes the patches of videos and of images.
+    pub(super) fn read(
+        folder: &Path,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, VideoConfigError> {
+        let (path, file) = read_file(folder)?;
+        let File {
+            size,
+            min_pixels,
+            max_pixels,
+            fps,
+            min_frames,
+            max_frames,
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            image_mean,
+            image_std,
+            rescale_factor,
+            cap_pixels_per_frame,
+        } = file;
+        let bad = |key, found: String, expected: String| {
+            Err(VideoConfigError::Value { path: path.clone(), key, found, expected })
+        };
+        for (key, found, expected) in [
+            ("patch_size", patch_size, images.patch_size()),
+            ("temporal_patch_size", temporal_patch_size, images.temporal_patch_size()),
+            ("merge_size", merge_size, images.merge_size()),
+        ] {
+            if let Some(found) = found.filter(|found| *found != expected) {
+                return bad(key, found.to_string(), format!("`{expected}` as for images"));
+            }
+        }
+        if cap_pixels_per_frame == Some(true) {
+            let expected = "`false` (limit pixels by `data.video.max_pixels` instead)".to_owned();
+            return bad("cap_pixels_per_frame", "true".to_owned(), expected);
+        }
+        let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
+        if !(rescale.is_finite() && rescale > 0.0) {
+            return bad("rescale_factor", rescale.to_string(), "a number above 0".to_owned());
+        }
+        let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
+        if !mean.iter().chain(&std).all(|value| value.is_finite()) || std.iter().any(|v| *v <= 0.0)
+        {
+            let expected = "finite numbers, above 0 for `image_std`".to_owned();
+            return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
+        }
+        let size = size.unwrap_or_default();
+        let VideoConfig {
+            fps: config_fps,
+            min_frames: config_min_frames,
+            max_frames: config_max_frames,
+            min_pixels: config_min_pixels,
+            max_pixels: config_max_pixels,
+            marks,
+            timeout_s,
+            max_source_frames,
+        } = *config;
+        let [published_min, published_max] = PUBLISHED_PIXELS;
+        let min_pixels = config_min_pixels.or(min_pixels).or(size.shortest_edge);
+        let max_pixels = config_max_pixels.or(max_pixels).or(size.longest_edge);
+        let budget = Budget {
+            min_pixels: min_pixels.unwrap_or(published_min),
+            max_pixels: max_pixels.unwrap_or(published_max),
+        };
+        let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
+        let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
+        let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
+        let setting =
+            |key, found: String, expected| Err(VideoConfigError::Setting { key, found, expected });
+        if !(fps.is_finite() && fps > 0.0) {
+            return setting("fps", fps.to_string(), "a number of frames per second above 0");
+        }
+        if max_frames < images.temporal_patch_size() {
+            let expected = "at least the number of frames in a patch (`temporal_patch_size`)";
+            return setting("max_frames", max_frames.to_string(), expected);
+        }
+        if !(timeout_s > 0.0 && timeout_s <= 86_400.0) {
+            return setting(
+                "timeout_s",
+                timeout_s.to_string(),
+                "seconds above 0, at most 86400 (a day)",
+            );
+        }
+        if min_frames > max_frames {
+            return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
+        }
+        if budget.min_pixels == 0 || budget.min_pixels > budget.max_pixels {
+            let expected = "at least 1 and at most `max_pixels`";
+            return setting("min_pixels", budget.min_pixels.to_string(), expected);
+        }
+        let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
+        let sampling = Sampling { fps, min_frames, max_frames };
+        let normalise = Normalise::new(mean, std, (1.0 / rescale) as f32);
+        let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
+        Ok(Self { sampling, budget, normalise, marks, limits })
+    }
+}
+
+/// Reads the video settings and returns them with the path of their file.
+///
+/// As in transformers, `processor_config.json` takes precedence over
+/// `video_preprocessor_config.json`. The settings are empty if neither file has any.
+fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
+    let combined = folder.join("processor_config.json");
+    let published = folder.join("video_preprocessor_config.json");
+    let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
+        value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
+    });
+    let (path, value) = match nested {
+        Some(value) => (combined, Some(value)),
+        None => (published.clone(), read_json_if_there(&published)?),
+    };
+    let file = value.map_or(Ok(File::default()), serde_json::from_value);
+    let file = file.map_err(ModelFileError::parse(&path))?;
+    Ok((path, file))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::data::ImageConfig;
+
+    fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<Settings, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let image = json!({
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16,
+            "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        });
+        let image = ("preprocessor_config.json", image);
+        for (name, value) in files.iter().chain([&image]) {
+            let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
+            file.write_all(value.to_string().as_bytes()).unwrap();
+        }
+        let images = ImageProcessor::from_folder(folder.path(), &ImageConfig::default()).unwrap();
+        Settings::read(folder.path(), config, &images).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_folder_without_video_settings_uses_the_published_values() {
+        let found = settings(&[], &VideoConfig::default()).unwrap();
+        assert_eq!(found.sampling, Sampling { fps: 2.0, min_frames: 4, max_frames: 768 });
+        assert_eq!(found.budget, Budget { min_pixels: 4096, max_pixels: 25_165_824 });
+        assert_eq!(found.marks, VideoMarks::Nested);
+    }
+
+    #[test]
+    fn the_config_overrides_the_combined_file_and_that_overrides_the_published_one() {
+        let published = ("video_preprocessor_config.json", json!({"fps": 3, "max_frames": 5}));
+        let combined = json!({"video_processor": {"fps": 4, "min_frames": 2}});
+        let combined = ("processor_config.json", combined);
+        let none = VideoConfig::default();
+        let fps = |files: &[_], config: &_| settings(files, config).unwrap().sampling.fps;
+        assert_eq!(fps(std::slice::from_ref(&published), &none), 3.0);
+        assert_eq!(fps(&[published.clone(), combined.clone()], &none), 4.0);
+        let config = VideoConfig { fps: Some(0.5), max_pixels: Some(70_000), ..none };
+        let found = settings(&[published, combined], &config).unwrap();
+        assert_eq!(found.sampling, Sampling { fps: 0.5, min_frames: 2, max_frames: 768 });
+        assert_eq!(found.budget, Budget { min_pixels: 4096, max_pixels: 70_000 });
+    }
+
+    #[test]
+    fn the_error_for_an_invalid_value_names_its_key_and_value() {
+        let none = VideoConfig::default();
+        for (config, message) in [
+            (VideoConfig { fps: Some(0.0), ..none.clone() }, "`data.video.fps` is `0`"),
+            (VideoConfig { max_frames: Some(1), ..none.clone() }, "`data.video.max_frames` is `1`"),
+            (VideoConfig { min_frames: Some(769), ..none.clone() }, "`data.video.min_frames`"),
+            (VideoConfig { max_pixels: Some(9), ..none.clone() }, "`data.video.min_pixels` is"),
+            (VideoConfig { timeout_s: 0.0, ..none.clone() }, "`data.video.timeout_s` is `0`"),
+        ] {
+            let error = settings(&[], &config).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+        for (file, message) in [
+            (json!({"patch_size": 14}), "`patch_size` is `14`, expected `16` as for images"),
+            (json!({"cap_pixels_per_frame": true}), "`cap_pixels_per_frame` is `true`"),
+            (json!({"image_std": [0.5, 0.0, 0.5]}), "above 0 for `image_std`"),
+            (json!({"fps": "2"}), "cannot parse"),
+        ] {
+            let error = settings(&[("video_preprocessor_config.json", file)], &none).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! Video processing: sample frames, decode, resize, normalise and cut into patches.
+//!
+//! ```text
+//! VideoRef -> number, rate and size of frames -> sampled indices -> RGB -> resize -> patches
+//! ```
+//!
+//! Shapes: `t` number of groups of `tp` frames, `gh`, `gw` number of patches along the height and
+//! width, `p` patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
+//!
+//! A list of frames without a frame rate counts as sampled already. All frames of a video must
+//! have the same size. The last frame is repeated to fill the last group. [`Clip`] holds what the
+//! prompt needs of a video; it is read from headers only.
+
+mod config;
+#[cfg(feature = "video")]
+mod file;
+mod sampling;
+mod smart_resize;
+
+use std::path::{Path, PathBuf};
+
+#[cfg(feature = "video")]
+use config::Limits;
+use config::Settings;
+pub use config::{VideoConfig, VideoConfigError, VideoMarks};
+#[cfg(feature = "video")]
+use file::VideoFile;
+use smart_resize::smart_resize;
+
+use crate::batch::{MediaRef, Patches, VideoRef};
+use crate::data::media::image::{
+    ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
+    upright_pixels, upright_size,
+};
+
+/// Loads videos as normalised patches, with the settings of one model folder.
+///
+/// All loader workers share one processor. Each call does its work on the calling thread.
+#[derive(Debug, Clone)]
+pub struct VideoProcessor {
+    settings: Settings,
+    images: ImageProcessor,
+}
+
+/// Grid and timestamps of a video, which determine its tokens in the prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Clip {
+    /// Number of frame groups, and of patches along the height and width: `[t, gh, gw]`.
+    pub grid_thw: [u32; 3],
+    /// Time of each frame group in seconds from the start of the video, `[t]`.
+    pub timestamps: Vec<f64>,
+}
+
+/// Sampled frames of a video and their target size.
+struct Plan {
+    /// Indices of the sampled frames, ascending.
+    indices: Vec<usize>,
+    clip: Clip,
+    /// `[height, width]` of the frames in pixels, before resizing.
+    source: [u32; 2],
+    /// `[height, width]` of the frames in pixels, after resizing.
+    target: [u32; 2],
+}
+
+impl VideoProcessor {
+    /// Reads the settings of a model folder; `config` overrides them. `images` must be the image
+    /// processor of the same folder.
+    pub fn from_folder(
+        folder: &Path,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, VideoConfigError> {
+        let settings = Settings::read(folder, config, images)?;
+        Ok(Self { settings, images: images.clone() })
+    }
+
+    /// Returns the clip that [`Self::load`] would return. Reads only the header of the file, or of
+    /// the first frame of a list.
+    pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps } => Ok(self.plan_list(frames, *fps)?.clip),
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                Ok(self.plan_file(&file, *fps)?.clip)
+            }
+            #[cfg(not(feature = "video"))]
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// Decodes the sampled frames into normalised patches.
+    pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps } => {
+                let plan = self.plan_list(frames, *fps)?;
+                let read = |index: &usize| {
+                    let frame = index + 1;
+                    let pixels = upright_pixels(&frames[*index])
+                        .map_err(|cause| VideoError::Frame { frame, cause })?;
+                    plan.resized(pixels, frame)
+                };
+                let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                let plan = self.plan_file(&file, *fps)?;
+                let mut pixels = Vec::with_capacity(plan.indices.len());
+                file.decode(&plan.indices, |frame, index| {
+                    pixels.push(plan.resized(frame, index + 1)?);
+                    Ok(())
+                })?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(not(feature = "video"))]
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// Converts patches back to the resized frames.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let frames = unpatchify(patches, self.images.patch_shape(), &self.settings.normalise);
+        frames.into_iter().map(Pixels::from).collect()
+    }
+
+    /// Settings that determine the clip of a video, as text. The length cache hashes it to detect
+    /// changed settings.
+    pub(in crate::data) fn limits(&self) -> String {
+        let Settings { sampling, budget, marks, .. } = &self.settings;
+        format!("{sampling:?} {budget:?} {marks:?}")
+    }
+
+    /// Placement of the vision start and end tokens around the frames.
+    pub(in crate::data) fn marks(&self) -> VideoMarks {
+        self.settings.marks
+    }
+
+    fn plan_list(&self, frames: &[MediaRef], fps: Option<f64>) -> Result<Plan, VideoError> {
+        let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
+        let sampling = self.settings.sampling;
+        let indices = match fps {
+            Some(rate) => sampling.of_clip(frames.len(), rate),
+            None => sampling.of_sampled(frames.len()),
+        };
+        let size = upright_size(first).map_err(|cause| VideoError::Frame { frame: 1, cause })?;
+        self.plan(indices, fps.unwrap_or(sampling.fps), size)
+    }
+
+    #[cfg(feature = "video")]
+    fn plan_file(&self, file: &VideoFile, fps: Option<f64>) -> Result<Plan, VideoError> {
+        let sampling = self.settings.sampling;
+        let sampling = sampling::Sampling { fps: fps.unwrap_or(sampling.fps), ..sampling };
+        let indices = sampling.of_clip(file.total(), file.rate());
+        self.plan(indices, file.rate(), file.size())
+    }
+
+    /// `rate` is in frames per second; `source` is `[height, width]` in pixels.
+    fn plan(&self, indices: Vec<usize>, rate: f64, source: [u32; 2]) -> Result<Plan, VideoError> {
+        let temporal = self.images.temporal_patch_size() as usize;
+        let frames = indices.len();
+        if frames < temporal {
+            return Err(VideoError::TooShort { frames });
+        }
+        let factor = self.images.patch_size() * self.images.merge_size();
+        let [height, width] = source;
+        let target = smart_resize(frames, source, temporal, factor, self.settings.budget)
+            .ok_or(VideoError::AspectRatio { width, height })?;
+        let [rows, columns] = target.map(|side| side / self.images.patch_size());
+        let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
+        let timestamps = sampling::timestamps(&indices, rate, temporal);
+        Ok(Plan { indices, clip: Clip { grid_thw, timestamps }, source, target })
+    }
+
+    fn patches(&self, plan: Plan, frames: &[Rgb]) -> (Clip, Patches) {
+        let shape = self.images.patch_shape();
+        let pixel_values = patchify(frames, shape, &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
+        let grid_thw = plan.clip.grid_thw;
+        (plan.clip, Patches { pixel_values, grid_thw })
+    }
+}
+
+impl Plan {
+    /// Resizes a frame to the target size. `frame` is its number in the video, starting at 1.
+    fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
+        let found = [pixels.height as u32, pixels.width as u32];
+        if found != self.source {
+            let [expected_height, expected_width] = self.source;
+            let [height, width] = found;
+            return Err(VideoError::FrameSize {
+                frame,
+                width,
+                height,
+                expected_width,
+                expected_height,
+            });
+        }
+        let [height, width] = self.target;
+        Ok(resize(pixels, height, width))
+    }
+}
+
+/// The reason why a video cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum VideoError {
+    /// The row names a video file, and the program was built without the feature `video`.
+    #[error("video `{}` is a file, but this build only reads lists of frames", .path.display())]
+    NotBuilt {
+        /// Path as written in the row.
+        path: PathBuf,
+    },
+    /// The file does not exist.
+    #[error("video `{}` does not exist in `{}`", .path.display(), .root.display())]
+    Missing {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Folder that the path is relative to.
+        root: PathBuf,
+    },
+    /// The path points outside of its root folder, directly or through a symbolic link.
+    #[error("video `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
+    EscapesRoot {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Folder that must contain the video.
+        root: PathBuf,
+    },
+    /// The file cannot be read.
+    #[error("cannot read video `{}`: {problem}", .path.display())]
+    Read {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Error of the operating system.
+        problem: String,
+    },
+    /// The file is damaged, or is not a video.
+    #[error("video `{}` is damaged or not a video: {problem}", .path.display())]
+    Broken {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Description of the defect.
+        problem: String,
+    },
+    /// Reading and decoding the file takes too long.
+    #[error("video `{}` takes longer to load than {seconds} s", .path.display())]
+    Timeout {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// `data.video.timeout_s`.
+        seconds: f64,
+    },
+    /// The file has too many frames.
+    #[error("video `{}` has {frames} frames, expected at most {limit}", .path.display())]
+    TooLong {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Number of frames that the header declares.
+        frames: usize,
+        /// `data.video.max_source_frames`.
+        limit: usize,
+    },
+    /// The frames have no pixels, or more pixels than the decoder accepts.
+    #[error(
+        "video `{}` has frames of {width} x {height}, expected 1 to {limit} pixels per frame",
+        .path.display(),
+        limit = MAX_PIXELS
+    )]
+    TooLarge {
+        /// Path as written in the row.
+        path: PathBuf,
+        /// Width in pixels.
+        width: u32,
+        /// Height in pixels.
+        height: u32,
+    },
+    /// The model does not support videos.
+    #[error("the model folder has no video token (`video_token_id` in config.json)")]
+    NoToken,
+    /// A frame of a list cannot be loaded.
+    #[error("frame {frame}: {cause}")]
+    Frame {
+        /// Position in the list, starting at 1.
+        frame: usize,
+        /// Error of the frame.
+        cause: ImageError,
+    },
+    /// A frame differs in size from the first frame.
+    #[error(
+        "frame {frame} is {width} x {height}, expected {expected_width} x {expected_height} like the first frame"
+    )]
+    FrameSize {
+        /// Position in the video, starting at 1.
+        frame: usize,
+        /// Upright width in pixels.
+        width: u32,
+        /// Upright height in pixels.
+        height: u32,
+        /// Upright width of the first frame in pixels.
+        expected_width: u32,
+        /// Upright height of the first frame in pixels.
+        expected_height: u32,
+    },
+    /// The video has fewer sampled frames than a patch.
+    #[error("too few frames: {frames}, expected at least 2 (the frames of one patch)")]
+    TooShort {
+        /// Number of sampled frames.
+        frames: usize,
+    },
+    /// The aspect ratio of the frames is too large for the model.
+    #[error("frames are {width} x {height} pixels, expected an aspect ratio of at most 200")]
+    AspectRatio {
+        /// Upright width in pixels.
+        width: u32,
+        /// Upright height in pixels.
+        height: u32,
+    },
+}
+
+impl VideoError {
+    #[cfg(feature = "video")]
+    fn of_path(path: &Path, cause: ImageError) -> Self {
+        let path = path.to_owned();
+        match cause {
+            ImageError::Missing { root, .. } => Self::Missing { path, root },
+            ImageError::EscapesRoot { root, .. } => Self::EscapesRoot { path, root },
+            ImageError::Read { source, .. } => Self::Read { path, problem: source.to_string() },
+            other => Self::Read { path, problem: other.to_string() },
+        }
+    }
+
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NotBuilt { .. } => {
+                "build with `--features video` (needs FFmpeg's development files, see docs/video.md), or list the frames as images"
+            }
+            Self::Missing { .. } => {
+                "paths are relative to `image_root` of the data set, which is the folder of the data file by default"
+            }
+            Self::EscapesRoot { .. } => {
+                "move the video into `image_root`, or set `image_root` to a folder that contains it"
+            }
+            Self::Read { .. } => "the path must point to a regular file with read permission",
+            Self::Broken { .. } => "copy or convert the video again",
+            Self::Timeout { .. } => {
+                "shorten the video, scale it down, or raise `data.video.timeout_s`"
+            }
+            Self::TooLong { .. } => "shorten the video, or raise `data.video.max_source_frames`",
+            Self::TooLarge { .. } => "scale the video to a supported size",
+            Self::NoToken => "use a model that supports videos, or remove the row",
+            Self::Frame { cause, .. } => cause.hint(),
+            Self::FrameSize { .. } => "resize all frames of the list to one size",
+            Self::TooShort { .. } => "list more frames, or use an image instead of a video",
+            Self::AspectRatio { .. } => "crop or pad the video",
+        }
+    }
+
+    /// Returns the key under which rejected samples are counted, such as `video_missing`.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotBuilt { .. } => "video_not_built",
+            Self::Missing { .. } => "video_missing",
+            Self::EscapesRoot { .. } => "video_path_escapes_root",
+            Self::Read { .. } => "video_unreadable",
+            Self::Broken { .. } => "video_broken",
+            Self::Timeout { .. } => "video_timeout",
+            Self::TooLong { .. } => "video_too_long",
+            Self::TooLarge { .. } => "video_too_large",
+            Self::NoToken => "video_token",
+            Self::Frame { .. } => "video_frame",
+            Self::FrameSize { .. } => "video_frame_size",
+            Self::TooShort { .. } => "video_too_short",
+            Self::AspectRatio { .. } => "video_aspect_ratio",
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Samples the frames of a video and computes their timestamps.
+//!
+//! The arithmetic and its rounding equal those of `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` in
+//! transformers: indices are spread evenly from the first to the last frame; presentation times in
+//! the file are not used.
+
+/// Number of frames to sample from a video.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Sampling {
+    /// Number of frames to sample per second of video.
+    pub(super) fps: f64,
+    /// Minimum number of sampled frames, if the video has as many.
+    pub(super) min_frames: usize,
+    /// Maximum number of sampled frames.
+    pub(super) max_frames: usize,
+}
+
+impl Sampling {
+    /// Returns the indices of the frames to sample from `total` frames at `rate` frames per second.
+    pub(super) fn of_clip(&self, total: usize, rate: f64) -> Vec<usize> {
+        self.spread(total, (total as f64 / rate * self.fps) as usize)
+    }
+
+    /// Returns the indices for a list that is sampled already: all of its `total` frames, or
+    /// `max_frames` of them if it has more.
+    pub(super) fn of_sampled(&self, total: usize) -> Vec<usize> {
+        self.spread(total, total)
+    }
+
+    fn spread(&self, total: usize, wanted: usize) -> Vec<usize> {
+        let count = wanted.max(self.min_frames).min(self.max_frames).min(total);
+        if count < 2 {
+            return (0..count).collect();
+        }
+        let last = (total - 1) as f64;
+        let step = last / (count - 1) as f64;
+        let index = |k: usize| if k + 1 == count { last } else { k as f64 * step };
+        (0..count).map(|k| index(k).round_ties_even() as usize).collect()
+    }
+}
+
+/// Returns the time in seconds of each group of `temporal` frames: the mean of the times of its
+/// first and last frame. An incomplete last group is filled with its last frame.
+pub(super) fn timestamps(indices: &[usize], rate: f64, temporal: usize) -> Vec<f64> {
+    let second = |index: usize| index as f64 / rate;
+    let groups = indices.chunks(temporal);
+    groups.map(|group| f64::midpoint(second(group[0]), second(group[group.len() - 1]))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+    use sha2::{Digest as _, Sha256};
+
+    use super::*;
+
+    fn golden() -> Value {
+        serde_json::from_str(include_str!("../../../../tests/golden/video.json")).unwrap()
+    }
+
+    #[test]
+    fn indices_and_timestamps_equal_the_reference() {
+        let golden = golden();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 70);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let fps = case["fps"].as_f64().unwrap();
+            let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
+            let rate = case["rate"].as_f64().unwrap();
+            let sampling = Sampling { fps, min_frames, max_frames };
+            let indices = sampling.of_clip(number("total"), rate);
+            assert_eq!(indices.len(), number("count"), "{case}");
+            if let Some(digest) = case["indices"].as_str() {
+                let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
+                assert_eq!(format!("{:x}", Sha256::digest(text.join(","))), digest, "{case}");
+            } else {
+                assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+            }
+            let times = timestamps(&indices, rate, 2);
+            let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
+            let expected: Vec<&str> = case["times"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|time| time.as_str().unwrap())
+                .collect();
+            assert_eq!(times[..expected.len()], expected, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
+        let sampling = Sampling { fps: 1.7, min_frames: 4, max_frames: 6 };
+        for total in 1..=6 {
+            assert_eq!(sampling.of_sampled(total), (0..total).collect::<Vec<_>>());
+        }
+        assert_eq!(sampling.of_sampled(11), [0, 2, 4, 6, 8, 10]);
+    }
+
+    #[test]
+    fn timestamps_are_formatted_with_halves_rounded_to_even() {
+        assert_eq!(format!("{:.1} {:.1} {:.1}", 0.25, 0.75, 1.25), "0.2 0.8 1.2");
+    }
+}

@@ -1,0 +1,162 @@
+//! Python's `json.dumps(value, ensure_ascii=False)`, for templates that print tools and tool calls.
+
+use minijinja::value::ValueKind;
+use minijinja::{Error, ErrorKind, Value};
+
+/// Formats `value` with Python's separators `", "` and `": "`, or on lines with `indent` spaces per
+/// level.
+pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
+    let mut writer = Writer { out: String::new(), indent, depth: 0 };
+    writer.value(value)?;
+    Ok(writer.out)
+}
+
+struct Writer {
+    out: String,
+    indent: Option<usize>,
+    depth: usize,
+}
+
+impl Writer {
+    fn value(&mut self, value: &Value) -> Result<(), Error> {
+        match value.kind() {
+            ValueKind::None => self.out.push_str("null"),
+            ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number if value.is_integer() => self.out.push_str(&value.to_string()),
+            ValueKind::Number => self.out.push_str(&float(f64::try_from(value.clone())?)),
+            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
+            ValueKind::Seq => {
+                let items = value.try_iter()?.collect::<Vec<_>>();
+                self.container(['[', ']'], &items, Self::value)?;
+            }
+            ValueKind::Map => {
+                let keys = value.try_iter()?.collect::<Vec<_>>();
+                self.container(['{', '}'], &keys, |this, key| {
+                    this.string(&key.to_string());
+                    this.out.push_str(": ");
+                    this.value(&value.get_item(key)?)
+                })?;
+            }
+            kind => {
+                let message = format!("`tojson` does not support a value of type {kind}");
+                return Err(Error::new(ErrorKind::InvalidOperation, message));
+            }
+        }
+        Ok(())
+    }
+
+    fn container(
+        &mut self,
+        [open, close]: [char; 2],
+        items: &[Value],
+        mut item: impl FnMut(&mut Self, &Value) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.out.push(open);
+        self.depth += 1;
+        for (index, value) in items.iter().enumerate() {
+            if index > 0 {
+                self.out.push_str(if self.indent.is_some() { "," } else { ", " });
+            }
+            self.new_line();
+            item(self, value)?;
+        }
+        self.depth -= 1;
+        if !items.is_empty() {
+            self.new_line();
+        }
+        self.out.push(close);
+        Ok(())
+    }
+
+    fn new_line(&mut self) {
+        if let Some(indent) = self.indent {
+            self.out.push('\n');
+            self.out.extend(std::iter::repeat_n(' ', indent * self.depth));
+        }
+    }
+
+    fn string(&mut self, text: &str) {
+        self.out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => self.out.push_str("\\\""),
+                '\\' => self.out.push_str("\\\\"),
+                '\n' => self.out.push_str("\\n"),
+                '\r' => self.out.push_str("\\r"),
+                '\t' => self.out.push_str("\\t"),
+                '\u{8}' => self.out.push_str("\\b"),
+                '\u{c}' => self.out.push_str("\\f"),
+                '\0'..'\u{20}' => {
+                    let code = format!("\\u{:04x}", c as u32);
+                    self.out.push_str(&code);
+                }
+                _ => self.out.push(c),
+            }
+        }
+        self.out.push('"');
+    }
+}
+
+/// Formats a float like Python's `repr`: shortest digits, with an exponent below 1e-4 and from 1e16
+/// on.
+fn float(value: f64) -> String {
+    if value.is_nan() {
+        return "NaN".to_owned();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+    }
+    let size = value.abs();
+    if size != 0.0 && !(1e-4..1e16).contains(&size) {
+        let text = format!("{value:e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let (sign, exponent) =
+            exponent.strip_prefix('-').map_or(('+', exponent), |rest| ('-', rest));
+        return format!("{digits}e{sign}{exponent:0>2}");
+    }
+    format!("{value:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_are_formatted_as_in_python() {
+        let cases = [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (0.1, "0.1"),
+            (1e-4, "0.0001"),
+            (1.5e-5, "1.5e-05"),
+            (123456789.125, "123456789.125"),
+            (9007199254740993.0, "9007199254740992.0"),
+            (1e16, "1e+16"),
+            (-2.5e100, "-2.5e+100"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(float(value), text);
+        }
+    }
+
+    #[test]
+    fn html_non_ascii_text_and_key_order_are_kept() {
+        let inner = Value::from_pairs([("z", Value::from("<\u{e9}&'\"\\\n\u{1}\u{7f}>"))]);
+        let items = vec![Value::from(1), Value::from(true), Value::from(()), inner];
+        let value = Value::from_pairs([("b", Value::from(items)), ("a", Value::from(2.5))]);
+        let expected =
+            "{\"b\": [1, true, null, {\"z\": \"<\u{e9}&'\\\"\\\\\\n\\u0001\u{7f}>\"}], \"a\": 2.5}";
+        assert_eq!(dumps(&value, None).unwrap(), expected);
+    }
+
+    #[test]
+    fn empty_containers_stay_on_one_line_with_indentation() {
+        let value = Value::from_pairs([
+            ("a", Value::from(vec![1, 2])),
+            ("b", Value::from(Vec::<i32>::new())),
+        ]);
+        let expected = "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}";
+        assert_eq!(dumps(&value, Some(2)).unwrap(), expected);
+    }
+}

@@ -1,0 +1,342 @@
+//! Renders conversations with the chat template of the model folder and locates the targets.
+//!
+//! Targets are located by rendering prefixes of the conversation. The prefix before an assistant
+//! turn, with the generation prompt, ends where the content of the turn starts; the prefix that
+//! includes the turn ends where the turn ends. The text is not searched for markers, so text
+//! written by a user can never become a target.
+
+mod json_dumps;
+mod strftime;
+pub(in crate::data) mod tokenizer;
+
+use std::ops::Range;
+use std::time::SystemTime;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Kwargs;
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use crate::batch::{Content, Message, Part};
+
+/// Name under which the template is registered in minijinja.
+const NAME: &str = "chat_template";
+/// Contents of the user and the assistant turn that are rendered to learn how the template starts
+/// and ends an assistant turn.
+const PROBE: [&str; 2] = ["question", "answer"];
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub(in crate::data) struct ChatTemplate {
+    env: Environment<'static>,
+    special_tokens: Vec<(&'static str, String)>,
+    /// Text after the content of an assistant turn, such as `"<|im_end|>\n"`.
+    tail: String,
+}
+
+/// Whether to append the header of an assistant turn, so that the model answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum GenerationPrompt {
+    Append,
+    Omit,
+}
+
+/// A rendered conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct RenderedChat {
+    /// Text with one placeholder per image or video.
+    pub text: String,
+    /// Byte ranges of the targets in `text`: content and end mark of each trained assistant turn.
+    pub targets: Vec<Range<usize>>,
+}
+
+/// A rendered conversation, split before the content of its last assistant turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct RenderedPrompt {
+    /// Text up to and including the header of that turn.
+    pub text: String,
+    /// Content of that turn, without its end mark.
+    pub answer: String,
+}
+
+/// The reason why a chat template, or a conversation rendered with it, cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TemplateError {
+    /// The template has a syntax error.
+    #[error("the chat template does not compile: {problem}")]
+    Compile {
+        /// Error of the template engine, with its line.
+        problem: String,
+    },
+    /// The template failed on this conversation.
+    #[error("the chat template fails: {problem}")]
+    Render {
+        /// Error of the template engine, or raised by the template.
+        problem: String,
+    },
+    /// The template writes nothing after an assistant turn that the model could learn to stop at.
+    #[error("the chat template writes no end mark after an assistant turn")]
+    NoEndMark,
+    /// A prefix of the conversation renders differently than within the whole conversation.
+    #[error(
+        "the chat template is not prefix-stable: it renders turn {turn} differently when more turns follow"
+    )]
+    NotPrefixStable {
+        /// Index of the turn, starting at 0.
+        turn: usize,
+    },
+}
+
+impl TemplateError {
+    /// Returns the key under which rejected rows are counted, such as `template`.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Compile { .. } | Self::Render { .. } => "template",
+            Self::NoEndMark => "template_end_mark",
+            Self::NotPrefixStable { .. } => "template_not_prefix_stable",
+        }
+    }
+
+    /// Returns the fix that the error message suggests; `None` if the message alone is enough.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::NotPrefixStable { .. } => {
+                "targets cannot be located: use a template that renders earlier turns unchanged"
+            }
+            Self::NoEndMark => {
+                "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
+            }
+            Self::Compile { .. } => "copy the chat template from the published model again",
+            Self::Render { .. } => return None,
+        };
+        Some(hint.to_owned())
+    }
+}
+
+impl ChatTemplate {
+    /// Compiles `source` with the settings and functions of transformers, and checks it on a short
+    /// conversation. `special_tokens` become variables of the template, such as `bos_token`.
+    pub(in crate::data) fn new(
+        source: String,
+        special_tokens: Vec<(&'static str, String)>,
+    ) -> Result<Self, TemplateError> {
+        let mut env = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        env.set_syntax(syntax.map_err(|error| compile_error(&error))?);
+        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.add_filter("tojson", to_json);
+        env.add_function("raise_exception", raise_exception);
+        let loaded = SystemTime::now(); // the date must not change within a run
+        env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
+        env.add_template_owned(NAME, source).map_err(|error| compile_error(&error))?;
+        let mut this = Self { env, special_tokens, tail: String::new() };
+        this.tail = this.probe()?;
+        Ok(this)
+    }
+
+    /// Renders a conversation, with one placeholder per image or video.
+    pub(in crate::data) fn render(
+        &self,
+        messages: &[Message],
+        tools: Option<&serde_json::Value>,
+        prompt: GenerationPrompt,
+    ) -> Result<String, TemplateError> {
+        Chat::new(self, messages, tools).render(messages.len(), prompt)
+    }
+
+    /// Renders a conversation and locates its targets.
+    pub(in crate::data) fn render_with_targets(
+        &self,
+        messages: &[Message],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<RenderedChat, TemplateError> {
+        let chat = Chat::new(self, messages, tools);
+        let text = chat.render(messages.len(), GenerationPrompt::Omit)?;
+        let mut targets = Vec::new();
+        for (turn, message) in messages.iter().enumerate() {
+            if message.role == "assistant" && message.train {
+                let content = chat.content_of(turn, &text)?;
+                targets.push(content.start..content.end + self.tail.trim_end().len());
+            }
+        }
+        Ok(RenderedChat { text, targets })
+    }
+
+    /// Renders a conversation up to its last assistant turn, split before the content of that turn.
+    /// Returns `None` if it has no assistant turn.
+    pub(in crate::data) fn render_prompt(
+        &self,
+        messages: &[Message],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<Option<RenderedPrompt>, TemplateError> {
+        let Some(turn) = messages.iter().rposition(|message| message.role == "assistant") else {
+            return Ok(None);
+        };
+        let chat = Chat::new(self, &messages[..=turn], tools);
+        let mut text = chat.render(turn + 1, GenerationPrompt::Omit)?;
+        let content = chat.content_of(turn, &text)?;
+        let answer = text[content.clone()].to_owned();
+        text.truncate(content.start);
+        Ok(Some(RenderedPrompt { text, answer }))
+    }
+
+    /// Returns the text that the template writes after the content of an assistant turn.
+    fn probe(&self) -> Result<String, TemplateError> {
+        let messages = [("user", PROBE[0]), ("assistant", PROBE[1])].map(probe_turn);
+        let chat = Chat::new(self, &messages, None);
+        let text = chat.render(2, GenerationPrompt::Omit)?;
+        let head = chat.render(1, GenerationPrompt::Append)?;
+        let tail = text.strip_prefix(&head).and_then(|rest| rest.strip_prefix(PROBE[1]));
+        let tail = tail.ok_or(TemplateError::NotPrefixStable { turn: 1 })?;
+        if tail.trim_end().is_empty() {
+            return Err(TemplateError::NoEndMark);
+        }
+        Ok(tail.to_owned())
+    }
+}
+
+/// A conversation converted to template values.
+struct Chat<'a> {
+    template: &'a ChatTemplate,
+    messages: Vec<Value>,
+    tools: Value,
+}
+
+impl<'a> Chat<'a> {
+    fn new(
+        template: &'a ChatTemplate,
+        messages: &[Message],
+        tools: Option<&serde_json::Value>,
+    ) -> Self {
+        let messages = messages.iter().map(message_value).collect();
+        Self { template, messages, tools: tools.map_or(Value::from(()), value_of_json) }
+    }
+
+    fn render(
+        &self,
+        num_messages: usize,
+        prompt: GenerationPrompt,
+    ) -> Result<String, TemplateError> {
+        self.render_turns(self.messages[..num_messages].to_vec(), prompt)
+    }
+
+    fn render_turns(
+        &self,
+        messages: Vec<Value>,
+        prompt: GenerationPrompt,
+    ) -> Result<String, TemplateError> {
+        let add_generation_prompt = prompt == GenerationPrompt::Append;
+        let special_tokens = self.template.special_tokens.iter();
+        let context =
+            special_tokens.map(|(name, token)| (*name, Value::from(token.as_str()))).chain([
+                ("messages", Value::from(messages)),
+                ("tools", self.tools.clone()),
+                ("documents", Value::from(())),
+                ("add_generation_prompt", Value::from(add_generation_prompt)),
+            ]);
+        let template = self.template.env.get_template(NAME).expect("added by the constructor");
+        template
+            .render(Value::from_pairs(context))
+            .map_err(|error| TemplateError::Render { problem: describe(&error) })
+    }
+
+    /// Returns the byte range of the content of assistant turn `turn` in `text`, the rendered
+    /// conversation.
+    fn content_of(&self, turn: usize, text: &str) -> Result<Range<usize>, TemplateError> {
+        let tail = self.template.tail.as_str();
+        let rendered;
+        let upto = if turn + 1 == self.messages.len() {
+            text
+        } else {
+            rendered = self.render(turn + 1, GenerationPrompt::Omit)?;
+            &rendered
+        };
+        let head = self.head_of(turn)?;
+        let body = upto.strip_suffix(tail).filter(|body| body.starts_with(&head));
+        match body {
+            Some(body) if text.starts_with(upto) => Ok(head.len()..body.len()),
+            _ => Err(TemplateError::NotPrefixStable { turn }),
+        }
+    }
+
+    /// Returns the text before the content of assistant turn `turn`.
+    fn head_of(&self, turn: usize) -> Result<String, TemplateError> {
+        if turn > 0 {
+            return self.render(turn, GenerationPrompt::Append);
+        }
+        // Templates access the first turn, so an empty conversation cannot be rendered. Render a
+        // known answer as the first turn and remove it.
+        let answer = message_value(&probe_turn(("assistant", PROBE[1])));
+        let mut opening = self.render_turns(vec![answer], GenerationPrompt::Omit)?;
+        let body = opening.strip_suffix(self.template.tail.as_str());
+        let head = body.and_then(|body| body.strip_suffix(PROBE[1])).map(str::len);
+        opening.truncate(head.ok_or(TemplateError::NotPrefixStable { turn })?);
+        Ok(opening)
+    }
+}
+
+fn probe_turn((role, text): (&str, &str)) -> Message {
+    let content = Content::Text(text.to_owned());
+    Message { role: role.to_owned(), content, tool_calls: None, train: true }
+}
+
+fn message_value(message: &Message) -> Value {
+    let content = match &message.content {
+        Content::Text(text) => Value::from(text.as_str()),
+        Content::Parts(parts) => parts.iter().map(part_value).collect(),
+    };
+    let tool_calls = message.tool_calls.iter().map(|calls| ("tool_calls", value_of_json(calls)));
+    let always = [("role", Value::from(message.role.as_str())), ("content", content)];
+    Value::from_pairs(always.into_iter().chain(tool_calls))
+}
+
+fn part_value(part: &Part) -> Value {
+    match part {
+        Part::Text(text) => Value::from_pairs([("type", "text"), ("text", text.as_str())]),
+        Part::Image => Value::from_pairs([("type", "image")]),
+        Part::Video => Value::from_pairs([("type", "video")]),
+    }
+}
+
+/// Converts JSON to a template value and keeps the order of keys.
+fn value_of_json(json: &serde_json::Value) -> Value {
+    use serde_json::Value as Json;
+    match json {
+        Json::Null => Value::from(()),
+        Json::Bool(value) => Value::from(*value),
+        Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+            (Some(value), _, _) => Value::from(value),
+            (None, Some(value), _) => Value::from(value),
+            (None, None, value) => Value::from(value.unwrap_or(f64::NAN)),
+        },
+        Json::String(text) => Value::from(text.as_str()),
+        Json::Array(values) => values.iter().map(value_of_json).collect(),
+        Json::Object(entries) => {
+            let entries = entries.iter();
+            Value::from_pairs(entries.map(|(key, value)| (key.as_str(), value_of_json(value))))
+        }
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "required signature of a filter")]
+/// The filter `tojson` as in transformers: `json.dumps` that escapes neither HTML nor non-ASCII.
+fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+    let indent = options.get::<Option<usize>>("indent")?;
+    // Accepted for compatibility with transformers, and ignored.
+    options.get::<Option<bool>>("ensure_ascii")?;
+    options.assert_all_used()?;
+    json_dumps::dumps(value, indent)
+}
+
+fn raise_exception(message: &str) -> Result<String, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
+}
+
+fn compile_error(error: &Error) -> TemplateError {
+    TemplateError::Compile { problem: describe(error) }
+}
+
+/// Formats an error in one line, with its line in the template.
+fn describe(error: &Error) -> String {
+    let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    error.line().map_or_else(|| what.clone(), |line| format!("{what} (line {line})"))
+}

@@ -1,0 +1,164 @@
+//! Tokenizer of a model folder: text to ids with byte offsets, and ids to text.
+//!
+//! A `tokenizer.json` with the rules of the published Qwen tokenizers is run by [`engine`], any
+//! other by the `tokenizers` crate. Tests check that both return the same results.
+
+mod added;
+mod classes;
+mod cuts;
+mod engine;
+mod file;
+mod merges;
+mod normalise;
+mod split;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use engine::Engine;
+use tokenizers::{PostProcessorWrapper, Tokenizer};
+
+/// A tokenizer. Special tokens that occur in a text are encoded as their ids.
+pub(in crate::data) struct TextTokenizer {
+    inner: Inner,
+}
+
+enum Inner {
+    Ours(Box<Engine>),
+    Reference(Box<Tokenizer>),
+}
+
+/// A tokenised text of `T` tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct Tokens {
+    /// Token ids, `[T]`.
+    pub ids: Vec<u32>,
+    /// Start and end byte of each token in the text before normalisation, `[T]`. Tokens that share
+    /// a character all span the whole character.
+    pub offsets: Vec<(usize, usize)>,
+}
+
+/// The reason why a tokenizer cannot be loaded or used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TokenizerError {
+    /// The file is not a tokenizer.
+    #[error("cannot load tokenizer `{}`: {problem}", .path.display())]
+    Load {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the parser.
+        problem: String,
+    },
+    /// A text cannot be tokenised.
+    #[error("cannot tokenise the text: {problem}")]
+    Encode {
+        /// Error of the tokenizer.
+        problem: String,
+    },
+    /// Ids cannot be converted to text.
+    #[error("cannot decode the token ids: {problem}")]
+    Decode {
+        /// Error of the tokenizer.
+        problem: String,
+    },
+}
+
+impl TextTokenizer {
+    /// Parses the `bytes` of a `tokenizer.json`. `path` appears in messages only.
+    pub(in crate::data) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TokenizerError> {
+        let difference = match file::read(bytes) {
+            Ok(vocabulary) => {
+                return Ok(Self { inner: Inner::Ours(Box::new(Engine::new(vocabulary))) });
+            }
+            Err(difference) => difference,
+        };
+        let tokenizer = Self { inner: Inner::Reference(Box::new(reference(path, bytes)?)) };
+        tracing::info!(
+            path = %path.display(),
+            difference,
+            "the tokenizer differs from Qwen's: the `tokenizers` crate runs it, which is slower"
+        );
+        Ok(tokenizer)
+    }
+
+    /// Tokenises `text` as a whole: tokens may cross any boundary except special tokens.
+    pub(in crate::data) fn encode(&self, text: &str) -> Result<Tokens, TokenizerError> {
+        match &self.inner {
+            Inner::Ours(engine) => Ok(engine.encode(text)),
+            Inner::Reference(tokenizer) => {
+                let encoding = tokenizer
+                    .encode(text, false)
+                    .map_err(|error| TokenizerError::Encode { problem: error.to_string() })?;
+                let (ids, offsets) = (encoding.get_ids(), encoding.get_offsets());
+                Ok(Tokens { ids: ids.to_vec(), offsets: offsets.to_vec() })
+            }
+        }
+    }
+
+    /// Converts ids to text, without special tokens.
+    pub(in crate::data) fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.decoded(ids, true)
+    }
+
+    /// Converts ids to text, including special tokens.
+    pub(in crate::data) fn decode_with_specials(
+        &self,
+        ids: &[u32],
+    ) -> Result<String, TokenizerError> {
+        self.decoded(ids, false)
+    }
+
+    /// Returns the text of a token as `tokenizer.json` writes it.
+    pub(in crate::data) fn token(&self, id: u32) -> Option<String> {
+        match &self.inner {
+            Inner::Ours(engine) => engine.token(id).map(str::to_owned),
+            Inner::Reference(tokenizer) => tokenizer.id_to_token(id),
+        }
+    }
+
+    /// Returns the id of a token.
+    pub(in crate::data) fn id(&self, token: &str) -> Option<u32> {
+        match &self.inner {
+            Inner::Ours(engine) => engine.id(token),
+            Inner::Reference(tokenizer) => tokenizer.token_to_id(token),
+        }
+    }
+
+    /// Returns the largest token id.
+    pub(in crate::data) fn max_id(&self) -> u32 {
+        match &self.inner {
+            Inner::Ours(engine) => engine.max_id(),
+            Inner::Reference(tokenizer) => {
+                tokenizer.get_vocab(true).into_values().max().unwrap_or(0)
+            }
+        }
+    }
+
+    fn decoded(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TokenizerError> {
+        match &self.inner {
+            Inner::Ours(engine) => Ok(engine.decode(ids, skip_special_tokens)),
+            Inner::Reference(tokenizer) => tokenizer
+                .decode(ids, skip_special_tokens)
+                .map_err(|error| TokenizerError::Decode { problem: error.to_string() }),
+        }
+    }
+}
+
+/// Loads the file with the `tokenizers` crate.
+fn reference(path: &Path, bytes: &[u8]) -> Result<Tokenizer, TokenizerError> {
+    let load_error = |problem: String| TokenizerError::Load { path: path.to_owned(), problem };
+    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| load_error(e.to_string()))?;
+    // Truncation and padding happen elsewhere, and the chat template writes all special tokens.
+    tokenizer.with_truncation(None).map_err(|e| load_error(e.to_string()))?;
+    tokenizer.with_padding(None);
+    tokenizer.with_post_processor(None::<PostProcessorWrapper>);
+    Ok(tokenizer)
+}
+
+impl fmt::Debug for TextTokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TextTokenizer").finish_non_exhaustive()
+    }
+}

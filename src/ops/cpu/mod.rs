@@ -1,0 +1,22 @@
+//! What the CPU kernels of the ops share: access to tensor memory, SIMD levels, matrix products, and an allocator.
+
+mod attention;
+pub(in crate::ops) mod blocks;
+mod caching_allocator;
+pub(in crate::ops) mod column_sums;
+pub(in crate::ops) mod gemm;
+pub(in crate::ops) mod in_place;
+mod memory;
+pub(in crate::ops) mod panels;
+pub(crate) mod simd;
+
+pub(in crate::ops) use attention::{
+    Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
+};
+pub use caching_allocator::CachingAllocator;
+pub use in_place::RecomputeInput;
+pub(in crate::ops) use memory::{
+    BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
+    expect_f32, expect_shape, for_each_task, read, tensor, write,
+};
+pub use simd::{SimdError, SimdLevel, simd_level};

@@ -1,0 +1,455 @@
+//! Vectorized inner loops. Each has one body, compiled for AVX-512, for AVX2 and for the baseline,
+//! and the version that runs is chosen at run time.
+//!
+//! All versions do the same operations in the same order with fused multiply-adds, so results do
+//! not depend on the CPU. Matrix products are not part of this module: the `gemm` crate does its
+//! own detection.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a function call would lose the target features of the kernel"
+)]
+
+use std::fmt;
+use std::sync::LazyLock;
+
+/// Environment variable that selects a lower level, to test what another CPU would run.
+const VARIABLE: &str = "TRAINER_SIMD";
+
+/// Vector extensions that kernels are compiled for, in ascending order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SimdLevel {
+    /// No extension beyond those of the compilation target.
+    Baseline,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F, BW, VL and DQ.
+    Avx512,
+}
+
+impl SimdLevel {
+    const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Baseline];
+}
+
+impl fmt::Display for SimdLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Baseline => "baseline",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        })
+    }
+}
+
+/// An invalid value of `TRAINER_SIMD`.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SimdError {
+    /// The value is not the name of a level.
+    #[error("`{VARIABLE}` is `{found}`, expected `avx512`, `avx2` or `baseline`")]
+    Unknown {
+        /// Value of the variable.
+        found: String,
+    },
+    /// The CPU does not support the level.
+    #[error("`{VARIABLE}` is `{wanted}`, but the best level of this CPU is `{best}`")]
+    Missing {
+        /// Level that the variable names.
+        wanted: SimdLevel,
+        /// Best level of this CPU.
+        best: SimdLevel,
+    },
+}
+
+/// Returns the SIMD level of the kernels: the best of this CPU, unless the environment variable
+/// `TRAINER_SIMD` selects a lower one.
+///
+/// An invalid value of the variable is an error, which the command line reports. Kernels then run
+/// at the best level.
+pub fn simd_level() -> Result<SimdLevel, SimdError> {
+    CHOICE.clone()
+}
+
+static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
+    let requested = std::env::var_os(VARIABLE).unwrap_or_default();
+    choose(&requested.to_string_lossy(), best())
+});
+
+/// SIMD level of all kernels of this process.
+static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
+
+fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
+    if requested.is_empty() {
+        return Ok(best);
+    }
+    match SimdLevel::ALL.into_iter().find(|level| level.to_string() == requested) {
+        None => Err(SimdError::Unknown { found: requested.to_owned() }),
+        Some(wanted) if wanted > best => Err(SimdError::Missing { wanted, best }),
+        Some(level) => Ok(level),
+    }
+}
+
+/// Returns the best level of this CPU.
+fn best() -> SimdLevel {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        if fma
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq")
+        {
+            return SimdLevel::Avx512;
+        }
+        if fma {
+            return SimdLevel::Avx2;
+        }
+    }
+    SimdLevel::Baseline
+}
+
+/// The level at which kernels run.
+#[cfg(not(test))]
+pub(crate) fn level() -> SimdLevel {
+    *LEVEL
+}
+
+#[cfg(test)]
+pub(crate) use at_levels::{at_each_level, level};
+
+#[cfg(test)]
+mod at_levels {
+    use super::{LEVEL, SimdLevel};
+    use std::cell::Cell;
+
+    thread_local! {
+        static HIGHEST: Cell<SimdLevel> = const { Cell::new(SimdLevel::Avx512) };
+    }
+
+    /// The level at which kernels run, on this thread at most the one that [`at_each_level`] sets.
+    pub(crate) fn level() -> SimdLevel {
+        (*LEVEL).min(HIGHEST.get())
+    }
+
+    /// Results of `body` at each level up to that of the process, best level last. `body` must stay on this thread.
+    pub(crate) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(SimdLevel, T)> {
+        let levels = [SimdLevel::Baseline, SimdLevel::Avx2, SimdLevel::Avx512];
+        let run = |level| {
+            HIGHEST.set(level);
+            (level, body())
+        };
+        levels.into_iter().filter(|level| *level <= *LEVEL).map(run).collect()
+    }
+}
+
+/// Defines functions whose body is compiled once for each [`SimdLevel`].
+///
+/// Bodies use plain loops and the `#[inline(always)]` functions of this module. A closure or a
+/// function that is not inlined would be compiled for the baseline only.
+macro_rules! kernels {
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$life:lifetime>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => { $(
+        $(#[$meta])*
+        #[expect(unsafe_code, reason = "a function with target features is called after detection")]
+        $vis fn $name$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body$(<$life>)?($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+            fn avx512$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
+                body($($arg),*)
+            }
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2$(<$life>)?($($arg: $ty),*) $(-> $ret)? {
+                body($($arg),*)
+            }
+
+            match $crate::ops::cpu::simd::level() {
+                // SAFETY: `level` guarantees that the CPU has every enabled feature.
+                #[cfg(target_arch = "x86_64")]
+                $crate::ops::cpu::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::ops::cpu::simd::SimdLevel::Avx2 => unsafe { avx2($($arg),*) },
+                _ => body($($arg),*),
+            }
+        }
+    )* };
+}
+pub(crate) use kernels;
+
+/// Coefficients of the polynomial in [`exp`], highest power first.
+const EXP: [f32; 6] =
+    [1.989_198e-4, 1.393_454_1e-3, 8.333_310_5e-3, 4.166_645_6e-2, 0.166_666_67, 0.5];
+
+/// Number of independent partial sums in a reduction: four AVX-512 vectors.
+const LANES: usize = 64;
+
+/// Computes `e^x` with a relative error below 2e-7. Saturates outside [-87.3, 88.3]; propagates
+/// NaN.
+#[inline(always)]
+pub(in crate::ops) fn exp(x: f32) -> f32 {
+    /// Adding this constant leaves the nearest integer in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    let x = if x < -87.3 { -87.3 } else { x };
+    let x = if x > 88.3 { 88.3 } else { x };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
+    // Fitted polynomial for (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2.
+    let mut p = EXP[0];
+    p = p.mul_add(r, EXP[1]);
+    p = p.mul_add(r, EXP[2]);
+    p = p.mul_add(r, EXP[3]);
+    p = p.mul_add(r, EXP[4]);
+    p = p.mul_add(r, EXP[5]);
+    let y = (p * r).mul_add(r, r) + 1.0;
+    // 2^n: shift the integer in the low bits into the exponent and add the bias.
+    y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3F80_0000))
+}
+
+/// Computes `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(in crate::ops) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// Returns the sum of `x[i] * y[i]`.
+#[inline(always)]
+pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
+    let n = x.len().min(y.len());
+    let (x, y) = (&x[..n], &y[..n]);
+    let mut lanes = [0f32; LANES];
+    let whole = n / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let (a, b) = (&x[at..at + LANES], &y[at..at + LANES]);
+        for i in 0..LANES {
+            lanes[i] = a[i].mul_add(b[i], lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for i in whole..n {
+        sum = x[i].mul_add(y[i], sum);
+    }
+    sum
+}
+
+/// Returns the sum of `x[i] * y[i] * z[i]`.
+#[inline(always)]
+pub(in crate::ops) fn dot3(x: &[f32], y: &[f32], z: &[f32]) -> f32 {
+    let n = x.len().min(y.len()).min(z.len());
+    let (x, y, z) = (&x[..n], &y[..n], &z[..n]);
+    let mut lanes = [0f32; LANES];
+    let whole = n / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let (a, b, c) = (&x[at..at + LANES], &y[at..at + LANES], &z[at..at + LANES]);
+        for i in 0..LANES {
+            lanes[i] = (a[i] * b[i]).mul_add(c[i], lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for i in whole..n {
+        sum = (x[i] * y[i]).mul_add(z[i], sum);
+    }
+    sum
+}
+
+/// Returns the sum of `x[i]`.
+#[inline(always)]
+pub(in crate::ops) fn sum(x: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] += a[i];
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum += v;
+    }
+    sum
+}
+
+/// Returns the sum of `(x[i] - mean)^2`.
+#[inline(always)]
+pub(in crate::ops) fn sum_of_squared_differences(x: &[f32], mean: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            let d = a[i] - mean;
+            lanes[i] = d.mul_add(d, lanes[i]);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum = (v - mean).mul_add(v - mean, sum);
+    }
+    sum
+}
+
+/// Returns the maximum of `x`, or negative infinity if `x` is empty. Ignores NaN.
+#[inline(always)]
+pub(in crate::ops) fn max(x: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] = if a[i] > lanes[i] { a[i] } else { lanes[i] };
+        }
+        at += LANES;
+    }
+    let mut max = f32::NEG_INFINITY;
+    for v in lanes {
+        max = if v > max { v } else { max };
+    }
+    for &v in &x[whole..] {
+        max = if v > max { v } else { max };
+    }
+    max
+}
+
+/// Returns the sum of `e^(x[i] - shift)`.
+#[inline(always)]
+pub(in crate::ops) fn sum_exp(x: &[f32], shift: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &x[at..at + LANES];
+        for i in 0..LANES {
+            lanes[i] += exp(a[i] - shift);
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for &v in &x[whole..] {
+        sum += exp(v - shift);
+    }
+    sum
+}
+
+/// Replaces each element `x` by `e^(x * scale - shift)` and returns their sum.
+#[inline(always)]
+pub(in crate::ops) fn exp_in_place(x: &mut [f32], scale: f32, shift: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let whole = x.len() / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let a = &mut x[at..at + LANES];
+        for i in 0..LANES {
+            let e = exp(a[i].mul_add(scale, -shift));
+            a[i] = e;
+            lanes[i] += e;
+        }
+        at += LANES;
+    }
+    let mut sum = fold(&lanes);
+    for v in &mut x[whole..] {
+        *v = exp(v.mul_add(scale, -shift));
+        sum += *v;
+    }
+    sum
+}
+
+/// Rounds `x` to the nearest `bf16` value, ties to even, and returns it as `f32`.
+#[inline(always)]
+pub(in crate::ops) fn round_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000;
+    if x.is_nan() { x } else { f32::from_bits(rounded) }
+}
+
+/// Sums the lanes pairwise, in a fixed order.
+#[inline(always)]
+fn fold(lanes: &[f32; LANES]) -> f32 {
+    let mut a = *lanes;
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            a[i] += a[i + half];
+        }
+        half /= 2;
+    }
+    a[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_lowers_the_level_and_never_raises_it() {
+        use SimdLevel::{Avx2, Avx512, Baseline};
+        assert_eq!(choose("", Avx2), Ok(Avx2));
+        assert_eq!(choose("avx512", Avx512), Ok(Avx512));
+        assert_eq!(choose("avx2", Avx512), Ok(Avx2));
+        assert_eq!(choose("baseline", Avx2), Ok(Baseline));
+        let error = choose("avx512", Avx2).unwrap_err().to_string();
+        assert_eq!(error, "`TRAINER_SIMD` is `avx512`, but the best level of this CPU is `avx2`");
+        let error = choose("AVX", Avx512).unwrap_err().to_string();
+        assert!(error.contains("`AVX`, expected `avx512`, `avx2` or `baseline`"), "{error}");
+    }
+
+    #[test]
+    fn exp_is_within_two_units_of_the_last_place() {
+        let mut worst = 0f64;
+        for i in -870_000..=880_000 {
+            let x = i as f32 * 1e-4;
+            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
+            worst = worst.max(((got - want) / want).abs());
+        }
+        assert!(worst < 2e-7, "{worst}");
+        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(-1e9) < 1e-37 && exp(1e9) > 1e38);
+    }
+
+    #[test]
+    fn round_to_bf16_matches_the_half_crate() {
+        for x in
+            [0.0f32, -0.0, 1.0, 1.003_906_2, 1.011_718_8, -3.3333, 1e-40, 3.4e38, f32::INFINITY]
+        {
+            assert_eq!(
+                round_to_bf16(x).to_bits(),
+                half::bf16::from_f32(x).to_f32().to_bits(),
+                "{x}"
+            );
+        }
+        assert!(round_to_bf16(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn reductions_cover_full_and_partial_vectors() {
+        for n in [0, 1, 63, 64, 65, 127, 128, 200] {
+            let x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.7).sin()).collect();
+            let y: Vec<f32> = (0..n).map(|i| (i as f32 * 0.3).cos()).collect();
+            let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-4, "{n}: {a} {b}");
+            close(sum(&x), x.iter().sum());
+            close(dot(&x, &y), x.iter().zip(&y).map(|(x, y)| x * y).sum());
+            close(dot3(&x, &y, &y), x.iter().zip(&y).map(|(x, y)| x * y * y).sum());
+            close(sum_exp(&x, 0.5), x.iter().map(|x| (x - 0.5).exp()).sum());
+            close(
+                sum_of_squared_differences(&x, 0.1),
+                x.iter().map(|x| (x - 0.1) * (x - 0.1)).sum(),
+            );
+            assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        }
+    }
+}

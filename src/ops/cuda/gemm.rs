@@ -1,0 +1,146 @@
+//! Products of row-major matrices with `f32` sums.
+//!
+//! Computes `dst [m, n] = op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
+//! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
+//! give the same bits: there is one stream, one workspace, and a fixed algorithm per shape. Under
+//! emulation the CPU computes the product on operands converted to `f32`.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Which operand is transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Transpose {
+    /// `a [m, k]`, `b [n, k]`: `a b^T`.
+    Nt,
+    /// `a [m, k]`, `b [k, n]`: `a b`.
+    Nn,
+    /// `a [k, m]`, `b [k, n]`: `a^T b`.
+    Tn,
+}
+
+/// An operand: its name, for errors, and the location of its elements.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Matrix<'a> {
+    /// All elements of a contiguous tensor, with any dims.
+    Whole(&'static str, &'a Tensor),
+    /// `bf16` elements in the second half of each row of an `f32` tensor.
+    SecondHalves(&'static str, &'a Tensor),
+}
+
+impl<'a> Matrix<'a> {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Whole(name, _) | Self::SecondHalves(name, _) => name,
+        }
+    }
+
+    pub(super) fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor,
+        }
+    }
+
+    pub(super) fn dtype(self) -> DType {
+        match self {
+            Self::Whole(_, tensor) => tensor.dtype(),
+            Self::SecondHalves(..) => DType::BF16,
+        }
+    }
+}
+
+/// Matrix that is added to a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Addend<'a> {
+    Nothing,
+    /// The previous contents of the destination.
+    Destination,
+    /// A tensor `[m, n]` in the dtype of the destination.
+    Residual(&'a Tensor),
+}
+
+/// A matrix product.
+pub(super) struct Gemm<'a> {
+    pub(super) transpose: Transpose,
+    /// Sizes `(m, n, k)`.
+    pub(super) shape: (usize, usize, usize),
+    pub(super) a: Matrix<'a>,
+    pub(super) b: Matrix<'a>,
+    pub(super) addend: Addend<'a>,
+    /// Bias `[n]` in the dtype of the destination, added to each row.
+    pub(super) bias: Option<&'a Tensor>,
+}
+
+impl Gemm<'_> {
+    /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
+    pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
+        let (m, n, k) = self.shape;
+        let dst = Matrix::Whole(name, dst);
+        for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
+            let (name, found) = (matrix.name(), matrix.tensor().elem_count());
+            if found != length {
+                bail!("{op}: `{name}` has {found} elements, expected {length}");
+            }
+        }
+        if self.a.dtype() != self.b.dtype() {
+            bail!(
+                "{op}: found operands of {:?} and {:?}, expected one dtype",
+                self.a.dtype(),
+                self.b.dtype()
+            );
+        }
+        if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
+            return Ok(());
+        }
+        run(op, &self, dst)
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    super::blas::run(op, gemm, dst)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    use crate::ops::cpu::{self, Element as _, read};
+    use half::bf16;
+
+    fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
+        let operand = read(op, matrix.name(), matrix.tensor())?;
+        let Matrix::SecondHalves(_, tensor) = matrix else {
+            return Ok(operand.f32()?.into_owned());
+        };
+        let (_, columns) = tensor.dims2()?;
+        let bytes: Vec<u8> =
+            operand.slice::<f32>()?.iter().flat_map(|word| word.to_bits().to_le_bytes()).collect();
+        let rows = bytes.chunks(4 * columns).map(|row| &row[2 * columns..]);
+        let halves = rows.flat_map(|row| row.chunks(2));
+        Ok(halves.map(|half| bf16::from_le_bytes([half[0], half[1]]).widen()).collect())
+    }
+
+    let (m, n, k) = gemm.shape;
+    let (a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    let mut sums = match gemm.addend {
+        Addend::Nothing => vec![0f32; m * n],
+        Addend::Destination => elements(op, dst)?,
+        Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
+    };
+    if let Some(bias) = gemm.bias {
+        let bias = elements(op, Matrix::Whole("bias", bias))?;
+        sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
+    }
+    match gemm.transpose {
+        Transpose::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
+    }
+    let (name, dst) = (dst.name(), dst.tensor());
+    if dst.dtype() == DType::BF16 {
+        return cpu::write(op, name, dst, |dst: &mut [bf16]| {
+            for (dst, sum) in dst.iter_mut().zip(sums) {
+                *dst = bf16::narrow(sum);
+            }
+        });
+    }
+    cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+}
