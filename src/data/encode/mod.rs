@@ -42,7 +42,8 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`
+    /// (not for a text-only model, whose `config.json` has no `vision_config`),
     /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
     /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
@@ -57,7 +58,10 @@ impl Encoder {
         video: &VideoConfig,
     ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
-        let images = ImageProcessor::from_folder(folder, image)?;
+        let images = match text.media.image {
+            Some(_) => ImageProcessor::from_folder(folder, image)?,
+            None => ImageProcessor::unused(),
+        };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         Ok(Self { text, media: MediaReader { images, videos } })
     }
@@ -196,6 +200,10 @@ impl Encoder {
     /// Media and their places agree, and no text pretends to be a medium.
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
+        if self.text.media.image.is_none() && !sample.media.is_empty() {
+            let num_media = sample.media.len();
+            return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+        }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
