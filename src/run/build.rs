@@ -15,7 +15,7 @@ use crate::config::RunConfig;
 use crate::data::{CachesBeside, DataSet, DataState, JsonlRows, Loader};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
-use crate::optim::{AdamW, ParamGroups, OptimConfig, Schedule, Warmup};
+use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,

@@ -117,7 +117,11 @@ const ROWS_AT_A_TIME: usize = 8;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` is told how many are done.
-    pub fn run(&self, model: &dyn Model, progress: &dyn Fn(usize)) -> Result<EvalReport, EvalError> {
+    pub fn run(
+        &self,
+        model: &dyn Model,
+        progress: &dyn Fn(usize),
+    ) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
         let rows: Vec<Row> = self.rows.rows().collect();
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();

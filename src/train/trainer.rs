@@ -429,10 +429,7 @@ fn audit(runner: &StepRunner, step: u64, has_images: bool) -> Result<(), TrainEr
     let trained = runner.grads.iter().flatten().count();
     if missing.is_empty() {
         let received = trained - without.len();
-        tracing::info!(
-            step,
-            "audit: {received} of {trained} trained tensors received a gradient"
-        );
+        tracing::info!(step, "audit: {received} of {trained} trained tensors received a gradient");
     } else {
         tracing::warn!(
             step,

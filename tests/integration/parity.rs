@@ -226,9 +226,7 @@ fn ranks_that_sum_their_target_counts_sum_to_the_whole_step() {
     let (rows, runner) = (rows("image_exact"), runner(SMALL, PLAIN, Precision::F32));
     let samples: Vec<EncodedSample> =
         rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
-    let prepare = |samples: &[EncodedSample]| {
-        runner.prepare(PLAIN.micro_batches(samples)).unwrap()
-    };
+    let prepare = |samples: &[EncodedSample]| runner.prepare(PLAIN.micro_batches(samples)).unwrap();
     let gradients = || -> Vec<candle_core::Tensor> {
         runner.grads.iter().map(|grad| grad.unwrap().copy().unwrap()).collect()
     };
