@@ -46,7 +46,7 @@ pub(super) fn show_answers(
         let sample = sample?;
         let (prompt, expected) = encoder.encode_prompt(&sample)?;
         let images = prompt.media.len();
-        let ids = generate(&runner.model, prompt, &options, &runner.device)?;
+        let ids = generate(&*runner.model, prompt, &options, &runner.device)?;
         let answer = encoder.decode(&ids)?;
         let is_cut = ids.len() == MAX_NEW_TOKENS;
         let right = if is_cut { expected.starts_with(&answer) } else { answer == expected };

@@ -10,7 +10,8 @@ use crate::data::{
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
 use crate::metrics::JsonlError;
-use crate::models::{ModelConfigError, WeightError};
+use crate::models::ModelConfigError;
+use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
 use crate::run::{DeviceError, RunError, SetupError};
 use crate::train::{EvalError, StepError, TrainError};

@@ -56,7 +56,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     };
     let total = rows.num_rows();
     let progress = Progress::items(logging.bars(), "rows", total as u64);
-    let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
+    let report = evaluator.run(&*loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
     for rejection in &report.rejected {
         tracing::warn!(row = %rejection.message, "cannot score a row");

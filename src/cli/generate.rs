@@ -128,7 +128,7 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         seed: args.seed,
         stop_ids: encoder.stop_ids().to_vec(),
     };
-    let answer = generate(&loaded.model, prompt, &options, &device)?;
+    let answer = generate(&*loaded.model, prompt, &options, &device)?;
     writeln!(stdout(), "{}", encoder.decode(&answer)?)?;
     Ok(())
 }

@@ -3,8 +3,8 @@
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
 use crate::checkpoint::{CarriedFiles, ModelFiles, WeightFiles, write_atomically};
-use crate::models::init::random_tensor;
-use crate::models::{ModelConfig, param_specs};
+use crate::models::config_from_json;
+use crate::nn::random_tensor;
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -237,11 +237,12 @@ fn has_tokenizer(folder: &Path) -> bool {
 }
 
 fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<(String, Tensor)>> {
-    let config = ModelConfig::from_json(config)?;
-    param_specs(&config)
+    let config = config_from_json(config)?;
+    config
+        .param_specs()
         .into_iter()
         .map(|spec| {
-            let tensor = random_tensor(&spec, &config, seed, &Device::Cpu)?;
+            let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
             Ok((spec.name, tensor))
         })
         .collect()

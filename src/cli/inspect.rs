@@ -94,7 +94,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     }
                 }
                 // Rows that are too long are shown too, with the reason.
-                let refused = options.admit(Length::of(&sample), || rows.id(row)).err();
+                let refused = options.check_length(Length::of(&sample), || rows.id(row)).err();
                 if let Some(rejection) = &refused {
                     tracing::warn!(row = %rejection, "rejected");
                 }

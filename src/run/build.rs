@@ -15,7 +15,7 @@ use crate::config::RunConfig;
 use crate::data::{CachesBeside, DataSet, DataState, JsonlRows, Loader};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
-use crate::optim::{AdamW, Groups, OptimConfig, Schedule, Warmup};
+use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Warmup};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
@@ -235,7 +235,7 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, Json
 pub(crate) fn step_runner(
     config: &RunConfig,
     loaded: LoadedModel,
-    groups: &Groups,
+    groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
 ) -> Result<(StepRunner, serde_json::Value), RunError> {
@@ -251,7 +251,7 @@ pub(crate) fn step_runner(
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
         AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
-    for slot in optimizer.slots_mut() {
+    for slot in optimizer.states_mut() {
         for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
         {
             let (dtype, device) = (moment.dtype(), moment.device().clone());
@@ -299,7 +299,7 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
     tracing::info!(
         path = %config.model.path.display(),
         parameters = count(&mut runner.params.iter()),
-        trained = count(&mut runner.optimizer.slots().iter().map(|slot| &slot.param)),
+        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
         precision = config.model.precision.hf_name(),
         attention = attention_kernels(config, runner),
         device = device_name(&runner.device),
@@ -317,11 +317,18 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
     );
 }
 
-/// Attention kernel of the decoder, and that of the vision encoder if it differs.
+/// Attention kernel of the decoder, and those of other components that differ from it.
 fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
-    let (backend, model) = (config.model.attention.backend(), runner.model.config());
-    let kernel = |head_dim| backend.kernel(&runner.device, runner.dtype, head_dim);
-    let text = kernel(model.text.head_dim);
-    let vision = kernel(model.vision.hidden_size / model.vision.num_heads);
-    if text == vision { text.to_owned() } else { format!("{text}; vision: {vision}") }
+    let backend = config.model.attention.backend();
+    let mut kernels = String::new();
+    let mut first = "";
+    for (name, head_dim) in runner.model.head_dims() {
+        let kernel = backend.kernel(&runner.device, runner.dtype, head_dim);
+        if kernels.is_empty() {
+            (kernels, first) = (kernel.to_owned(), kernel);
+        } else if kernel != first {
+            kernels.push_str(&format!("; {name}: {kernel}"));
+        }
+    }
+    kernels
 }

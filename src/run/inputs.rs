@@ -11,7 +11,7 @@ use crate::data::{
     ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
     VideoConfigError,
 };
-use crate::optim::Groups;
+use crate::optim::ParamGroups;
 use crate::train::ModelSection;
 use candle_core::Device;
 use std::cell::RefCell;
@@ -160,7 +160,10 @@ pub(crate) fn load_for_run(
 }
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
-pub(crate) fn param_groups(config: &RunConfig, loaded: &LoadedModel) -> Result<Groups, RunError> {
+pub(crate) fn param_groups(
+    config: &RunConfig,
+    loaded: &LoadedModel,
+) -> Result<ParamGroups, RunError> {
     let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
     loaded.groups(freeze, multipliers).map_err(|problem| {
         let (key, pattern) = problem.origin();

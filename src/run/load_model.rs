@@ -1,18 +1,17 @@
 //! Loads a model folder.
 
 use crate::checkpoint::{CheckpointError, WeightFiles};
-use crate::metrics::{ModelWork, Passes};
-use crate::models::init::random_tensor;
-use crate::models::{
-    Model, ModelConfig, ModelConfigError, ParamSpec, Part, WeightError, param_specs,
-};
-use crate::optim::{GroupError, Groups, Named};
+use crate::metrics::ModelWork;
+use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
+use crate::nn::{ParamSpec, WeightError, random_tensor};
+use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -97,7 +96,7 @@ impl SetupError {
 /// A model, its parameters and its config.
 pub struct LoadedModel {
     /// The model.
-    pub model: Model,
+    pub model: Box<dyn Model>,
     /// The complete `config.json`.
     pub config_json: serde_json::Value,
     /// Parameters in the compute dtype, in the order of `specs`.
@@ -110,7 +109,7 @@ pub struct LoadedModel {
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(WeightFiles),
-    Seed { config: ModelConfig, seed: u64 },
+    Seed { config: Arc<dyn ModelConfig>, seed: u64 },
 }
 
 impl WeightSource {
@@ -126,7 +125,8 @@ impl WeightSource {
                 files.load(&spec.name, dtype, device).map_err(|source| files_error(folder, source))
             }
             Self::Seed { config, seed } => {
-                Ok(random_tensor(spec, config, *seed, device)?.to_dtype(dtype)?)
+                Ok(random_tensor(spec, config.initializer_range(), *seed, device)?
+                    .to_dtype(dtype)?)
             }
         }
     }
@@ -149,66 +149,27 @@ impl LoadedModel {
         &self,
         freeze: &[String],
         lr_multipliers: &IndexMap<String, f64>,
-    ) -> Result<Groups, GroupError> {
+    ) -> Result<ParamGroups, GroupError> {
         let named: Vec<Named<'_>> = self
             .specs
             .iter()
-            .map(|spec| Named { name: &spec.name, part: spec.part.name(), rank: spec.shape.len() })
+            .map(|spec| Named {
+                name: &spec.name,
+                component: spec.component.name,
+                rank: spec.shape.len(),
+            })
             .collect();
-        Groups::new(&named, freeze, lr_multipliers)
+        ParamGroups::new(&named, freeze, lr_multipliers)
     }
 
-    /// Sizes of the model that decide the number of operations of a step.
+    /// Numbers of operations of a step, by component of the model.
     pub fn work(&self) -> ModelWork {
-        let (text, vision) = (&self.model.config().text, &self.model.config().vision);
-        // Embedding tables are looked up, not multiplied, so they do not count.
-        let matrices = |part: Part| {
-            let is_table = |name: &str| {
-                name.ends_with("embed_tokens.weight")
-                    || name == "lm_head.weight"
-                    || name.ends_with("pos_embed.weight")
-            };
-            let specs = self.specs.iter().filter(|s| s.part == part && s.shape.len() > 1);
-            let counted = specs.filter(|spec| !is_table(&spec.name));
-            counted.map(|spec| spec.shape.iter().product::<usize>()).sum::<usize>() as f64
-        };
-        ModelWork {
-            text_params: matrices(Part::Llm),
-            head_params: (text.vocab_size * text.hidden_size) as f64,
-            vision_params: matrices(Part::Vision),
-            merger_params: matrices(Part::Merger),
-            text_attention: (text.num_hidden_layers * text.num_attention_heads * text.head_dim)
-                as f64,
-            vision_attention: (vision.depth * vision.hidden_size) as f64,
-        }
-    }
-
-    /// Operations per weight and row of each component; fewer where a whole component is frozen.
-    pub fn passes(&self, groups: &Groups) -> Passes {
-        let trained = |part: Part| {
-            let mut settings = self.specs.iter().zip(groups.iter());
-            settings.any(|(spec, setting)| spec.part == part && !setting.frozen)
-        };
-        let [vision, merger, text] = [Part::Vision, Part::Merger, Part::Llm].map(trained);
-        let head_name = self.model.lm_head().name();
-        let mut settings = self.specs.iter().zip(groups.iter());
-        let head = settings.any(|(spec, setting)| spec.name == head_name && !setting.frozen);
-        let passes = |trained: bool, below: bool| match (trained, below) {
-            (true, _) => 6.0,
-            (false, true) => 4.0,
-            (false, false) => 2.0,
-        };
-        Passes {
-            text: passes(text, vision || merger),
-            head: passes(head, text || vision || merger),
-            vision: passes(vision, false),
-            merger: passes(merger, vision),
-        }
+        ModelWork(self.model.work())
     }
 }
 
 /// Whether each parameter of `groups` is trained.
-pub fn trainable(groups: &Groups) -> Vec<Trainable> {
+pub fn trainable(groups: &ParamGroups) -> Vec<Trainable> {
     let each = |frozen: bool| if frozen { Trainable::Frozen } else { Trainable::Yes };
     groups.iter().map(|setting| each(setting.frozen)).collect()
 }
@@ -223,9 +184,9 @@ pub fn load_model(
         return Err(SetupError::MaskedOnGpu);
     }
     let folder = section.path.as_path();
-    let (config, config_json) = ModelConfig::from_folder(folder)
+    let (config, config_json) = read_config(folder)
         .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-    let specs = param_specs(&config);
+    let specs = config.param_specs();
     let source = match section.weights {
         Weights::Random => WeightSource::Seed { config: config.clone(), seed },
         Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
@@ -237,7 +198,7 @@ pub fn load_model(
         Ok(Param::new(spec.name.as_str(), index, tensor))
     });
     let params = params.collect::<Result<Vec<_>, SetupError>>()?;
-    let model = Model::new(&config, &params, &section.attention.backend())?;
+    let model = config.build(&params, &section.attention.backend())?;
     Ok(LoadedModel { model, config_json, params, specs, source })
 }
 

@@ -20,5 +20,7 @@ pub use device::{DeviceChoice, UnknownDevice};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use state::{Planned, TrainState};
-pub use step::{LaunchedStep, Losses, PreparedStep, StepError, StepOutcome, StepRunner};
+pub use step::{
+    LaunchedStep, Losses, PreparedStep, StepCounts, StepError, StepOutcome, StepRunner,
+};
 pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};

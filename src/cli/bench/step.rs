@@ -6,12 +6,10 @@ use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
 use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
 use crate::metrics::{
-    LayerTape, MemoryModel, MicroBatchSizes, ModelWork, Passes, StepSizes, TowerMemory,
-    cpu_seconds, peak_memory_bytes,
+    MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
 use crate::ops::{LOGITS_BYTES, gpu_memory};
 use crate::run::{load_model, loader_options, order, step_runner};
-use crate::tape::Recompute;
 use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -46,51 +44,27 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The sizes of the model that decide its memory. Every decoder layer counts as part of the
-/// backward pass: the embedding, the vision encoder or the first layer is trained.
-fn memory_model(runner: &StepRunner) -> MemoryModel {
-    let tape = |recompute| match recompute {
-        Recompute::No => LayerTape::Whole,
-        Recompute::Yes => LayerTape::Input,
-    };
-    let (text, vision) = (&runner.model.config().text, &runner.model.config().vision);
-    let (mut parameters, mut trained, mut tower_trained) = (0, 0, false);
+/// The sizes of the model that decide its memory.
+fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
+    let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads.iter()) {
-        parameters += param.tensor().elem_count();
-        if grad.is_some() {
-            trained += param.tensor().elem_count();
-            tower_trained |= param.name().starts_with("model.visual.");
-        }
+        let count = param.tensor().elem_count();
+        parameters += count;
+        trained += if grad.is_some() { count } else { 0 };
     }
-    MemoryModel {
+    let moment = runner.optimizer.states().first().map_or(DType::F32, |s| s.exp_avg.dtype());
+    let element = runner.dtype.size_in_bytes() as f64;
+    let (vocabulary, hidden) = runner.model.lm_head().tensor().dims2()?;
+    Ok(MemoryModel {
         parameters: parameters as f64,
         trained: trained as f64,
-        element: runner.dtype.size_in_bytes() as f64,
-        moment: runner
-            .optimizer
-            .slots()
-            .first()
-            .map_or(4, |slot| slot.exp_avg.dtype().size_in_bytes()) as f64,
-        layers: text.num_hidden_layers as f64,
-        hidden: text.hidden_size as f64,
-        heads: text.num_attention_heads as f64,
-        kv_heads: text.num_key_value_heads as f64,
-        head_dim: text.head_dim as f64,
-        intermediate: text.intermediate_size as f64,
-        vocabulary: text.vocab_size as f64,
+        element,
+        moment: moment.size_in_bytes() as f64,
+        hidden: hidden as f64,
+        vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
-        layer_tape: tape(runner.recompute.llm),
-        tower: TowerMemory {
-            patch_values: vision.patch_values() as f64,
-            blocks: if tower_trained { vision.depth as f64 } else { 0.0 },
-            hidden: vision.hidden_size as f64,
-            intermediate: vision.intermediate_size as f64,
-            heads: vision.num_heads as f64,
-            mergers: (1 + vision.deepstack_visual_indexes.len()) as f64,
-            join: vision.spatial_merge_size.pow(2) as f64,
-            block_tape: tape(runner.recompute.vision),
-        },
-    }
+        activations: runner.model.activation_memory(element, runner.recompute, &runner.grads),
+    })
 }
 
 /// A step whose data is being uploaded, and its sizes.
@@ -104,7 +78,7 @@ struct Ready {
 
 impl Ready {
     fn new(runner: &StepRunner, memory: &MemoryModel, data: StepData) -> anyhow::Result<Self> {
-        let merge = f64::from(runner.model.config().merge_size().get());
+        let merge = f64::from(runner.model.merge_size().get());
         let sizes = sizes(&data, merge);
         let micro_batches = data.micro_batches.iter();
         let predicted = micro_batches.map(|batch| {
@@ -124,7 +98,7 @@ struct Totals {
     waited: f64,
     sizes: StepSizes,
     computed: f64,
-    honest_flops: f64,
+    model_flops: f64,
     lmms_engine_flops: f64,
 }
 
@@ -134,7 +108,7 @@ struct Bench {
     loader: Loader,
     memory: MemoryModel,
     work: ModelWork,
-    passes: Passes,
+    passes: Vec<f64>,
 }
 
 impl Bench {
@@ -147,9 +121,11 @@ impl Bench {
         options.epochs = None;
         let loaded = load_model(&config.model, config.seed, device)?;
         let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let (work, passes) = (loaded.work(), loaded.passes(&groups));
+        let work = loaded.work();
+        let trained: Vec<bool> = groups.iter().map(|group| !group.frozen).collect();
+        let passes = work.passes(|index| trained[index]);
         let (runner, _) = step_runner(config, loaded, &groups, None, device)?;
-        let memory = memory_model(&runner);
+        let memory = memory_model(&runner)?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }
@@ -192,7 +168,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         sizes.targets = outcome.num_targets as f64;
         totals.seconds += asked.elapsed().as_secs_f64();
         totals.waited += wait;
-        totals.honest_flops += bench.work.honest(&sizes, bench.passes);
+        totals.model_flops += bench.work.model_flops(&sizes, &bench.passes);
         totals.lmms_engine_flops += bench.work.lmms_engine(&sizes);
         totals.computed += computed;
         totals.sizes.tokens += sizes.tokens;
@@ -203,7 +179,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let device_memory = gpu_memory(&device);
     let peak = peak_flops(&device, bench.runner.dtype)?;
     let gib = f64::from(1 << 30);
-    let Totals { seconds, waited, sizes, computed, honest_flops, lmms_engine_flops } = totals;
+    let Totals { seconds, waited, sizes, computed, model_flops, lmms_engine_flops } = totals;
     let mut figures = vec![
         ("tokens", sizes.tokens),
         ("computed_tokens", computed),
@@ -211,8 +187,8 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         ("tokens/cpu_s", sizes.tokens / cpu),
         ("step_s", seconds / steps as f64),
         ("data_wait", waited / seconds),
-        ("GFLOP/s", honest_flops / seconds / 1e9),
-        ("mfu", honest_flops / seconds / peak),
+        ("GFLOP/s", model_flops / seconds / 1e9),
+        ("mfu", model_flops / seconds / peak),
         ("mfu_lmms_engine", lmms_engine_flops / (seconds - waited) / peak),
         ("peak_GFLOP/s", peak / 1e9),
         ("peak_memory_gib", peak_memory_bytes() as f64 / gib),
