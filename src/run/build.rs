@@ -85,9 +85,9 @@ impl Run {
 
     /// Assembles a run.
     ///
-    /// Locks `output_dir`, and moves the files of an earlier run there to `previous-N` unless the run
-    /// resumes from them. The files are moved after the model and the data are loaded; if loading
-    /// fails, they stay.
+    /// Locks `output_dir`, and moves the files of an earlier run there to `previous-N` unless the
+    /// run resumes from them. The files are moved after the model and the data are loaded; if
+    /// loading fails, they stay.
     pub fn with_options(config: &RunConfig, options: &RunOptions<'_>) -> Result<Self, RunError> {
         check(config)?;
         let lock = claim(&config.output_dir)?;

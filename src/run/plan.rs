@@ -27,9 +27,9 @@ pub(super) struct RunPlan {
 
 /// Measures the rows that no length cache has, and counts the steps of the run.
 ///
-/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes seconds,
-/// it logs what an epoch would be; otherwise it starts at once and a background thread measures the
-/// rows for the next start. The run trains on the same data in each case.
+/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes
+/// seconds, it logs what an epoch would be; otherwise it starts at once and a background thread
+/// measures the rows for the next start. The run trains on the same data in each case.
 pub(super) fn plan_run(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,

@@ -12,8 +12,8 @@ pub(super) enum Piece<'a, R> {
     Cut(&'a [u32]),
 }
 
-/// The runs of the truncated sample with the dropped tokens between them. A run is split where tokens
-/// were dropped inside it.
+/// The runs of the truncated sample with the dropped tokens between them. A run is split where
+/// tokens were dropped inside it.
 pub(super) fn pieces<R: Copy>(
     runs: Vec<(R, Range<usize>)>,
     dropped: &[Dropped],

@@ -1,4 +1,5 @@
-//! The page of `inspect --html`: one file without scripts, in which all text of the data is escaped.
+//! The page of `inspect --html`: one file without scripts, in which all text of the data is
+//! escaped.
 
 use super::cut::{self, Piece};
 use super::figure::{Figure, MAX_GROUPS};
