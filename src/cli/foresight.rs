@@ -3,7 +3,7 @@
 use super::cache;
 use super::logging::Logging;
 use crate::config::RunConfig;
-use crate::data::CachesBeside;
+use crate::data::BackgroundCacheWriter;
 use crate::data::{CacheWork, LoaderOptions, Order, Plan, RowReader, plan};
 use crate::metrics::JsonlSink;
 use crate::train::{
@@ -21,7 +21,7 @@ pub(super) struct Foresight {
     /// The rows, with their lengths where these are known.
     pub(super) reader: Arc<dyn RowReader>,
     /// Caches for the next start; to be dropped at the end of the run.
-    pub(super) beside: Option<CachesBeside>,
+    pub(super) beside: Option<BackgroundCacheWriter>,
 }
 
 /// Measures the rows that no cache knows, and plans the run with the lengths.
@@ -51,7 +51,7 @@ pub(super) fn foresee(
         };
         return match reader {
             Ok(None) => {
-                let start = || CachesBeside::start(rows.clone(), config.cache_dir());
+                let start = || BackgroundCacheWriter::start(rows.clone(), config.cache_dir());
                 Ok(Foresight { beside: (num_rows > 0).then(start), ..unmeasured(None) })
             }
             Ok(Some(reader)) => {

@@ -10,7 +10,7 @@ use super::report::{Exit, Failure};
 use crate::batch::PaddingSide;
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
-use crate::data::CachesBeside;
+use crate::data::BackgroundCacheWriter;
 use crate::data::{Corpus, DataState, DatasetShare, Encoder, Loader, LoaderOptions, Order, Rmpad};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use crate::ops::simd_level;
@@ -140,7 +140,7 @@ fn assemble(
     found: Option<&Found>,
     logging: &Logging,
     stop: Arc<AtomicBool>,
-) -> anyhow::Result<(Trainer, Option<CachesBeside>)> {
+) -> anyhow::Result<(Trainer, Option<BackgroundCacheWriter>)> {
     let device = super::open_device(config.device)?;
     let encoder = args.encoder(config)?;
     let rows = Arc::new(open_rows(args, "train", config, &encoder, logging)?);

@@ -1,6 +1,6 @@
 //! What truncation took from a sample, set back to where it stood.
 
-use crate::data::{Dropped, Keep};
+use crate::data::{DroppedTokens, KeptEnd};
 use std::ops::Range;
 
 /// A piece of a sample before its cut.
@@ -15,7 +15,7 @@ pub(super) enum Piece<'a, R> {
 /// The runs of what is left with the dropped tokens between them; a run in which some stood is two.
 pub(super) fn pieces<R: Copy>(
     runs: Vec<(R, Range<usize>)>,
-    dropped: &[Dropped],
+    dropped: &[DroppedTokens],
 ) -> Vec<Piece<'_, R>> {
     let mut pieces = Vec::with_capacity(runs.len() + dropped.len());
     let mut dropped = dropped.iter().peekable();
@@ -34,15 +34,15 @@ pub(super) fn pieces<R: Copy>(
 }
 
 /// Tokens of all places.
-pub(super) fn num_tokens(dropped: &[Dropped]) -> usize {
+pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
 
 /// Where text gives way, as `data.truncation` calls it.
-pub(super) fn side(keep: Keep) -> &'static str {
+pub(super) fn side(keep: KeptEnd) -> &'static str {
     match keep {
-        Keep::Beginning => "right",
-        Keep::End => "left",
+        KeptEnd::Beginning => "right",
+        KeptEnd::End => "left",
     }
 }
 
@@ -53,7 +53,7 @@ mod tests {
     #[test]
     fn dropped_tokens_stand_where_they_stood() {
         let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
-        let cut = |before, id| Dropped { before, ids: vec![id] };
+        let cut = |before, id| DroppedTokens { before, ids: vec![id] };
         let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
         let expected = [
             Piece::Cut(&[7]),

@@ -5,7 +5,7 @@ use super::media::{ShownMedium, media_of};
 use super::thumbnail::thumbnail;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{Dropped, Encoder, Pixels, Rejection, Row};
+use crate::data::{DroppedTokens, Encoder, Pixels, Rejection, Row};
 use crate::train::JsonlRows;
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -70,7 +70,7 @@ impl<'a> Page<'a> {
         &mut self,
         label: &str,
         sample: &EncodedSample,
-        dropped: &[Dropped],
+        dropped: &[DroppedTokens],
     ) -> anyhow::Result<()> {
         self.samples += 1;
         let mut cut_away = String::new();
