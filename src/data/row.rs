@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::batch::{EncodedSample, SampleId};
-use crate::data::source::SampleError;
+use crate::data::source::error::SampleError;
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

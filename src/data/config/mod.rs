@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::dataset::corpus::{CorpusConfig, Sampling};
+use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
-use crate::data::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
+use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
 
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -125,17 +125,6 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
         names.push(name);
     }
     names
-}
-
-/// Which samples share a pack.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PackingStrategy {
-    /// Consecutive samples. A pack is closed when the next sample does not fit.
-    Sequential,
-    /// Best-fit decreasing in windows of `packing_window` samples.
-    #[default]
-    BestFit,
 }
 
 /// Whether packs are ordered so that the packs of a step have similar costs.

@@ -3,13 +3,12 @@
 //! The first part depends on the row alone and can be stored. The second part is arithmetic with the
 //! limits on the pixels and tokens of images.
 
-use std::ops::Range;
-
 use sha2::{Digest, Sha256};
 
 use super::Encoder;
+use super::encoded_text::kept_text;
 use super::media::{MediumGrid, MediumHeader};
-use crate::batch::{Sample, SampleId};
+use crate::batch::Sample;
 use crate::data::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped, kept_tokens,
 };
@@ -126,17 +125,4 @@ impl Encoder {
         // `ImageProcessor::size` rejects images that are too elongated
         sizes.iter().filter_map(|size| self.media.images.grid_of_size(*size))
     }
-}
-
-/// The text tokens that truncation keeps; an error if no target is left.
-pub(super) fn kept_text(
-    id: &SampleId,
-    token_counts: &TokenCounts,
-    cut: Option<TruncationRule>,
-) -> Result<Range<usize>, SampleError> {
-    if token_counts.num_targets == 0 {
-        let num_tokens = token_counts.num_tokens();
-        return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
-    }
-    token_counts.kept_text(cut).map_err(|cause| SampleError::Truncation { id: id.clone(), cause })
 }

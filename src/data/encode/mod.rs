@@ -5,8 +5,9 @@
 //! tokenised in one call, so the tokens are those of inference. Byte offsets decide which tokens
 //! lie inside a target.
 
+mod encoded_text;
 mod folder;
-mod measure;
+pub(in crate::data) mod measure;
 mod media;
 mod plain;
 mod positions;
@@ -17,9 +18,9 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
 
+use encoded_text::EncodedText;
 pub use folder::EncoderError;
 use folder::TextFolder;
-pub use measure::Measured;
 use media::{MediaReader, MediumGrid, kinds};
 pub use text_sample::TextSample;
 
@@ -28,7 +29,7 @@ use crate::batch::{
     SampleId,
 };
 use crate::data::encode::positions::position_ids;
-use crate::data::encode::truncate::{TokenCounts, TruncationRule, kept_tokens};
+use crate::data::encode::truncate::TruncationRule;
 use crate::data::media::image::{ImageConfig, ImageProcessor};
 use crate::data::media::video::{VideoConfig, VideoProcessor};
 use crate::data::row::Length;
@@ -288,41 +289,6 @@ impl Encoder {
         let merge_size = self.media.images.merge_size();
         let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
         EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
-    }
-}
-
-/// The tokens of a sample, before positions and media.
-struct EncodedText {
-    input_ids: Vec<u32>,      // [T]
-    labels: Vec<i64>,         // [T]
-    vision_rows: Vec<u32>,    // [M]
-    spans: Vec<Range<usize>>, // one per medium, ascending: all of its tokens
-}
-
-impl EncodedText {
-    /// Truncates the tokens; an error if no target is left.
-    fn cut(self, id: &SampleId, cut: Option<TruncationRule>) -> Result<Self, SampleError> {
-        let token_counts = TokenCounts::of(&self.labels, &self.spans);
-        let kept = measure::kept_text(id, &token_counts, cut)?;
-        if kept.len() == token_counts.text_tokens {
-            return Ok(self);
-        }
-        let Self { input_ids, labels, vision_rows, spans } = self;
-        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
-        let mut moved = Vec::with_capacity(vision_rows.len()); // truncation keeps all of them
-        let mut num_kept = 0;
-        for range in &ranges {
-            let inside = |row: &&u32| range.contains(&(**row as usize));
-            let shift = (range.start - num_kept) as u32;
-            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
-            num_kept += range.len();
-        }
-        Ok(Self {
-            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
-            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
-            vision_rows: moved,
-            spans: Vec::new(), // not used after truncation
-        })
     }
 }
 

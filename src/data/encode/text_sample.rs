@@ -36,9 +36,14 @@ impl TextSample {
         self.length.token_bytes() + 200 * images
     }
 
-    /// The whole sample if it has no media.
-    pub(in crate::data) fn into_complete(self) -> Result<EncodedSample, Self> {
-        if self.grids.is_empty() { Ok(self.sample) } else { Err(self) }
+    /// Whether it has no media, so that it is complete.
+    pub(in crate::data) fn is_complete(&self) -> bool {
+        self.grids.is_empty()
+    }
+
+    /// The sample, whose media have no pixels.
+    pub(in crate::data) fn into_sample(self) -> EncodedSample {
+        self.sample
     }
 }
 

@@ -40,13 +40,13 @@ impl BackgroundCacheWriter {
                     tracing::info!(measured, reused, folder = %folder.display(), "length cache complete: the next start uses it");
                 }
                 Ok(Ok(None)) => {
-                    tracing::debug!("the length cache is incomplete: the next run continues it")
+                    tracing::debug!("the length cache is incomplete: the next run continues it");
                 }
                 Ok(Err(error)) => {
                     tracing::warn!("cannot update the length cache: {}", chain(&error));
                 }
                 Err(_) => {
-                    tracing::warn!("cannot update the length cache: measuring a row panicked")
+                    tracing::warn!("cannot update the length cache: measuring a row panicked");
                 }
             }
         };

@@ -18,7 +18,8 @@ use super::measure::{Batch, Checked, Done, Known, Measurer, lengths};
 use super::rows::{Lengths, Rows};
 use super::stamps::Stamps;
 use super::table::LengthCache;
-use crate::data::encode::{Encoder, Measured};
+use crate::data::encode::Encoder;
+use crate::data::encode::measure::Measured;
 use crate::data::source::JsonlFile;
 
 /// Maximum number of batches that wait to be written.

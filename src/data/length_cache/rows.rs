@@ -12,7 +12,7 @@ use arrow_array::{
 };
 use arrow_schema::{ArrowError, DataType, Field, Fields, Schema};
 
-use crate::data::encode::Measured;
+use crate::data::encode::measure::Measured;
 use crate::data::encode::truncate::TokenCounts;
 use crate::data::source::ImageStamp;
 

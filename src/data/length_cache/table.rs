@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use super::rows::Rows;
 use crate::batch::SampleId;
+use crate::data::encode::Encoder;
+use crate::data::encode::measure::Measured;
 use crate::data::encode::truncate::{TokenCounts, TruncationRule};
-use crate::data::encode::{Encoder, Measured};
 use crate::data::row::{Length, Rejection};
 use crate::data::source::SampleError;
 

@@ -10,13 +10,13 @@ use std::mem::take;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
-use super::{LoaderError, StepData};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::collate::collate;
+use crate::data::loader::error::LoaderError;
 use crate::data::loader::steps::{
-    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, fill,
+    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, StepData, fill,
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
@@ -362,9 +362,9 @@ mod tests {
     use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::data::config::PackingStrategy;
     use crate::data::loader::test_reader::{Kind, TestReader, options};
     use crate::data::loader::workers::Limits;
+    use crate::data::packing::PackingStrategy;
 
     /// The state of a planned step lists all packs of the window. If all steps of a window were planned
     /// at once, the memory would be quadratic in its length.

@@ -30,40 +30,17 @@ use std::thread::{self, JoinHandle};
 
 use assembler::{Assembler, Pools};
 
-use crate::batch::{EncodedSample, VarlenBatch};
+use crate::batch::EncodedSample;
 use crate::data::dataset::order::Order;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::workers::{Limits, Workers, panic_message};
-use crate::data::row::{Length, Rejection, Row, SampleSize};
+use crate::data::row::{Length, Rejection, Row};
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
-pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions};
+pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions, StepData};
 
 /// Maximum bytes of prefetched rows before packing, and of complete samples before their step.
 const AHEAD_BYTES: u64 = 256 << 20;
-
-/// The data of one optimizer step.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepData {
-    /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of a
-    /// micro-batch are broken.
-    pub micro_batches: Vec<VarlenBatch>,
-    /// Epochs consumed as of the end of this step, as a fraction of rows.
-    pub epoch: f64,
-    /// Number of samples in all micro-batches.
-    pub num_samples: usize,
-    /// Number of real tokens in all micro-batches.
-    pub num_tokens: usize,
-    /// Counts of each sample, in the order of the token streams.
-    pub samples: Vec<SampleSize>,
-    /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
-    /// by the size of the padded batches.
-    pub fill: f64,
-    /// Rows rejected since the previous step.
-    pub rejected: Vec<Rejection>,
-    /// State at the end of this step. A loader started from it returns the following steps.
-    pub state: DataState,
-}
 
 /// A running loader. Drop stops and joins its threads, each after its current row.
 pub struct Loader {
@@ -138,8 +115,7 @@ impl Loader {
         let rows = rows.map(|row| (row, ()));
         let prefetcher = Arc::clone(&reader);
         let prefetch = move |row, ()| prefetcher.prefetch(row);
-        let size =
-            |row: &Result<Prefetched, _>| row.as_ref().map_or(0, |prefetched| prefetched.bytes());
+        let size = |row: &Result<Prefetched, _>| row.as_ref().map_or(0, Prefetched::bytes);
         let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
         let completer = Arc::clone(&reader);
         let load = move |row, prefetched| load_pixels(&*completer, row, prefetched);

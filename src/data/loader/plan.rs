@@ -185,12 +185,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::config::{OnError, PackingStrategy};
+    use crate::data::config::OnError;
     use crate::data::dataset::order::{DatasetShare, RowOrder};
     use crate::data::loader::test_reader::{
         Kind, TestReader, any_options, any_readable_rows, options, order,
     };
     use crate::data::loader::{Loader, StepData};
+    use crate::data::packing::PackingStrategy;
 
     fn reader(rows: &[Kind]) -> Arc<dyn RowReader> {
         Arc::new(TestReader(rows.to_vec()))

@@ -7,10 +7,10 @@ use std::time::Duration;
 use super::tests::collect;
 use super::*;
 use crate::batch::SampleId;
-use crate::data::config::PackingStrategy;
 use crate::data::dataset::order::RowOrder;
 use crate::data::loader::test_reader::{Kind, TestReader, options, order};
 use crate::data::packing::PackRules;
+use crate::data::packing::PackingStrategy;
 
 /// Counts the calls for each row.
 #[derive(Default)]

@@ -8,11 +8,11 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use serde::{Deserialize, Serialize};
 
-use crate::batch::{PaddingSide, SampleId};
+use crate::batch::{PaddingSide, SampleId, VarlenBatch};
 use crate::data::config::{OnError, Truncation};
 use crate::data::loader::error::LoaderError;
 use crate::data::packing::{Item, Overlong, PackRules, Packer, Packing};
-use crate::data::row::{Length, Rejection};
+use crate::data::row::{Length, Rejection, SampleSize};
 
 /// Minimum number of rows read before the share of rejections is checked within an epoch.
 const JUDGED_ROWS: u64 = 100;
@@ -170,6 +170,29 @@ impl DataState {
     pub(in crate::data) fn held(&self) -> impl Iterator<Item = u64> + '_ {
         self.packed.iter().flatten().chain(&self.pending).copied()
     }
+}
+
+/// The data of one optimizer step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepData {
+    /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of a
+    /// micro-batch are broken.
+    pub micro_batches: Vec<VarlenBatch>,
+    /// Epochs consumed as of the end of this step, as a fraction of rows.
+    pub epoch: f64,
+    /// Number of samples in all micro-batches.
+    pub num_samples: usize,
+    /// Number of real tokens in all micro-batches.
+    pub num_tokens: usize,
+    /// Counts of each sample, in the order of the token streams.
+    pub samples: Vec<SampleSize>,
+    /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
+    /// by the size of the padded batches.
+    pub fill: f64,
+    /// Rows rejected since the previous step.
+    pub rejected: Vec<Rejection>,
+    /// State at the end of this step. A loader started from it returns the following steps.
+    pub state: DataState,
 }
 
 /// Micro-batches, each a list of packs.

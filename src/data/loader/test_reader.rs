@@ -8,11 +8,12 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
-use crate::data::config::{OnError, PackingStrategy, Truncation};
+use crate::data::config::{OnError, Truncation};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::LoaderOptions;
 use crate::data::loader::steps::Rmpad;
+use crate::data::packing::PackingStrategy;
 use crate::data::packing::{Overlong, PackRules, Packing};
 use crate::data::row::{Length, Rejection, Row};
 

@@ -6,13 +6,15 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::config::{OnError, PackingStrategy, Truncation};
+use crate::batch::VarlenBatch;
+use crate::data::config::{OnError, Truncation};
 use crate::data::dataset::order::RowOrder;
 use crate::data::loader::plan::{first_epoch_packs, plan};
 use crate::data::loader::test_reader::{
     Kind, TestReader, any_options, any_readable_rows, any_rows, options, order,
 };
-use crate::data::packing::{Overlong, PackRules, Packing};
+use crate::data::packing::PackingStrategy;
+use crate::data::packing::{Overlong, Packing};
 
 fn start(rows: &[Kind], row_order: RowOrder, options: LoaderOptions, from: DataState) -> Loader {
     let order = order(rows.len(), row_order);

@@ -4,13 +4,13 @@
 //! sample in every epoch although each epoch draws a new offset. For documents, a row number counts
 //! the documents, or their pieces if long documents are split.
 
-mod config;
+pub(in crate::data) mod config;
 mod documents;
-mod error;
+pub(in crate::data) mod error;
 mod text;
 mod token_file;
 mod tokenise;
-mod windows;
+pub(in crate::data) mod windows;
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;

@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sha2::{Digest, Sha256};
 
-use crate::data::dataset::corpus::Windows;
+use crate::data::dataset::corpus::windows::Windows;
 use crate::data::dataset::mixture::{Mixture, Shares, StoppingStrategy};
 use crate::data::row::Row;
 
