@@ -123,8 +123,8 @@ pub(super) struct TextFolder {
 /// Tokens of media.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
-    pub(super) image: String,
-    pub(super) image_id: u32,
+    /// Placeholder of an image and its id; `None` for a text-only model.
+    pub(super) image: Option<(String, u32)>,
     /// The tokens directly before and after visual tokens, if the model has them.
     pub(super) marks: [Option<u32>; 2],
     /// `None` if the model does not support videos.
@@ -144,6 +144,9 @@ pub(super) struct VideoTokens {
 
 impl MediaTokens {
     fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
+        if config.is_text_only() {
+            return Ok(Self { image: None, marks: [None; 2], video: None });
+        }
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
         let mark = |key, published: &str| match config.id(key) {
@@ -160,17 +163,19 @@ impl MediaTokens {
             Err(_) => None,
         };
         let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
-        Ok(Self { image, image_id, marks, video })
+        Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
     /// The texts of the placeholder tokens.
     pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
-        [self.image.as_str()].into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
+        let image = self.image.as_ref().map(|(pad, _)| pad.as_str());
+        image.into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
     }
 
     /// Whether vision features replace this token.
     pub(super) fn is_pad(&self, id: u32) -> bool {
-        id == self.image_id || self.video.as_ref().is_some_and(|video| video.pad_id == id)
+        self.image.as_ref().is_some_and(|(_, image)| *image == id)
+            || self.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 }
 
@@ -275,6 +280,11 @@ impl JsonFile {
     fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, ModelFileError> {
         let path = folder.join(name);
         Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
+    }
+
+    /// Whether this `config.json` is that of a model without a vision encoder.
+    fn is_text_only(&self) -> bool {
+        self.value["vision_config"].is_null() && self.value["image_token_id"].is_null()
     }
 
     fn id(&self, key: &'static str) -> Result<u32, EncoderError> {

@@ -44,10 +44,10 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
-    /// `generation_config.json` if it exists, and the chat template from `chat_template.jinja`,
-    /// `chat_template.json` or `tokenizer_config.json`, in this order. Videos use the settings of the
-    /// folder.
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json` (not
+    /// for a text-only model, whose `config.json` has no `vision_config`), `generation_config.json` if
+    /// it exists, and the chat template from `chat_template.jinja`, `chat_template.json` or
+    /// `tokenizer_config.json`, in this order. Videos use the settings of the folder.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
         Self::with_video(folder, image, &VideoConfig::default())
     }
@@ -60,7 +60,10 @@ impl Encoder {
         video: &VideoConfig,
     ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
-        let images = ImageProcessor::from_folder(folder, image)?;
+        let images = match text.media.image {
+            Some(_) => ImageProcessor::from_folder(folder, image)?,
+            None => ImageProcessor::unused(),
+        };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         Ok(Self { text, media: MediaReader { images, videos } })
     }
@@ -203,6 +206,10 @@ impl Encoder {
     /// Checks that there is one placeholder per medium, and that no text contains a media token.
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
+        if self.text.media.image.is_none() && !sample.media.is_empty() {
+            let num_media = sample.media.len();
+            return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+        }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
