@@ -205,7 +205,7 @@ impl RunError {
             Self::VideoSetting { problem, .. } => return Some(problem.hint().into()),
             Self::DataSet { problem, .. } => return Some(problem.hint().unwrap_or_default()),
             Self::NoWeights { problem } => return Some(problem.hint()),
-            Self::Groups { problem, .. } => problem.hint(),
+            Self::Groups { problem, .. } => return Some(problem.hint()),
             _ => return None,
         };
         Some(hint.to_owned())

@@ -107,7 +107,7 @@ struct Bench {
     loader: Loader,
     memory: MemoryModel,
     work: ModelWork,
-    passes: Passes,
+    passes: Vec<f64>,
 }
 
 impl Bench {
