@@ -1,26 +1,29 @@
-//! Packs of two and three long samples, where best-fit decreasing wastes room.
+//! Packs of two and three long samples, where best-fit decreasing wastes space.
 //!
-//! With lengths around 0.4 of a pack, best fit joins two of like length, leaves a fifth of the pack empty, and
-//! has the short ones, of which one would go with two such, left over. Here a sample takes a single partner
-//! only if that leaves little to spare, and a pair that fills the pack otherwise. How little decides how
-//! many short ones are left for the middle ones, so several values are tried.
+//! With lengths around 0.4 of a pack, best fit joins two samples of similar length, leaves a fifth of
+//! the pack empty, and puts the short samples, which could fill this space, into packs of their own.
+//! Here a single sample is added to a pack only if this wastes at most `spare` tokens; otherwise the
+//! pair of samples that fills the pack best is added. `spare` determines how many short samples
+//! remain for later packs, so several values are tried.
 
 use std::cmp::Reverse;
 
 use super::best_fit::{Bin, Capacity, best_fit_decreasing};
 
-/// Larger windows are left to best fit: finding a pair takes up to the window's length.
-const MOST_SAMPLES: usize = 4096;
-/// Packs whose room is used to one part in so many less are full enough.
+/// Maximum number of samples of a window. Larger windows use best fit only, because the search for a
+/// pair is linear in the number of samples.
+const MAX_SAMPLES: usize = 4096;
+/// Inverse of the share of free tokens up to which the packs of best fit are accepted.
 const FULL: usize = 200;
-/// A pair that leaves one part in so many fills a pack.
+/// Inverse of the share of free tokens up to which a pair counts as filling a pack.
 const FILLED: u32 = 1024;
-/// What a single partner may leave, in 64ths of a pack: the first values that are tried.
+/// Values of `spare` that are tried first, in 64ths of a pack.
 const COARSE: [u64; 5] = [4, 8, 10, 12, 16];
-/// One part of a pack in so many more, and less, than the best of them is tried then.
+/// Inverse of the share of a pack by which `spare` is then varied around the best value.
 const FINE: u32 = 128;
 
-/// A sample, ordered by tokens, of the same number the later first. Eight bytes, as lists of them are shifted a lot.
+/// A sample, ordered by tokens; of equally long samples, the later one comes first. It has only
+/// eight bytes, because lists of keys are shifted often.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     tokens: u32,
@@ -33,12 +36,13 @@ impl Key {
     }
 }
 
-/// The fewest and fullest bins of those that best fit and pairs make.
+/// Packs samples with best fit and with pairs, and returns the result with the fewest bins; of equal
+/// numbers of bins, the one with the least free space.
 pub(super) fn fullest(sizes: &[Capacity], room: Capacity) -> Vec<Bin> {
     let bins = best_fit_decreasing(sizes, room);
     let plain = waste(bins.iter().map(|bin| bin.free.tokens as u32).collect());
     let is_full = plain.1 * FULL <= room.tokens * emitted(plain.0);
-    if is_full || sizes.len() > MOST_SAMPLES || room.patches < u64::MAX {
+    if is_full || sizes.len() > MAX_SAMPLES || room.patches < u64::MAX {
         return bins;
     }
     let mut ascending: Vec<Key> =
@@ -63,12 +67,12 @@ pub(super) fn fullest(sizes: &[Capacity], room: Capacity) -> Vec<Bin> {
     best.map_or(bins, |(_, _, flat)| flat.into_bins())
 }
 
-/// Bins that no window carries on.
+/// Number of bins that become packs; the samples of the others are packed with the next window.
 fn emitted(bins: usize) -> usize {
     bins - bins / 4
 }
 
-/// The number of bins, and what is free in the fullest of them.
+/// Number of bins, and number of free tokens in those that become packs.
 type Waste = (usize, usize);
 
 fn waste(mut free: Vec<u32>) -> Waste {
@@ -79,9 +83,9 @@ fn waste(mut free: Vec<u32>) -> Waste {
     (free.len(), free[..num_emitted].iter().map(|free| *free as usize).sum())
 }
 
-/// Bins without a list of each, as most of them are only compared.
+/// Bins in two flat lists, because most results are compared and then dropped.
 struct Flat {
-    samples: Vec<u32>,     // bin after bin, the longest of each first
+    samples: Vec<u32>,     // bin by bin, the longest of each bin first
     bins: Vec<(u32, u32)>, // the end of each in `samples`, and its free tokens
 }
 
@@ -99,8 +103,9 @@ impl Flat {
     }
 }
 
-/// Longest first. It goes with the longest that has room if that leaves at most `spare`, or with the two that
-/// fill the bin best; and so on with what is left.
+/// Packs the longest samples first. Each is joined by the longest sample that fits if this leaves at
+/// most `spare` tokens free, otherwise by the two samples that fill the bin best. This is repeated
+/// until no sample fits.
 fn pair_fit(mut ascending: Vec<Key>, room: u32, spare: u32) -> Flat {
     let filled = room / FILLED;
     let mut samples = Vec::with_capacity(ascending.len());
@@ -113,7 +118,7 @@ fn pair_fit(mut ascending: Vec<Key>, room: u32, spare: u32) -> Flat {
             let Some(single) = fitting.last() else { break };
             let left = free - single.tokens;
             let pair = if left > spare.max(filled) {
-                let most = left.min(fitting[0].tokens); // else there is room for a third
+                let most = left.min(fitting[0].tokens); // a larger rest would fit a third sample
                 best_pair(fitting, free, most, filled)
             } else {
                 None
@@ -133,11 +138,11 @@ fn pair_fit(mut ascending: Vec<Key>, room: u32, spare: u32) -> Flat {
     Flat { samples, bins }
 }
 
-/// The two that leave least of `free`, if that is less than `left`; of those that do, the most unequal ones that
-/// leave at most `enough` are as good as any. The shorter one is named first.
+/// Indices of the two samples that leave the fewest of `free` tokens, if they leave fewer than
+/// `left`; the shorter sample is first. The search stops at a pair that leaves at most `enough`.
 fn best_pair(ascending: &[Key], free: u32, mut left: u32, enough: u32) -> Option<(usize, usize)> {
     let (mut short, mut long) = (0, ascending.len() - 1);
-    // where even the two longest leave more, as short ones do, none do better
+    // if the two longest samples leave at least `left`, every other pair does too
     let longest = free.checked_sub(ascending[long].tokens)?;
     let second = ascending[long.checked_sub(1)?].tokens;
     if longest.checked_sub(second).is_some_and(|rest| rest >= left) {
@@ -167,13 +172,13 @@ mod tests {
 
     use super::*;
 
-    fn rooms(tokens: &[usize]) -> Vec<Capacity> {
+    fn capacities(tokens: &[usize]) -> Vec<Capacity> {
         tokens.iter().map(|tokens| Capacity { tokens: *tokens, patches: 0 }).collect()
     }
 
     #[test]
-    fn two_that_fill_a_bin_go_before_one_that_does_not() {
-        let sizes = rooms(&[48, 35, 33, 27, 25, 23]);
+    fn a_pair_that_fills_a_bin_is_preferred_to_one_sample_that_does_not() {
+        let sizes = capacities(&[48, 35, 33, 27, 25, 23]);
         let room = Capacity { tokens: 100, patches: u64::MAX };
         assert_eq!(best_fit_decreasing(&sizes, room).len(), 3); // 48 + 35, 33 + 27 + 25, 23
         let bins: Vec<_> = fullest(&sizes, room).into_iter().map(|bin| bin.samples).collect();
@@ -185,7 +190,7 @@ mod tests {
         fn bins_have_each_sample_once_and_are_no_more_than_those_of_best_fit(
             tokens in prop::collection::vec(200usize..700, 1..400), limit in 300usize..2000
         ) {
-            let sizes = rooms(&tokens);
+            let sizes = capacities(&tokens);
             let room = Capacity { tokens: limit, patches: u64::MAX };
             let bins = fullest(&sizes, room);
             prop_assert!(bins.len() <= best_fit_decreasing(&sizes, room).len());
