@@ -26,16 +26,41 @@ pub struct Length {
 }
 
 impl Length {
-    /// The size of an encoded sample. [`RowReader::length`] must foretell exactly this.
+    /// The size of an encoded sample.
     pub fn of(sample: &EncodedSample) -> Self {
         let values: usize = sample.media.iter().map(|patches| patches.pixel_values.len()).sum();
         Self { tokens: sample.len(), pixel_bytes: (values * size_of::<f32>()) as u64 }
     }
 
-    /// Memory that the encoded sample takes, in bytes, within a few dozen.
+    /// Memory of the encoded sample in bytes, within a few dozen.
     pub(super) fn bytes(self) -> u64 {
+        self.pixel_bytes + self.token_bytes()
+    }
+
+    /// Memory of the sample without its pixels.
+    pub(super) fn token_bytes(self) -> u64 {
         // input_ids, labels and position_ids: 4 + 8 + 12 bytes a token
-        self.pixel_bytes + 24 * self.tokens as u64
+        24 * self.tokens as u64
+    }
+
+    /// Rejects a row whose size is `now` another than the one that it was packed with; `id` names it.
+    pub(super) fn check_unchanged(
+        self,
+        now: Self,
+        id: impl FnOnce() -> SampleId,
+    ) -> Result<(), Rejection> {
+        if now == self {
+            return Ok(());
+        }
+        let size = |length: Self| {
+            format!("{} tokens and {} bytes of pixels", length.tokens, length.pixel_bytes)
+        };
+        let message = format!(
+            "the row has {}, and had {} when it was measured: it or a file that it names has been changed since",
+            size(now),
+            size(self)
+        );
+        Err(Rejection::new(&id(), "changed", message))
     }
 }
 
@@ -98,63 +123,4 @@ impl fmt::Display for Rejection {
         let place = if self.message.starts_with(&place) { "" } else { &place };
         write!(f, "{place}{}", self.message)
     }
-}
-
-/// What is known of a row after a [`RowReader::first_look`].
-#[derive(Debug, Clone, PartialEq)]
-pub enum FirstLook {
-    /// All of it: it has no images, so the sample takes little memory.
-    Sample(EncodedSample),
-    /// How long it is; the sample is to be read when it is needed.
-    Length(Length),
-}
-
-impl FirstLook {
-    /// The size of the sample.
-    pub fn length(&self) -> Length {
-        match self {
-            Self::Sample(sample) => Length::of(sample),
-            Self::Length(length) => *length,
-        }
-    }
-}
-
-/// Reads and encodes single rows; the same row gives the same result each time.
-pub trait RowReader: Send + Sync {
-    /// The sample of a row, encoded.
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
-
-    /// [`RowReader::read`], but for a sample whose size `admit` refuses: a reader that knows it earlier
-    /// spends no memory on its images. Whoever relies on `admit` asks it again.
-    fn read_admitted(
-        &self,
-        row: Row,
-        admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<EncodedSample, Rejection> {
-        let sample = self.read(row)?;
-        admit(Length::of(&sample)).map(|()| sample)
-    }
-
-    /// [`Length::of`] what [`RowReader::read`] would give, from text and media headers alone.
-    ///
-    /// It refuses what `read` refuses, except what only decoding an image can find out.
-    fn length(&self, row: Row) -> Result<Length, Rejection>;
-
-    /// What packing needs of a row: [`RowReader::length`], and the sample along with it where that costs
-    /// nothing more. It refuses what `length` refuses, and may refuse what `admit` does.
-    fn first_look(
-        &self,
-        row: Row,
-        _admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<FirstLook, Rejection> {
-        self.length(row).map(FirstLook::Length)
-    }
-
-    /// The length of every row of a data set whose rows are all alike, as windows of a corpus are.
-    fn uniform_length(&self, _dataset: u32) -> Option<Length> {
-        None
-    }
-
-    /// File and line of a row, for messages.
-    fn id(&self, row: Row) -> SampleId;
 }

@@ -1,5 +1,5 @@
-//! Supervised rows to loss: select, then head and cross-entropy in row chunks, so that full logits
-//! never exist.
+//! Loss of the supervised rows: head and cross-entropy run in chunks of rows, so that the logits of
+//! all rows never exist at one time.
 
 use super::Targets;
 use crate::ops;
@@ -14,7 +14,7 @@ pub struct LossOutput {
     pub d_hidden: Tensor,
 }
 
-/// Loss and greedy answers without gradients.
+/// Loss and greedy predictions, without gradients.
 pub struct Scores {
     /// Negative log likelihood of each target, `[S]`.
     pub nll: Vec<f32>,
@@ -22,10 +22,11 @@ pub struct Scores {
     pub argmax: Vec<u32>,
 }
 
-/// Sum of `nll / num_targets` and its gradient; `num_targets` is the global count of the step.
+/// Gradient of the sum of `nll / num_targets`; `num_targets` is the count of the whole step, over
+/// all micro-batches and ranks.
 ///
-/// `hidden: [T, D]`, `lm_head: [V, D]`. The head's gradient goes to `grads`.
-/// `None` when the micro-batch has no targets: it adds nothing to the step.
+/// `hidden: [T, D]`, `lm_head: [V, D]`. Adds the gradient of the head to `grads`. Returns `None` if
+/// the micro-batch has no targets.
 pub fn loss_and_gradient(
     hidden: &Tensor,
     lm_head: &Param,
@@ -44,13 +45,14 @@ pub fn loss_and_gradient(
     let dw = grads.buffer(lm_head);
     let weight = lm_head.tensor();
     let (nll, d_selected) =
-        ops::linear_cross_entropy_backward(&selected, weight, &ids, scale, dw, true)?;
-    let d_selected = d_selected.ok_or_else(|| candle_core::Error::msg("dh was asked for"))?;
+        ops::linear_cross_entropy_backward(&selected, &weight, &ids, scale, dw, true)?;
+    let d_selected = d_selected
+        .ok_or_else(|| candle_core::Error::msg("the op returned no gradient of its input"))?;
     let d_hidden = ops::scatter_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
     Ok(Some(LossOutput { nll, d_hidden }))
 }
 
-/// Likelihoods and greedy tokens of the supervised rows of `hidden: [T, D]`.
+/// Scores of the supervised rows of `hidden: [T, D]`.
 pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Scores> {
     if targets.is_empty() {
         return Ok(Scores { nll: vec![], argmax: vec![] });
@@ -59,6 +61,6 @@ pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Sco
     let rows = ops::upload(targets.rows.clone(), targets.len(), device)?;
     let ids = ops::upload(targets.ids.clone(), targets.len(), device)?;
     let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
-    let (nll, argmax) = ops::linear_cross_entropy(&selected, lm_head.tensor(), &ids)?;
+    let (nll, argmax) = ops::linear_cross_entropy(&selected, &lm_head.tensor(), &ids)?;
     Ok(Scores { nll: nll.to_vec1()?, argmax: argmax.to_vec1()? })
 }

@@ -1,18 +1,18 @@
-//! The shift, on integers, once, and never across a sample.
+//! Shifts labels to targets, inside each sample.
 
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 
-/// The supervised rows of a stream and the token that each must predict: `[S]` each.
+/// The supervised rows of a token stream and the token that each must predict, `[S]` each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Targets {
-    /// Rows of the stream, ascending.
+    /// Rows of the token stream, ascending.
     pub rows: Vec<u32>,
-    /// The next token of each.
+    /// Id of the next token of each row.
     pub ids: Vec<u32>,
 }
 
 impl Targets {
-    /// Row `i` predicts `labels[i + 1]` inside its segment; a segment's last token predicts nothing.
+    /// Row `i` predicts `labels[i + 1]` of its segment. The last row of a segment has no target.
     pub fn of(batch: &VarlenBatch) -> Self {
         let (mut rows, mut ids) = (Vec::new(), Vec::new());
         for segment in batch.cu_seqlens.segments() {
@@ -32,7 +32,7 @@ impl Targets {
         self.rows.len()
     }
 
-    /// True when nothing is supervised.
+    /// Whether no row is supervised.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn ignored_labels_are_no_targets_and_single_tokens_are_silent() {
+    fn ignored_labels_and_single_tokens_give_no_targets() {
         let targets = Targets::of(&stream(&[1, 3], &[7, IGNORE_INDEX, IGNORE_INDEX, 9]));
         assert_eq!(targets, Targets { rows: vec![2], ids: vec![9] });
     }

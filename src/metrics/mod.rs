@@ -6,11 +6,11 @@
 mod jsonl;
 mod memory;
 mod memory_model;
-mod mfu;
+mod model_flops;
 mod rows;
 
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{cpu_seconds, peak_memory_bytes};
-pub use memory_model::{LayerTape, MemoryModel, MicroBatchSizes, TowerMemory};
-pub use mfu::{ModelWork, Passes, StepSizes};
+pub use memory_model::{ActivationMemory, MemoryModel, MicroBatchSizes};
+pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, StepMetrics};

@@ -70,7 +70,8 @@ kernels! {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{bits, device, message, random, values, with_threads};
-    use super::super::{AdamW, AdamWTensors, AdamWUpdate, adamw_step, clip_and_update};
+    use super::super::{AdamW, AdamWTensors, AdamWUpdate};
+    use super::super::{adamw_step, clipped_update, sums_of_squares};
     use super::*;
     use candle_core::{DType, Tensor};
 
@@ -146,7 +147,9 @@ mod tests {
                 .collect();
             with_threads(threads, || {
                 for step in 1..=4 {
-                    clip_and_update(&HYPER, &updates, step, 1.0).unwrap();
+                    let grads: Vec<&Tensor> = updates.iter().map(|u| u.tensors.grad).collect();
+                    let squares = sums_of_squares(&grads).unwrap();
+                    clipped_update(&HYPER, &updates, step, &squares, 1.0).unwrap();
                 }
             });
             drop(updates);

@@ -1,24 +1,24 @@
-//! AdamW over all trained parameters: the moments, and one update with clipping folded in.
+//! AdamW over all trained parameters: moments, gradient norm, and the clipped update.
 
-use super::{Groups, Moments, OptimConfig};
+use super::{Moments, OptimConfig, ParamGroups};
 use crate::ops;
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-/// What AdamW keeps of one trained parameter.
+/// The state of one trained parameter.
 #[derive(Debug)]
 pub struct ParamState {
-    /// The parameter; in a lower precision, a copy of `master`.
+    /// The parameter. If it is not `f32`, it is a rounded copy of `master`.
     pub param: Param,
-    /// The weight that is updated, `f32`; absent when the parameter itself is `f32`.
+    /// The weight in `f32`; `None` if the parameter itself is `f32`.
     pub master: Option<Tensor>,
     /// First moment, `f32` or `bf16`.
     pub exp_avg: Tensor,
     /// Second moment, in the same dtype.
     pub exp_avg_sq: Tensor,
-    /// On the host, where the update runs there: what the parameter becomes.
-    image: Option<Tensor>,
+    /// The parameter's value on the host, if the update runs there and the parameter is on a GPU.
+    host_weight: Option<Tensor>,
     lr_multiplier: f64,
     weight_decay: f64,
 }
@@ -29,43 +29,44 @@ pub struct AdamW {
     hyper: ops::AdamW,
     max_grad_norm: f64,
     place: Place,
-    slots: Vec<ParamState>,
+    states: Vec<ParamState>,
 }
 
 /// Where state is kept and updates run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// With the parameters.
+    /// On the device of the parameters.
     Device,
-    /// On the host, with gradients and weights going to and fro.
+    /// On the host. Gradients are copied there, and weights are copied back.
     Host,
 }
 
-/// An update that was begun.
+/// What the norm of a step's gradients is computed from.
 #[derive(Debug)]
-pub struct Update {
-    /// Sum of squares of each gradient, `f64`, where the gradients are.
+pub struct GradNorm {
+    /// Sum of the squares of each trained gradient, `f64`, in the order of [`AdamW::states`].
     squares: Tensor,
+    /// The gradients, if the update runs on the host.
+    host_grads: Vec<Tensor>,
 }
 
-/// What clipping saw.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepNorm {
-    /// L2 norm over all trained parameters, before clipping.
-    pub grad_norm: f64,
+/// An update that was queued.
+#[derive(Debug)]
+pub struct Update {
+    squares: Tensor,
 }
 
 /// Gradients that must not become an update.
 #[derive(Debug, thiserror::Error)]
 pub enum OptimError {
-    /// Infinite or not a number.
+    /// Gradients are infinite or not a number.
     #[error("the gradient of {count} of {total} parameters is not finite, the first is `{first}`")]
     NonFinite {
-        /// Parameters concerned.
+        /// Number of parameters concerned.
         count: usize,
-        /// Trained parameters.
+        /// Number of trained parameters.
         total: usize,
-        /// Name of the first.
+        /// Name of the first parameter concerned.
         first: String,
     },
     /// An op failed.
@@ -74,14 +75,14 @@ pub enum OptimError {
 }
 
 impl AdamW {
-    /// Zero moments for the trained ones of `params`. `master` gives the `f32` weight of a
-    /// parameter that is kept in a lower precision, on the device that it is told; all threads ask it, as reading and
+    /// Zero moments for the trained ones of `params`. `master` returns the `f32` weight of a
+    /// parameter of lower precision, on the given device. All threads call it, because reading and
     /// drawing weights takes long.
     pub fn new(
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
-        groups: &Groups,
+        groups: &ParamGroups,
         master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
@@ -98,119 +99,131 @@ impl AdamW {
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
-        groups: &Groups,
+        groups: &ParamGroups,
         master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
         let device = if place == Place::Host { &Device::Cpu } else { device };
         let dtype = if config.moments == Moments::Bf16 { DType::BF16 } else { DType::F32 };
         let trained: Vec<_> =
-            params.iter().zip(groups.iter()).filter(|(_, setting)| !setting.frozen).collect();
-        let slots = trained.into_par_iter().map(|(param, setting)| {
-            let shape = param.tensor().shape();
+            params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen).collect();
+        let states = trained.into_par_iter().map(|(param, group)| {
+            let weight = param.tensor();
+            let shape = weight.shape();
             Ok(ParamState {
                 param: param.clone(),
-                master: match param.tensor().dtype() {
+                master: match weight.dtype() {
                     DType::F32 => None,
                     _ => Some(master(param, device)?),
                 },
                 exp_avg: Tensor::zeros(shape, dtype, device)?,
                 exp_avg_sq: Tensor::zeros(shape, dtype, device)?,
-                image: match place {
+                host_weight: match place {
                     Place::Device => None,
-                    Place::Host => Some(on_host(param.tensor())?),
+                    Place::Host => Some(on_host(&weight)?),
                 },
-                lr_multiplier: setting.lr_multiplier,
-                weight_decay: if setting.decay { config.weight_decay } else { 0.0 },
+                lr_multiplier: group.lr_multiplier,
+                weight_decay: if group.decay { config.weight_decay } else { 0.0 },
             })
         });
-        let slots = slots.collect::<Result<_>>()?;
+        let states = states.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
-        Ok(Self { hyper, max_grad_norm, place, slots })
+        Ok(Self { hyper, max_grad_norm, place, states })
     }
 
     /// State of each trained parameter.
-    pub fn slots(&self) -> &[ParamState] {
-        &self.slots
+    pub fn states(&self) -> &[ParamState] {
+        &self.states
     }
 
-    /// The same, to restore a checkpoint.
-    pub fn slots_mut(&mut self) -> &mut [ParamState] {
-        &mut self.slots
+    /// State of each trained parameter, to restore a checkpoint.
+    pub fn states_mut(&mut self) -> &mut [ParamState] {
+        &mut self.states
     }
 
-    /// Clips and updates; `step` counts from 1. Gradients are left as they are.
-    /// Nothing is changed when a gradient is not finite. On a GPU nothing is waited for, unless state is on the host.
-    pub fn launch(&self, grads: &Gradients, lr: f64, step: u64) -> Result<Update> {
-        let host_grads = match self.place {
+    /// Begins a step: computes what the gradient norm needs. Does not wait for a GPU, unless state
+    /// is on the host. Ranks that share the optimizer state add up the result before the update.
+    pub fn norm(&self, grads: &Gradients) -> Result<GradNorm> {
+        let on_device = self.states.iter().map(|state| gradient(grads, state));
+        let on_device: Vec<&Tensor> = on_device.collect::<Result<_>>()?;
+        let host_grads: Vec<Tensor> = match self.place {
             Place::Device => Vec::new(),
-            Place::Host => self
-                .slots
-                .iter()
-                .map(|slot| on_host(gradient(grads, slot)?))
-                .collect::<Result<Vec<_>>>()?,
+            Place::Host => on_device.iter().map(|grad| on_host(grad)).collect::<Result<_>>()?,
         };
-        let updates = self.slots.iter().enumerate().map(|(index, slot)| {
-            Ok(ops::AdamWUpdate {
-                tensors: ops::AdamWTensors {
-                    weight: slot.image.as_ref().unwrap_or(slot.param.tensor()),
-                    master: slot.master.as_ref(),
-                    exp_avg: &slot.exp_avg,
-                    exp_avg_sq: &slot.exp_avg_sq,
-                    grad: match host_grads.get(index) {
-                        Some(grad) => grad,
-                        None => gradient(grads, slot)?,
+        let squares = match self.place {
+            Place::Device => ops::sums_of_squares(&on_device)?,
+            Place::Host => ops::sums_of_squares(&host_grads.iter().collect::<Vec<_>>())?,
+        };
+        Ok(GradNorm { squares, host_grads })
+    }
+
+    /// Clips and updates; `step` counts from 1. Changes nothing if a gradient is not finite. The
+    /// gradients stay as they are. Does not wait for a GPU, unless state is on the host.
+    pub fn update(&self, grads: &Gradients, norm: GradNorm, lr: f64, step: u64) -> Result<Update> {
+        let GradNorm { squares, host_grads } = norm;
+        let weights: Vec<Tensor> = self.states.iter().map(|state| state.param.tensor()).collect();
+        let updates =
+            self.states.iter().zip(&weights).enumerate().map(|(index, (state, weight))| {
+                Ok(ops::AdamWUpdate {
+                    tensors: ops::AdamWTensors {
+                        weight: state.host_weight.as_ref().unwrap_or(weight),
+                        master: state.master.as_ref(),
+                        exp_avg: &state.exp_avg,
+                        exp_avg_sq: &state.exp_avg_sq,
+                        grad: match host_grads.get(index) {
+                            Some(grad) => grad,
+                            None => gradient(grads, state)?,
+                        },
                     },
-                },
-                lr: lr * slot.lr_multiplier,
-                weight_decay: slot.weight_decay,
-            })
-        });
+                    lr: lr * state.lr_multiplier,
+                    weight_decay: state.weight_decay,
+                })
+            });
         let updates = updates.collect::<Result<Vec<_>>>()?;
-        let squares = ops::clip_and_update(&self.hyper, &updates, step, self.max_grad_norm)?;
-        for slot in &self.slots {
-            let Some(image) = &slot.image else { continue };
-            let weight = slot.param.tensor();
+        ops::clipped_update(&self.hyper, &updates, step, &squares, self.max_grad_norm)?;
+        for (state, weight) in self.states.iter().zip(&weights) {
+            let Some(host_weight) = &state.host_weight else { continue };
             if weight.elem_count() > 0 {
-                let image = image.to_device(weight.device())?;
-                weight.flatten_all()?.slice_set(&image.flatten_all()?, 0, 0)?;
+                let updated = host_weight.to_device(weight.device())?;
+                weight.flatten_all()?.slice_set(&updated.flatten_all()?, 0, 0)?;
             }
         }
         Ok(Update { squares })
     }
 
-    /// What an update saw; on a GPU this waits for it.
-    pub fn finish(&self, update: &Update) -> std::result::Result<StepNorm, OptimError> {
+    /// L2 norm over all trained gradients before clipping. Waits for a GPU. Fails if a gradient was
+    /// not finite; the update then changed nothing.
+    pub fn finish(&self, update: &Update) -> std::result::Result<f64, OptimError> {
         let squares = update.squares.to_vec1::<f64>()?;
         let grad_norm = squares.iter().sum::<f64>().sqrt();
         if !grad_norm.is_finite() {
             let bad: Vec<&ParamState> = squares
                 .iter()
-                .zip(&self.slots)
-                .filter_map(|(square, slot)| (!square.is_finite()).then_some(slot))
+                .zip(&self.states)
+                .filter_map(|(square, state)| (!square.is_finite()).then_some(state))
                 .collect();
             return Err(OptimError::NonFinite {
                 count: bad.len(),
-                total: self.slots.len(),
-                first: bad.first().map_or_else(String::new, |slot| slot.param.name().to_owned()),
+                total: self.states.len(),
+                first: bad.first().map_or_else(String::new, |state| state.param.name().to_owned()),
             });
         }
-        Ok(StepNorm { grad_norm })
+        Ok(grad_norm)
     }
 
-    /// Both: updates, and says what it saw.
+    /// Norm, update and the wait for both; returns the gradient norm before clipping.
     pub fn step(
         &self,
         grads: &Gradients,
         lr: f64,
         step: u64,
-    ) -> std::result::Result<StepNorm, OptimError> {
-        self.finish(&self.launch(grads, lr, step)?)
+    ) -> std::result::Result<f64, OptimError> {
+        self.finish(&self.update(grads, self.norm(grads)?, lr, step)?)
     }
 }
 
-/// A copy in the memory of the host.
+/// A copy in host memory.
 fn on_host(t: &Tensor) -> Result<Tensor> {
     match t.device() {
         Device::Cpu => t.copy(),
@@ -218,9 +231,9 @@ fn on_host(t: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn gradient<'a>(grads: &'a Gradients, slot: &ParamState) -> Result<&'a Tensor> {
-    grads.get(slot.param.index()).ok_or_else(|| {
-        candle_core::Error::msg(format!("no gradient buffer for `{}`", slot.param.name()))
+fn gradient<'a>(grads: &'a Gradients, state: &ParamState) -> Result<&'a Tensor> {
+    grads.get(state.param.index()).ok_or_else(|| {
+        candle_core::Error::msg(format!("no gradient buffer for `{}`", state.param.name()))
     })
 }
 
@@ -240,15 +253,15 @@ mod tests {
         t.to_dtype(dtype).unwrap()
     }
 
-    /// Weights and moments, as bytes, after some steps.
+    /// Weights and moments after some steps.
     fn trained(place: Place, dtype: DType, moments: Moments) -> Vec<Vec<f32>> {
         let params: Vec<Param> = (0..)
             .zip(SHAPES)
             .map(|(i, shape)| Param::new(format!("p{i}"), i, random(i as u64, shape, dtype)))
             .collect();
         let named: Vec<_> =
-            params.iter().map(|p| Named { name: p.name(), part: "llm", rank: 2 }).collect();
-        let groups = Groups::new(&named, &[], []).unwrap();
+            params.iter().map(|p| Named { name: p.name(), component: "llm", rank: 2 }).collect();
+        let groups = ParamGroups::new(&named, &[], []).unwrap();
         let config = OptimConfig { weight_decay: 0.1, moments, ..OptimConfig::default() };
         let master = |param: &Param, _: &Device| param.tensor().to_dtype(DType::F32);
         let adamw = AdamW::at(place, &config, 1.0, &params, &groups, master, &Device::Cpu).unwrap();
@@ -260,8 +273,8 @@ mod tests {
             }
             adamw.step(&grads, 1e-2, step).unwrap();
         }
-        let state = adamw.slots().iter().flat_map(|slot| {
-            [slot.param.tensor(), &slot.exp_avg, &slot.exp_avg_sq].map(|t| {
+        let state = adamw.states().iter().flat_map(|state| {
+            [&state.param.tensor(), &state.exp_avg, &state.exp_avg_sq].map(|t| {
                 let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
                 t.to_vec1::<f32>().unwrap()
             })

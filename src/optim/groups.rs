@@ -1,46 +1,49 @@
-//! Which parameters a pattern means: a part by name, or a glob over parameter names.
+//! Settings of parameters by pattern: a component's name, or a glob over parameter names.
 
-/// What the patterns of a config say of one parameter.
+/// The settings of one parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Setting {
-    /// Not trained.
+pub struct ParamGroup {
+    /// Whether the parameter keeps its value.
     pub frozen: bool,
     /// Factor of the learning rate.
     pub lr_multiplier: f64,
-    /// Whether weight decay applies: tensors with one dimension are spared.
+    /// Whether weight decay applies: only to tensors with two or more dimensions.
     pub decay: bool,
 }
 
 /// The settings of all parameters, in their order.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Groups(Vec<Setting>);
+pub struct ParamGroups(Vec<ParamGroup>);
 
 /// A pattern that cannot be used.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum GroupError {
-    /// It names no parameter.
+    /// The pattern matches nothing.
     #[error(
-        "`{key}`: `{pattern}` matches no part and no parameter; the nearest name is `{nearest}`"
+        "`{key}`: `{pattern}` matches no component and no parameter; the nearest name is \
+         `{nearest}`"
     )]
     NoMatch {
         /// Config key.
         key: &'static str,
         /// As written.
         pattern: String,
-        /// A part or parameter that the user may have meant.
+        /// A component or parameter with a similar name.
         nearest: String,
+        /// Names of the model's components.
+        components: Vec<String>,
     },
-    /// It is no glob.
+    /// The pattern is not a valid glob.
     #[error("`{key}`: `{pattern}` is not a glob: {reason}")]
     NotAGlob {
         /// Config key.
         key: &'static str,
         /// As written.
         pattern: String,
-        /// Why.
+        /// The parser's reason.
         reason: String,
     },
-    /// A factor that makes no sense.
+    /// A factor is negative or not finite.
     #[error(
         "`optim.lr_multipliers`: `{pattern}` is `{found}`, expected a finite number of 0 or more"
     )]
@@ -50,13 +53,13 @@ pub enum GroupError {
         /// Its value.
         found: f64,
     },
-    /// Nothing is left to train.
+    /// No parameter is left to train.
     #[error("`model.freeze` freezes every parameter: there is nothing to train")]
     AllFrozen,
 }
 
 impl GroupError {
-    /// The key of the config and, if one is to blame, the pattern in it.
+    /// The config key and, if the cause is one pattern, that pattern.
     pub fn origin(&self) -> (&'static str, Option<&str>) {
         match self {
             Self::NoMatch { key, pattern, .. } | Self::NotAGlob { key, pattern, .. } => {
@@ -67,48 +70,54 @@ impl GroupError {
         }
     }
 
-    /// What to do about it.
-    pub fn hint(&self) -> &'static str {
+    /// How to fix it.
+    pub fn hint(&self) -> String {
         match self {
-            Self::NoMatch { .. } => {
-                "name a part (`vision`, `merger`, `llm`), or write a glob such as `model.visual.blocks.0.*`"
+            Self::NoMatch { components, .. } => {
+                let names: Vec<String> =
+                    components.iter().map(|name| format!("`{name}`")).collect();
+                let names = names.join(", ");
+                return format!(
+                    "name a component ({names}), or write a glob such as `*.layers.0.*`"
+                );
             }
             Self::NotAGlob { .. } => {
                 "`*` stands for any text, `?` for one character, `[ab]` for one of them"
             }
             Self::Factor { .. } => {
-                "1.0 is the plain learning rate; to keep a part as it is, use `model.freeze`"
+                "1.0 is the plain learning rate; to leave a component untrained, use `model.freeze`"
             }
-            Self::AllFrozen => "take at least one part out of `model.freeze`",
+            Self::AllFrozen => "remove at least one component from `model.freeze`",
         }
+        .to_owned()
     }
 }
 
-/// A parameter as patterns see it.
+/// What patterns are matched against.
 #[derive(Debug, Clone, Copy)]
 pub struct Named<'a> {
-    /// Published name.
+    /// Published name of the parameter.
     pub name: &'a str,
-    /// Name of its part.
-    pub part: &'a str,
+    /// Name of its component.
+    pub component: &'a str,
     /// Number of dimensions.
     pub rank: usize,
 }
 
-impl Groups {
+impl ParamGroups {
     /// Applies `model.freeze` and `optim.lr_multipliers`.
     pub fn new<'a>(
         params: &[Named<'_>],
         freeze: &[String],
         lr_multipliers: impl IntoIterator<Item = (&'a String, &'a f64)>,
     ) -> Result<Self, GroupError> {
-        let mut settings: Vec<Setting> = params
+        let mut groups: Vec<ParamGroup> = params
             .iter()
-            .map(|param| Setting { frozen: false, lr_multiplier: 1.0, decay: param.rank > 1 })
+            .map(|param| ParamGroup { frozen: false, lr_multiplier: 1.0, decay: param.rank > 1 })
             .collect();
         for pattern in freeze {
             for index in matches("model.freeze", pattern, params)? {
-                settings[index].frozen = true;
+                groups[index].frozen = true;
             }
         }
         for (pattern, factor) in lr_multipliers {
@@ -116,22 +125,22 @@ impl Groups {
                 return Err(GroupError::Factor { pattern: pattern.clone(), found: *factor });
             }
             for index in matches("optim.lr_multipliers", pattern, params)? {
-                settings[index].lr_multiplier = *factor;
+                groups[index].lr_multiplier = *factor;
             }
         }
-        if settings.iter().all(|setting| setting.frozen) {
+        if groups.iter().all(|group| group.frozen) {
             return Err(GroupError::AllFrozen);
         }
-        Ok(Self(settings))
+        Ok(Self(groups))
     }
 
     /// Settings in the order of the parameters.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Setting> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &ParamGroup> {
         self.0.iter()
     }
 }
 
-/// Indexes of the parameters that a pattern means; at least one.
+/// Indexes of the parameters that a pattern matches; at least one.
 fn matches(
     key: &'static str,
     pattern: &str,
@@ -140,31 +149,35 @@ fn matches(
     let indexes = |keep: &dyn Fn(&Named<'_>) -> bool| -> Vec<usize> {
         (0..params.len()).filter(|index| keep(&params[*index])).collect()
     };
-    let found = match pattern {
-        "vision" | "merger" | "llm" => indexes(&|param| param.part == pattern),
-        glob => {
-            let glob = glob::Pattern::new(glob).map_err(|error| GroupError::NotAGlob {
-                key,
-                pattern: pattern.to_owned(),
-                reason: error.to_string(),
-            })?;
-            indexes(&|param| glob.matches(param.name))
-        }
-    };
+    let mut found = indexes(&|param| param.component == pattern);
     if found.is_empty() {
-        let name = |param: &Named<'_>| (common_pieces(pattern, param.name), param.name.to_owned());
-        let part = |part: &str| (2 * common_pieces(pattern, part), part.to_owned());
-        let parts = ["vision", "merger", "llm"].map(part).into_iter();
-        // A word alone is more likely a part than a piece of a long name.
-        let parts = parts.filter(|_| !pattern.contains(['.', '*']));
-        let best = params.iter().map(name).chain(parts).max_by_key(|(shared, _)| *shared);
-        let nearest = best.map_or_else(String::new, |(_, name)| name);
-        return Err(GroupError::NoMatch { key, pattern: pattern.to_owned(), nearest });
+        let glob = glob::Pattern::new(pattern).map_err(|error| GroupError::NotAGlob {
+            key,
+            pattern: pattern.to_owned(),
+            reason: error.to_string(),
+        })?;
+        found = indexes(&|param| glob.matches(param.name));
     }
-    Ok(found)
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    let mut components: Vec<String> = Vec::new();
+    for param in params {
+        if !components.iter().any(|name| name == param.component) {
+            components.push(param.component.to_owned());
+        }
+    }
+    let by_name = |param: &Named<'_>| (common_pieces(pattern, param.name), param.name.to_owned());
+    // A single word is more likely a component than a piece of a long name.
+    let by_component = |name: &String| (2 * common_pieces(pattern, name), name.clone());
+    let by_component =
+        components.iter().map(by_component).filter(|_| !pattern.contains(['.', '*']));
+    let best = params.iter().map(by_name).chain(by_component).max_by_key(|(shared, _)| *shared);
+    let nearest = best.map_or_else(String::new, |(_, name)| name);
+    Err(GroupError::NoMatch { key, pattern: pattern.to_owned(), nearest, components })
 }
 
-/// How much of a name's dotted pieces a pattern mentions, in characters.
+/// Number of characters that the dotted pieces of a name share with those of a pattern.
 fn common_pieces(pattern: &str, name: &str) -> usize {
     let pieces: Vec<&str> = pattern.split(['.', '*']).filter(|piece| !piece.is_empty()).collect();
     name.split('.')
@@ -181,17 +194,21 @@ mod tests {
     use super::*;
 
     const PARAMS: [Named<'_>; 4] = [
-        Named { name: "model.visual.blocks.0.attn.qkv.weight", part: "vision", rank: 2 },
-        Named { name: "model.visual.merger.norm.weight", part: "merger", rank: 1 },
-        Named { name: "model.language_model.layers.0.mlp.up_proj.weight", part: "llm", rank: 2 },
-        Named { name: "model.language_model.norm.weight", part: "llm", rank: 1 },
+        Named { name: "model.visual.blocks.0.attn.qkv.weight", component: "vision", rank: 2 },
+        Named { name: "model.visual.merger.norm.weight", component: "merger", rank: 1 },
+        Named {
+            name: "model.language_model.layers.0.mlp.up_proj.weight",
+            component: "llm",
+            rank: 2,
+        },
+        Named { name: "model.language_model.norm.weight", component: "llm", rank: 1 },
     ];
 
     #[test]
-    fn parts_and_globs_freeze_what_they_name() {
+    fn components_and_globs_freeze_what_they_name() {
         let freeze = ["vision".to_owned(), "*.layers.0.*".to_owned()];
-        let groups = Groups::new(&PARAMS, &freeze, []).unwrap();
-        let frozen: Vec<bool> = groups.iter().map(|setting| setting.frozen).collect();
+        let groups = ParamGroups::new(&PARAMS, &freeze, []).unwrap();
+        let frozen: Vec<bool> = groups.iter().map(|group| group.frozen).collect();
         assert_eq!(frozen, [true, false, true, false]);
     }
 
@@ -199,19 +216,19 @@ mod tests {
     fn the_last_matching_factor_holds_and_norms_do_not_decay() {
         let factors = [("llm".to_owned(), 0.5), ("*.norm.*".to_owned(), 2.0)];
         let factors = factors.iter().map(|(pattern, factor)| (pattern, factor));
-        let groups = Groups::new(&PARAMS, &[], factors).unwrap();
+        let groups = ParamGroups::new(&PARAMS, &[], factors).unwrap();
         let found: Vec<(f64, bool)> = groups.iter().map(|s| (s.lr_multiplier, s.decay)).collect();
         assert_eq!(found, [(1.0, true), (2.0, false), (0.5, true), (2.0, false)]);
     }
 
     #[test]
     fn a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name() {
-        let error = Groups::new(&PARAMS, &["*.layer.0.mlp.up*".to_owned()], []).unwrap_err();
+        let error = ParamGroups::new(&PARAMS, &["*.layer.0.mlp.up*".to_owned()], []).unwrap_err();
         assert!(error.to_string().contains("layers.0.mlp.up_proj"), "{error}");
         let all = ["*".to_owned()];
-        assert_eq!(Groups::new(&PARAMS, &all, []).unwrap_err(), GroupError::AllFrozen);
+        assert_eq!(ParamGroups::new(&PARAMS, &all, []).unwrap_err(), GroupError::AllFrozen);
         let negative = [("llm".to_owned(), -1.0)];
         let negative = negative.iter().map(|(pattern, factor)| (pattern, factor));
-        assert!(matches!(Groups::new(&PARAMS, &[], negative), Err(GroupError::Factor { .. })));
+        assert!(matches!(ParamGroups::new(&PARAMS, &[], negative), Err(GroupError::Factor { .. })));
     }
 }

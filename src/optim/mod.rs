@@ -1,11 +1,11 @@
-//! From gradients to weights: groups by pattern, schedule, clipping, AdamW.
+//! From gradients to weights: parameter groups, learning rate schedule, clipping, AdamW.
 
 mod adamw;
 mod groups;
 mod schedule;
 
-pub use adamw::{AdamW, OptimError, ParamState, StepNorm, Update};
-pub use groups::{GroupError, Groups, Named, Setting};
+pub use adamw::{AdamW, GradNorm, OptimError, ParamState, Update};
+pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
 pub use schedule::{Schedule, ScheduleConfig, Warmup};
 
 use indexmap::IndexMap;
@@ -15,26 +15,26 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimConfig {
-    /// Peak learning rate.
+    /// Learning rate at the end of warm-up.
     pub lr: f64,
-    /// Decay of the two moments.
+    /// Decay rates of the first and the second moment.
     pub betas: [f64; 2],
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decoupled decay of tensors with two or more dimensions.
+    /// Decoupled weight decay, of tensors with two or more dimensions.
     pub weight_decay: f64,
-    /// Shape of the learning rate after warm-up.
+    /// How the learning rate changes after warm-up.
     pub schedule: ScheduleConfig,
     /// Steps of linear warm-up.
     pub warmup_steps: Option<u64>,
-    /// Warm-up as a share of all steps, rounded up; not together with `warmup_steps`.
+    /// Warm-up as a fraction of all steps, rounded up. Excludes `warmup_steps`.
     pub warmup_ratio: Option<f64>,
     /// Learning rate at the end of the schedule.
     pub min_lr: f64,
     /// Where the moments are kept, and in which dtype.
     pub moments: Moments,
-    /// Factors by part (`vision`, `merger`, `llm`) or by glob over parameter names; where several
-    /// match, the last one listed holds.
+    /// Factors of the learning rate by component (`vision`, `merger`, `llm`) or by glob over
+    /// parameter names. If several match, the last one applies.
     pub lr_multipliers: IndexMap<String, f64>,
 }
 
@@ -42,13 +42,14 @@ pub struct OptimConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Moments {
-    /// In `f32`, beside the weights: 8 bytes a trained parameter.
+    /// `f32` on the device of the weights: 8 bytes per trained parameter.
     #[default]
     F32,
-    /// In `bf16`, beside the weights, rounded at random: 4 bytes a trained parameter.
+    /// `bf16` on the device of the weights, with stochastic rounding: 4 bytes per trained
+    /// parameter.
     Bf16,
-    /// In `f32` in the memory of the host, with the masters: nothing on the GPU, and the update runs on the host's
-    /// cores. On the CPU the same as `f32`.
+    /// `f32` in host memory, together with the master weights. The update runs on the CPU. Without
+    /// a GPU this equals `f32`.
     Host,
 }
 

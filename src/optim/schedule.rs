@@ -2,15 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Shape after warm-up.
+/// How the learning rate changes after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleConfig {
     /// Half a cosine from `lr` to `min_lr`.
     Cosine,
-    /// A line from `lr` to `min_lr`.
+    /// Linear from `lr` to `min_lr`.
     Linear,
-    /// `lr`.
+    /// Stays at `lr`.
     Constant,
 }
 
@@ -19,7 +19,7 @@ pub enum ScheduleConfig {
 pub enum Warmup {
     /// Optimizer steps.
     Steps(u64),
-    /// Share of all steps, rounded up.
+    /// Fraction of all steps, rounded up.
     Ratio(f64),
 }
 
@@ -34,7 +34,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// `total_steps` is the length of the whole run.
+    /// `total_steps` is the number of optimizer steps of the whole run.
     pub fn new(
         shape: ScheduleConfig,
         lr: f64,
@@ -55,7 +55,7 @@ impl Schedule {
         if step < self.warmup_steps {
             return self.lr * s / w;
         }
-        // A run may be a step longer than planned when a row fails late: it stays at the end.
+        // A run can be longer than planned if a row fails late: the rate stays at its end value.
         let p = ((s - w) / (self.total_steps as f64 - w).max(1.0)).min(1.0);
         let range = self.lr - self.min_lr;
         match self.shape {
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warm_up_climbs_to_the_peak_and_cosine_ends_at_the_minimum() {
+    fn warm_up_rises_to_the_peak_and_cosine_ends_at_the_minimum() {
         let schedule = Schedule::new(ScheduleConfig::Cosine, 1.0, 0.1, Warmup::Steps(4), 12);
         let lrs: Vec<f64> = (1..=12).map(|step| schedule.lr(step)).collect();
         assert_eq!(lrs[..4], [0.25, 0.5, 0.75, 1.0]);

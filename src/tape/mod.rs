@@ -1,10 +1,11 @@
-//! Stages with a hand-written backward, the sinks that collect their gradients, and recomputation.
+//! Stages with a hand-written backward, gradient sinks, parameter handles, and recomputation.
 //!
-//! A model is a list of stages. The step runs them forward, keeping what the recompute policy says,
-//! then backward from the last to the first, freeing as it goes. Nothing here knows a model.
+//! A model is a list of stages. A step runs them forward and keeps what the recompute policy
+//! demands. It then runs them backward from the last to the first and frees memory on the way. This
+//! module does not depend on any model.
 
 mod param;
 mod stage;
 
 pub use param::{GradSink, Gradients, Param, Trainable};
-pub use stage::{InputGrad, Kept, Recompute, Stage};
+pub use stage::{InputGrad, Recompute, SavedStage, Stage};

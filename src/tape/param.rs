@@ -1,22 +1,24 @@
 //! Parameters, and where their gradients go.
 
-use candle_core::{DType, Device, Result, Tensor};
-use std::sync::Arc;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::sync::{Arc, PoisonError, RwLock};
 
-/// A tensor of the model under its published name.
+/// A handle to a tensor of the model under its published name.
 ///
-/// Clones share storage; a tied weight is one `Param` in two places.
+/// All clones of a handle share one tensor: a tied weight is one `Param` in two places, and
+/// [`Param::set_tensor`] replaces the tensor of all clones. Stages read [`Param::tensor`] when they
+/// run, so a weight may be put in place just before its stage.
 #[derive(Debug, Clone)]
 pub struct Param {
     name: Arc<str>,
     index: usize,
-    tensor: Tensor,
+    tensor: Arc<RwLock<Tensor>>,
 }
 
 impl Param {
-    /// `index` is the place of the parameter in the model's list, and in [`Gradients`].
+    /// `index` is the position in the model's list of parameters, and in [`Gradients`].
     pub fn new(name: impl Into<Arc<str>>, index: usize, tensor: Tensor) -> Self {
-        Self { name: name.into(), index, tensor }
+        Self { name: name.into(), index, tensor: Arc::new(RwLock::new(tensor)) }
     }
 
     /// Name in the checkpoint.
@@ -24,29 +26,53 @@ impl Param {
         &self.name
     }
 
-    /// Place in the model's list of parameters.
+    /// Position in the model's list of parameters.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// The weight in the compute dtype, in its published shape.
-    pub fn tensor(&self) -> &Tensor {
-        &self.tensor
+    /// The weight in the compute dtype, in its published shape. The result shares the storage.
+    pub fn tensor(&self) -> Tensor {
+        self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Replaces the tensor of this handle and all its clones, for example by a view of another
+    /// buffer. Fails if shape or dtype differ. The storage of the old tensor stays as it is.
+    pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
+        let mut slot = self.tensor.write().unwrap_or_else(PoisonError::into_inner);
+        if tensor.shape() != slot.shape() || tensor.dtype() != slot.dtype() {
+            bail!(
+                "`{}` is {:?} {:?}, expected {:?} {:?}",
+                self.name,
+                tensor.dtype(),
+                tensor.dims(),
+                slot.dtype(),
+                slot.dims()
+            );
+        }
+        *slot = tensor;
+        Ok(())
     }
 }
 
-/// Takes finished parameter gradients; also the one place that knows which parameters are frozen.
+/// Receives parameter gradients. It is also the only place that knows which parameters are frozen.
 pub trait GradSink {
-    /// The `f32` buffer that an op adds the gradient of `param` into, or `None` if it is frozen.
+    /// The `f32` buffer that an op adds the gradient of `param` to, or `None` if `param` is frozen.
     fn buffer(&self, param: &Param) -> Option<&Tensor>;
+
+    /// Reports that this micro-batch adds nothing more to the gradients of `params`, the parameters
+    /// of one stage. A micro-batch reports every stage once, in the order of backward, also the
+    /// stages that it did not reach; frozen parameters are reported too. Ranks can reduce the
+    /// gradients of a stage from here on.
+    fn finished(&self, _params: &[&Param]) {}
 }
 
 /// Whether a parameter is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trainable {
-    /// Gets a gradient and an update.
+    /// Receives a gradient and an update.
     Yes,
-    /// Stays as loaded.
+    /// Keeps the value that was loaded.
     Frozen,
 }
 
@@ -60,7 +86,7 @@ impl Gradients {
     /// Zeroed buffers for the trained ones of `params`, in their shapes.
     pub fn zeros(params: &[Param], trainable: &[Trainable], device: &Device) -> Result<Self> {
         let buffers = params.iter().zip(trainable).map(|(param, trainable)| match trainable {
-            Trainable::Yes => Tensor::zeros(param.tensor.shape(), DType::F32, device).map(Some),
+            Trainable::Yes => Tensor::zeros(param.tensor().shape(), DType::F32, device).map(Some),
             Trainable::Frozen => Ok(None),
         });
         Ok(Self { buffers: buffers.collect::<Result<_>>()? })
@@ -71,7 +97,7 @@ impl Gradients {
         self.buffers[index].as_ref()
     }
 
-    /// All buffers, in the order of the parameters.
+    /// All buffers, in the order of the parameters; `None` for frozen ones.
     pub fn iter(&self) -> impl Iterator<Item = Option<&Tensor>> {
         self.buffers.iter().map(Option::as_ref)
     }
@@ -79,6 +105,24 @@ impl Gradients {
 
 impl GradSink for Gradients {
     fn buffer(&self, param: &Param) -> Option<&Tensor> {
-        self.buffers[param.index].as_ref()
+        self.get(param.index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clones_share_a_replaced_tensor_and_another_shape_is_refused() {
+        let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+        let param = Param::new("w", 0, zeros(&[2]));
+        let tied = param.clone();
+        // a view of a larger buffer
+        let buffer = Tensor::new(&[1f32, 2.0, 3.0, 4.0], &Device::Cpu).unwrap();
+        param.set_tensor(buffer.narrow(0, 2, 2).unwrap()).unwrap();
+        assert_eq!(tied.tensor().to_vec1::<f32>().unwrap(), [3.0, 4.0]);
+        let error = tied.set_tensor(zeros(&[3])).unwrap_err().to_string();
+        assert!(error.starts_with("`w` is F32 [3], expected F32 [2]"), "{error}");
     }
 }

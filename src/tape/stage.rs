@@ -1,21 +1,24 @@
 //! The stage, and what is kept of it between forward and backward.
 
-use super::GradSink;
+use super::{GradSink, Param};
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 /// One piece of the model: a function with an explicit backward.
 pub trait Stage {
-    /// What the stage reads besides its input and weights (positions, boundaries); no gradient flows into it.
+    /// Inputs without a gradient: positions, boundaries.
     type Context;
-    /// What backward needs of forward; consumed by it, so that memory goes stage by stage.
+    /// Tensors that backward needs. Backward consumes them, so that memory is freed stage by stage.
     type Saved;
+
+    /// The parameters of the stage.
+    fn params(&self) -> Vec<&Param>;
 
     /// Output, and what backward needs.
     fn forward(&self, x: &Tensor, context: &Self::Context) -> Result<(Tensor, Self::Saved)>;
 
-    /// Adds the gradients of the stage's parameters to `grads`, and returns that of its input.
-    /// With [`InputGrad::Skip`] the result is `None` and the work for it is not done.
+    /// Adds the gradients of the stage's parameters to `grads` and returns the input's gradient.
+    /// With [`InputGrad::Skip`] a stage may skip the work for the latter and return `None`.
     fn backward(
         &self,
         saved: Self::Saved,
@@ -24,36 +27,49 @@ pub trait Stage {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>>;
+
+    /// Whether `grads` has a buffer for one of the parameters.
+    fn is_trained(&self, grads: &dyn GradSink) -> bool {
+        self.params().into_iter().any(|param| grads.buffer(param).is_some())
+    }
 }
 
 /// Whether anything before a stage needs a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputGrad {
-    /// Something earlier is trained.
+    /// A parameter of an earlier stage is trained.
     Needed,
-    /// Nothing earlier is trained: backward ends here.
+    /// No earlier stage is trained: backward ends here.
     Skip,
+}
+
+impl InputGrad {
+    /// Needed if `trained_below`.
+    pub fn needed_if(trained_below: bool) -> Self {
+        if trained_below { Self::Needed } else { Self::Skip }
+    }
 }
 
 /// What the forward pass keeps of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
-    /// Keep what backward needs.
+    /// Everything that backward needs.
     No,
-    /// Keep the input only, and run the stage again before its backward: less memory, one more forward.
+    /// The input only. The stage runs forward again before its backward: less memory, one more
+    /// forward.
     Yes,
 }
 
 /// A stage between its forward and its backward.
-pub enum Kept<S: Stage> {
-    /// Backward can start.
-    Saved(S::Saved),
-    /// Forward runs again first.
+pub enum SavedStage<S: Stage> {
+    /// Everything that backward needs.
+    Activations(S::Saved),
+    /// The input: forward runs again first.
     Input(Tensor),
 }
 
-impl<S: Stage> Kept<S> {
-    /// Runs `stage` forward and keeps what `recompute` says.
+impl<S: Stage> SavedStage<S> {
+    /// Runs `stage` forward and keeps what `recompute` demands.
     pub fn forward(
         stage: &S,
         x: Tensor,
@@ -62,12 +78,13 @@ impl<S: Stage> Kept<S> {
     ) -> Result<(Tensor, Self)> {
         let (y, saved) = stage.forward(&x, context)?;
         Ok(match recompute {
-            Recompute::No => (y, Self::Saved(saved)),
+            Recompute::No => (y, Self::Activations(saved)),
             Recompute::Yes => (y, Self::Input(x)),
         })
     }
 
-    /// Runs `stage` backward, after its forward if that was not kept.
+    /// Runs `stage` backward, after its forward if its activations were not kept, and reports its
+    /// parameters as finished.
     pub fn backward(
         self,
         stage: &S,
@@ -77,9 +94,11 @@ impl<S: Stage> Kept<S> {
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
         let saved = match self {
-            Self::Saved(saved) => saved,
+            Self::Activations(saved) => saved,
             Self::Input(x) => stage.forward(&x, context)?.1,
         };
-        stage.backward(saved, dy, context, grads, input_grad)
+        let dx = stage.backward(saved, dy, context, grads, input_grad)?;
+        grads.finished(&stage.params());
+        Ok(dx)
     }
 }

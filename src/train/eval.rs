@@ -8,7 +8,7 @@ use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, Row, RowReader, collate};
 use crate::loss::{Targets, scores};
-use crate::models::{Model, ModelInput};
+use crate::models::Model;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -117,7 +117,11 @@ const ROWS_AT_A_TIME: usize = 8;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` is told how many are done.
-    pub fn run(&self, model: &Model, progress: &dyn Fn(usize)) -> Result<EvalReport, EvalError> {
+    pub fn run(
+        &self,
+        model: &dyn Model,
+        progress: &dyn Fn(usize),
+    ) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
         let rows: Vec<Row> = self.rows.rows().collect();
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
@@ -146,7 +150,7 @@ impl Evaluator<'_> {
 
     fn score(
         &self,
-        model: &Model,
+        model: &dyn Model,
         samples: Vec<(u32, EncodedSample)>,
         report: &mut EvalReport,
     ) -> Result<(), EvalError> {
@@ -157,11 +161,11 @@ impl Evaluator<'_> {
             |(dataset, sample): &(u32, EncodedSample)| (*dataset, sample.id.clone(), sample.len());
         let origins: Vec<_> = samples.iter().map(of).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();
-        let merge = model.config().merge_size();
+        let merge = model.merge_size();
         let packs = vec![Pack { samples }];
         let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
         let targets = Targets::of(&batch);
-        let input = ModelInput::upload(batch, model.config(), self.dtype, self.device)?;
+        let input = model.upload(batch, self.dtype, self.device)?;
         let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (dataset, id, num_tokens) in origins {

@@ -23,12 +23,12 @@ pub struct GenerateOptions {
 
 /// Continues `prompt` until a stop id or `max_new_tokens`; returns the new ids.
 pub fn generate(
-    model: &Model,
+    model: &dyn Model,
     prompt: EncodedSample,
     options: &GenerateOptions,
     device: &Device,
 ) -> Result<Vec<u32>, EvalError> {
-    let merge = model.config().merge_size();
+    let merge = model.merge_size();
     let packs = vec![Pack { samples: vec![prompt] }];
     let prompt = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?;
     let mut processor = LogitsProcessor::from_sampling(options.seed, options.sampling.clone());
@@ -48,7 +48,7 @@ pub fn generate(
 }
 
 fn next_token(
-    model: &Model,
+    model: &dyn Model,
     hidden: &Tensor,
     processor: &mut LogitsProcessor,
     sampling: &Sampling,
@@ -58,6 +58,6 @@ fn next_token(
         let any = Targets { rows: vec![0], ids: vec![0] };
         return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
     }
-    let logits = crate::ops::linear(hidden, model.lm_head().tensor(), None)?; // [1, V]
+    let logits = crate::ops::linear(hidden, &model.lm_head().tensor(), None)?; // [1, V]
     processor.sample(&logits.squeeze(0)?)
 }

@@ -2,22 +2,22 @@
 
 use crate::batch::VarlenBatch;
 use crate::loss::{Targets, loss_and_gradient};
-use crate::models::{Model, ModelInput, RecomputePolicy};
+use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::ops;
 use crate::optim::{AdamW, OptimError, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 
-/// What a step did.
+/// Results of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepOutcome {
     /// Mean over the step's supervised targets.
     pub loss: f64,
     /// L2 norm over all trained parameters, before clipping.
     pub grad_norm: f64,
-    /// Supervised targets of the step.
+    /// Number of supervised targets of the step.
     pub num_targets: u64,
-    /// Negative log likelihood of each of them, one list a micro-batch that has any.
+    /// Negative log likelihood of each target, one list per micro-batch that has targets.
     pub nll: Vec<Vec<f32>>,
 }
 
@@ -32,12 +32,12 @@ pub enum StepError {
         /// The value.
         loss: f64,
     },
-    /// A gradient is.
+    /// A gradient is infinite or not a number.
     #[error("step {step}: {source}; no weight was changed")]
     NonFiniteGradient {
         /// Optimizer step, from 1.
         step: u64,
-        /// Which parameters.
+        /// Names the parameters.
         source: OptimError,
     },
     /// An op failed.
@@ -46,15 +46,16 @@ pub enum StepError {
 }
 
 impl StepError {
-    /// What to do about it.
+    /// How to fix it.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
-                "nothing was trained yet: the weights of the model folder hold values that are not finite",
+                "no step was trained yet: the weights of the model folder have values that are not \
+                 finite",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
-                "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before in metrics.jsonl; \
-                 checkpoints of earlier steps are intact",
+                "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before \
+                 in metrics.jsonl; checkpoints of earlier steps are intact",
             ),
             Self::Candle(_) => None,
         }
@@ -63,49 +64,67 @@ impl StepError {
 
 /// A model in training.
 pub struct StepRunner {
-    /// The stages.
-    pub model: Model,
+    /// The model.
+    pub model: Box<dyn Model>,
     /// All parameters, in order.
     pub params: Vec<Param>,
     /// Moments and update.
     pub optimizer: AdamW,
-    /// Gradients of the step so far.
+    /// Sum of the gradients of the step's micro-batches so far.
     pub grads: Gradients,
-    /// What backward runs again.
+    /// What backward runs forward again.
     pub recompute: RecomputePolicy,
     /// Compute dtype.
     pub dtype: DType,
-    /// Where everything lives.
+    /// The device of model and gradients.
     pub device: Device,
 }
 
-/// The micro-batches of a step, the first of them on its way to the device.
+/// Counts of a whole step, known before its first forward pass.
+///
+/// [`StepRunner::prepare`] counts the local micro-batches. If ranks share a step, the sum over all
+/// ranks replaces the local counts before [`StepRunner::accumulate`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepCounts {
+    /// Number of supervised targets: the divisor of loss and gradients.
+    pub num_targets: u64,
+}
+
+impl StepCounts {
+    fn of(targets: &[Targets]) -> Self {
+        Self { num_targets: targets.iter().map(|targets| targets.len() as u64).sum() }
+    }
+}
+
+/// The micro-batches of a step. The upload of the first has begun.
 pub struct PreparedStep {
+    /// Counts of the step.
+    pub counts: StepCounts,
     targets: Vec<Targets>,
     first: Option<ModelInput>,
     rest: std::vec::IntoIter<VarlenBatch>,
 }
 
-/// Loss of a step before anybody has read it.
+/// Losses of a step on the device.
 pub struct Losses {
     nll: Vec<Tensor>, // [S] each, in the order of the micro-batches
-    /// Supervised targets of the step.
+    /// Number of supervised targets of the step.
     pub num_targets: u64,
 }
 
 impl Losses {
-    /// Sum over all targets; on a GPU this waits for it.
+    /// Sum over all targets. Waits for a GPU.
     pub fn sum(&self) -> candle_core::Result<f64> {
         Ok(sum(&self.read()?))
     }
 
-    /// That of each target; on a GPU this waits for it.
+    /// The loss of each target. Waits for a GPU.
     fn read(&self) -> candle_core::Result<Vec<Vec<f32>>> {
         self.nll.iter().map(Tensor::to_vec1).collect()
     }
 }
 
-/// A step whose work was given to the device.
+/// A step whose work is queued on the device.
 pub struct LaunchedStep {
     step: u64,
     losses: Losses,
@@ -113,26 +132,25 @@ pub struct LaunchedStep {
 }
 
 impl StepRunner {
-    /// Takes over a step's micro-batches and begins to upload the first.
+    /// Counts the targets of a step's micro-batches and begins to upload the first.
     pub fn prepare(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<PreparedStep> {
-        let targets = micro_batches.iter().map(Targets::of).collect();
+        let targets: Vec<Targets> = micro_batches.iter().map(Targets::of).collect();
+        let counts = StepCounts::of(&targets);
         let mut rest = micro_batches.into_iter();
         let first = rest.next().map(|batch| self.upload(batch)).transpose()?;
-        Ok(PreparedStep { targets, first, rest })
+        Ok(PreparedStep { counts, targets, first, rest })
     }
 
     fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
-        ModelInput::upload(batch, self.model.config(), self.dtype, &self.device)
+        self.model.upload(batch, self.dtype, &self.device)
     }
 
-    /// Gradients of all micro-batches, summed in place and divided by the step's target count.
-    /// Splitting a step changes neither them nor the losses.
+    /// Adds up the gradients of all micro-batches in place, divided by the step's target count. The
+    /// division into micro-batches changes neither gradients nor losses.
     pub fn accumulate(&self, step: PreparedStep) -> candle_core::Result<Losses> {
         let buffers: Vec<&Tensor> = self.grads.iter().flatten().collect();
         ops::fill_zero_all(&buffers)?;
-        let PreparedStep { targets, first, rest } = step;
-        // The divisor is known before the first forward.
-        let num_targets: u64 = targets.iter().map(|targets| targets.len() as u64).sum();
+        let PreparedStep { counts: StepCounts { num_targets }, targets, first, rest } = step;
         let mut losses = Losses { nll: Vec::with_capacity(targets.len()), num_targets };
         let inputs = first.map(Ok).into_iter().chain(rest.map(|batch| self.upload(batch)));
         for (input, targets) in inputs.zip(targets) {
@@ -141,18 +159,21 @@ impl StepRunner {
             let head = self.model.lm_head();
             let loss = loss_and_gradient(&hidden, head, &targets, num_targets, &self.grads)?;
             drop(hidden);
-            if let Some(loss) = loss {
-                losses.nll.push(loss.nll);
-                self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
+            match loss {
+                Some(loss) => {
+                    losses.nll.push(loss.nll);
+                    self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
+                }
+                None => report_without_backward(&*self.model, &self.grads),
             }
         }
         Ok(losses)
     }
 
-    /// Accumulates, clips, updates. An error leaves weights and moments as they were.
+    /// Accumulates, clips, updates. An error leaves weights and moments unchanged.
     ///
-    /// On a GPU the work is queued, and [`Self::finish`] waits for it; an update whose gradients are not finite
-    /// changes nothing there either.
+    /// On a GPU the work is queued, and [`Self::finish`] waits for it. An update with gradients that
+    /// are not finite changes nothing there either.
     pub fn launch(
         &self,
         step: PreparedStep,
@@ -161,27 +182,28 @@ impl StepRunner {
     ) -> Result<LaunchedStep, StepError> {
         let losses = self.accumulate(step)?;
         if self.device.is_cpu() {
-            mean_loss(&losses.read()?, losses.num_targets, number)?; // nothing to wait for, so the update need not be trusted
+            mean_loss(&losses.read()?, losses.num_targets, number)?; // no wait: check it at once
         }
-        let update = self.optimizer.launch(&self.grads, lr, number)?;
+        let norm = self.optimizer.norm(&self.grads)?;
+        let update = self.optimizer.update(&self.grads, norm, lr, number)?;
         Ok(LaunchedStep { step: number, losses, update })
     }
 
-    /// What the step did, once it is done.
+    /// Waits for a step and returns its results.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update } = launched;
         let nll = losses.read()?;
         let loss = mean_loss(&nll, losses.num_targets, *step)?;
-        let norm = self.optimizer.finish(update).map_err(|source| match source {
+        let grad_norm = self.optimizer.finish(update).map_err(|source| match source {
             OptimError::Candle(error) => StepError::Candle(error),
             source @ OptimError::NonFinite { .. } => {
                 StepError::NonFiniteGradient { step: *step, source }
             }
         })?;
-        Ok(StepOutcome { loss, grad_norm: norm.grad_norm, num_targets: losses.num_targets, nll })
+        Ok(StepOutcome { loss, grad_norm, num_targets: losses.num_targets, nll })
     }
 
-    /// A whole step.
+    /// Runs a whole step and waits for it.
     pub fn run(
         &self,
         micro_batches: Vec<VarlenBatch>,
@@ -192,21 +214,21 @@ impl StepRunner {
         self.finish(&self.launch(prepared, lr, step)?)
     }
 
-    /// Names of trained parameters whose gradient is all zeros after a backward: nothing reached them.
-    pub fn without_gradient(&self) -> candle_core::Result<Vec<&str>> {
-        let mut silent = Vec::new();
+    /// Trained parameters whose gradient is all zeros after a backward.
+    pub fn without_gradient(&self) -> candle_core::Result<Vec<&Param>> {
+        let mut found = Vec::new();
         for (param, buffer) in self.params.iter().zip(self.grads.iter()) {
             if let Some(buffer) = buffer
                 && ops::sum_of_squares(buffer)? == 0.0
             {
-                silent.push(param.name());
+                found.push(param);
             }
         }
-        Ok(silent)
+        Ok(found)
     }
 }
 
-/// Sum over all targets: micro-batches first.
+/// Sum over all targets, by micro-batch first.
 fn sum(nll: &[Vec<f32>]) -> f64 {
     nll.iter().map(|nll| nll.iter().map(|nll| f64::from(*nll)).sum::<f64>()).sum()
 }

@@ -9,6 +9,7 @@ use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, M
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, Rejection, StepData};
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::nn::Inputs;
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
@@ -324,7 +325,7 @@ impl Trainer {
         };
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
-            .run(&parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
+            .run(&*parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
         if self.evaluated_at.is_none() && !self.resumed {
             for rejection in &report.rejected {
                 tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
@@ -360,14 +361,14 @@ impl Trainer {
             .runner
             .params
             .iter()
-            .map(|param| (param.name().to_owned(), param.tensor().clone()))
+            .map(|param| (param.name().to_owned(), param.tensor()))
             .collect();
         let mut optimizer = Vec::new();
-        for slot in parts.runner.optimizer.slots() {
-            let name = slot.param.name();
-            optimizer.push((format!("exp_avg.{name}"), slot.exp_avg.clone()));
-            optimizer.push((format!("exp_avg_sq.{name}"), slot.exp_avg_sq.clone()));
-            if let Some(master) = &slot.master {
+        for state in parts.runner.optimizer.states() {
+            let name = state.param.name();
+            optimizer.push((format!("exp_avg.{name}"), state.exp_avg.clone()));
+            optimizer.push((format!("exp_avg_sq.{name}"), state.exp_avg_sq.clone()));
+            if let Some(master) = &state.master {
                 optimizer.push((format!("master.{name}"), master.clone()));
             }
         }
@@ -414,34 +415,31 @@ fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-/// After the first backward, and again after the first with images: every trained tensor has a
-/// gradient, or is named.
+/// Checks that every trained tensor received a gradient; names those that did not. Runs after the
+/// first backward, and again after the first with images.
 fn audit(runner: &StepRunner, step: u64, has_images: bool) -> Result<(), TrainError> {
-    let silent = runner.without_gradient()?;
-    let expected: Vec<&&str> =
-        silent.iter().filter(|name| has_images || !name.starts_with("model.visual.")).collect();
+    let specs = runner.model.param_specs();
+    let needs_media = |index: usize| specs[index].component.inputs == Inputs::Media;
+    let without = runner.without_gradient()?;
+    let missing: Vec<&str> = without
+        .iter()
+        .filter(|param| has_images || !needs_media(param.index()))
+        .map(|param| param.name())
+        .collect();
     let trained = runner.grads.iter().flatten().count();
-    if expected.is_empty() {
-        let with_gradient = trained - silent.len();
-        tracing::info!(
-            step,
-            with_gradient,
-            trained,
-            "audit: trained tensors with a finite gradient"
-        );
+    if missing.is_empty() {
+        let received = trained - without.len();
+        tracing::info!(step, "audit: {received} of {trained} trained tensors received a gradient");
     } else {
         tracing::warn!(
             step,
-            tensors = ?expected,
-            "audit: these trained tensors got no gradient (all zeros)"
+            tensors = ?missing,
+            "audit: {} of {trained} trained tensors received no gradient",
+            missing.len()
         );
     }
-    if silent.len() > expected.len() {
-        tracing::info!(
-            step,
-            tensors = silent.len() - expected.len(),
-            "audit: the vision tower and its mergers are looked at in the first step with images"
-        );
+    if without.len() > missing.len() {
+        tracing::info!(step, "audit: vision gradients are checked at the first step with images");
     }
     Ok(())
 }

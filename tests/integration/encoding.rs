@@ -464,7 +464,7 @@ fn a_truncated_chat_keeps_its_images_and_has_the_predicted_length() {
     for max_length in 1..=whole.len() as u32 + 1 {
         for keep in [Keep::Beginning, Keep::End] {
             let cut = Some(Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep });
-            let encoded = encoder().encode_cut(&sample, cut, |_| Ok::<_, SampleError>(()));
+            let encoded = encoder().encode_cut(&sample, cut);
             assert_eq!(
                 encoder().length_cut(&sample, cut).map_err(|error| error.to_string()),
                 encoded.as_ref().map(Length::of).map_err(ToString::to_string)

@@ -147,26 +147,21 @@ fn a_background_pass_stops_for_a_waiting_process_but_not_for_a_killed_one() {
     place.update(&encoder);
     let cache = place.cache();
     std::fs::remove_file(&cache).unwrap();
-    let wanted = hidden_file(&cache, ".wanted");
+    let wanted = File::create(hidden_file(&cache, ".wanted")).unwrap();
     let calls = AtomicUsize::new(0);
     let waited_for = || {
-        calls.fetch_add(1, Relaxed);
-        File::create(&wanted).unwrap();
-        thread::sleep(Duration::from_millis(20));
+        if calls.fetch_add(1, Relaxed) == 20 {
+            wanted.lock_shared().unwrap();
+        }
         true
     };
     let update = |go_on: &(dyn Fn() -> bool + Sync)| {
         LengthCache::update_beside(file(&rows), &encoder, &place.path("cache"), go_on).unwrap()
     };
     assert_eq!(update(&waited_for), None);
-    let calls = calls.into_inner();
-    assert!(calls < 100, "{calls} calls");
-    assert!(wanted.exists());
-    let slowly = || {
-        thread::sleep(Duration::from_millis(1));
-        true
-    };
-    let work = update(&slowly).unwrap();
+    assert_eq!(calls.load(Relaxed), 21, "it stops at the next row");
+    drop(wanted); // as when the process is killed
+    let work = update(&|| true).unwrap();
     assert!(work.reused > 0 && work.reused < 100 && work.measured + work.reused == 200, "{work:?}");
 }
 

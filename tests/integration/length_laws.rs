@@ -176,10 +176,10 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     for row in rows.rows() {
         let read = rows.read(row);
         prop_assert_eq!(rows.length(row), read.as_ref().map(Length::of).map_err(Clone::clone));
-        let admitted = read.and_then(|sample| {
-            options.admit(Length::of(&sample), || rows.id(row)).map(|()| sample)
+        let checked = read.and_then(|sample| {
+            options.check_length(Length::of(&sample), || rows.id(row)).map(|()| sample)
         });
-        match admitted {
+        match checked {
             Ok(sample) => {
                 prop_assert!(case.max_length.is_none_or(|most| sample.len() <= most as usize));
                 prop_assert!(sample.num_targets() > 0);

@@ -1,7 +1,7 @@
 //! Results equal those of the reference, PyTorch and transformers in f32, on the same model and
 //! rows.
 //!
-//! The expected values are in `tests/golden/curves.json` and `losses_at_init.json`; see the README
+//! The expected values are in `tests/golden/{curves,losses_at_init,qwen3_text}.json`; see the README
 //! there for how they were computed.
 
 use crate::harness::device;
@@ -12,14 +12,16 @@ use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
+use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
     AttentionChoice, Evaluator, JsonlRows, ModelSection, Precision, RecomputeChoice, StepOutcome,
-    StepRunner, Weights, load_model,
+    StepRunner, Weights,
 };
 
 const SAMPLES_A_STEP: usize = 8;
 const SMALL: &str = "small-tied";
+const TEXT_ONLY: &str = "qwen3-text";
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -63,7 +65,12 @@ impl Variant {
 }
 
 fn rows(data: &str) -> JsonlRows {
-    let encoder = Encoder::from_folder(&golden("models").join(SMALL), &ImageConfig::default());
+    rows_for(SMALL, data)
+}
+
+/// Rows as the model in this folder reads them.
+fn rows_for(model: &str, data: &str) -> JsonlRows {
+    let encoder = Encoder::from_folder(&golden("models").join(model), &ImageConfig::default());
     let path = golden("data").join(format!("{data}.jsonl"));
     let set = DatasetConfig::new(path);
     JsonlRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
@@ -103,7 +110,17 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
 }
 
 fn curve(data: &str, variant: Variant, precision: Precision, steps: u64) -> Vec<StepOutcome> {
-    let (rows, runner) = (rows(data), runner(SMALL, variant, precision));
+    curve_of(SMALL, data, variant, precision, steps)
+}
+
+fn curve_of(
+    model: &str,
+    data: &str,
+    variant: Variant,
+    precision: Precision,
+    steps: u64,
+) -> Vec<StepOutcome> {
+    let (rows, runner) = (rows_for(model, data), runner(model, variant, precision));
     let all: Vec<Row> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
@@ -120,11 +137,12 @@ fn numbers(value: &Value) -> Vec<f64> {
 
 /// Asserts that losses are within 2e-5 at step 1 and 1e-4 afterwards, gradient norms within 0.1 %,
 /// and target counts equal.
-fn assert_follows(data: &str, name: &str, variant: Variant) -> Vec<StepOutcome> {
-    let golden = &golden_json("curves.json")[name];
+fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepOutcome> {
+    let (model, data) = (golden["model"].as_str().unwrap(), golden["data"].as_str().unwrap());
+    let data = data.trim_end_matches(".jsonl");
     let (loss, norm) = (numbers(&golden["loss"]), numbers(&golden["grad_norm"]));
     let targets = numbers(&golden["target_tokens"]);
-    let found = curve(data, variant, Precision::F32, loss.len() as u64);
+    let found = curve_of(model, data, variant, Precision::F32, loss.len() as u64);
     for (i, outcome) in found.iter().enumerate() {
         let bound = if i == 0 { 2e-5 } else { 1e-4 };
         let off = (outcome.loss - loss[i]).abs();
@@ -140,13 +158,13 @@ fn assert_follows(data: &str, name: &str, variant: Variant) -> Vec<StepOutcome> 
         assert_eq!(outcome.num_targets as f64, targets[i], "{variant:?} step {}", i + 1);
     }
     let worst = found.iter().zip(&loss).map(|(o, l)| (o.loss - l).abs()).fold(0.0, f64::max);
-    println!("{name} {variant:?}: worst loss difference {worst:.1e}");
+    println!("{model} {data} {variant:?}: worst loss difference {worst:.1e}");
     found
 }
 
 /// Compares every layout and recomputation with the reference and with each other.
-fn assert_all_variants_follow(data: &str, name: &str) {
-    let plain = assert_follows(data, name, PLAIN);
+fn assert_all_variants_follow(golden: &Value) {
+    let plain = assert_follows(golden, PLAIN);
     let variants = [
         Variant { use_rmpad: false, ..PLAIN },
         Variant { use_rmpad: false, side: PaddingSide::Left, ..PLAIN },
@@ -157,7 +175,7 @@ fn assert_all_variants_follow(data: &str, name: &str) {
         Variant { recompute: RecomputeChoice::Full, ..PLAIN },
     ];
     for variant in variants {
-        let found = assert_follows(data, name, variant);
+        let found = assert_follows(golden, variant);
         for (step, (a, b)) in found.iter().zip(&plain).enumerate() {
             let off = (a.loss - b.loss).abs();
             assert!(off <= 1e-5, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
@@ -167,17 +185,68 @@ fn assert_all_variants_follow(data: &str, name: &str) {
 
 #[test]
 fn text_follows_the_reference_in_every_layout() {
-    assert_all_variants_follow("text", "text_small-tied");
+    assert_all_variants_follow(&golden_json("curves.json")["text_small-tied"]);
 }
 
 #[test]
 fn images_follow_the_reference_in_every_layout() {
-    assert_all_variants_follow("image_exact", "image_exact_small-tied");
+    assert_all_variants_follow(&golden_json("curves.json")["image_exact_small-tied"]);
 }
 
 #[test]
 fn digits_follow_the_reference_in_every_layout() {
-    assert_all_variants_follow("digits_train", "digits_small-tied");
+    assert_all_variants_follow(&golden_json("curves.json")["digits_small-tied"]);
+}
+
+/// The second family, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
+#[test]
+fn text_only_qwen3_follows_the_reference_in_every_layout() {
+    let golden = golden_json("qwen3_text.json");
+    for layout in ["per-sample", "padded", "packed"] {
+        let mut curve = golden[layout].clone();
+        (curve["model"], curve["data"]) = (golden["model"].clone(), golden["data"].clone());
+        match layout {
+            "per-sample" => assert_all_variants_follow(&curve),
+            "padded" => drop(assert_follows(&curve, Variant { use_rmpad: false, ..PLAIN })),
+            _ => drop(assert_follows(&curve, Variant { samples_a_row: 8, ..PLAIN })),
+        }
+    }
+}
+
+#[test]
+fn text_only_qwen3_gradient_norms_equal_the_references() {
+    let golden = &golden_json("qwen3_text.json")["per-sample"]["grad_norms_step1"];
+    let (rows, runner) = (rows_for(TEXT_ONLY, "text"), runner(TEXT_ONLY, PLAIN, Precision::F32));
+    assert_gradient_norms(&rows, &runner, golden);
+}
+
+/// Two ranks with half of a step each: local gradients divided by the summed count add up.
+#[test]
+fn ranks_that_sum_their_target_counts_sum_to_the_whole_step() {
+    let (rows, runner) = (rows("image_exact"), runner(SMALL, PLAIN, Precision::F32));
+    let samples: Vec<EncodedSample> =
+        rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
+    let prepare = |samples: &[EncodedSample]| runner.prepare(PLAIN.micro_batches(samples)).unwrap();
+    let gradients = || -> Vec<candle_core::Tensor> {
+        runner.grads.iter().map(|grad| grad.unwrap().copy().unwrap()).collect()
+    };
+    let num_targets = prepare(&samples).counts.num_targets;
+    runner.accumulate(prepare(&samples)).unwrap();
+    let whole = gradients();
+    let halves = samples.chunks(SAMPLES_A_STEP / 2).map(|half| {
+        let mut step = prepare(half);
+        assert!(step.counts.num_targets < num_targets);
+        step.counts.num_targets = num_targets;
+        runner.accumulate(step).unwrap();
+        gradients()
+    });
+    let halves: Vec<_> = halves.collect();
+    for ((whole, a), b) in whole.iter().zip(&halves[0]).zip(&halves[1]) {
+        let difference = ((a + b).unwrap() - whole).unwrap();
+        let off = trainer::ops::sum_of_squares(&difference).unwrap().sqrt();
+        let norm = trainer::ops::sum_of_squares(whole).unwrap().sqrt();
+        assert!(off <= 1e-5 * norm, "{off} of {norm}");
+    }
 }
 
 #[test]
@@ -185,17 +254,21 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
     for (data, name) in [("text", "text_small-tied"), ("image_exact", "image_exact_small-tied")] {
         let golden = &golden_json("curves.json")[name]["grad_norms_step1"];
         let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
-        let samples: Vec<EncodedSample> =
-            rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
-        runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap()).unwrap();
-        for param in &runner.params {
-            let expected =
-                golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
-            let buffer = runner.grads.get(param.index()).unwrap();
-            let found = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
-            let off = (found - expected).abs();
-            assert!(off <= 1e-3 * expected + 1e-6, "{}: {found} not {expected}", param.name());
-        }
+        assert_gradient_norms(&rows, &runner, golden);
+    }
+}
+
+/// Of the first step.
+fn assert_gradient_norms(rows: &JsonlRows, runner: &StepRunner, golden: &Value) {
+    let samples: Vec<EncodedSample> =
+        rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
+    runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap()).unwrap();
+    for param in &runner.params {
+        let expected = golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
+        let buffer = runner.grads.get(param.index()).unwrap();
+        let found = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
+        let off = (found - expected).abs();
+        assert!(off <= 1e-3 * expected + 1e-6, "{}: {found} not {expected}", param.name());
     }
 }
 
@@ -208,7 +281,7 @@ fn losses_of_single_samples_equal_the_references() {
         let device = device();
         let dtype = runner.dtype;
         let evaluator = Evaluator { rows: &rows, max_tokens: 2048, dtype, device: &device };
-        let report = evaluator.run(&runner.model, &|_| {}).unwrap();
+        let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
         for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap())
         {
             let mean = found.nll_sum / found.num_targets as f64;

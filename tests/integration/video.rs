@@ -12,12 +12,11 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig, collate, video::VideoMarks,
 };
-use trainer::models::ModelInput;
 use trainer::optim::{AdamW, OptimConfig};
+use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, LoadedModel, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
-    load_model,
+    AttentionChoice, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -127,7 +126,7 @@ fn logits_of_rows_with_videos_are_the_references() {
             .map(|at| at - 1)
             .collect();
         let batch = packed(&[sample]);
-        let input = ModelInput::upload(batch, model.config(), DType::F32, &device()).unwrap();
+        let input = model.upload(batch, DType::F32, &device()).unwrap();
         let hidden = model.hidden(&input).unwrap();
         let targets = Tensor::new(targets, &device()).unwrap();
         let rows = hidden.index_select(&targets, 0).unwrap();

@@ -3,7 +3,7 @@
 use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, Encoder, FirstLook, JsonlFile, Length, LengthCache, LoaderOptions,
+    CacheError, CacheWork, Encoder, JsonlFile, Length, LengthCache, LoaderOptions, Prefetched,
     Rejection, Row, RowReader,
 };
 use rayon::prelude::*;
@@ -131,7 +131,7 @@ impl CachedRows {
     ) -> LengthSummary {
         sum.rows += 1;
         let length = self.length(row).and_then(|length| {
-            options.admit(length, || self.id(row))?;
+            options.check_length(length, || self.id(row))?;
             Ok(length.tokens)
         });
         match length {
@@ -175,28 +175,16 @@ impl RowReader for CachedRows {
         self.rows.read(row)
     }
 
-    /// Reads no row that is known to be refused.
-    fn read_admitted(
-        &self,
-        row: Row,
-        admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<EncodedSample, Rejection> {
-        if self.caches[row.dataset as usize].is_some() {
-            admit(self.length(row)?)?;
+    /// Reads no row whose length is known.
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        match self.caches[row.dataset as usize] {
+            Some(_) => self.length(row).map(Prefetched::Length),
+            None => self.rows.prefetch(row),
         }
-        self.rows.read_admitted(row, admit)
     }
 
-    /// Reads no row at all where its length is known.
-    fn first_look(
-        &self,
-        row: Row,
-        admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<FirstLook, Rejection> {
-        match self.caches[row.dataset as usize] {
-            Some(_) => self.length(row).map(FirstLook::Length),
-            None => self.rows.first_look(row, admit),
-        }
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        self.rows.load_pixels(row, prefetched)
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {

@@ -4,11 +4,15 @@ pub(in crate::data) mod cached;
 pub(in crate::data) mod corpus;
 pub(in crate::data) mod mixture;
 pub(in crate::data) mod order;
+pub(in crate::data) mod row_reader;
+#[cfg(test)]
+mod tests;
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, FirstLook, JsonlFile, Length,
-    Rejection, Row, RowForm, RowReader, SampleError, SourceError, dataset_names, open_indexed,
+    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Prefetched,
+    Rejection, Row, RowForm, RowReader, SampleError, SourceError, TextSample, dataset_names,
+    open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -193,6 +197,23 @@ impl JsonlRows {
         hash.finalize().into()
     }
 
+    /// [`RowReader::read`], but no pixel is read of a row whose size is not `length`.
+    fn read_unchanged(&self, row: Row, length: Length) -> Result<EncodedSample, Rejection> {
+        let prefetched = self.prefetch(row)?;
+        length.check_unchanged(prefetched.length(), || self.id(row))?;
+        Ok(match prefetched {
+            Prefetched::Text(text) => self.complete(row, text)?,
+            Prefetched::Sample(sample) => sample,
+            Prefetched::Length(_) => unreachable!("rows of files are prefetched with their text"),
+        })
+    }
+
+    fn complete(&self, row: Row, text: TextSample) -> Result<EncodedSample, SampleError> {
+        self.encoder.load_pixels(text, || {
+            self.sample(row).map_or(Ok(Vec::new()), |sample| Ok(sample?.media))
+        })
+    }
+
     fn set(&self, row: Row) -> &DataSet {
         &self.sets[row.dataset as usize]
     }
@@ -200,38 +221,34 @@ impl JsonlRows {
 
 impl RowReader for JsonlRows {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        self.read_admitted(row, &|_| Ok(()))
-    }
-
-    fn read_admitted(
-        &self,
-        row: Row,
-        admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<EncodedSample, Rejection> {
-        match self.set(row) {
-            DataSet::Corpus(corpus) => {
-                admit(corpus.length(row.row)?)?;
-                Ok(corpus.read(row.row)?)
-            }
+        Ok(match self.set(row) {
+            DataSet::Corpus(corpus) => corpus.read(row.row)?,
             DataSet::Chats(file) => {
-                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut, admit)
+                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut)?
             }
-        }
+        })
     }
 
-    fn first_look(
-        &self,
-        row: Row,
-        admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<FirstLook, Rejection> {
-        let DataSet::Chats(file) = self.set(row) else {
-            return self.read_admitted(row, admit).map(FirstLook::Sample);
-        };
-        let sample = file.read(row.row as usize)?;
-        if sample.media.is_empty() {
-            return self.encoder.encode_cut(&sample, self.cut, admit).map(FirstLook::Sample);
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        Ok(match self.set(row) {
+            DataSet::Corpus(corpus) => Prefetched::Sample(corpus.read(row.row)?),
+            DataSet::Chats(file) => {
+                self.encoder.prefetch(&file.read(row.row as usize)?, self.cut)?.into()
+            }
+        })
+    }
+
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        let length = prefetched.length();
+        match prefetched {
+            Prefetched::Sample(sample) => Ok(sample),
+            Prefetched::Text(text) => match self.complete(row, text) {
+                // an image was replaced since: the row is encoded as it is now
+                Err(SampleError::MediaChanged { .. }) => self.read_unchanged(row, length),
+                result => Ok(result?),
+            },
+            Prefetched::Length(length) => self.read_unchanged(row, length),
         }
-        Ok(FirstLook::Length(self.encoder.length_cut(&sample, self.cut)?))
     }
 
     fn length(&self, row: Row) -> Result<Length, Rejection> {

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::data::media::image::ImageConfigError;
 use crate::data::media::video::VideoConfigError;
+use crate::data::model_file::{ModelFileError, read, read_json, read_json_if_there};
 use crate::data::template::tokenizer::{TextTokenizer, TokenizerError};
 use crate::data::template::{ChatTemplate, TemplateError};
 
@@ -18,22 +19,9 @@ const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_t
 /// Why a model folder gives no encoder.
 #[derive(Debug, thiserror::Error)]
 pub enum EncoderError {
-    /// A file that is missing or closed to us.
-    #[error("cannot read `{}`: {cause}", .path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        cause: io::Error,
-    },
-    /// Not JSON.
-    #[error("`{}` is not JSON: {problem}", .path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// What the parser says, with line and column.
-        problem: String,
-    },
+    /// A file that is missing, or not JSON.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// A key that is missing or of another type.
     #[error("`{}`: `{key}` is missing or no {expected}", .path.display())]
     Key {
@@ -99,9 +87,7 @@ impl EncoderError {
     /// What to do about it, where that is not plain from the message.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
-            Self::Read { .. } => {
-                "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
-            }
+            Self::File(error) => error.hint(),
             Self::NoChatTemplate { .. } => {
                 "put one into chat_template.jinja: base models have none, their instruct versions do"
             }
@@ -110,10 +96,9 @@ impl EncoderError {
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
             Self::Video(error) => error.hint(),
-            Self::Json { .. }
-            | Self::Key { .. }
-            | Self::UnknownToken { .. }
-            | Self::Tokenizer(_) => "the file is damaged: copy it from the published model again",
+            Self::Key { .. } | Self::UnknownToken { .. } | Self::Tokenizer(_) => {
+                "the file is damaged: copy it from the published model again"
+            }
         };
         Some(hint.to_owned())
     }
@@ -138,8 +123,8 @@ pub(super) struct TextFolder {
 /// Tokens by which the text shows media.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
-    pub(super) image: String,
-    pub(super) image_id: u32,
+    /// Placeholder of an image and its id; `None` for a text-only model.
+    pub(super) image: Option<(String, u32)>,
     /// Stand right before and right behind visual tokens, where a model has them.
     pub(super) marks: [Option<u32>; 2],
     /// Only models that know videos have them.
@@ -159,6 +144,9 @@ pub(super) struct VideoTokens {
 
 impl MediaTokens {
     fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
+        if config.is_text_only() {
+            return Ok(Self { image: None, marks: [None; 2], video: None });
+        }
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
         let mark = |key, published: &str| match config.id(key) {
@@ -175,17 +163,19 @@ impl MediaTokens {
             Err(_) => None,
         };
         let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
-        Ok(Self { image, image_id, marks, video })
+        Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
     /// The texts that stand for features.
     pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
-        [self.image.as_str()].into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
+        let image = self.image.as_ref().map(|(pad, _)| pad.as_str());
+        image.into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
     }
 
     /// Whether features fill the places of this token.
     pub(super) fn is_pad(&self, id: u32) -> bool {
-        id == self.image_id || self.video.as_ref().is_some_and(|video| video.pad_id == id)
+        self.image.as_ref().is_some_and(|(_, image)| *image == id)
+            || self.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 }
 
@@ -259,7 +249,7 @@ fn chat_template(
 ) -> Result<(PathBuf, String), EncoderError> {
     let path = folder.join("chat_template.jinja");
     if path.exists() {
-        let source = String::from_utf8(read(&path)?).map_err(|error| EncoderError::Read {
+        let source = String::from_utf8(read(&path)?).map_err(|error| ModelFileError::Read {
             path: path.clone(),
             cause: io::Error::new(io::ErrorKind::InvalidData, error),
         })?;
@@ -281,18 +271,19 @@ struct JsonFile {
 }
 
 impl JsonFile {
-    fn read(folder: &Path, name: &str) -> Result<Self, EncoderError> {
+    fn read(folder: &Path, name: &str) -> Result<Self, ModelFileError> {
         let path = folder.join(name);
-        let bytes = read(&path)?;
-        let value = serde_json::from_slice(&bytes).map_err(|error| EncoderError::Json {
-            path: path.clone(),
-            problem: error.to_string(),
-        })?;
-        Ok(Self { path, value })
+        Ok(Self { value: read_json(&path)?, path })
     }
 
-    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, EncoderError> {
-        if folder.join(name).exists() { Self::read(folder, name).map(Some) } else { Ok(None) }
+    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, ModelFileError> {
+        let path = folder.join(name);
+        Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
+    }
+
+    /// Whether this `config.json` is that of a model without a vision encoder.
+    fn is_text_only(&self) -> bool {
+        self.value["vision_config"].is_null() && self.value["image_token_id"].is_null()
     }
 
     fn id(&self, key: &'static str) -> Result<u32, EncoderError> {
@@ -352,8 +343,4 @@ impl JsonFile {
 
 fn as_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, EncoderError> {
-    std::fs::read(path).map_err(|cause| EncoderError::Read { path: path.to_owned(), cause })
 }

@@ -110,7 +110,8 @@ impl MediaReader {
             let found = text.match_indices(token);
             found.map(|(at, token)| (kind, at..at + token.len())).collect()
         };
-        let mut found = find(&tokens.image, MediumKind::Image);
+        let Some((image, _)) = &tokens.image else { return Vec::new() };
+        let mut found = find(image, MediumKind::Image);
         let Some(video) = &tokens.video else { return found };
         let videos = find(&video.pad, MediumKind::Video);
         found.extend(videos.into_iter().map(|(kind, place)| {
@@ -140,7 +141,10 @@ impl MediaReader {
                 }
                 text
             }
-            (shown, _) => tokens.image.repeat(self.num_tokens(shown)),
+            (shown, _) => {
+                let image = tokens.image.as_ref().map_or("", |(pad, _)| pad);
+                image.repeat(self.num_tokens(shown))
+            }
         }
     }
 }

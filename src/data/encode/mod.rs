@@ -9,6 +9,7 @@ mod measure;
 mod media;
 mod plain;
 mod positions;
+mod text_sample;
 pub(in crate::data) mod truncate;
 
 use std::num::NonZeroU32;
@@ -19,6 +20,7 @@ pub use folder::EncoderError;
 use folder::TextFolder;
 pub use measure::Measured;
 use media::{MediaReader, Shown, kinds};
+pub use text_sample::TextSample;
 
 use crate::batch::{
     Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
@@ -40,7 +42,8 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`,
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`
+    /// (not for a text-only model, whose `config.json` has no `vision_config`),
     /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
     /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
@@ -55,34 +58,58 @@ impl Encoder {
         video: &VideoConfig,
     ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
-        let images = ImageProcessor::from_folder(folder, image)?;
+        let images = match text.media.image {
+            Some(_) => ImageProcessor::from_folder(folder, image)?,
+            None => ImageProcessor::unused(),
+        };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         Ok(Self { text, media: MediaReader { images, videos } })
     }
 
     /// Everything the model will see of `sample`.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
-        self.encode_cut(sample, None, |_| Ok(()))
+        self.encode_cut(sample, None)
     }
 
-    /// What is left of the sample under `cut`. `admit` sees its size before an image is decoded, and may
-    /// refuse it.
-    pub fn encode_cut<E: From<SampleError>>(
+    /// [`Encoder::encode`] for what `cut` leaves of the sample.
+    pub fn encode_cut(
         &self,
         sample: &Sample,
         cut: Option<Cut>,
-        admit: impl FnOnce(Length) -> Result<(), E>,
-    ) -> Result<EncodedSample, E> {
+    ) -> Result<EncodedSample, SampleError> {
+        self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
+    }
+
+    /// The part of [`Encoder::encode_cut`] that needs no pixels: of media only headers are read.
+    pub fn prefetch(&self, sample: &Sample, cut: Option<Cut>) -> Result<TextSample, SampleError> {
         let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
         let shown = self.media.look(id, &sample.media, &self.text.media)?;
         let tokens = self.tokenise(id, &text, targets, &shown)?.cut(id, cut)?;
-        admit(self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid)))?;
-        let (loaded, media) = self.media.load(id, &sample.media, &self.text.media)?;
+        let without_pixels =
+            |medium: &Shown| Patches { pixel_values: Vec::new(), grid_thw: medium.grid() };
+        let length = self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid));
+        let encoded = self.with_media(id, tokens, shown.iter().map(without_pixels).collect());
+        Ok(TextSample::new(encoded, length, shown, &sample.media))
+    }
+
+    /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
+    /// called only if [`Encoder::prefetch`] did not keep them.
+    ///
+    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch` read.
+    pub fn load_pixels(
+        &self,
+        text: TextSample,
+        read_media: impl FnOnce() -> Result<Vec<Medium>, SampleError>,
+    ) -> Result<EncodedSample, SampleError> {
+        let TextSample { mut sample, shown, media, .. } = text;
+        let media = media.map_or_else(read_media, Ok)?;
+        let (loaded, patches) = self.media.load(&sample.id, &media, &self.text.media)?;
         if loaded != shown {
-            return Err(SampleError::MediaChanged { id: id.clone() }.into());
+            return Err(SampleError::MediaChanged { id: sample.id });
         }
-        Ok(self.with_media(id, tokens, media))
+        sample.media = patches;
+        Ok(sample)
     }
 
     /// The conversation before its last assistant turn, with that turn's header and no labels, and
@@ -173,6 +200,10 @@ impl Encoder {
     /// Media and their places agree, and no text pretends to be a medium.
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
+        if self.text.media.image.is_none() && !sample.media.is_empty() {
+            let num_media = sample.media.len();
+            return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+        }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {

@@ -2,11 +2,10 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use std::panic::resume_unwind;
 
@@ -32,8 +31,6 @@ const MOST_THREADS: usize = 256;
 const OPEN_FILES_A_THREAD: u64 = 4;
 /// Batches of an older cache whose images are looked at together: no core waits for the last of each.
 const TOGETHER: usize = 8;
-/// Between two looks whether another process waits.
-const LOOK: Duration = Duration::from_millis(50);
 
 /// What [`LengthCache::update`] had to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -107,16 +104,7 @@ impl LengthCache {
     ) -> Result<Option<CacheWork>, CacheError> {
         let place = Place::of(file, encoder, folder);
         let Some(lock) = place.try_lock()? else { return Ok(None) };
-        place.forget_wanted(); // of one that was killed; one that waits will say so again
-        let (is_wanted, looked) = (AtomicBool::new(false), Mutex::new(Instant::now()));
-        let should_go_on = || {
-            let mut looked = looked.lock().unwrap_or_else(PoisonError::into_inner);
-            if looked.elapsed() > LOOK {
-                is_wanted.store(place.is_wanted(), Relaxed);
-                *looked = Instant::now();
-            }
-            !is_wanted.load(Relaxed) && should_go_on()
-        };
+        let should_go_on = || !place.is_wanted() && should_go_on();
         let pass =
             Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
         let (cache, work) = pass.run(&should_go_on, &|_| ())?;

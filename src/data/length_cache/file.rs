@@ -2,7 +2,7 @@
 //!
 //! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
 //! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
-//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, there while another
+//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, locked while another
 //! process waits for that. All but the first may be removed at any time
 //! when nothing runs, the first costs its making again.
 
@@ -10,8 +10,6 @@ use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -31,10 +29,6 @@ const VERSION: u32 = 1;
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
 const ALIGNMENT: usize = 64;
-/// Between two tries for the lock.
-const WAIT: Duration = Duration::from_millis(50);
-/// Waiting for the lock is worth a line after so long.
-const PATIENCE: Duration = Duration::from_secs(1);
 /// Key of our own metadata in the footer.
 const METADATA: &str = "trainer";
 
@@ -169,29 +163,22 @@ impl Place {
         self.path.with_file_name(name)
     }
 
-    /// Makes the folder, and waits for any other process that writes this cache; one that does so beside a
-    /// run is asked to leave it to this one.
+    /// Creates the folder, and waits for any other process that writes this cache. A process that writes
+    /// it beside a run releases it as soon as another one waits.
     pub(super) fn lock(&self) -> Result<Lock, CacheError> {
-        let (begin, mut is_told) = (Instant::now(), false);
-        let lock = loop {
-            if let Some(lock) = self.try_lock()? {
-                break lock;
-            }
-            if !is_told && begin.elapsed() > PATIENCE {
-                is_told = true;
-                tracing::info!(
-                    "waiting for `{}`, which another process writes",
-                    self.path.display()
-                );
-            }
-            let _ = File::create(self.beside(".wanted")); // refused, this only waits for longer
-            thread::sleep(WAIT);
-        };
-        self.forget_wanted();
-        Ok(lock)
+        if let Some(lock) = self.try_lock()? {
+            return Ok(lock);
+        }
+        tracing::info!("waiting for `{}`, which another process writes", self.path.display());
+        let waiting = File::create(self.beside(".wanted"));
+        let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
+        let path = self.beside(".lock");
+        let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
+        drop(waiting); // without it this process only waits for longer
+        file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
     }
 
-    /// Makes the folder; `None` if another process writes this cache.
+    /// Creates the folder; `None` if another process writes this cache.
     pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
@@ -201,12 +188,8 @@ impl Place {
 
     /// Whether another process waits in [`Self::lock`].
     pub(super) fn is_wanted(&self) -> bool {
-        self.beside(".wanted").exists()
-    }
-
-    /// Who still waits will say so again.
-    pub(super) fn forget_wanted(&self) {
-        let _ = fs::remove_file(self.beside(".wanted"));
+        let file = File::open(self.beside(".wanted"));
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
     /// The cache, if there is a whole one; one that cannot be read counts as none.

@@ -4,12 +4,8 @@
 //! images of one folder after one another relative to that. The answer is that of the whole path: links,
 //! `..` and absolute paths are followed by the system.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, statat};
 
@@ -19,17 +15,12 @@ use crate::data::source::ImageStamp;
 pub(super) struct Stamps<'a> {
     root: &'a Path,
     opened: Option<OwnedFd>, // `root`; without it whole paths are asked for
-    repeats: Repeats,
 }
 
 impl<'a> Stamps<'a> {
     /// Of images whose relative paths start from `root`.
     pub(super) fn new(root: &'a Path) -> Self {
-        Self {
-            root,
-            opened: openat(CWD, root, FOLDER, Mode::empty()).ok(),
-            repeats: Repeats::default(),
-        }
+        Self { root, opened: openat(CWD, root, FOLDER, Mode::empty()).ok() }
     }
 
     /// To look at the images of rows that follow one another.
@@ -59,11 +50,6 @@ const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLO
 impl Walk<'_> {
     /// Of an image as a row writes it, links followed; `None` if it cannot be looked at.
     pub(super) fn stamp(&mut self, path: &str) -> Option<ImageStamp> {
-        let stamps = self.stamps;
-        stamps.repeats.get_or(path, || self.look(path))
-    }
-
-    fn look(&mut self, path: &str) -> Option<ImageStamp> {
         let (folder, name) = path.split_at(path.rfind('/').map_or(0, |slash| slash + 1));
         let stat = match &self.stamps.opened {
             Some(root) if !name.is_empty() => match self.folder(root, folder) {
@@ -93,60 +79,6 @@ impl Walk<'_> {
             Opened::Open(folder) => Some(folder),
             Opened::NotYet | Opened::Refused => None,
         }
-    }
-}
-
-/// Stamps that are known already: rows that share an image are common, and each is looked at once.
-///
-/// Where no image comes twice remembering them would only cost, so some are remembered until these have
-/// shown that images come again.
-#[derive(Default)]
-struct Repeats {
-    hasher: RandomState,
-    shards: [Mutex<HashMap<u64, Option<ImageStamp>>>; NUM_SHARDS],
-    remembers_all: AtomicBool,
-    num_again: AtomicU32, // of those remembered before all are
-    num_new: AtomicU32,
-}
-
-/// Threads rarely meet at one of so many.
-const NUM_SHARDS: usize = 32;
-/// Entries of all shards together: some 50 MB.
-const MOST_REMEMBERED: usize = 1 << 20;
-/// One path in so many is remembered at first.
-const SAMPLE: u64 = 64;
-/// All are remembered once for so many new ones in the sample one has come again.
-const WORTHWHILE: u32 = 8;
-
-impl Repeats {
-    fn get_or(&self, path: &str, look: impl FnOnce() -> Option<ImageStamp>) -> Option<ImageStamp> {
-        // two paths with one hash, one pair in 2^64, take one for the other
-        let key = self.hasher.hash_one(path);
-        let remembers_all = self.remembers_all.load(Relaxed);
-        if !remembers_all && !key.is_multiple_of(SAMPLE) {
-            return look();
-        }
-        let shard = || {
-            let shard = &self.shards[(key / SAMPLE) as usize % NUM_SHARDS];
-            shard.lock().unwrap_or_else(PoisonError::into_inner)
-        };
-        if let Some(found) = shard().get(&key) {
-            if !remembers_all {
-                let num_again = self.num_again.fetch_add(1, Relaxed) + 1;
-                let is_worthwhile = num_again * WORTHWHILE >= self.num_new.load(Relaxed);
-                self.remembers_all.store(is_worthwhile, Relaxed);
-            }
-            return *found;
-        }
-        let found = look();
-        let mut shard = shard();
-        if shard.len() < MOST_REMEMBERED / NUM_SHARDS {
-            shard.insert(key, found);
-            if !remembers_all {
-                self.num_new.fetch_add(1, Relaxed);
-            }
-        }
-        found
     }
 }
 
@@ -227,7 +159,7 @@ mod tests {
             for path in
                 paths.iter().flat_map(|one| paths.iter().flat_map(move |two| [one, two, two]))
             {
-                assert_eq!(walk.look(path), expected(path), "`{path}`");
+                assert_eq!(walk.stamp(path), expected(path), "`{path}`");
             }
         }
     }
@@ -260,24 +192,5 @@ mod tests {
         let now = look();
         assert_eq!(now[..2], before[..2]);
         assert!(now[2] != before[2] && now[3] != before[3]);
-    }
-
-    #[test]
-    fn images_are_looked_at_once_where_they_come_again_and_little_is_kept_where_not() {
-        let look = |again: usize| {
-            let (repeats, mut num_looks) = (Repeats::default(), 0);
-            for path in (0..100_000).map(|row| (row / again).to_string()) {
-                repeats.get_or(&path, || {
-                    num_looks += 1;
-                    None
-                });
-            }
-            let kept: usize = repeats.shards.iter().map(|shard| shard.lock().unwrap().len()).sum();
-            (num_looks, kept)
-        };
-        let (num_looks, kept) = look(1);
-        assert!(num_looks == 100_000 && kept < 100_000 / SAMPLE as usize * 2, "{kept} kept");
-        let (num_looks, _) = look(10);
-        assert!(num_looks < 12_000, "{num_looks} of 10,000 images");
     }
 }

@@ -13,18 +13,23 @@ use std::task::Poll;
 use super::{LoaderError, StepData};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 use crate::data::config::OnError;
+use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::collate::collate;
 use crate::data::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, fill,
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
-use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
+use crate::data::row::{Rejection, Row, SampleSize};
 
-/// Workers that look at rows, in the order of the epoch.
-pub(super) type Looks = Workers<Row, Result<FirstLook, Rejection>>;
-/// Workers that read the samples of planned steps.
-pub(super) type Reads = Workers<(Row, Length), Result<EncodedSample, Rejection>>;
+/// The threads that read rows.
+pub(super) struct Pools {
+    /// Prefetches rows, in the order of the epoch: text, and headers of media.
+    pub(super) headers: Workers<Row, (), Result<Prefetched, Rejection>>,
+    /// Loads the pixels of the rows of planned steps.
+    pub(super) pixels: Workers<Row, Prefetched, Result<EncodedSample, Rejection>>,
+}
+
 /// Where steps go.
 pub(super) type Sender = SyncSender<Result<StepData, LoaderError>>;
 
@@ -36,8 +41,8 @@ const AHEAD_SAMPLES: usize = 16;
 /// A row in a pack.
 struct Planned {
     row: Row,
-    /// `None` while it is being read.
-    sample: Option<EncodedSample>,
+    /// `None` while its pixels are loaded.
+    prefetched: Option<Prefetched>,
 }
 
 type Tagged = (u32, EncodedSample); // with the index of its data set
@@ -45,8 +50,7 @@ type Tagged = (u32, EncodedSample); // with the index of its data set
 /// Makes the steps of a loader.
 pub(super) struct Assembler<'a> {
     reader: &'a dyn RowReader,
-    looks: &'a Looks,
-    reads: &'a Reads,
+    pools: &'a Pools,
     steps: &'a Sender,
     options: LoaderOptions,
     assembly: Assembly<Planned>,
@@ -99,30 +103,32 @@ impl<'a> Assembler<'a> {
     /// Looks again at the samples that `from` holds.
     pub(super) fn resume(
         reader: &'a dyn RowReader,
-        (looks, reads): (&'a Looks, &'a Reads),
+        pools: &'a Pools,
         options: LoaderOptions,
         rows_of: EpochRows,
         from: DataState,
         steps: &'a Sender,
     ) -> Result<Self, LoaderError> {
-        let look_again = |position| {
+        let prefetch_again = |position| {
             let stopped =
                 || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
-            let (row, look) = looks.next().ok_or_else(stopped)?;
-            let look = look.map_err(|message| panicked(reader, row, message))?;
-            let admitted = look
-                .and_then(|look| options.admit(look.length(), || reader.id(row)).map(|()| look));
-            let look = admitted.map_err(|rejection| LoaderError::Changed { rejection })?;
-            Ok(Item { position, length: look.length(), value: Planned::new(row, look) })
+            let (row, result) = pools.headers.next().ok_or_else(stopped)?;
+            let result = result.map_err(|message| panicked(reader, row, message))?;
+            let checked = result.and_then(|prefetched| {
+                let length = prefetched.length();
+                options.check_length(length, || reader.id(row)).map(|()| (length, prefetched))
+            });
+            let (length, prefetched) =
+                checked.map_err(|rejection| LoaderError::Changed { rejection })?;
+            Ok(Item { position, length, value: Planned { row, prefetched: Some(prefetched) } })
         };
         let epoch_is_empty = from.next == 0;
         Ok(Self {
             reader,
-            looks,
-            reads,
+            pools,
             steps,
             options,
-            assembly: Assembly::resume(options, rows_of, from, look_again)?,
+            assembly: Assembly::resume(options, rows_of, from, prefetch_again)?,
             planned: VecDeque::new(),
             num_planned: 0,
             num_unread: 0,
@@ -159,15 +165,15 @@ impl<'a> Assembler<'a> {
                 self.add(step);
                 continue;
             }
-            let look = match &self.end {
+            let row = match &self.end {
                 Some(_) => break,
-                None if self.planned.is_empty() => self.looks.next(),
-                None => match self.looks.try_next() {
-                    Poll::Ready(look) => look,
+                None if self.planned.is_empty() => self.pools.headers.next(),
+                None => match self.pools.headers.try_next() {
+                    Poll::Ready(row) => row,
                     Poll::Pending => break,
                 },
             };
-            match look.map(|look| self.plan(look)) {
+            match row.map(|row| self.plan(row)) {
                 Some(Ok(())) => {}
                 Some(Err(error)) => self.end = Some(Err(error)),
                 None => self.end = Some(Ok(())),
@@ -192,20 +198,26 @@ impl<'a> Assembler<'a> {
 
     fn plan(
         &mut self,
-        (row, look): Done<Row, Result<FirstLook, Rejection>>,
+        (row, result): Done<Row, Result<Prefetched, Rejection>>,
     ) -> Result<(), LoaderError> {
-        let look = look.map_err(|message| panicked(self.reader, row, message))?;
-        let outcome = look.map(|look| (look.length(), Planned::new(row, look)));
+        let result = result.map_err(|message| panicked(self.reader, row, message))?;
+        let outcome = result
+            .map(|prefetched| (prefetched.length(), Planned { row, prefetched: Some(prefetched) }));
         self.assembly.push(outcome, || self.reader.id(row))
     }
 
-    /// Adds a step to the plan, and lets its samples be read.
-    fn add(&mut self, step: Step<Planned>) {
-        let unread = step.samples().filter(|item| item.value.sample.is_none());
-        let unread: Vec<_> = unread.map(|item| (item.value.row, item.length)).collect();
+    /// Adds a step to the plan, and begins to load the pixels of its samples.
+    fn add(&mut self, mut step: Step<Planned>) {
+        let samples = step.micro_batches.iter_mut().flatten().flatten();
+        let unread = samples.filter_map(|item| {
+            let Planned { row, prefetched } = &mut item.value;
+            let unread = prefetched.take_if(|row| !matches!(row, Prefetched::Sample(_)));
+            unread.map(|prefetched| (*row, prefetched))
+        });
+        let unread: Vec<_> = unread.collect();
         self.num_planned += step.samples().count();
         self.num_unread += unread.len();
-        self.reads.feed(unread);
+        self.pools.pixels.feed(unread);
         self.planned.push_back(step);
     }
 
@@ -261,12 +273,12 @@ impl<'a> Assembler<'a> {
     }
 
     fn sample(&mut self, planned: Planned) -> Result<Result<EncodedSample, Rejection>, Stop> {
-        let Planned { row, sample } = planned;
-        if let Some(sample) = sample {
+        let Planned { row, prefetched } = planned;
+        if let Some(Prefetched::Sample(sample)) = prefetched {
             return Ok(Ok(sample));
         }
         self.num_unread -= 1;
-        let (_, sample) = self.reads.next().ok_or(Stop::Unwanted)?;
+        let (_, sample) = self.pools.pixels.next().ok_or(Stop::Unwanted)?;
         Ok(sample.map_err(|message| panicked(self.reader, row, message))?)
     }
 
@@ -315,16 +327,6 @@ impl<'a> Assembler<'a> {
     fn send_ready(&mut self) -> Result<(), Stop> {
         let Some(step) = self.ready.take() else { return Ok(()) };
         self.steps.send(Ok(step)).map_err(|_| Stop::Unwanted)
-    }
-}
-
-impl Planned {
-    fn new(row: Row, look: FirstLook) -> Self {
-        let sample = match look {
-            FirstLook::Sample(sample) => Some(sample),
-            FirstLook::Length(_) => None,
-        };
-        Self { row, sample }
     }
 }
 
@@ -378,17 +380,17 @@ mod tests {
             let reader = || TestReader(vec![kind; num_rows]);
             let rows = (0..num_rows as u32).map(|row| Row { dataset: 0, row });
             let limits = Limits { workers: one, items: num_rows, bytes: u64::MAX };
-            let looker = reader();
-            let look = move |row| looker.first_look(row, &|_| Ok(()));
-            let looks = Looks::start(rows, look, |_| 0, limits).unwrap();
-            let encoder = reader();
-            let read = move |(row, _): (Row, Length)| encoder.read(row);
-            let reads = Reads::start_fed(read, |_| 0, limits).unwrap();
+            let [prefetcher, completer] = [reader(), reader()];
+            let prefetch = move |row, ()| prefetcher.prefetch(row);
+            let rows = rows.map(|row| (row, ()));
+            let headers = Workers::start(rows, prefetch, |_| 0, limits).unwrap();
+            let load = move |row, prefetched| completer.load_pixels(row, prefetched);
+            let pixels = Workers::start_fed(load, |_| 0, limits).unwrap();
             let (sender, _receiver) = sync_channel(1);
             let rows_of = Box::new(move |_| num_rows as u64);
             let from = DataState::default();
-            let (reader, pools) = (reader(), (&looks, &reads));
-            let assembler = Assembler::resume(&reader, pools, options, rows_of, from, &sender);
+            let (reader, pools) = (reader(), Pools { headers, pixels });
+            let assembler = Assembler::resume(&reader, &pools, options, rows_of, from, &sender);
             let mut assembler = assembler.unwrap();
             let first = assembler.next_planned().unwrap().unwrap();
             assert_eq!(first.state.ready.len(), 149, "a window of 200 packs, a quarter carried");

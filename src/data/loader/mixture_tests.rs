@@ -12,10 +12,11 @@ use crate::data::config::PackingStrategy;
 use crate::data::dataset::corpus::{Spacing, Windows};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
+use crate::data::dataset::row_reader::RowReader;
 use crate::data::loader::plan::plan;
 use crate::data::loader::test_reader::{any_options, options, sample};
 use crate::data::loader::{DataState, Loader, LoaderOptions, StepData};
-use crate::data::row::{Length, Rejection, Row, RowReader};
+use crate::data::row::{Length, Rejection, Row};
 
 /// Windows of three tokens in data set 0, whose first id is their row; in data set 1 chats of
 /// `1 + row % 7` tokens, one in eleven unusable.

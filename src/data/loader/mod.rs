@@ -24,12 +24,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{self, JoinHandle};
 
-use assembler::{Assembler, Looks, Reads};
+use assembler::{Assembler, Pools};
 
-use crate::batch::{EncodedSample, SampleId, VarlenBatch};
+use crate::batch::{EncodedSample, VarlenBatch};
 use crate::data::dataset::order::Order;
+use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::workers::{Limits, Workers, panic_message};
-use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader, SampleSize};
+use crate::data::row::{Length, Rejection, Row, SampleSize};
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
 pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions};
@@ -61,7 +62,7 @@ pub struct StepData {
 
 /// A running loader. Dropping it stops and joins its threads; each ends after the row it is at.
 pub struct Loader {
-    pools: Option<(Arc<Looks>, Arc<Reads>)>,
+    pools: Option<Arc<Pools>>,
     steps: Option<Receiver<Result<StepData, LoaderError>>>,
     assembler: Option<JoinHandle<()>>,
     failed: Option<LoaderError>, // to be told by the first `next_step`
@@ -129,27 +130,25 @@ impl Loader {
             bytes: AHEAD_BYTES,
         };
         let rows = rows_from(order, &from, options.epochs);
-        let looker = Arc::clone(&reader);
-        let look =
-            move |row| looker.first_look(row, &|length| options.admit(length, || looker.id(row)));
-        let size = |look: &Result<FirstLook, _>| match look {
-            Ok(FirstLook::Sample(sample)) => Length::of(sample).bytes(),
-            _ => 0,
-        };
-        let looks = Arc::new(Workers::start(rows, look, size, limits).map_err(spawn_error)?);
-        let encoder = Arc::clone(&reader);
-        let read = move |(row, length)| read_as_measured(&*encoder, row, length);
+        let rows = rows.map(|row| (row, ()));
+        let prefetcher = Arc::clone(&reader);
+        let prefetch = move |row, ()| prefetcher.prefetch(row);
+        let size =
+            |row: &Result<Prefetched, _>| row.as_ref().map_or(0, |prefetched| prefetched.bytes());
+        let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
+        let completer = Arc::clone(&reader);
+        let load = move |row, prefetched| load_pixels(&*completer, row, prefetched);
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };
         let limits = Limits { items: usize::MAX, ..limits };
-        let reads = Arc::new(Workers::start_fed(read, size, limits).map_err(spawn_error)?);
-        self.pools = Some((Arc::clone(&looks), Arc::clone(&reads)));
+        let pixels = Workers::start_fed(load, size, limits).map_err(spawn_error)?;
+        let pools = Arc::new(Pools { headers, pixels });
+        self.pools = Some(Arc::clone(&pools));
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);
         let assemble = move || {
-            let pools = (&*looks, &*reads);
-            match Assembler::resume(&*reader, pools, options, rows_of, from, &sender) {
+            match Assembler::resume(&*reader, &pools, options, rows_of, from, &sender) {
                 Ok(assembler) => assembler.run(),
                 // without a receiver the loader was dropped, and nobody wants to know
                 Err(error) => drop(sender.send(Err(error))),
@@ -164,9 +163,9 @@ impl Loader {
 impl Drop for Loader {
     fn drop(&mut self) {
         self.steps = None; // an assembler that waits to send goes on, and ends
-        if let Some((looks, reads)) = &self.pools {
-            looks.stop(); // one that waits for a row ends, too
-            reads.stop();
+        if let Some(pools) = &self.pools {
+            pools.headers.stop(); // an assembler that waits for a row ends, too
+            pools.pixels.stop();
         }
         if let Some(assembler) = self.assembler.take() {
             // its panic would have come out of `next_step`; now nobody asks
@@ -188,27 +187,13 @@ fn rows_from(
     held.into_iter().chain(rest).chain(later.flat_map(move |epoch| order.epoch(epoch)))
 }
 
-/// A sample that packing has counted on having this length.
-fn read_as_measured(
+/// Completes a row, and rejects it if it no longer has the length that it was packed with.
+fn load_pixels(
     reader: &dyn RowReader,
     row: Row,
-    length: Length,
+    prefetched: Prefetched,
 ) -> Result<EncodedSample, Rejection> {
-    let as_measured = |now: Length| {
-        if now == length { Ok(()) } else { Err(changed(&reader.id(row), length, now)) }
-    };
-    let sample = reader.read_admitted(row, &as_measured)?;
-    as_measured(Length::of(&sample)).map(|()| sample)
-}
-
-fn changed(id: &SampleId, before: Length, now: Length) -> Rejection {
-    let size = |length: Length| {
-        format!("{} tokens and {} bytes of pixels", length.tokens, length.pixel_bytes)
-    };
-    let message = format!(
-        "the row has {}, and had {} when it was measured: it or a file that it names has been changed since",
-        size(now),
-        size(before)
-    );
-    Rejection::new(id, "changed", message)
+    let length = prefetched.length();
+    let sample = reader.load_pixels(row, prefetched)?;
+    length.check_unchanged(Length::of(&sample), || reader.id(row)).map(|()| sample)
 }

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::data::dataset::order::Order;
+use crate::data::dataset::row_reader::RowReader;
 use crate::data::loader::steps::{Assembly, Step};
 use crate::data::loader::workers::{Limits, Workers};
 use crate::data::loader::{DataState, LoaderError, LoaderOptions};
 use crate::data::packing::Item;
-use crate::data::row::{Length, Rejection, Row, RowReader};
+use crate::data::row::{Length, Rejection, Row};
 
 /// Rows measured ahead of the one that is stored next.
 const AHEAD_ROWS: usize = 1024;
@@ -128,8 +129,8 @@ fn measure(
     let total = rows.len() as u64;
     let limits = Limits { workers: options.workers, items: AHEAD_ROWS, bytes: u64::MAX };
     let measurer = Arc::clone(reader);
-    let measure = move |row| measurer.length(row).map_err(Box::new);
-    let workers = Workers::start(rows.into_iter(), measure, |_| 0, limits)
+    let measure = move |row, ()| measurer.length(row).map_err(Box::new);
+    let workers = Workers::start(rows.into_iter().map(|row| (row, ())), measure, |_| 0, limits)
         .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
     let mut lengths: Vec<Vec<Measured>> =
         measured_rows(order, &varying).map(|rows| vec![None; rows as usize]).collect();

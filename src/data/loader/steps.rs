@@ -54,8 +54,12 @@ pub struct LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Refuses a sample of a length that is not trained on; `id` names it.
-    pub fn admit(&self, length: Length, id: impl FnOnce() -> SampleId) -> Result<(), Rejection> {
+    /// Rejects a sample that is empty or longer than a limit; `id` names it.
+    pub fn check_length(
+        &self,
+        length: Length,
+        id: impl FnOnce() -> SampleId,
+    ) -> Result<(), Rejection> {
         let tokens = length.tokens;
         let refuse = |reason, message| Err(Rejection::new(&id(), reason, message));
         if tokens == 0 {
@@ -264,7 +268,7 @@ impl<T> Assembly<T> {
         self.state.next += 1;
         self.state.rows_read += 1;
         let outcome = outcome.and_then(|(length, value)| {
-            self.options.admit(length, id).map(|()| Item { position, length, value })
+            self.options.check_length(length, id).map(|()| Item { position, length, value })
         });
         match outcome {
             Ok(item) => self.ready.extend(self.packer.push(item)),

@@ -10,10 +10,11 @@ use proptest::prelude::*;
 use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
 use crate::data::config::{OnError, PackingStrategy, Truncation};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
+use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::LoaderOptions;
 use crate::data::loader::steps::Rmpad;
 use crate::data::packing::{Overlong, PackRules, Packing};
-use crate::data::row::{FirstLook, Length, Rejection, Row, RowReader};
+use crate::data::row::{Length, Rejection, Row};
 
 /// What a made-up row is.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -80,14 +81,10 @@ impl RowReader for TestReader {
         }
     }
 
-    fn first_look(
-        &self,
-        row: Row,
-        _admit: &dyn Fn(Length) -> Result<(), Rejection>,
-    ) -> Result<FirstLook, Rejection> {
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
         match self.0[row.row as usize] {
-            Kind::Text(_) => self.read(row).map(FirstLook::Sample),
-            _ => self.length(row).map(FirstLook::Length),
+            Kind::Text(_) => self.read(row).map(Prefetched::Sample),
+            _ => self.length(row).map(Prefetched::Length),
         }
     }
 

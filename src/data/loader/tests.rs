@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
+use crate::batch::SampleId;
 use crate::data::config::{OnError, PackingStrategy, Truncation};
 use crate::data::dataset::order::RowOrder;
 use crate::data::loader::plan::{first_epoch_packs, plan};
@@ -422,6 +423,53 @@ fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
     assert!(steps.is_empty() && matches!(error, Some(LoaderError::Changed { .. })), "{error:?}");
     let (steps, error) = with(Kind::Image(45));
     assert!(steps.is_empty() && matches!(error, Some(LoaderError::State { .. })), "{error:?}");
+}
+
+/// Counts the calls for each row.
+#[derive(Default)]
+struct Calls {
+    rows: Vec<Kind>,
+    prefetched: [AtomicUsize; 9],
+    completed: [AtomicUsize; 9],
+}
+
+impl RowReader for Calls {
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+        panic!("row {row:?} is read at once, with its pixels")
+    }
+
+    fn length(&self, row: Row) -> Result<Length, Rejection> {
+        panic!("row {row:?} is measured, and not kept")
+    }
+
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        self.prefetched[row.row as usize].fetch_add(1, Ordering::SeqCst);
+        TestReader(self.rows.clone()).prefetch(row)
+    }
+
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        self.completed[row.row as usize].fetch_add(1, Ordering::SeqCst);
+        TestReader(self.rows.clone()).load_pixels(row, prefetched)
+    }
+
+    fn id(&self, row: Row) -> SampleId {
+        TestReader(Vec::new()).id(row)
+    }
+}
+
+#[test]
+fn a_loader_prefetches_each_row_once_and_completes_each_row_with_images_once() {
+    let rows = [Kind::Text(9), Kind::Image(3), Kind::Broken].repeat(3);
+    let reader = Arc::new(Calls { rows, ..Calls::default() });
+    let options = options(PackingStrategy::BestFit);
+    let order = order(9, RowOrder::Shuffled);
+    let steps = collect(Loader::start(reader.clone(), order, options, DataState::default()));
+    assert_eq!(steps.iter().map(|step| step.num_samples).sum::<usize>(), 6);
+    let counts = |calls: &[AtomicUsize]| -> Vec<usize> {
+        calls.iter().map(|calls| calls.load(Ordering::SeqCst)).collect()
+    };
+    assert_eq!(counts(&reader.prefetched), [1; 9]);
+    assert_eq!(counts(&reader.completed), [0, 1, 0].repeat(3));
 }
 
 /// Counts the images that are decoded.

@@ -20,35 +20,35 @@ pub(in crate::data) struct Limits {
 }
 
 /// The pool. Dropping it stops and joins its threads.
-pub(in crate::data) struct Workers<I, O> {
-    shared: Arc<Shared<I, O>>,
+pub(in crate::data) struct Workers<K, J, O> {
+    shared: Arc<Shared<K, J, O>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// An item and its result, or the message of the panic that the work on it ended in.
-pub(in crate::data) type Done<I, O> = (I, Result<O, String>);
+/// The key of a job and its result, or the message of the panic that ended the work on it.
+pub(in crate::data) type Done<K, O> = (K, Result<O, String>);
 
-struct Shared<I, O> {
-    queue: Mutex<Queue<I, O>>,
+struct Shared<K, J, O> {
+    queue: Mutex<Queue<K, J, O>>,
     /// A worker may begin an item, or has to end.
     room: Condvar,
     /// The next result is there, or none will come.
     done: Condvar,
 }
 
-struct Queue<I, O> {
-    items: Box<dyn Iterator<Item = I> + Send>,
-    fed: VecDeque<I>,            // those that follow
+struct Queue<K, J, O> {
+    jobs: Box<dyn Iterator<Item = (K, J)> + Send>,
+    fed: VecDeque<(K, J)>,       // those that follow
     is_fed: bool,                // more of them may follow
-    slots: VecDeque<Slot<I, O>>, // one for each item begun and not taken, in order
+    slots: VecDeque<Slot<K, O>>, // one for each job begun and not taken, in order
     num_taken: u64,
     bytes: u64,
     is_full: bool, // a worker waits until a result is taken
     phase: Phase,
 }
 
-struct Slot<I, O> {
-    item: I,
+struct Slot<K, O> {
+    key: K,
     result: Option<(u64, Result<O, String>)>, // with its size in bytes; none while in work
 }
 
@@ -63,20 +63,20 @@ enum Phase {
     Broken,
 }
 
-impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
-    /// Begins to work on these items; `size` tells the bytes of a result.
+impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, J, O> {
+    /// Starts the threads; `size` returns the bytes of a result.
     pub(in crate::data) fn start(
-        items: impl Iterator<Item = I> + Send + 'static,
-        work: impl Fn(I) -> O + Send + Sync + 'static,
+        jobs: impl Iterator<Item = (K, J)> + Send + 'static,
+        work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
         limits: Limits,
     ) -> io::Result<Self> {
-        Self::spawn(Box::new(items), false, work, size, limits)
+        Self::spawn(Box::new(jobs), false, work, size, limits)
     }
 
-    /// Waits for the items of [`Workers::feed`].
+    /// [`Workers::start`] for the jobs of [`Workers::feed`].
     pub(in crate::data) fn start_fed(
-        work: impl Fn(I) -> O + Send + Sync + 'static,
+        work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
         limits: Limits,
     ) -> io::Result<Self> {
@@ -84,14 +84,14 @@ impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
     }
 
     fn spawn(
-        items: Box<dyn Iterator<Item = I> + Send>,
+        jobs: Box<dyn Iterator<Item = (K, J)> + Send>,
         is_fed: bool,
-        work: impl Fn(I) -> O + Send + Sync + 'static,
+        work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
         limits: Limits,
     ) -> io::Result<Self> {
         let queue = Queue {
-            items,
+            jobs,
             fed: VecDeque::new(),
             is_fed,
             slots: VecDeque::new(),
@@ -118,14 +118,14 @@ impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
         Ok(pool)
     }
 
-    /// Appends to the items of [`Workers::start_fed`].
-    pub(in crate::data) fn feed(&self, items: impl IntoIterator<Item = I>) {
-        self.shared.lock().fed.extend(items);
+    /// Appends jobs to a pool of [`Workers::start_fed`].
+    pub(in crate::data) fn feed(&self, jobs: impl IntoIterator<Item = (K, J)>) {
+        self.shared.lock().fed.extend(jobs);
         self.shared.room.notify_all();
     }
 
     /// The next result; waits for it. `None` after the last item, and once stopped.
-    pub(in crate::data) fn next(&self) -> Option<Done<I, O>> {
+    pub(in crate::data) fn next(&self) -> Option<Done<K, O>> {
         let mut queue = self.shared.lock();
         loop {
             match self.shared.take(&mut queue) {
@@ -138,7 +138,7 @@ impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
     }
 
     /// [`Workers::next`], but pending instead of waiting.
-    pub(in crate::data) fn try_next(&self) -> Poll<Option<Done<I, O>>> {
+    pub(in crate::data) fn try_next(&self) -> Poll<Option<Done<K, O>>> {
         self.shared.take(&mut self.shared.lock())
     }
 
@@ -148,7 +148,7 @@ impl<I: Copy + Send + 'static, O: Send + 'static> Workers<I, O> {
     }
 }
 
-impl<I, O> Drop for Workers<I, O> {
+impl<K, J, O> Drop for Workers<K, J, O> {
     fn drop(&mut self) {
         self.shared.end(Phase::Stopped);
         for thread in self.threads.drain(..) {
@@ -158,8 +158,8 @@ impl<I, O> Drop for Workers<I, O> {
     }
 }
 
-impl<I, O> Shared<I, O> {
-    fn lock(&self) -> MutexGuard<'_, Queue<I, O>> {
+impl<K, J, O> Shared<K, J, O> {
+    fn lock(&self) -> MutexGuard<'_, Queue<K, J, O>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -170,20 +170,20 @@ impl<I, O> Shared<I, O> {
         self.done.notify_all();
     }
 
-    fn take(&self, queue: &mut Queue<I, O>) -> Poll<Option<Done<I, O>>> {
+    fn take(&self, queue: &mut Queue<K, J, O>) -> Poll<Option<Done<K, O>>> {
         match queue.phase {
             Phase::Stopped => return Poll::Ready(None),
             Phase::Broken => panic!("a worker of the loader panicked"), // not the data's end
             Phase::Running | Phase::Exhausted => {}
         }
         match queue.slots.pop_front() {
-            Some(Slot { item, result: Some((bytes, result)) }) => {
+            Some(Slot { key, result: Some((bytes, result)) }) => {
                 queue.num_taken += 1;
                 queue.bytes -= bytes;
                 if std::mem::take(&mut queue.is_full) {
                     self.room.notify_all();
                 }
-                return Poll::Ready(Some((item, result)));
+                return Poll::Ready(Some((key, result)));
             }
             Some(in_work) => queue.slots.push_front(in_work),
             None if queue.phase == Phase::Exhausted => return Poll::Ready(None),
@@ -193,10 +193,10 @@ impl<I, O> Shared<I, O> {
     }
 }
 
-impl<I: Copy, O> Shared<I, O> {
-    fn work(&self, work: &impl Fn(I) -> O, size: fn(&O) -> u64, limits: Limits) {
-        while let Some((item, number)) = self.begin(limits) {
-            let result = catch_unwind(AssertUnwindSafe(|| work(item)))
+impl<K: Copy, J, O> Shared<K, J, O> {
+    fn work(&self, work: &impl Fn(K, J) -> O, size: fn(&O) -> u64, limits: Limits) {
+        while let Some((key, job, number)) = self.begin(limits) {
+            let result = catch_unwind(AssertUnwindSafe(|| work(key, job)))
                 .map_err(|payload| panic_message(&*payload));
             let bytes = result.as_ref().map_or(0, size);
             let mut queue = self.lock();
@@ -209,20 +209,20 @@ impl<I: Copy, O> Shared<I, O> {
         }
     }
 
-    /// Waits for room, then gives the next item and how many were begun before it.
+    /// Waits for room, then returns the next job and the number of jobs begun before it.
     ///
-    /// Items are begun in order, so the one that the taker waits for always has room or is in work.
-    fn begin(&self, limits: Limits) -> Option<(I, u64)> {
+    /// Jobs are begun in order, so the one whose result is taken next has room or is in work.
+    fn begin(&self, limits: Limits) -> Option<(K, J, u64)> {
         let mut queue = self.lock();
         loop {
             if queue.phase != Phase::Running {
                 return None;
             }
             if queue.slots.len() < limits.items.max(1) && queue.bytes < limits.bytes.max(1) {
-                if let Some(item) = queue.items.next().or_else(|| queue.fed.pop_front()) {
+                if let Some((key, job)) = queue.jobs.next().or_else(|| queue.fed.pop_front()) {
                     let number = queue.num_taken + queue.slots.len() as u64;
-                    queue.slots.push_back(Slot { item, result: None });
-                    return Some((item, number));
+                    queue.slots.push_back(Slot { key, result: None });
+                    return Some((key, job, number));
                 }
                 if !queue.is_fed {
                     queue.phase = Phase::Exhausted; // under the same lock: `Stopped` must stay
@@ -257,13 +257,17 @@ mod tests {
         Limits { workers: NonZeroUsize::new(workers).unwrap(), items, bytes }
     }
 
+    fn jobs(num: u32) -> impl Iterator<Item = (u32, ())> {
+        (0..num).map(|item| (item, ()))
+    }
+
     #[test]
     fn results_come_in_the_order_of_the_items_however_long_each_takes() {
-        let work = |item: u32| {
+        let work = |item: u32, ()| {
             thread::sleep(Duration::from_micros(u64::from(item * 7919 % 300)));
             item
         };
-        let pool = Workers::start(0..200, work, |_| 1, limits(4, 9, u64::MAX)).unwrap();
+        let pool = Workers::start(jobs(200), work, |_| 1, limits(4, 9, u64::MAX)).unwrap();
         let results: Vec<_> =
             std::iter::from_fn(|| pool.next()).map(|(_, result)| result.unwrap()).collect();
         assert_eq!(results, (0..200).collect::<Vec<_>>());
@@ -274,8 +278,8 @@ mod tests {
         for (limits, most) in [(limits(2, 5, u64::MAX), 5), (limits(2, 99, 30), 4)] {
             let begun = Arc::new(AtomicUsize::new(0));
             let counter = Arc::clone(&begun);
-            let work = move |_| counter.fetch_add(1, Ordering::SeqCst);
-            let pool = Workers::start(0..50, work, |_| 10, limits).unwrap();
+            let work = move |_, ()| counter.fetch_add(1, Ordering::SeqCst);
+            let pool = Workers::start(jobs(50), work, |_| 10, limits).unwrap();
             for taken in 0..10 {
                 thread::sleep(Duration::from_millis(5));
                 assert!(begun.load(Ordering::SeqCst) <= taken + most);
@@ -286,8 +290,8 @@ mod tests {
 
     #[test]
     fn a_panic_is_the_result_of_its_item_alone() {
-        let work = |item: u32| assert_ne!(item, 3, "item three");
-        let pool = Workers::start(0..6, work, |()| 0, limits(2, 4, 1)).unwrap();
+        let work = |item: u32, ()| assert_ne!(item, 3, "item three");
+        let pool = Workers::start(jobs(6), work, |()| 0, limits(2, 4, 1)).unwrap();
         let failed: Vec<_> = std::iter::from_fn(|| pool.next())
             .filter_map(|(item, result)| result.err().map(|message| (item, message)))
             .collect();
@@ -299,14 +303,15 @@ mod tests {
     #[test]
     #[should_panic(expected = "a worker of the loader panicked")]
     fn a_panic_outside_of_the_work_on_an_item_is_neither_a_hang_nor_the_end() {
-        let items = (0..6).inspect(|item| assert_ne!(*item, 3));
-        let pool = Workers::start(items, |_| (), |()| 0, limits(2, 4, 1)).unwrap();
+        let jobs = jobs(6).inspect(|(item, ())| assert_ne!(*item, 3));
+        let pool = Workers::start(jobs, |_, ()| (), |()| 0, limits(2, 4, 1)).unwrap();
         while pool.next().is_some() {}
     }
 
     #[test]
     fn a_stopped_pool_gives_nothing_more() {
-        let pool = Workers::start(0..u32::MAX, |_| (), |()| 1, limits(3, 8, 1 << 20)).unwrap();
+        let pool =
+            Workers::start(jobs(u32::MAX), |_, ()| (), |()| 1, limits(3, 8, 1 << 20)).unwrap();
         pool.next().unwrap().1.unwrap();
         pool.stop();
         assert!(pool.next().is_none());
@@ -314,10 +319,10 @@ mod tests {
 
     #[test]
     fn a_fed_pool_waits_for_more_items_and_keeps_their_order() {
-        let pool = Workers::start_fed(|item: u32| item, |_| 1, limits(3, 4, u64::MAX)).unwrap();
+        let pool = Workers::start_fed(|item: u32, ()| item, |_| 1, limits(3, 4, u64::MAX)).unwrap();
         assert!(pool.try_next().is_pending());
         for first in [0, 10, 20] {
-            pool.feed(first..first + 10);
+            pool.feed((first..first + 10).map(|item| (item, ())));
             for expected in first..first + 10 {
                 assert_eq!(pool.next(), Some((expected, Ok(expected))));
             }

@@ -6,15 +6,13 @@
 
 mod balance;
 mod best_fit;
-mod pair_fit;
 #[cfg(test)]
 mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use balance::group_by_cost;
-use best_fit::{Bin, Capacity, split_off_emptiest};
-use pair_fit::fullest;
+use best_fit::{Bin, Capacity, best_fit_decreasing, split_off_emptiest};
 
 use crate::data::config::PackingStrategy;
 use crate::data::row::Length;
@@ -165,7 +163,7 @@ impl<T> Packer<T> {
 
     fn bins(&self, length: NonZeroU32) -> Vec<Bin> {
         let sizes: Vec<Capacity> = self.pending.iter().map(|item| self.size(item)).collect();
-        fullest(&sizes, self.capacity(length))
+        best_fit_decreasing(&sizes, self.capacity(length))
     }
 
     /// Capacity of an empty pack.

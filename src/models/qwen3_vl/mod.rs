@@ -1,23 +1,17 @@
-//! Qwen3-VL dense, as a list of stages with a hand-written backward.
+//! Dense Qwen3-VL: a vision encoder whose features enter the embedding and the first decoder layers.
 //!
-//! Shapes: `T` tokens, `P` patches, `M` merged vision tokens, `D` hidden size, `H` heads, `Hkv` kv
-//! heads, `Dh` head dim, `F` intermediate size, `V` vocabulary.
-//! Knows nothing of files of data, tokenizers or our run config.
+//! Shapes: `T` tokens, `P` patches, `M` merged vision tokens, `D` and `Dv` hidden sizes of the
+//! decoder and the vision encoder, `H` heads, `Dh` head dim, `F` intermediate size, `V` vocabulary.
 
-pub mod config;
-mod generate;
-pub mod init;
+mod config;
+mod cost;
+mod encoder;
 mod input;
-mod linear;
 mod merger;
 mod params;
-mod rope;
+mod positions;
 mod stages;
-mod text;
 mod vision;
 
-pub use config::{ModelConfig, ModelConfigError, TextConfig, VisionConfig};
-pub use generate::Cache;
-pub use input::ModelInput;
-pub use params::{ParamSpec, Part, WeightError, param_specs};
-pub use stages::{Model, RecomputePolicy, Tape};
+pub use config::{Config, VisionConfig};
+pub use params::{LLM, MERGER, VISION, param_specs};

@@ -1,20 +1,21 @@
-//! The vision tower: patch embedding with interpolated positions, and pre-norm blocks with full
-//! attention inside each frame.
+//! Stages of the vision encoder: patch embedding with interpolated positions, and pre-norm blocks
+//! with full attention inside each frame.
 
+use super::config::VisionConfig;
 use super::input::VisionContext;
-use super::linear::Linear;
-use super::merger::LayerNorm;
-use super::params::{ParamMap, WeightError};
-use super::{ModelConfig, VisionConfig};
+use crate::nn::{LayerNorm, Linear, ParamMap, WeightError};
 use crate::ops::{self, AttentionBackend, Gelu, Masking, Qkv};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
-/// Pixels to features: a linear map of each patch, plus its place in the learned table.
+/// The epsilon of every layer norm of the vision encoder.
+pub(super) const LAYER_NORM_EPS: f64 = 1e-6;
+
+/// Pixels to features: a linear map of each patch, plus its interpolated position embedding.
 pub(super) struct PatchEmbed {
     proj: Linear,
-    positions: Param, // [N, Dv]
+    pub(super) positions: Param, // [N, Dv]
 }
 
 impl PatchEmbed {
@@ -24,20 +25,20 @@ impl PatchEmbed {
             positions: params.get("model.visual.pos_embed.weight")?,
         })
     }
-
-    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        self.proj.params().chain(std::iter::once(&self.positions))
-    }
 }
 
 impl Stage for PatchEmbed {
     type Context = VisionContext;
     type Saved = Tensor; // the pixels
 
+    fn params(&self) -> Vec<&Param> {
+        self.proj.params().chain(std::iter::once(&self.positions)).collect()
+    }
+
     fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, Tensor)> {
         let features = self.proj.forward(x)?; // [P, Dv]
         let (index, weight) = (&context.position_index, &context.position_weight);
-        let y = ops::interpolate_rows_add(self.positions.tensor(), index, weight, &features)?;
+        let y = ops::interpolate_rows_add(&self.positions.tensor(), index, weight, &features)?;
         Ok((y, x.clone()))
     }
 
@@ -47,7 +48,7 @@ impl Stage for PatchEmbed {
         dy: Tensor,
         context: &VisionContext,
         grads: &dyn GradSink,
-        _input_grad: InputGrad, // pixels are not trained
+        _input_grad: InputGrad, // pixels need no gradient
     ) -> Result<Option<Tensor>> {
         self.proj.backward_params(&pixels, &dy, grads)?;
         if let Some(d_table) = grads.buffer(&self.positions) {
@@ -58,7 +59,7 @@ impl Stage for PatchEmbed {
     }
 }
 
-/// One block of the tower.
+/// One block.
 pub(super) struct VisionBlock {
     norm1: LayerNorm,
     qkv: Linear,
@@ -71,7 +72,7 @@ pub(super) struct VisionBlock {
     attention: Arc<dyn AttentionBackend>,
 }
 
-/// What a block keeps.
+/// What a block keeps for backward.
 pub(super) struct SavedVisionBlock {
     x: Tensor,      // [P, Dv]
     stats1: Tensor, // [P, 2]
@@ -94,10 +95,10 @@ impl VisionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
         Ok(Self {
-            norm1: LayerNorm::new(params, &name("norm1"))?,
+            norm1: LayerNorm::new(params, &name("norm1"), LAYER_NORM_EPS)?,
             qkv: Linear::with_bias(params, &name("attn.qkv"))?,
             proj: Linear::with_bias(params, &name("attn.proj"))?,
-            norm2: LayerNorm::new(params, &name("norm2"))?,
+            norm2: LayerNorm::new(params, &name("norm2"), LAYER_NORM_EPS)?,
             fc1: Linear::with_bias(params, &name("mlp.linear_fc1"))?,
             fc2: Linear::with_bias(params, &name("mlp.linear_fc2"))?,
             act: config.hidden_act,
@@ -105,17 +106,17 @@ impl VisionBlock {
             attention,
         })
     }
-
-    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        let norms = self.norm1.params().into_iter().chain(self.norm2.params());
-        let linears = [&self.qkv, &self.proj, &self.fc1, &self.fc2];
-        norms.chain(linears.into_iter().flat_map(Linear::params))
-    }
 }
 
 impl Stage for VisionBlock {
     type Context = VisionContext;
     type Saved = SavedVisionBlock;
+
+    fn params(&self) -> Vec<&Param> {
+        let norms = self.norm1.params().into_iter().chain(self.norm2.params());
+        let linears = [&self.qkv, &self.proj, &self.fc1, &self.fc2];
+        norms.chain(linears.into_iter().flat_map(Linear::params)).collect()
+    }
 
     fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, SavedVisionBlock)> {
         let (normed, stats1) = self.norm1.forward(x)?; // [P, Dv]
@@ -137,12 +138,12 @@ impl Stage for VisionBlock {
         dy: Tensor,
         context: &VisionContext,
         grads: &dyn GradSink,
-        _input_grad: InputGrad, // its cost is one of eight products; not worth a second path
+        _input_grad: InputGrad, // the input's gradient is one of eight matmuls: not worth a second path
     ) -> Result<Option<Tensor>> {
         let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
         let d_activated = self.fc2.backward_input(&dy)?; // [P, F]
-        let again = self.fc2.input_again(grads);
-        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, again)?;
+        let recompute = self.fc2.recompute_input(grads);
+        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, recompute)?;
         if let Some(activated) = activated {
             self.fc2.backward_params(&activated, &dy, grads)?;
         }
@@ -159,15 +160,4 @@ impl Stage for VisionBlock {
         let d_normed = self.qkv.backward(&normed, &d_qkv, grads)?; // [P, Dv]
         self.norm1.backward(&x, &stats1, &d_normed, Some(&dx1), grads).map(Some)
     }
-}
-
-/// All blocks of a tower.
-pub(super) fn vision_blocks(
-    params: &ParamMap<'_>,
-    config: &ModelConfig,
-    attention: &Arc<dyn AttentionBackend>,
-) -> std::result::Result<Vec<VisionBlock>, WeightError> {
-    (0..config.vision.depth)
-        .map(|block| VisionBlock::new(params, &config.vision, block, attention.clone()))
-        .collect()
 }

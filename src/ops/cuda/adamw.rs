@@ -70,8 +70,8 @@ fn list(op: &str, tensors: &[&Tensor]) -> Result<(Vec<u64>, usize)> {
 }
 
 /// `[num tensors]` in `f64`: the sum of the squares of each.
-fn squares(tensors: &[&Tensor]) -> Result<Tensor> {
-    let op = "sum_of_squares";
+pub(in crate::ops) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
+    let op = "sums_of_squares";
     let on = tensors[0];
     let squares = empty(tensors.len(), DType::F64, on)?;
     for (start, tensors) in (0..).step_by(MOST_TENSORS).zip(tensors.chunks(MOST_TENSORS)) {
@@ -97,7 +97,7 @@ fn squares(tensors: &[&Tensor]) -> Result<Tensor> {
 
 /// Waits for the device.
 pub(in crate::ops) fn sum_of_squares(t: &Tensor) -> Result<f64> {
-    Ok(squares(&[t])?.to_vec1::<f64>()?[0])
+    Ok(sums_of_squares(&[t])?.to_vec1::<f64>()?[0])
 }
 
 pub(in crate::ops) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
@@ -124,31 +124,29 @@ pub(in crate::ops) fn adamw_step(
     update(&[(*tensors, *scalars)], seed, &grad_scale)
 }
 
-/// The updates of all tensors, by a factor that stays on the device; returns the squares of each gradient.
-pub(in crate::ops) fn clip_and_update(
+/// The updates of all tensors, by a factor that stays on the device.
+pub(in crate::ops) fn clipped_update(
     updates: &[AdamWUpdate<'_>],
     scalars: &[Scalars],
     seed: u32,
+    squares: &Tensor,
     max_grad_norm: f64,
-) -> Result<Tensor> {
-    let op = "clip_and_update";
-    let grads: Vec<&Tensor> = updates.iter().map(|update| update.tensors.grad).collect();
-    let squares = squares(&grads)?;
-    let grad_scale = empty(1, DType::F32, &squares)?;
+) -> Result<()> {
+    let op = "clipped_update";
+    let grad_scale = empty(1, DType::F32, squares)?;
     Launch::new("clip", DType::F32)
         .threads(THREADS)
-        .address(address(op, "squares", &squares)?)
-        .int(updates.len())
+        .address(address(op, "squares", squares)?)
+        .int(squares.elem_count())
         .words(vec![max_grad_norm.to_bits()])
         .address(address(op, "grad_scale", &grad_scale)?)
-        .run(&squares)?;
+        .run(squares)?;
     let updates: Vec<(AdamWTensors<'_>, Scalars)> =
         updates.iter().map(|update| update.tensors).zip(scalars.iter().copied()).collect();
-    update(&updates, seed, &grad_scale)?;
-    Ok(squares)
+    update(&updates, seed, &grad_scale)
 }
 
-/// Tensors of one dtype of moments; a seed is of the step, and tensors count on from it.
+/// Tensors of one dtype of moments. `seed` is the seed of the step; each tensor adds its index.
 fn update(updates: &[(AdamWTensors<'_>, Scalars)], seed: u32, grad_scale: &Tensor) -> Result<()> {
     let op = "adamw_step";
     let dtype = updates[0].0.exp_avg.dtype();

@@ -30,7 +30,9 @@ mod tests;
 #[cfg(feature = "cuda")]
 mod upload;
 
-pub(super) use adamw::{adamw_step, clip_and_update, fill_zero_all, sum_of_squares};
+pub(super) use adamw::{
+    adamw_step, clipped_update, fill_zero_all, sum_of_squares, sums_of_squares,
+};
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,

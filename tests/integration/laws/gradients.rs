@@ -9,7 +9,9 @@ use super::{
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
-use trainer::models::{ParamSpec, Part, RecomputePolicy};
+use trainer::models::RecomputePolicy;
+use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
+use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 
 /// Asserts that all gradients are bit-identical.
@@ -64,7 +66,7 @@ fn a_batch_of_text_agrees_with_the_oracle_and_gives_the_vision_encoder_no_gradie
             let grads = assert_agrees(&weights, &batch, backend);
             for (spec, grad) in weights.specs.iter().zip(&grads) {
                 let silent = grad.iter().all(|x| *x == 0.0);
-                assert_eq!(silent, spec.part != Part::Llm, "`{}`", spec.name);
+                assert_eq!(silent, spec.component != LLM, "`{}`", spec.name);
             }
         }
     }
@@ -177,9 +179,9 @@ type Pick = fn(&ParamSpec) -> bool;
 
 /// The model's components, and subsets of parameters at which the backward pass may stop early.
 const PICKS: [(&str, Pick); 14] = [
-    ("vision", |spec| spec.part == Part::Vision),
-    ("merger", |spec| spec.part == Part::Merger),
-    ("llm", |spec| spec.part == Part::Llm),
+    ("vision", |spec| spec.component == VISION),
+    ("merger", |spec| spec.component == MERGER),
+    ("llm", |spec| spec.component == LLM),
     ("embedding", |spec| spec.name.contains("embed_tokens")),
     ("head", |spec| spec.name.starts_with("lm_head")),
     ("last norm", |spec| spec.name == "model.language_model.norm.weight"),

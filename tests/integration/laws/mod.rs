@@ -9,6 +9,7 @@ mod gradients;
 mod isolation;
 mod layouts;
 mod oracle;
+mod seams;
 
 use crate::harness::device;
 use candle_core::{DType, Result, Tensor};
@@ -23,12 +24,11 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::{
-    Model, ModelConfig, ModelInput, ParamSpec, RecomputePolicy, TextConfig, VisionConfig,
-    param_specs,
-};
+use trainer::models::qwen3_vl::{Config, VisionConfig, param_specs};
+use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
+use trainer::nn::{DecoderConfig, ParamSpec};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
-use trainer::tape::{Gradients, Param, Trainable};
+use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
 /// Maximum difference of two results, relative to the largest expected value.
 #[derive(Debug, Clone, Copy)]
@@ -103,14 +103,14 @@ const VOCABULARY: u32 = 50;
 const BOTH_HEADS: [Head; 2] = [Head::Tied, Head::Untied];
 
 /// A small config in which sizes that could be confused are different.
-fn config(head: Head) -> ModelConfig {
+fn config(head: Head) -> Config {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
     let (hidden_size, kv, mrope_section) = match head {
         Head::Tied => (24, 2, [4, 1, 1]),
         Head::Untied => (32, 1, [2, 2, 2]),
     };
-    ModelConfig {
-        text: TextConfig {
+    Config {
+        text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
             hidden_size,
             intermediate_size: 40,
@@ -120,8 +120,8 @@ fn config(head: Head) -> ModelConfig {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
-            mrope_section,
         },
+        mrope_section,
         vision: VisionConfig {
             depth: 3,
             hidden_size: 16,
@@ -146,7 +146,7 @@ fn config(head: Head) -> ModelConfig {
 /// hide mistakes.
 #[derive(Debug, Clone)]
 struct Weights {
-    config: ModelConfig,
+    config: Config,
     specs: Vec<ParamSpec>,
     values: Vec<Vec<f32>>,
 }
@@ -196,7 +196,7 @@ const BOTH_BACKENDS: [Backend; 2] = [Backend::Flash, Backend::Masked];
 struct Subject {
     specs: Vec<ParamSpec>,
     params: Vec<Param>,
-    model: Model,
+    model: Box<dyn Model>,
 }
 
 /// Results of a micro-batch.
@@ -218,12 +218,12 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = Model::new(&weights.config, &params, &attention).unwrap();
+        let model = weights.config.build(&params, &attention).unwrap();
         Self { specs, params, model }
     }
 
     fn upload(&self, batch: &VarlenBatch) -> Result<ModelInput> {
-        ModelInput::upload(batch.clone(), self.model.config(), DType::F32, &device())
+        self.model.upload(batch.clone(), DType::F32, &device())
     }
 
     /// Hidden states, one row per token.
@@ -244,7 +244,7 @@ impl Subject {
         batch: &VarlenBatch,
         num_targets: u64,
         recompute: RecomputePolicy,
-        grads: &Gradients,
+        grads: &dyn GradSink,
     ) -> Outcome {
         let input = self.upload(batch).unwrap();
         let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();

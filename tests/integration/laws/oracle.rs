@@ -8,13 +8,13 @@ use super::Weights;
 use candle_core::{D, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::ModelConfig;
+use trainer::models::qwen3_vl::Config;
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
 
 pub(super) struct Oracle {
-    config: ModelConfig,
+    config: Config,
     vars: BTreeMap<String, Var>,
     names: Vec<String>,
 }
@@ -209,8 +209,8 @@ impl Oracle {
         let angles = matrix(num_tokens, c.head_dim, |token, dim| {
             let k = dim % half;
             let axis = match k % 3 {
-                1 if k < 3 * c.mrope_section[1] => 1,
-                2 if k < 3 * c.mrope_section[2] => 2,
+                1 if k < 3 * self.config.mrope_section[1] => 1,
+                2 if k < 3 * self.config.mrope_section[2] => 2,
                 _ => 0,
             };
             let frequency = c.rope_theta.powf(-2.0 * k as f64 / c.head_dim as f64);

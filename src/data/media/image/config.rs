@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::decode::MAX_PIXELS;
+use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,22 +33,9 @@ pub enum ImageConfigError {
         /// Path of the model folder.
         folder: PathBuf,
     },
-    /// The file cannot be read.
-    #[error("cannot read `{}`", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
-    /// The file is not JSON, or a value has the wrong type.
-    #[error("cannot parse `{}`", .path.display())]
-    Parse {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error with line, column and expected value.
-        source: serde_json::Error,
-    },
+    /// The file cannot be read or parsed.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// A value is missing or not supported.
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
     Value {
@@ -79,10 +67,8 @@ impl ImageConfigError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Missing { .. } => "copy `preprocessor_config.json` from the published model",
-            Self::Read { .. } => "check the permissions of the file",
-            Self::Parse { .. } | Self::Value { .. } => {
-                "copy the file from the published model again"
-            }
+            Self::File(error) => error.hint(),
+            Self::Value { .. } => "copy the file from the published model again",
             Self::Budget { .. } => {
                 "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither"
             }
@@ -224,22 +210,12 @@ fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
     struct Combined {
         image_processor: Option<File>,
     }
-    fn parse<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<Option<T>, ImageConfigError> {
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => return Err(ImageConfigError::Read { path: path.to_owned(), source }),
-        };
-        serde_json::from_str(&text)
-            .map(Some)
-            .map_err(|source| ImageConfigError::Parse { path: path.to_owned(), source })
-    }
     let path = folder.join("preprocessor_config.json");
-    if let Some(file) = parse(&path)? {
+    if let Some(file) = read_json_if_there(&path)? {
         return Ok((path, file));
     }
     let path = folder.join("processor_config.json");
-    match parse::<Combined>(&path)?.and_then(|combined| combined.image_processor) {
+    match read_json_if_there::<Combined>(&path)?.and_then(|combined| combined.image_processor) {
         Some(file) => Ok((path, file)),
         None => Err(ImageConfigError::Missing { folder: folder.to_owned() }),
     }

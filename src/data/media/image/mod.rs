@@ -79,6 +79,18 @@ impl ImageProcessor {
         Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
     }
 
+    /// The processor of a text-only model, which rejects rows with images.
+    pub(in crate::data) fn unused() -> Self {
+        Self {
+            patch_size: 1,
+            temporal_patch_size: 1,
+            merge_size: 1,
+            min_pixels: 1,
+            max_pixels: 1,
+            normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
+        }
+    }
+
     /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
     /// so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {

@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::sampling::Sampling;
 use super::smart_resize::Budget;
 use crate::data::media::image::{ImageProcessor, Normalise, Size};
+use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///
@@ -72,22 +73,9 @@ pub enum VideoMarks {
 /// The reason why the video settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum VideoConfigError {
-    /// The file cannot be read.
-    #[error("cannot read `{}`: {cause}", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        cause: std::io::Error,
-    },
-    /// The file is not JSON, or a value has the wrong type.
-    #[error("cannot parse `{}`: {cause}", .path.display())]
-    Parse {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error with line, column and expected value.
-        cause: serde_json::Error,
-    },
+    /// The file cannot be read or parsed.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// A value in the model folder is not supported.
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
     Value {
@@ -116,10 +104,8 @@ impl VideoConfigError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::Read { .. } => "check the permissions of the file",
-            Self::Parse { .. } | Self::Value { .. } => {
-                "copy the file from the published model again"
-            }
+            Self::File(error) => error.hint(),
+            Self::Value { .. } => "copy the file from the published model again",
             Self::Setting { .. } => {
                 "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
             }
@@ -270,29 +256,18 @@ impl Settings {
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any.
 fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
-    let parse = |path: &Path| -> Result<Option<Value>, VideoConfigError> {
-        match std::fs::read(path) {
-            Ok(bytes) => serde_json::from_slice(&bytes)
-                .map(Some)
-                .map_err(|cause| VideoConfigError::Parse { path: path.to_owned(), cause }),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(cause) => Err(VideoConfigError::Read { path: path.to_owned(), cause }),
-        }
-    };
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
-    let nested = parse(&combined)?.and_then(|mut value| {
+    let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
         value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
     });
     let (path, value) = match nested {
         Some(value) => (combined, Some(value)),
-        None => (published.clone(), parse(&published)?),
+        None => (published.clone(), read_json_if_there(&published)?),
     };
     let file = value.map_or(Ok(File::default()), serde_json::from_value);
-    match file {
-        Ok(file) => Ok((path, file)),
-        Err(cause) => Err(VideoConfigError::Parse { path, cause }),
-    }
+    let file = file.map_err(ModelFileError::parse(&path))?;
+    Ok((path, file))
 }
 
 #[cfg(test)]

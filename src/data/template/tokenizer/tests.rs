@@ -145,7 +145,9 @@ fn every_character_has_the_class_of_the_reference() {
 fn documents_have_the_ids_and_offsets_of_the_reference() {
     let both = Both::small();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for name in ["README.md", "docs/data-format.md", "src/data/template/tokenizer/file.rs", "Cargo.toml"] {
+    for name in
+        ["README.md", "docs/data-format.md", "src/data/template/tokenizer/file.rs", "Cargo.toml"]
+    {
         let text = std::fs::read_to_string(root.join(name)).unwrap();
         assert!(both.check(&text) > 100);
         both.check(&text.replace('\n', "\r\n"));

@@ -1,4 +1,5 @@
-//! A projection and its backward: which gradients are due is asked of the sink, once, here.
+//! A linear layer and its backward. `Linear` asks the sink which parameter gradients are needed, so
+//! that no other block has to.
 
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, RecomputeInput};
@@ -7,14 +8,14 @@ use candle_core::{Result, Tensor};
 
 /// `y = x W^T (+ b)`, `W: [M, K]`.
 #[derive(Debug, Clone)]
-pub(super) struct Linear {
+pub(crate) struct Linear {
     weight: Param,
     bias: Option<Param>,
 }
 
 impl Linear {
     /// `<name>.weight` and `<name>.bias`.
-    pub(super) fn with_bias(
+    pub(crate) fn with_bias(
         params: &ParamMap<'_>,
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
@@ -22,45 +23,46 @@ impl Linear {
         Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias })
     }
 
-    /// `<name>.weight` alone.
-    pub(super) fn without_bias(
+    /// `<name>.weight` without a bias.
+    pub(crate) fn without_bias(
         params: &ParamMap<'_>,
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
         Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias: None })
     }
 
-    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
+    pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
         std::iter::once(&self.weight).chain(&self.bias)
     }
 
-    fn bias(&self) -> Option<&Tensor> {
+    fn bias(&self) -> Option<Tensor> {
         self.bias.as_ref().map(Param::tensor)
     }
 
     /// `x: [N, K]` to `[N, M]`.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::linear(x, self.weight.tensor(), self.bias())
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::linear(x, &self.weight.tensor(), self.bias().as_ref())
     }
 
-    /// The same, added to `residual: [N, M]`.
-    pub(super) fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        ops::linear_add(x, self.weight.tensor(), self.bias(), residual)
+    /// `y + residual`, both `[N, M]`.
+    pub(crate) fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        ops::linear_add(x, &self.weight.tensor(), self.bias().as_ref(), residual)
     }
 
-    /// What the elementwise op that gives `x` computes again in its backward: `x`, if a parameter gradient is due.
-    pub(super) fn input_again(&self, grads: &dyn GradSink) -> RecomputeInput {
+    /// Whether the backward of the elementwise op that computes `x` must also compute `x` again:
+    /// only parameter gradients need it.
+    pub(crate) fn recompute_input(&self, grads: &dyn GradSink) -> RecomputeInput {
         let trains = self.params().any(|param| grads.buffer(param).is_some());
         if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
-    /// `dx: [N, K]` alone.
-    pub(super) fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
-        ops::linear_backward_input(dy, self.weight.tensor())
+    /// `dx: [N, K]` without parameter gradients.
+    pub(crate) fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
+        ops::linear_backward_input(dy, &self.weight.tensor())
     }
 
-    /// Parameter gradients alone, for `x: [N, K]` and `dy: [N, M]`.
-    pub(super) fn backward_params(
+    /// Parameter gradients without `dx`, for `x: [N, K]` and `dy: [N, M]`.
+    pub(crate) fn backward_params(
         &self,
         x: &Tensor,
         dy: &Tensor,
@@ -76,13 +78,13 @@ impl Linear {
     }
 
     /// Parameter gradients, and `dx: [N, K]`.
-    pub(super) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
+    pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
         self.backward_params(x, dy, grads)?;
         self.backward_input(dy)
     }
 
     /// Parameter gradients, and `dx + dy W` in the memory of `dx`.
-    pub(super) fn backward_add(
+    pub(crate) fn backward_add(
         &self,
         x: &Tensor,
         dy: &Tensor,
@@ -90,6 +92,6 @@ impl Linear {
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
         self.backward_params(x, dy, grads)?;
-        ops::linear_backward_input_add(dy, self.weight.tensor(), dx)
+        ops::linear_backward_input_add(dy, &self.weight.tensor(), dx)
     }
 }

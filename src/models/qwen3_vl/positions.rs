@@ -1,41 +1,19 @@
 //! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
-//!
-//! Angles are formed in `f32` as transformers forms them (frequency times position), so that long
-//! positions round alike.
 
-use super::{TextConfig, VisionConfig};
+use super::config::VisionConfig;
+use crate::nn::{DecoderConfig, HostTable, inverse_frequencies};
 
-/// Cosine and sine of `[T, Dh / 2]` angles, row-major.
-pub(super) struct HostTable {
-    pub(super) cos: Vec<f32>,
-    pub(super) sin: Vec<f32>,
-}
-
-impl HostTable {
-    fn with_capacity(angles: usize) -> Self {
-        Self { cos: Vec::with_capacity(angles), sin: Vec::with_capacity(angles) }
-    }
-
-    fn push(&mut self, angle: f32) {
-        let angle = f64::from(angle);
-        self.cos.push(angle.cos() as f32);
-        self.sin.push(angle.sin() as f32);
-    }
-}
-
-/// `1 / theta^(2k / dim)` for `k < dim / 2`.
-fn inverse_frequencies(theta: f64, dim: usize) -> Vec<f32> {
-    let exponent = |k: usize| (2 * k) as f32 / dim as f32;
-    (0..dim / 2).map(|k| (1.0 / theta.powf(f64::from(exponent(k)))) as f32).collect()
-}
-
-/// Interleaved M-RoPE: frequency `k` turns with height if `k % 3 == 1`, with width if `k % 3 == 2`
+/// Interleaved M-RoPE: frequency `k` rotates with height if `k % 3 == 1`, with width if `k % 3 == 2`
 /// (below three times the section's length), else with time.
-pub(super) fn mrope_table(config: &TextConfig, position_ids: &[[u32; 3]]) -> HostTable {
+pub(super) fn mrope_table(
+    config: &DecoderConfig,
+    section: [usize; 3],
+    position_ids: &[[u32; 3]],
+) -> HostTable {
     let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
     let axes: Vec<usize> = (0..frequencies.len())
         .map(|k| match k % 3 {
-            axis @ (1 | 2) if k < 3 * config.mrope_section[axis] => axis,
+            axis @ (1 | 2) if k < 3 * section[axis] => axis,
             _ => 0,
         })
         .collect();
@@ -58,7 +36,7 @@ fn merge_block_order(h: u32, w: u32, merge: u32) -> impl Iterator<Item = (u32, u
     })
 }
 
-/// 2-D rotary angles of the vision tower: `Dh / 4` for the row, then `Dh / 4` for the column;
+/// 2-D rotary angles of the vision encoder: `Dh / 4` for the row, then `Dh / 4` for the column;
 /// positions restart in each frame.
 pub(super) fn vision_table(config: &VisionConfig, grids: &[[u32; 3]]) -> HostTable {
     let head_dim = config.hidden_size / config.num_heads;
@@ -120,7 +98,7 @@ mod tests {
 
     #[test]
     fn the_published_sections_give_time_every_third_frequency_and_the_last_four() {
-        let config = TextConfig {
+        let config = DecoderConfig {
             vocab_size: 1,
             hidden_size: 1,
             intermediate_size: 1,
@@ -130,10 +108,9 @@ mod tests {
             head_dim: 128,
             rms_norm_eps: 1e-6,
             rope_theta: 5e6,
-            mrope_section: [24, 20, 20],
         };
         // Only the time axis has moved: frequencies of the other two have angle 0.
-        let table = mrope_table(&config, &[[1, 0, 0]]);
+        let table = mrope_table(&config, [24, 20, 20], &[[1, 0, 0]]);
         let time: Vec<usize> = (0..64).filter(|k| table.sin[*k] != 0.0).collect();
         let expected: Vec<usize> = (0..60).step_by(3).chain(60..64).collect();
         assert_eq!(time, expected);

@@ -1,17 +1,18 @@
-//! Random weights: what transformers draws for a new model, from a seed of ours.
+//! Random weights from a seed, in the distribution that transformers uses for new models.
 
-use super::{ModelConfig, ParamSpec};
+use super::ParamSpec;
 use candle_core::{Device, Result, Tensor};
 use rand::SeedableRng;
 use rand_distr::{Distribution, Normal};
 
-/// Norm weights are 1, biases 0, everything else normal with `initializer_range`.
+/// Norm weights are 1, biases are 0. Other weights are normal with the standard deviation
+/// `initializer_range`.
 ///
-/// Each tensor has its own stream, seeded by `seed` and its name: the order of tensors, and
-/// whether another tensor exists, change nothing.
+/// Each tensor has its own stream of random numbers, seeded by `seed` and the tensor's name. The
+/// values therefore do not depend on the order of the tensors or on the other tensors.
 pub fn random_tensor(
     spec: &ParamSpec,
-    config: &ModelConfig,
+    initializer_range: f64,
     seed: u64,
     device: &Device,
 ) -> Result<Tensor> {
@@ -26,8 +27,8 @@ pub fn random_tensor(
         hash.update(seed.to_le_bytes());
         hash.update(spec.name.as_bytes());
         let mut rng = rand_chacha::ChaCha8Rng::from_seed(hash.finalize().into());
-        let normal = Normal::new(0.0f32, config.initializer_range as f32)
-            .map_err(candle_core::Error::wrap)?;
+        let normal =
+            Normal::new(0.0f32, initializer_range as f32).map_err(candle_core::Error::wrap)?;
         (0..count).map(|_| normal.sample(&mut rng)).collect()
     };
     Tensor::from_vec(values, spec.shape.as_slice(), device)

@@ -1,0 +1,76 @@
+//! The interface between the loader and the data sets: a row is prefetched, packed, then completed.
+
+use crate::batch::{EncodedSample, SampleId};
+use crate::data::encode::TextSample;
+use crate::data::row::{Length, Rejection, Row};
+
+/// A row before its pixels are read: what packing needs, and what has been computed on the way.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Prefetched {
+    /// The whole sample: it has no media.
+    Sample(EncodedSample),
+    /// The sample without the pixels of its media.
+    Text(TextSample),
+    /// The length alone: it was known before the row was read.
+    Length(Length),
+}
+
+impl Prefetched {
+    /// The size of the whole sample.
+    pub fn length(&self) -> Length {
+        match self {
+            Self::Sample(sample) => Length::of(sample),
+            Self::Text(text) => text.length(),
+            Self::Length(length) => *length,
+        }
+    }
+
+    /// Memory in bytes, within a few dozen.
+    pub(in crate::data) fn bytes(&self) -> u64 {
+        match self {
+            Self::Sample(sample) => Length::of(sample).bytes(),
+            Self::Text(text) => text.bytes(),
+            Self::Length(_) => 0,
+        }
+    }
+}
+
+impl From<TextSample> for Prefetched {
+    fn from(text: TextSample) -> Self {
+        text.into_complete().map_or_else(Self::Text, Self::Sample)
+    }
+}
+
+/// Reads and encodes single rows. The same row gives the same result each time.
+pub trait RowReader: Send + Sync {
+    /// The encoded sample of a row.
+    fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
+
+    /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
+    /// alone.
+    ///
+    /// It rejects the rows that `read` rejects, except those that only decoding an image can reject.
+    fn length(&self, row: Row) -> Result<Length, Rejection>;
+
+    /// The part of [`RowReader::read`] that needs no pixels. It rejects the rows that
+    /// [`RowReader::length`] rejects.
+    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+        self.length(row).map(Prefetched::Length)
+    }
+
+    /// The rest of [`RowReader::read`], given what [`RowReader::prefetch`] returned for this row.
+    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+        match prefetched {
+            Prefetched::Sample(sample) => Ok(sample),
+            Prefetched::Text(_) | Prefetched::Length(_) => self.read(row),
+        }
+    }
+
+    /// The length of every row of a data set whose rows all have the same, as windows of a corpus do.
+    fn uniform_length(&self, _dataset: u32) -> Option<Length> {
+        None
+    }
+
+    /// File and line of a row, for messages.
+    fn id(&self, row: Row) -> SampleId;
+}

@@ -1,0 +1,79 @@
+//! Files of a model folder.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+/// Why a file of a model folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelFileError {
+    /// The file is missing or cannot be read.
+    #[error("cannot read `{}`: {cause}", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// The file is not JSON.
+    #[error("`{}` is not JSON: {cause}", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The parser's error, with line and column.
+        cause: serde_json::Error,
+    },
+    /// A value of the file has the wrong type.
+    #[error("cannot parse `{}`: {cause}", .path.display())]
+    Type {
+        /// The file.
+        path: PathBuf,
+        /// The parser's error, with line and column.
+        cause: serde_json::Error,
+    },
+}
+
+impl ModelFileError {
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => {
+                "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+            }
+            Self::Json { .. } | Self::Type { .. } => {
+                "the file is damaged: copy it from the published model again"
+            }
+        }
+    }
+
+    pub(in crate::data) fn parse(path: &Path) -> impl FnOnce(serde_json::Error) -> Self {
+        |cause| {
+            let path = path.to_owned();
+            if cause.is_data() { Self::Type { path, cause } } else { Self::Json { path, cause } }
+        }
+    }
+}
+
+/// The bytes of a file.
+pub(in crate::data) fn read(path: &Path) -> Result<Vec<u8>, ModelFileError> {
+    std::fs::read(path).map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
+}
+
+/// A parsed JSON file.
+pub(in crate::data) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelFileError> {
+    serde_json::from_slice(&read(path)?).map_err(ModelFileError::parse(path))
+}
+
+/// [`read_json`]; `None` if the file does not exist.
+pub(in crate::data) fn read_json_if_there<T: DeserializeOwned>(
+    path: &Path,
+) -> Result<Option<T>, ModelFileError> {
+    match read_json(path) {
+        Ok(value) => Ok(Some(value)),
+        Err(ModelFileError::Read { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,179 @@
+//! Reads values of `config.json` in both spellings of transformers.
+
+use crate::nn::DecoderConfig;
+use serde_json::Value;
+use std::path::PathBuf;
+
+/// A `config.json` that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelConfigError {
+    /// The file cannot be read.
+    #[error("cannot read `{}`", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+    /// The file is not JSON.
+    #[error("`{}` is not JSON", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Position and reason.
+        source: serde_json::Error,
+    },
+    /// A required key is missing or has another type.
+    #[error("config.json: `{key}` is missing or is not {expected}")]
+    Key {
+        /// Dotted key.
+        key: String,
+        /// The expected type.
+        expected: &'static str,
+    },
+    /// The architecture is not implemented.
+    #[error("config.json: `{key}` is `{found}`, expected {known}")]
+    Unsupported {
+        /// Dotted key.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// Values that are implemented.
+        known: &'static str,
+    },
+    /// Sizes contradict each other.
+    #[error("config.json: {what}")]
+    Shape {
+        /// The contradiction.
+        what: String,
+    },
+}
+
+impl ModelConfigError {
+    /// How to fix it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "`model.path` must be a model folder with a config.json",
+            Self::Json { .. } => "the file is damaged: copy it from the published model again",
+            Self::Key { .. } | Self::Shape { .. } => {
+                "copy config.json from the published model again; `trainer init` writes a valid one"
+            }
+            Self::Unsupported { .. } => {
+                "use a Qwen3-VL or Qwen3 model in the transformers layout (`model_type` is \
+                 `qwen3_vl` or `qwen3`)"
+            }
+        }
+    }
+}
+
+/// A JSON object and its dotted name, for errors.
+pub(super) struct Section<'a> {
+    pub(super) value: &'a Value,
+    pub(super) name: &'static str,
+}
+
+impl Section<'_> {
+    /// The section `name` of `json`.
+    pub(super) fn of<'a>(
+        json: &'a Value,
+        name: &'static str,
+    ) -> Result<Section<'a>, ModelConfigError> {
+        let value = &json[name];
+        if !value.is_object() {
+            let key = name.to_owned();
+            return Err(ModelConfigError::Key { key, expected: "an object" });
+        }
+        Ok(Section { value, name })
+    }
+
+    pub(super) fn key(&self, key: &str) -> String {
+        if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
+    }
+
+    pub(super) fn size(&self, key: &str) -> Result<usize, ModelConfigError> {
+        self.value[key].as_u64().filter(|n| *n > 0).map(|n| n as usize).ok_or_else(|| {
+            ModelConfigError::Key { key: self.key(key), expected: "a positive integer" }
+        })
+    }
+
+    pub(super) fn float(&self, key: &str) -> Result<f64, ModelConfigError> {
+        self.value[key]
+            .as_f64()
+            .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
+    }
+
+    pub(super) fn sizes(&self, key: &str) -> Result<Vec<usize>, ModelConfigError> {
+        let list = self.value[key].as_array().and_then(|list| {
+            list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<Vec<_>>>()
+        });
+        list.ok_or_else(|| ModelConfigError::Key {
+            key: self.key(key),
+            expected: "a list of integers",
+        })
+    }
+
+    /// Fails if `key` is present with a value that is not `accepted`.
+    pub(super) fn expect(
+        &self,
+        key: &'static str,
+        accepted: &Value,
+        known: &'static str,
+    ) -> Result<(), ModelConfigError> {
+        let found = &self.value[key];
+        if found.is_null() || found == accepted {
+            return Ok(());
+        }
+        let found = found.as_str().map_or_else(|| found.to_string(), str::to_owned);
+        Err(ModelConfigError::Unsupported { key, found, known })
+    }
+
+    /// The settings of rotary positions: transformers 5 writes `rope_parameters`; older files have
+    /// `rope_scaling`, with `rope_theta` beside it.
+    pub(super) fn rope(&self) -> Section<'_> {
+        let name = |key: &'static str| if self.name.is_empty() { "" } else { key };
+        if self.value["rope_parameters"].is_object() {
+            let name = name("text_config.rope_parameters");
+            Section { value: &self.value["rope_parameters"], name }
+        } else {
+            Section { value: &self.value["rope_scaling"], name: name("text_config.rope_scaling") }
+        }
+    }
+
+    /// Sizes of a decoder of the Qwen3 kind.
+    pub(super) fn decoder(&self) -> Result<DecoderConfig, ModelConfigError> {
+        self.expect("attention_bias", &Value::Bool(false), "`false`")?;
+        self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
+        let rope = self.rope();
+        rope.expect("rope_type", &Value::from("default"), "`default`")?;
+        let theta = if rope.value["rope_theta"].is_null() { self } else { &rope };
+        let heads = self.size("num_attention_heads")?;
+        let hidden_size = self.size("hidden_size")?;
+        let config = DecoderConfig {
+            vocab_size: self.size("vocab_size")?,
+            hidden_size,
+            intermediate_size: self.size("intermediate_size")?,
+            num_hidden_layers: self.size("num_hidden_layers")?,
+            num_attention_heads: heads,
+            num_key_value_heads: self.size("num_key_value_heads")?,
+            head_dim: if self.value["head_dim"].is_null() {
+                hidden_size / heads
+            } else {
+                self.size("head_dim")?
+            },
+            rms_norm_eps: self.float("rms_norm_eps")?,
+            rope_theta: theta.float("rope_theta")?,
+        };
+        if heads % config.num_key_value_heads != 0 {
+            let what = format!(
+                "`num_key_value_heads` {} does not divide `num_attention_heads` {heads}",
+                config.num_key_value_heads
+            );
+            return Err(ModelConfigError::Shape { what });
+        }
+        if config.head_dim % 2 != 0 {
+            let what = format!("`head_dim` {} is odd", config.head_dim);
+            return Err(ModelConfigError::Shape { what });
+        }
+        Ok(config)
+    }
+}

@@ -1,0 +1,78 @@
+//! Sizes of a Qwen3 model, read from `config.json`, and its parameters.
+
+use crate::models::config::{ModelConfigError, Section};
+use crate::nn::{Component, DecoderConfig, Inputs, ParamSpec, decoder_specs};
+use serde_json::Value;
+
+/// All parameters of the model.
+pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
+
+/// Name of the decoder's module.
+pub(super) const DECODER: &str = "model";
+/// Name of an untied head.
+pub(super) const LM_HEAD: &str = "lm_head.weight";
+
+/// Sizes of the whole model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The decoder.
+    pub text: DecoderConfig,
+    /// Whether head and embedding are one tensor.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
+}
+
+impl Config {
+    /// From the parsed `config.json`.
+    pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
+        let top = Section { value: json, name: "" };
+        top.expect("use_sliding_window", &Value::Bool(false), "`false`")?;
+        Ok(Self {
+            text: top.decoder()?,
+            tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
+            initializer_range: json["initializer_range"].as_f64().unwrap_or(0.02),
+        })
+    }
+
+    /// Every tensor of the model in a fixed order. A tied head is not listed.
+    pub(super) fn specs(&self) -> Vec<ParamSpec> {
+        let mut specs = decoder_specs(&self.text, DECODER);
+        if !self.tie_word_embeddings {
+            specs.push((LM_HEAD.to_owned(), vec![self.text.vocab_size, self.text.hidden_size]));
+        }
+        let spec = |(name, shape)| ParamSpec { name, shape, component: LLM };
+        specs.into_iter().map(spec).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn unsupported_values_are_refused_by_name() {
+        let published = json!({
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "head_dim": 128,
+            "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+            "rope_scaling": null, "attention_bias": false, "hidden_act": "silu",
+            "use_sliding_window": false, "tie_word_embeddings": true,
+        });
+        assert_eq!(Config::from_json(&published).unwrap().text.rope_theta, 1e6);
+        for (key, value) in [
+            ("use_sliding_window", json!(true)),
+            ("attention_bias", json!(true)),
+            ("rope_scaling", json!({"rope_type": "yarn"})),
+            ("num_key_value_heads", json!(3)),
+            ("hidden_size", json!("big")),
+        ] {
+            let mut json = published.clone();
+            json[key] = value;
+            let error = Config::from_json(&json).unwrap_err().to_string();
+            let named = if key == "rope_scaling" { "rope_type" } else { key };
+            assert!(error.contains(named), "{error}");
+        }
+    }
+}

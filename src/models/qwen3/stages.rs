@@ -1,0 +1,165 @@
+//! The model as a list of stages: embedding, layers, final norm.
+
+use super::config::{Config, DECODER, LM_HEAD};
+use crate::batch::VarlenBatch;
+use crate::metrics::{ActivationMemory, PartWork};
+use crate::models::model::{Model, ModelConfig, RecomputePolicy};
+use crate::models::opaque::{ModelInput, Tape};
+use crate::nn::{
+    Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap, ParamSpec,
+    WeightError, inverse_frequencies,
+};
+use crate::ops::{self, AttentionBackend};
+use crate::tape::{GradSink, InputGrad, Param};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+struct Qwen3 {
+    config: Config,
+    decoder: Decoder,
+    lm_head: Param, // [V, D]; the embedding if tied
+}
+
+struct Input {
+    input_ids: Tensor, // [T] u32
+    context: DecoderContext,
+}
+
+impl ModelConfig for Config {
+    fn param_specs(&self) -> Vec<ParamSpec> {
+        self.specs()
+    }
+
+    fn initializer_range(&self) -> f64 {
+        self.initializer_range
+    }
+
+    fn build(
+        &self,
+        params: &[Param],
+        attention: &Arc<dyn AttentionBackend>,
+    ) -> std::result::Result<Box<dyn Model>, WeightError> {
+        let map = ParamMap::new(params);
+        let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
+        let lm_head = match self.tie_word_embeddings {
+            true => decoder.embed_tokens.clone(),
+            false => map.get(LM_HEAD)?,
+        };
+        Ok(Box::new(Qwen3 { config: self.clone(), decoder, lm_head }))
+    }
+}
+
+/// Rotary angles of positions that are equal on all three axes.
+fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
+    let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
+    let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
+    for [position, ..] in position_ids {
+        frequencies.iter().for_each(|frequency| table.push(frequency * *position as f32));
+    }
+    table
+}
+
+/// Layers change nothing but their own output.
+fn after_layer(_: usize, _: &Tensor) -> Result<()> {
+    Ok(())
+}
+
+impl Qwen3 {
+    fn untied_head(&self) -> Option<&Param> {
+        Some(&self.lm_head).filter(|_| !self.config.tie_word_embeddings)
+    }
+}
+
+impl Model for Qwen3 {
+    fn param_specs(&self) -> Vec<ParamSpec> {
+        self.config.specs()
+    }
+
+    fn lm_head(&self) -> &Param {
+        &self.lm_head
+    }
+
+    fn stages(&self) -> Vec<Vec<&Param>> {
+        let head = self.untied_head().map(|head| vec![head]);
+        head.into_iter().chain(self.decoder.stages()).collect()
+    }
+
+    fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::MIN
+    }
+
+    fn head_dims(&self) -> Vec<(&'static str, usize)> {
+        vec![("text", self.config.text.head_dim)]
+    }
+
+    fn upload(&self, mut batch: VarlenBatch, _: DType, device: &Device) -> Result<ModelInput> {
+        if !batch.media.is_empty() {
+            bail!("the batch has {} images, but the model is text-only", batch.media.len());
+        }
+        let rope = rope_table(&self.config.text, &batch.position_ids);
+        let vocab_size = self.config.text.vocab_size;
+        let (input_ids, context) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
+        Ok(ModelInput::new(Input { input_ids, context }))
+    }
+
+    fn forward(
+        &self,
+        input: &ModelInput,
+        recompute: RecomputePolicy,
+        grads: &dyn GradSink,
+    ) -> Result<(Tensor, Tape)> {
+        let input = input.get::<Input>()?;
+        let h = self.decoder.embed(&input.input_ids)?; // [T, D]
+        let below = InputGrad::needed_if(grads.buffer(&self.decoder.embed_tokens).is_some());
+        let (context, llm) = (&input.context, recompute.llm);
+        let (hidden, tape) = self.decoder.forward(h, context, llm, grads, below, &after_layer)?;
+        Ok((hidden, Tape::new(tape)))
+    }
+
+    fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
+        let input = input.get::<Input>()?;
+        let h = self.decoder.embed(&input.input_ids)?; // [T, D]
+        self.decoder.hidden(h, &input.context, &after_layer)
+    }
+
+    fn backward(
+        &self,
+        tape: Tape,
+        d_hidden: Tensor,
+        input: &ModelInput,
+        grads: &dyn GradSink,
+    ) -> Result<()> {
+        let (input, tape) = (input.get::<Input>()?, tape.take::<DecoderTape>()?);
+        self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
+        let d_table = grads.buffer(&self.decoder.embed_tokens);
+        let below = InputGrad::needed_if(d_table.is_some());
+        let (context, mut before_layer) = (&input.context, after_layer);
+        let dh = self.decoder.backward(tape, d_hidden, context, grads, below, &mut before_layer)?;
+        if let (Some(d_table), Some(dh)) = (d_table, dh) {
+            ops::embedding_backward(&input.input_ids, &dh, d_table)?;
+        }
+        grads.finished(&[&self.decoder.embed_tokens]);
+        Ok(())
+    }
+
+    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+        let input = input.get::<Input>()?;
+        let h = self.decoder.embed(&input.input_ids)?; // [N, D]
+        self.decoder.decode(h, &input.context, cache, &after_layer)
+    }
+
+    fn work(&self) -> Vec<PartWork> {
+        let params: Vec<&Param> = self.decoder.stages().concat();
+        self.config.text.work(&params, &self.decoder.embed_tokens, &self.lm_head).to_vec()
+    }
+
+    fn activation_memory(
+        &self,
+        element: f64,
+        recompute: RecomputePolicy,
+        _grads: &dyn GradSink,
+    ) -> ActivationMemory {
+        self.config.text.memory(element, recompute.llm)
+    }
+}

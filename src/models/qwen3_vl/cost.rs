@@ -1,0 +1,99 @@
+//! Operations and memory of the model, for `trainer bench`.
+
+use super::config::Config;
+use super::encoder::VisionEncoder;
+use crate::metrics::{ActivationMemory, PartWork, Rows};
+use crate::nn::{Decoder, indexes, matrix_elements};
+use crate::tape::{Param, Recompute};
+
+impl Config {
+    /// Work of the vision blocks, the mergers, the decoder and the head.
+    pub(super) fn work(
+        &self,
+        vision: &VisionEncoder,
+        decoder: &Decoder,
+        head: &Param,
+    ) -> Vec<PartWork> {
+        let (blocks, mergers) = (vision.block_params(), vision.merger_params());
+        let text: Vec<&Param> = decoder.stages().concat();
+        let mut work = vec![
+            PartWork {
+                weights: matrix_elements(&blocks, vision.positions()),
+                params: indexes(&blocks),
+                // twice: full attention, where the decoder's is causal
+                attention: 2.0 * (self.vision.depth * self.vision.hidden_size) as f64,
+                rows: Rows::Patches,
+            },
+            PartWork {
+                weights: matrix_elements(&mergers, vision.positions()),
+                params: indexes(&mergers),
+                attention: 0.0,
+                rows: Rows::VisionTokens,
+            },
+        ];
+        work.extend(self.text.work(&text, &decoder.embed_tokens, head));
+        work
+    }
+
+    /// Memory of activations; `vision` is `None` if the vision encoder is frozen.
+    pub(super) fn activation_memory(
+        &self,
+        element: f64,
+        llm: Recompute,
+        vision: Option<Recompute>,
+    ) -> ActivationMemory {
+        let v = &self.vision;
+        let (hidden, num_mergers) = (v.hidden_size as f64, v.deepstack_visual_indexes.len() + 1);
+        let num_mergers = num_mergers as f64;
+        let input = element * hidden;
+        let saved = element * (6 * v.hidden_size + v.intermediate_size) as f64
+            + 4.0 * (4.0 + v.num_heads as f64);
+        let tape = match vision {
+            None => 0.0,
+            // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
+            Some(Recompute::No) => v.depth as f64 * saved + (num_mergers + 1.0) * input,
+            Some(Recompute::Yes) => (v.depth as f64 + 1.0) * input,
+        };
+        let text_hidden = self.text.hidden_size as f64;
+        let features = num_mergers * element * text_hidden / self.patches_per_token() as f64;
+        let patch_values = v.patch_values() as f64;
+        ActivationMemory {
+            patch_values,
+            patch: element * patch_values + features + tape,
+            ..self.text.memory(element, llm)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_frozen_vision_encoder_keeps_its_features_only() {
+        let config = Config::from_json(&json!({
+            "image_token_id": 1,
+            "text_config": {
+                "vocab_size": 100, "hidden_size": 10, "intermediate_size": 30,
+                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+                "rope_scaling": {"mrope_section": [2, 0, 0]},
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2,
+                "in_channels": 3, "patch_size": 2, "temporal_patch_size": 1,
+                "spatial_merge_size": 2, "num_position_embeddings": 4, "out_hidden_size": 10,
+                "deepstack_visual_indexes": [],
+            },
+        }));
+        let config = config.unwrap();
+        let patch = |vision| config.activation_memory(4.0, Recompute::No, vision).patch;
+        let frozen = 4.0 * 12.0 + 4.0 * 10.0 / 4.0; // pixels; a fourth of a token's features
+        assert_eq!(patch(None), frozen);
+        let block = 4.0 * (6.0 * 8.0 + 16.0) + 4.0 * 6.0;
+        let merger = 2.0 * 4.0 * 8.0; // its input and its hidden rows
+        assert_eq!(patch(Some(Recompute::No)), frozen + 2.0 * block + merger);
+        assert_eq!(patch(Some(Recompute::Yes)), frozen + 3.0 * 4.0 * 8.0);
+    }
+}

@@ -1,0 +1,104 @@
+//! Operations and memory of a decoder, for `trainer bench`.
+
+use super::config::DecoderConfig;
+use crate::metrics::{ActivationMemory, PartWork, Rows};
+use crate::tape::{Param, Recompute};
+
+/// Number of elements of the matrices among `params`, without `table`, which is only looked up.
+pub(crate) fn matrix_elements(params: &[&Param], table: &Param) -> f64 {
+    let is_matrix = |p: &&&Param| p.tensor().rank() > 1 && p.index() != table.index();
+    params.iter().filter(is_matrix).map(|p| p.tensor().elem_count()).sum::<usize>() as f64
+}
+
+/// Indexes of `params`, as a part of the work lists them.
+pub(crate) fn indexes(params: &[&Param]) -> Vec<usize> {
+    params.iter().map(|param| param.index()).collect()
+}
+
+impl DecoderConfig {
+    /// Work of the decoder and of its head.
+    pub(crate) fn work(
+        &self,
+        decoder: &[&Param],
+        embedding: &Param,
+        head: &Param,
+    ) -> [PartWork; 2] {
+        let heads = self.num_attention_heads * self.head_dim;
+        [
+            PartWork {
+                params: indexes(decoder),
+                weights: matrix_elements(decoder, embedding),
+                attention: (self.num_hidden_layers * heads) as f64,
+                rows: Rows::Tokens,
+            },
+            PartWork {
+                params: vec![head.index()],
+                weights: (self.vocab_size * self.hidden_size) as f64,
+                attention: 0.0,
+                rows: Rows::Targets,
+            },
+        ]
+    }
+
+    /// Bytes that backward needs of one layer and token: `x` twice; `q`, `o`; `k`, `v`; `gate`,
+    /// `up`; two `rstd` and `lse` in `f32`.
+    fn saved_bytes(&self, element: f64) -> f64 {
+        let wide = ((self.num_attention_heads + self.num_key_value_heads) * self.head_dim) as f64;
+        let (hidden, intermediate) = (self.hidden_size as f64, self.intermediate_size as f64);
+        let statistics = 4.0 * (2.0 + self.num_attention_heads as f64);
+        2.0 * element * (hidden + wide + intermediate) + statistics
+    }
+
+    /// Memory of activations without images, for elements of `element` bytes. Counts all layers:
+    /// normally the embedding, something before it, or the first layer is trained.
+    pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
+        let (hidden, saved) = (self.hidden_size as f64, self.saved_bytes(element));
+        let (layer, again) = match recompute {
+            Recompute::No => (saved, 0.0),
+            Recompute::Yes => (element * hidden, saved - element * hidden),
+        };
+        ActivationMemory {
+            token_context: 4.0 * self.head_dim as f64,
+            token_tape: self.num_hidden_layers as f64 * layer,
+            // `dy` and the gradient of SwiGLU's output
+            token_backward: again + element * (hidden + self.intermediate_size as f64),
+            patch_values: 0.0,
+            patch: 0.0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: DecoderConfig = DecoderConfig {
+        vocab_size: 100,
+        hidden_size: 10,
+        intermediate_size: 30,
+        num_hidden_layers: 3,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 5,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+    };
+
+    #[test]
+    fn a_token_costs_its_tape_and_the_working_set_of_one_layer() {
+        let memory = CONFIG.memory(4.0, Recompute::No);
+        // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 30; two rstd and four lse
+        let layer = 4.0 * (20.0 + 40.0 + 20.0 + 60.0) + 4.0 * 6.0;
+        assert_eq!(memory.token_tape, 3.0 * layer);
+        assert_eq!(memory.token_backward, 4.0 * (10.0 + 30.0));
+        assert_eq!(memory.token_context, 4.0 * 5.0);
+    }
+
+    #[test]
+    fn recomputing_keeps_one_tensor_a_layer_and_one_layer() {
+        let (all, input) = (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
+        assert_eq!(input.token_tape, 3.0 * 40.0);
+        let layer = all.token_tape / 3.0;
+        assert_eq!(input.token_backward - all.token_backward, layer - 40.0);
+    }
+}

@@ -1,0 +1,211 @@
+//! The decoder: token embedding, pre-norm layers of attention and MLP, final norm.
+
+use super::attention::{AttentionBlock, SavedAttention};
+use super::config::{DecoderConfig, embedding_name, layer_name};
+use super::context::DecoderContext;
+use super::mlp::{MlpBlock, SavedMlp};
+use super::norm::RmsNorm;
+use super::params::{ParamMap, WeightError};
+use crate::ops::{self, AttentionBackend};
+use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
+use candle_core::{Result, Tensor};
+use std::sync::Arc;
+
+/// One decoder layer.
+struct DecoderLayer {
+    attention: AttentionBlock,
+    mlp: MlpBlock,
+}
+
+impl Stage for DecoderLayer {
+    type Context = DecoderContext;
+    type Saved = (SavedAttention, SavedMlp);
+
+    fn params(&self) -> Vec<&Param> {
+        self.attention.params().chain(self.mlp.params()).collect()
+    }
+
+    fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, Self::Saved)> {
+        let (x, attention) = self.attention.forward(x, context)?; // [T, D]
+        let (y, mlp) = self.mlp.forward(&x)?; // [T, D]
+        Ok((y, (attention, mlp)))
+    }
+
+    fn backward(
+        &self,
+        (attention, mlp): Self::Saved,
+        dy: Tensor,
+        context: &DecoderContext,
+        grads: &dyn GradSink,
+        input_grad: InputGrad,
+    ) -> Result<Option<Tensor>> {
+        let dy = self.mlp.backward(mlp, dy, grads)?; // [T, D]
+        self.attention.backward(attention, &dy, context, grads, input_grad)
+    }
+}
+
+/// Token embedding, layers and final norm.
+pub(crate) struct Decoder {
+    pub(crate) embed_tokens: Param, // [V, D]
+    layers: Vec<DecoderLayer>,
+    norm: RmsNorm,
+}
+
+/// What the forward pass of a decoder keeps.
+pub(crate) struct DecoderTape {
+    layers: Vec<SavedStage<DecoderLayer>>, // from the first that backward visits
+    norm: SavedStage<RmsNorm>,
+}
+
+/// Keys and values of the tokens of one sample so far.
+#[derive(Default)]
+pub struct KvCache {
+    layers: Vec<(Tensor, Tensor)>, // k, v: [S, Hkv, Dh] each
+    num_past: usize,
+}
+
+impl Decoder {
+    pub(crate) fn new(
+        params: &ParamMap<'_>,
+        prefix: &str,
+        config: &DecoderConfig,
+        attention: &Arc<dyn AttentionBackend>,
+    ) -> std::result::Result<Self, WeightError> {
+        let eps = config.rms_norm_eps;
+        let layers = (0..config.num_hidden_layers).map(|k| {
+            let name = layer_name(prefix, k);
+            let attention = AttentionBlock::new(params, &name, config, attention.clone())?;
+            Ok(DecoderLayer { attention, mlp: MlpBlock::new(params, &name, eps)? })
+        });
+        Ok(Self {
+            embed_tokens: params.get(&embedding_name(prefix))?,
+            layers: layers.collect::<std::result::Result<_, _>>()?,
+            norm: RmsNorm::new(params, &format!("{prefix}.norm"), eps)?,
+        })
+    }
+
+    /// Parameters of each stage, in the order of backward.
+    pub(crate) fn stages(&self) -> Vec<Vec<&Param>> {
+        let layers = self.layers.iter().rev().map(Stage::params);
+        std::iter::once(self.norm.params())
+            .chain(layers)
+            .chain([vec![&self.embed_tokens]])
+            .collect()
+    }
+
+    /// `ids: [T]` to `[T, D]`.
+    pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        ops::embedding(ids, &self.embed_tokens.tensor())
+    }
+
+    /// Hidden states after the final norm, `[T, D]`, from embeddings `h: [T, D]`. Only the layers
+    /// that backward visits are kept; `below` says whether anything before the first layer needs a
+    /// gradient. `after_layer` may change the output of a layer in place.
+    pub(crate) fn forward(
+        &self,
+        mut h: Tensor,
+        context: &DecoderContext,
+        recompute: Recompute,
+        grads: &dyn GradSink,
+        below: InputGrad,
+        after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
+    ) -> Result<(Tensor, DecoderTape)> {
+        let mut visited = below == InputGrad::Needed;
+        let mut layers = Vec::with_capacity(self.layers.len());
+        for (k, layer) in self.layers.iter().enumerate() {
+            visited = visited || layer.is_trained(grads);
+            h = if visited {
+                let (y, saved) = SavedStage::forward(layer, h, context, recompute)?;
+                layers.push(saved);
+                y
+            } else {
+                layer.forward(&h, context)?.0
+            };
+            after_layer(k, &h)?;
+        }
+        let (hidden, norm) = SavedStage::forward(&self.norm, h, &(), Recompute::No)?;
+        Ok((hidden, DecoderTape { layers, norm }))
+    }
+
+    /// Hidden states after the final norm, `[T, D]`; keeps nothing.
+    pub(crate) fn hidden(
+        &self,
+        mut h: Tensor,
+        context: &DecoderContext,
+        after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
+        for (k, layer) in self.layers.iter().enumerate() {
+            h = layer.forward(&h, context)?.0;
+            after_layer(k, &h)?;
+        }
+        Ok(self.norm.forward(&h, &())?.0)
+    }
+
+    /// Adds the gradients of layers and norm to `grads` and reports these stages as finished.
+    /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer` sees
+    /// the gradient of each layer's output.
+    pub(crate) fn backward(
+        &self,
+        tape: DecoderTape,
+        d_hidden: Tensor,
+        context: &DecoderContext,
+        grads: &dyn GradSink,
+        below: InputGrad,
+        before_layer: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        let mut trained = below == InputGrad::Needed;
+        let mut input_grads = vec![InputGrad::needed_if(trained)]; // of layer 0, 1, .., of the norm
+        for layer in &self.layers {
+            trained = trained || layer.is_trained(grads);
+            input_grads.push(InputGrad::needed_if(trained));
+        }
+        let needed = input_grads[self.layers.len()];
+        let mut dh = tape.norm.backward(&self.norm, d_hidden, &(), grads, needed)?;
+        let mut saved = tape.layers;
+        for (k, layer) in self.layers.iter().enumerate().rev() {
+            let dy = dh.take().filter(|_| input_grads[k + 1] == InputGrad::Needed);
+            dh = match (dy, saved.pop()) {
+                (Some(dy), Some(saved)) => {
+                    before_layer(k, &dy)?;
+                    saved.backward(layer, dy, context, grads, input_grads[k])?
+                }
+                _ => {
+                    grads.finished(&layer.params());
+                    None
+                }
+            };
+        }
+        Ok(dh.filter(|_| below == InputGrad::Needed))
+    }
+
+    /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`; adds them to `cache`.
+    pub(crate) fn decode(
+        &self,
+        mut h: Tensor,
+        context: &DecoderContext,
+        cache: &mut KvCache,
+        after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
+        let num_new = h.dim(0)?;
+        for (k, layer) in self.layers.iter().enumerate() {
+            let (q, new_keys, new_values) = layer.attention.project(&h, context)?;
+            let (keys, values) = match cache.layers.get(k) {
+                Some((keys, values)) => {
+                    (Tensor::cat(&[keys, &new_keys], 0)?, Tensor::cat(&[values, &new_values], 0)?)
+                }
+                None => (new_keys, new_values),
+            };
+            let o = ops::decode_attention(&q, &keys, &values, cache.num_past)?; // [N, H, Dh]
+            let x = layer.attention.output(&h, &o)?;
+            h = layer.mlp.forward(&x)?.0;
+            after_layer(k, &h)?;
+            if k < cache.layers.len() {
+                cache.layers[k] = (keys, values);
+            } else {
+                cache.layers.push((keys, values));
+            }
+        }
+        cache.num_past += num_new;
+        Ok(self.norm.forward(&h, &())?.0)
+    }
+}

@@ -1,0 +1,76 @@
+//! The second half of a decoder layer: RMS norm, SwiGLU, residual.
+
+use super::linear::Linear;
+use super::norm::RmsNorm;
+use super::params::{ParamMap, WeightError};
+use crate::ops;
+use crate::tape::{GradSink, Param};
+use candle_core::{Result, Tensor};
+
+/// `x + down(silu(gate(norm(x))) * up(norm(x)))`.
+pub(super) struct MlpBlock {
+    norm: RmsNorm,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// What the block keeps for backward.
+pub(super) struct SavedMlp {
+    x: Tensor,    // [T, D]
+    rstd: Tensor, // [T]
+    gate: Tensor, // [T, F]
+    up: Tensor,   // [T, F]
+}
+
+impl MlpBlock {
+    /// `name` is the name of the layer.
+    pub(super) fn new(
+        params: &ParamMap<'_>,
+        name: &str,
+        eps: f64,
+    ) -> std::result::Result<Self, WeightError> {
+        let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
+        Ok(Self {
+            norm: RmsNorm::new(params, &format!("{name}.post_attention_layernorm"), eps)?,
+            gate: linear("gate_proj")?,
+            up: linear("up_proj")?,
+            down: linear("down_proj")?,
+        })
+    }
+
+    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
+        let linears = [&self.gate, &self.up, &self.down];
+        std::iter::once(self.norm.param()).chain(linears.into_iter().flat_map(Linear::params))
+    }
+
+    /// `x: [T, D]` to `[T, D]`.
+    pub(super) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMlp)> {
+        let (normed, rstd) = self.norm.normed(x)?;
+        let gate = self.gate.forward(&normed)?; // [T, F]
+        let up = self.up.forward(&normed)?; // [T, F]
+        let y = self.down.forward_add(&ops::swiglu(&gate, &up)?, x)?; // [T, D]
+        Ok((y, SavedMlp { x: x.clone(), rstd, gate, up }))
+    }
+
+    /// `dx: [T, D]`. Each buffer is dropped after its last use, to keep the peak low.
+    pub(super) fn backward(
+        &self,
+        SavedMlp { x, rstd, gate, up }: SavedMlp,
+        dy: Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<Tensor> {
+        let d_activated = self.down.backward_input(&dy)?; // [T, F]
+        let recompute = self.down.recompute_input(grads);
+        let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
+        if let Some(activated) = activated {
+            self.down.backward_params(&activated, &dy, grads)?;
+        }
+        let normed = self.norm.apply(&x, &rstd)?; // [T, D]
+        let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]
+        drop(d_gate);
+        let d_normed = self.up.backward_add(&normed, &d_up, d_normed, grads)?;
+        drop((normed, d_up));
+        self.norm.backward_add(&x, &rstd, &d_normed, Some(&dy), grads) // [T, D]
+    }
+}

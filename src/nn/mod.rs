@@ -1,0 +1,28 @@
+//! Building blocks that model families share, each with a forward and a hand-written backward.
+//!
+//! Shapes: `T` tokens, `N` rows of any kind, `D` hidden size, `H` heads, `Hkv` kv heads, `Dh` head
+//! dim, `F` intermediate size, `V` vocabulary.
+
+mod attention;
+mod config;
+mod context;
+mod cost;
+mod decoder;
+mod init;
+mod linear;
+mod mlp;
+mod norm;
+mod params;
+mod rope;
+
+pub use config::{DecoderConfig, decoder_specs};
+pub(crate) use context::DecoderContext;
+pub(crate) use cost::{indexes, matrix_elements};
+pub use decoder::KvCache;
+pub(crate) use decoder::{Decoder, DecoderTape};
+pub use init::random_tensor;
+pub(crate) use linear::Linear;
+pub(crate) use norm::LayerNorm;
+pub(crate) use params::ParamMap;
+pub use params::{Component, Inputs, ParamSpec, WeightError};
+pub(crate) use rope::{HostTable, inverse_frequencies};

@@ -1,0 +1,59 @@
+//! The list of parameters: published names, shapes, and the component that each belongs to.
+
+use crate::tape::Param;
+use std::collections::HashMap;
+
+/// The samples that give a component its gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Inputs {
+    /// All samples.
+    All,
+    /// Samples with images or videos.
+    Media,
+}
+
+/// A part of a model that `model.freeze` and `optim.lr_multipliers` can name. Families define
+/// their components as constants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Component {
+    /// Name in a config, for example `llm`.
+    pub name: &'static str,
+    /// The samples that give it a gradient.
+    pub inputs: Inputs,
+}
+
+/// One tensor of the checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// Published name.
+    pub name: String,
+    /// Published shape.
+    pub shape: Vec<usize>,
+    /// The component that the tensor belongs to.
+    pub component: Component,
+}
+
+/// The list of parameters does not fit the model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum WeightError {
+    /// The model needs a tensor that is not in the list.
+    #[error("the model has no tensor `{name}`")]
+    Missing {
+        /// Published name.
+        name: String,
+    },
+}
+
+/// Finds parameters by name while a model is built.
+pub(crate) struct ParamMap<'a>(HashMap<&'a str, &'a Param>);
+
+impl<'a> ParamMap<'a> {
+    pub(crate) fn new(params: &'a [Param]) -> Self {
+        Self(params.iter().map(|param| (param.name(), param)).collect())
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Result<Param, WeightError> {
+        let missing = || WeightError::Missing { name: name.to_owned() };
+        self.0.get(name).map(|param| (*param).clone()).ok_or_else(missing)
+    }
+}

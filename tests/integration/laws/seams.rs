@@ -1,0 +1,95 @@
+//! What ranks and shards rely on: stages report their gradients, and weights may move.
+
+use super::{
+    BOTH_HEADS, Backend, Head, Image, Subject, Text, Weights, host, num_targets, packed, sample,
+    samples,
+};
+use candle_core::{Device, Tensor};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use trainer::models::{RecomputePolicy, report_without_backward};
+use trainer::tape::{GradSink, Gradients, Param, Recompute};
+
+/// Records each parameter when it is reported, with its gradient at that time.
+struct Recorder<'a> {
+    grads: &'a Gradients,
+    reported: RefCell<Vec<(usize, Option<Vec<f32>>)>>,
+}
+
+impl GradSink for Recorder<'_> {
+    fn buffer(&self, param: &Param) -> Option<&Tensor> {
+        self.grads.buffer(param)
+    }
+
+    fn finished(&self, params: &[&Param]) {
+        let mut reported = self.reported.borrow_mut();
+        for param in params {
+            reported.push((param.index(), self.grads.get(param.index()).map(host)));
+        }
+    }
+}
+
+#[test]
+fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
+    let batches = [packed(&samples()), packed(&[sample(40, &[Text(6)])])];
+    let policies = [Recompute::No, Recompute::Yes].map(|r| RecomputePolicy { vision: r, llm: r });
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 80), Backend::Flash);
+        let order: Vec<usize> =
+            subject.model.stages().concat().iter().map(|param| param.index()).collect();
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..subject.specs.len()).collect::<Vec<_>>(), "a stage for each");
+        let frozen = ["nothing", "visual.", "language_model.", "layers.0.", "embed_tokens", ""];
+        for (batch, frozen) in batches.iter().flat_map(|b| frozen.map(|frozen| (b, frozen))) {
+            for policy in policies {
+                let grads = subject.buffers(|spec| !spec.name.contains(frozen));
+                let recorder = Recorder { grads: &grads, reported: RefCell::default() };
+                subject.accumulate(batch, num_targets(batch), policy, &recorder);
+                let reported = recorder.reported.into_inner();
+                let found: Vec<usize> = reported.iter().map(|(index, _)| *index).collect();
+                assert_eq!(found, order, "{head:?}, frozen: {frozen}, {policy:?}");
+                for (index, then) in reported {
+                    let name = &subject.specs[index].name;
+                    assert!(
+                        then == grads.get(index).map(host),
+                        "`{name}` changed after its report"
+                    );
+                }
+            }
+        }
+        let grads = subject.buffers(|_| true);
+        let recorder = Recorder { grads: &grads, reported: RefCell::default() };
+        report_without_backward(&*subject.model, &recorder);
+        let found: Vec<usize> =
+            recorder.reported.borrow().iter().map(|(index, _)| *index).collect();
+        assert_eq!(found, order, "a micro-batch without targets");
+    }
+}
+
+#[test]
+fn weights_in_another_buffer_give_the_same_bits() {
+    let batch = packed(&[sample(41, &[Text(3), Image([1, 4, 2]), Text(5)])]);
+    for head in [Head::Tied, Head::Untied] {
+        let subject = Subject::new(&Weights::random(head, 81), Backend::Flash);
+        let (expected, grads) = subject.run(&batch);
+        let old: BTreeMap<usize, Tensor> =
+            subject.params.iter().map(|param| (param.index(), param.tensor())).collect();
+        for param in &subject.params {
+            // a view in the middle of a larger buffer, as a slot has
+            let values = host(&param.tensor());
+            let slot = [&[f32::NAN; 8], values.as_slice(), &[f32::NAN; 8]].concat();
+            let slot = Tensor::new(slot, param.tensor().device()).unwrap();
+            let view = slot.narrow(0, 8, values.len()).unwrap();
+            param.set_tensor(view.reshape(param.tensor().shape()).unwrap()).unwrap();
+        }
+        for tensor in old.values() {
+            let nan = Tensor::new(f32::NAN, &Device::Cpu).unwrap();
+            let nan = nan.broadcast_as(tensor.shape()).unwrap().contiguous().unwrap();
+            tensor.slice_set(&nan.to_device(tensor.device()).unwrap(), 0, 0).unwrap();
+        }
+        let (found, moved) = subject.run(&batch);
+        assert_eq!(found.hidden, expected.hidden, "{head:?}");
+        assert!(moved == grads, "{head:?}");
+    }
+}
