@@ -327,7 +327,7 @@ fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
         if kernels.is_empty() {
             (kernels, first) = (kernel.to_owned(), kernel);
         } else if kernel != first {
-            kernels.push_str(&format!("; {name}: {kernel}"));
+            kernels.extend(["; ", name, ": ", kernel]);
         }
     }
     kernels

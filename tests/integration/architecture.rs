@@ -66,11 +66,7 @@ const MAY_IMPORT: [(&str, &[&str]); 14] = [
 ];
 
 /// Files that may have more lines, each with the reason.
-const LONGER: [(&str, &str); 3] = [
-    ("src/data/dataset/order.rs", "to be split with its folder"),
-    ("src/data/loader/tests.rs", "to be split with its folder"),
-    ("src/ops/cpu/simd.rs", "to be split with its folder"),
-];
+const LONGER: [(&str, &str); 0] = [];
 const MAX_LINES: usize = 450;
 
 fn root() -> &'static Path {
