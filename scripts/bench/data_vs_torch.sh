@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Benchmark of data preparation: `trainer` and the processors of transformers tokenise and resize
-# the same rows on one core, taking turns. Then prints the share of a step that waits for data, with
-# the quickstart and with the image rows.
+# the same rows on one core, alternately. Then prints the share of the step time spent waiting for
+# data, for the quickstart and for the image rows.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/data_vs_torch.sh [ROUNDS] [STEPS]
 # Needs a build: cargo build --release
 set -euo pipefail

@@ -2,7 +2,7 @@
 # Tokens per second and peak memory of packs of 1k to 32k tokens made of rows of 512 tokens. Time
 # per token should be constant and peak memory linear in the length of the pack.
 #   scripts/bench/flat.sh [ROUNDS] [KEY=VALUE..]        example: scripts/bench/flat.sh 1 model.recompute=full
-# Sizes take turns, each in its own process; the best of all rounds is printed.
+# Each round runs all sizes, each in its own process; the best of all rounds is printed.
 # LOCK=FILE              each process waits for this lock
 # TOKENS="1024 4096"     other pack lengths
 # MODEL="4 256 768 4 2"  another model (see text_model.sh)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Benchmark of an image model with 20 M parameters: the same rows and weights in PyTorch and in
-# `trainer`, taking turns. Both read the images inside the timed steps. Token counts, first loss and
-# first gradient norm must agree, so that both do the same work.
+# `trainer`, run alternately. Both read the images inside the timed steps. The script fails unless
+# token counts, first loss and first gradient norm agree, which shows that both do the same work.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/image_vs_torch.sh [ROUNDS] [STEPS]
 # Needs a build: cargo build --release
 set -euo pipefail

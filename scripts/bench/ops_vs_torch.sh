@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compares every op of `trainer bench --ops` with PyTorch in f32. Both take turns, because machines
-# are noisy; the best of all rounds is printed. Fails if an op is slower than its limit or needs
-# more memory. A round takes about a minute.
+# Compares every op of `trainer bench --ops` with PyTorch in f32. They run alternately, because
+# machines are noisy; the best of all rounds is printed. Fails if an op is slower than its limit or
+# needs more memory. A round takes about a minute.
 #   PYTHON=/path/to/python-with-torch scripts/bench/ops_vs_torch.sh [ROUNDS] [FILTER]
 # FILTER     part of an op's name, for example `rms_norm`
 # THREADS=N  number of threads of both sides (default 2)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Compares padded batches with packing: the same model, rows and real tokens per step, taking turns.
-# Prints three figures for each of two length distributions: the expected speed-up (computed tokens
-# / real tokens of the padded run), the measured speed-up per real token, and the second as a share
-# of the first. The measured one is also printed by CPU time, for machines with other work.
-# `padded` uses the attention of the packed run, so that only padding differs. `reference` uses
-# dense masked attention, as configs/padded_reference.yaml does, which has a cost of its own.
+# Compares padded batches with packing: the same model, rows and real tokens per step. Each round
+# runs both. Prints three figures for each of two length distributions: the expected speed-up
+# (computed tokens / real tokens of the padded run), the measured speed-up per real token, and the
+# second as a share of the first. The measured one is also printed by CPU time, for machines with
+# other work. `padded` uses the attention of the packed run, so that only padding differs.
+# `reference` uses dense masked attention, as configs/padded_reference.yaml does, which has a cost
+# of its own.
 #   scripts/bench/padding.sh [ROUNDS] [BATCHES of 8 rows]
 # LOCK=FILE     each process waits for this lock
 # TRAINER=FILE  another binary

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares training steps of PyTorch and `trainer`: the same model and rows. Both take turns,
+# Compares training steps of PyTorch and `trainer`: the same model and rows. They run alternately,
 # because machines are noisy. Prints tokens per second and per CPU second of both, the ratios, and
 # peak memory.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/vs_torch.sh [ROUNDS] [STEPS] [ARGS..]

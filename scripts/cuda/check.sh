@@ -2,7 +2,7 @@
 # Checks the CUDA code without a GPU. Runs the named parts, or all of them:
 #   scripts/cuda/check.sh [types] [emulated] [nvcc]
 #   types     clippy for the features `cuda` and `flash-attn`, with a stub in place of nvcc
-#   emulated  the tests of the ops and the tests of the model's laws, with every CUDA kernel emulated
+#   emulated  the tests of the ops and of the model (`laws`), with every CUDA kernel emulated
 #             on the CPU
 #   nvcc      compiles every kernel for sm_80 and sm_90 with the pinned compiler of toolkit.sh;
 #             register spills are errors

@@ -3,7 +3,7 @@
 # (scripts/cuda/build.sh).
 #   scripts/cuda/gpu_test.sh [DEVICE]
 #   1. every op, forward and backward, on the GPU against its f64 reference: odd sizes, f32 and bf16
-#   2. the laws of the model (gradients, causality, isolation, packed == padded == alone, recompute)
+#   2. the model tests (gradients, causality, isolation, packed == padded == alone, recompute)
 #   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and of
 #      the last step are within 2 %
 #   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
@@ -106,7 +106,7 @@ sanitizer() {
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 part "ops against f64 references" ops
-part "laws of the model" laws
+part "model tests" laws
 part "50 steps, bf16 on the GPU against f32 on the CPU" curves
 part "resume" resume
 part "memory over 1,000 steps" memory

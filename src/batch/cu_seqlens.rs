@@ -19,7 +19,7 @@ impl PartialEq for CuSeqlens {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CuSeqlensError {
     /// A segment has no tokens.
-    #[error("segment {segment} has no tokens")]
+    #[error("segment {segment} has 0 tokens, expected at least 1")]
     EmptySegment {
         /// Index of the segment.
         segment: usize,

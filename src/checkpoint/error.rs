@@ -69,7 +69,7 @@ pub enum CheckpointError {
         problem: String,
     },
     /// A file or a model folder has no tensor of this name.
-    #[error("no tensor `{tensor}` in `{}`", .place.display())]
+    #[error("tensor `{tensor}` is missing from `{}`", .place.display())]
     NoTensor {
         /// The file or folder.
         place: PathBuf,
@@ -98,7 +98,7 @@ pub enum CheckpointError {
         source: candle_core::Error,
     },
     /// Two tensors of one file have the same name.
-    #[error("two tensors are named `{tensor}`")]
+    #[error("two tensors are named `{tensor}`, expected unique names")]
     SameName {
         /// The name.
         tensor: String,
@@ -125,9 +125,7 @@ impl CheckpointError {
             Self::ShardMissing { .. } | Self::NotInShard { .. } | Self::Invalid { .. } => {
                 "the file is incomplete: download or copy it again".to_owned()
             }
-            Self::NoTensor { .. } => {
-                "the weights are not of the model that `config.json` describes".to_owned()
-            }
+            Self::NoTensor { .. } => "use weights and a `config.json` of the same model".to_owned(),
             Self::Dtype { .. } => {
                 "quantised weights cannot be trained: use the unquantised model".to_owned()
             }

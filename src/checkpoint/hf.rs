@@ -432,7 +432,7 @@ mod tests {
         let (folder, _) = written(u64::MAX);
         let files = WeightFiles::open(folder.path()).unwrap();
         let error = files.load("absent", DType::F32, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("no tensor `absent`"), "{error}");
+        assert!(error.to_string().contains("tensor `absent` is missing"), "{error}");
 
         let path = folder.path().join("ids.safetensors");
         let header = br#"{"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}}"#;

@@ -1,7 +1,7 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
-//! Arithmetic order is that of `torch.optim.AdamW`; everything is `f32`, scalars are computed in `f64`. The moments may be
-//! stored in `bf16`: see `moments.rs`.
+//! The order of operations is that of `torch.optim.AdamW`. Tensors are computed in `f32`, scalars
+//! in `f64`. The moments may be stored in `bf16`: see `moments.rs`.
 
 #![expect(
     clippy::inline_always,
@@ -16,44 +16,44 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Constants of a run.
+/// Hyperparameters that stay constant during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Decay of the first moment.
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
 }
 
-/// A parameter and its state; all in one shape.
+/// A parameter, its optimizer state and its gradient, all of the same shape.
 #[derive(Clone, Copy)]
 pub struct AdamWTensors<'a> {
-    /// In the compute dtype; rewritten.
+    /// The weight, `f32` or `bf16`; overwritten.
     pub weight: &'a Tensor,
-    /// The weight in `f32`, rewritten; `None` if `weight` itself is `f32`.
+    /// The master weight in `f32`, overwritten; `None` if `weight` itself is `f32`.
     pub master: Option<&'a Tensor>,
-    /// First moment, `f32` or `bf16`, rewritten.
+    /// First moment, `f32` or `bf16`; overwritten.
     pub exp_avg: &'a Tensor,
-    /// Second moment, in the dtype of the first, rewritten.
+    /// Second moment, in the dtype of the first; overwritten.
     pub exp_avg_sq: &'a Tensor,
-    /// Gradient, `f32`, only read.
+    /// Gradient, `f32`; only read.
     pub grad: &'a Tensor,
 }
 
-/// The update of one parameter, among all of a step.
+/// The update of one of the parameters of a step.
 #[derive(Clone, Copy)]
 pub struct AdamWUpdate<'a> {
-    /// What is rewritten, and the gradient.
+    /// The parameter, its state and its gradient.
     pub tensors: AdamWTensors<'a>,
     /// Learning rate of this parameter.
     pub lr: f64,
-    /// Decay of this weight, times `lr`.
+    /// Weight decay of this parameter; multiplied by `lr`.
     pub weight_decay: f64,
 }
 
-/// One step's scalars for one parameter, as `f32` arithmetic sees them.
+/// Scalars of the update of one parameter in one step, rounded to `f32`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scalars {
     pub(super) keep: f32,
@@ -122,7 +122,8 @@ kernels! {
     }
 }
 
-/// Fails unless the tensors have one shape, and the dtypes and the memory of their own that an update needs.
+/// Fails unless the tensors have the same shape, the dtypes that an update needs, and separate
+/// memory.
 fn check(op: &str, tensors: &AdamWTensors<'_>, step: u64) -> Result<()> {
     let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
     let dims = weight.dims();
@@ -152,8 +153,8 @@ fn check(op: &str, tensors: &AdamWTensors<'_>, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sum of the squares of each `f32` tensor, `[tensors]` in `f64`, on the device of the tensors. Does
-/// not wait for a GPU. The bits do not depend on the number of threads.
+/// Sum of the squares of each `f32` tensor, `[tensors]` in `f64`, on the device of the tensors.
+/// Does not wait for a GPU. The bits do not depend on the number of threads.
 pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     let Some(first) = tensors.first() else {
         return Tensor::from_vec(Vec::<f64>::new(), 0, &Device::Cpu);
@@ -166,10 +167,10 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
 }
 
-/// Update number `step` (from 1) of parameters, with the gradients scaled down to a joint L2 norm of
-/// `max_grad_norm`; 0 switches the scaling off. `squares` are the [`sums_of_squares`] of all
-/// gradients of the step, which may be more than those of `updates`. Changes nothing if their sum is
-/// not finite. Does not wait for a GPU.
+/// Update number `step` (from 1) of parameters, with the gradients scaled down to a joint L2 norm
+/// of `max_grad_norm`; 0 switches the scaling off. `squares` are the [`sums_of_squares`] of all
+/// gradients of the step, which may be more than those of `updates`. Changes nothing if their sum
+/// is not finite. Does not wait for a GPU.
 pub fn clipped_update(
     hyper: &AdamW,
     updates: &[AdamWUpdate<'_>],
@@ -203,8 +204,8 @@ pub fn clipped_update(
     Ok(())
 }
 
-/// Update number `step` (from 1): decays the weight by `lr * weight_decay`, then moves it by Adam with the gradient
-/// `grad_scale * grad`.
+/// Update number `step` (from 1) of one parameter: decays the weight by `lr * weight_decay`, then
+/// applies the Adam update of the gradient `grad_scale * grad`.
 pub fn adamw_step(
     hyper: &AdamW,
     tensors: &AdamWTensors<'_>,
@@ -236,7 +237,8 @@ fn update_on_cpu(
     update_blocks::<f32>(op, tensors, |_, grad, p, m, v| update(s, grad_scale, grad, p, m, v))
 }
 
-/// Calls `update(first element, grad, weight, moments)` for blocks, on all threads, and narrows the weight.
+/// Calls `update(first element, grad, weight, moments)` for blocks on all threads, and rounds the
+/// new weight to the dtype of `weight`.
 fn update_blocks<M: Element>(
     op: &'static str,
     tensors: &AdamWTensors<'_>,

@@ -39,7 +39,7 @@ class Rows:
         if way == "auto" and any(isinstance(part, dict) for row in self.rows[:1] for part in row["messages"][0]["content"]):
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            rounds = [{way: self.seconds(way) for way in WAYS} for _ in range(3)]  # the ways take turns: machines are noisy
+            rounds = [{way: self.seconds(way) for way in WAYS} for _ in range(3)]  # alternately: machines are noisy
             torch.set_num_threads(threads)
             self.choose(min(WAYS, key=lambda way: min(times[way] for times in rounds)))
 

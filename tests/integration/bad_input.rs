@@ -39,8 +39,8 @@ fn cell(text: &str) -> String {
     text.trim().replace("\\|", "|")
 }
 
-/// What `Case` says, found in an output.
-fn told(output: &Output, folder: &Path) -> (String, String) {
+/// Returns the error message and the hint of an output.
+fn reported(output: &Output, folder: &Path) -> (String, String) {
     let stderr = String::from_utf8(output.stderr.clone()).unwrap();
     assert!(!stderr.contains("panicked at"), "{stderr}");
     assert!(!stderr.contains('\u{1b}'), "no terminal, no colours: {stderr}");
@@ -63,7 +63,7 @@ fn trainer(args: &[&str]) -> Output {
     command.args(args).output().unwrap()
 }
 
-/// Runs `check` on all cases, a few at a time, and tells all differences at once.
+/// Runs `check` on all cases, a few at a time, and reports all differences at once.
 fn check_all(cases: &[Case], check: impl Fn(&Case) -> Result<(), String> + Sync) {
     let next = AtomicUsize::new(0);
     let failed: Vec<String> = std::thread::scope(|scope| {
@@ -203,7 +203,7 @@ fn every_bad_config_is_refused_in_words_and_leaves_no_checkpoint() {
             Err(error) => write(&config, error.into_bytes()),
         }
         let output = trainer(&["sft", "--config", config.to_str().unwrap()]);
-        let (message, hint) = told(&output, folder);
+        let (message, hint) = reported(&output, folder);
         for forbidden in ["checkpoints", "final", "previous-1"] {
             if output_dir.join(forbidden).exists() {
                 return Err(format!("{}: left `{forbidden}` behind", case.file));
@@ -254,7 +254,7 @@ fn every_bad_row_stops_a_run_that_shall_stop_with_its_line_and_reason() {
         let config =
             row_config(&folder, "  on_error: stop\n  packing_length: 64\ntrain: {epochs: 1}\n");
         let output = sft(&config, &[]);
-        let (message, _) = told(&output, &folder);
+        let (message, _) = reported(&output, &folder);
         let code = output.status.code();
         if code != Some(65) || folder.join("out/checkpoints").exists() {
             return Err(format!("{}: exit code {code:?}: {message}", case.file));
@@ -266,13 +266,13 @@ fn every_bad_row_stops_a_run_that_shall_stop_with_its_line_and_reason() {
         let text = |key: &str| row_text(&reject[key], &folder);
         assert_eq!((text("file"), &reject["row"]), ("@TMP@/rows.jsonl".to_owned(), &json!(2)));
         let whole = text("message");
-        let (told_there, hint) = whole.split_once("; hint: ").unwrap_or((&whole, "no hint"));
+        let (listed, hint) = whole.split_once("; hint: ").unwrap_or((&whole, "no hint"));
         let place = "@TMP@/rows.jsonl:2";
-        let told_there = told_there.strip_prefix(place).unwrap_or(told_there);
-        if !(message.starts_with(place) && message.contains(told_there)) {
-            return Err(format!("{}: {message}\nbut in rejects.jsonl {told_there}", case.file));
+        let listed = listed.strip_prefix(place).unwrap_or(listed);
+        if !(message.starts_with(place) && message.contains(listed)) {
+            return Err(format!("{}: {message}\nbut in rejects.jsonl {listed}", case.file));
         }
-        same(case, &text("reason"), told_there.trim_start_matches(": "), hint)
+        same(case, &text("reason"), listed.trim_start_matches(": "), hint)
     });
 }
 
@@ -296,7 +296,7 @@ fn bad_rows_among_good_ones_are_skipped_counted_and_listed() {
         "  packing_length: 64\n  max_rejected: 0.5\ntrain: {epochs: 1, batch_size: 30}\n",
     );
     let output = sft(&config, &[]);
-    let (message, _) = told(&output, folder);
+    let (message, _) = reported(&output, folder);
     assert_eq!(output.status.code(), Some(0), "{message}");
     let metrics = jsonl(&folder.join("out/metrics.jsonl"));
     assert!(metrics.len() >= 2, "at least two steps");
@@ -305,7 +305,8 @@ fn bad_rows_among_good_ones_are_skipped_counted_and_listed() {
     assert_eq!(metrics.last().unwrap()["rejected"], json!(cases.len()));
     let mut rejects = jsonl(&folder.join("out/rejects.jsonl"));
     assert_eq!(rejects.len(), cases.len());
-    // rows whose pixels are broken are told when their step is made, the others when rows are measured
+    // rows with broken pixels are reported when their step is made, the others when they are
+    // measured
     rejects.sort_by_key(|reject| reject["row"].as_u64());
     for (index, (case, reject)) in cases.iter().zip(&rejects).enumerate() {
         assert_eq!(reject["row"], json!(2 * index + 2), "{}", case.file);
@@ -324,7 +325,7 @@ fn one_bad_row_in_two_hundred_is_skipped_and_three_stop_the_run() {
         write(&folder.join("rows.jsonl"), good_rows(199) + &bad + &good_rows(1));
         let train = "train: {epochs: 1, batch_size: 60}\n";
         let output = sft(&row_config(folder, &format!("  packing_length: 64\n{train}")), &[]);
-        let (message, hint) = told(&output, folder);
+        let (message, hint) = reported(&output, folder);
         assert_eq!(output.status.code(), Some(code), "{message}");
         assert_eq!(jsonl(&folder.join("out/rejects.jsonl")).len(), num_bad);
         if code == 65 {
@@ -343,7 +344,7 @@ fn rows_refused_while_the_loader_runs_are_listed_too() {
     write(&folder.join("rows.jsonl"), good_rows(20) + &"not json\n".repeat(80));
     // Without epochs nothing is planned, so that the loop itself meets the rows.
     let output = sft(&row_config(folder, "  packing_length: 64\ntrain: {max_steps: 9}\n"), &[]);
-    let (message, _) = told(&output, folder);
+    let (message, _) = reported(&output, folder);
     assert_eq!(output.status.code(), Some(65), "{message}");
     assert!(message.starts_with("80 of 100 rows rejected (80 json)"), "{message}");
     assert_eq!(jsonl(&folder.join("out/rejects.jsonl")).len(), 80);
@@ -357,7 +358,7 @@ fn a_line_of_16_megabytes_is_a_bad_row_like_any_other() {
     write(&folder.join("rows.jsonl"), good_rows(3) + &long + &good_rows(1));
     let config = row_config(folder, "  max_rejected: 0.5\ntrain: {epochs: 1}\n");
     let output = sft(&config, &[]);
-    assert_eq!(output.status.code(), Some(0), "{}", told(&output, folder).0);
+    assert_eq!(output.status.code(), Some(0), "{}", reported(&output, folder).0);
     let rejects = jsonl(&folder.join("out/rejects.jsonl"));
     assert_eq!(rejects.len(), 1);
     let text = row_text(&rejects[0]["message"], folder);

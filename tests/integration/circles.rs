@@ -55,7 +55,8 @@ fn expand(prefix: &[String], tree: &str, found: &mut Vec<(String, Segments)>) {
     }
 }
 
-/// Source text without comments, `mod` lines and tests, and the names of test modules in files of their own.
+/// Returns the source text without comments, `mod` lines and tests, and the names of test modules
+/// in separate files.
 fn without_tests(text: &str) -> (String, BTreeSet<String>) {
     let mut files = BTreeSet::new();
     let mut kept = Vec::new();
@@ -64,7 +65,7 @@ fn without_tests(text: &str) -> (String, BTreeSet<String>) {
         if line == "#[cfg(test)]" {
             match lines.next().and_then(|line| line.strip_prefix("mod ")?.strip_suffix(';')) {
                 Some(name) => files.insert(name.to_owned()),
-                None => break, // the tests are at the foot of a file
+                None => break, // the tests are at the end of a file
             };
         } else {
             let is_module = line.contains("mod ") && line.ends_with(';');
@@ -165,7 +166,7 @@ impl Sources {
         let source = &self.0[module];
         let words = source.code.split(|c| !is_word(c) && c != ':');
         let words: BTreeSet<&str> = words.collect();
-        // A name that is only passed on is no import.
+        // A name that is only re-exported does not count as an import.
         let is_used = |name: &String| {
             let mut parts = words.iter().flat_map(|word| word.split(':'));
             !source.exports.contains_key(name) || parts.any(|part| part == name)

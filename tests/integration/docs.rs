@@ -1,4 +1,4 @@
-//! The manual says what the program does: keys and defaults, example rows, reasons, names of tests, links.
+//! The manual matches the program: keys and defaults, example rows, reasons, names of tests, links.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};

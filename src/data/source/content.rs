@@ -95,13 +95,13 @@ impl<'a> RowMedia<'a> {
         refuse_other_media(id, "", row)?;
         let (images, videos) = (List::Absent, List::Absent);
         let mut this = Self { id, image_root, images, videos, media: Vec::new() };
-        let images = this.listed(row, ["images", "image"], "`image` beside `images` is")?;
+        let images = this.listed(row, ["images", "image"], "`image` together with `images` is")?;
         let images = images.map(|(key, value)| {
             let values = one_or_more(value).into_iter().enumerate();
             let image = |(index, value)| this.image(&format!("{key}[{index}]"), value);
             values.map(|entry| image(entry).map(Medium::Image)).collect::<Result<_, _>>()
         });
-        let videos = this.listed(row, ["videos", "video"], "`video` beside `videos` is")?;
+        let videos = this.listed(row, ["videos", "video"], "`video` together with `videos` is")?;
         let fps = if videos.is_some() { this.rate("", row)? } else { None };
         let videos = videos.map(|(key, value)| {
             // A flat list under the singular key `video` is the frames of one video, as in a part.

@@ -53,12 +53,12 @@ pub enum SourceError {
         path: PathBuf,
     },
     /// None of the first rows has a known form.
-    #[error("`{}`: none of the first {looked_at} rows has a known form: {first}", .path.display())]
+    #[error("`{}`: none of the first {checked} rows has a known form: {first}", .path.display())]
     UnknownForm {
         /// Path as written in the config.
         path: PathBuf,
         /// Number of rows that were parsed.
-        looked_at: usize,
+        checked: usize,
         /// Error of the first row.
         first: Box<SampleError>,
     },
@@ -243,9 +243,9 @@ impl JsonlFile {
     }
 
     fn detect(&self) -> Result<RowForm, SourceError> {
-        let looked_at = self.len().min(DETECTION_ROWS);
+        let checked = self.len().min(DETECTION_ROWS);
         let mut first = None;
-        for row in 0..looked_at {
+        for row in 0..checked {
             let form = self.bytes(row).and_then(|bytes| RowForm::of_row(&self.id(row), &bytes));
             match form {
                 Ok(form) => return Ok(form),
@@ -253,7 +253,7 @@ impl JsonlFile {
             }
         }
         let first = Box::new(first.expect("the file has at least one row"));
-        Err(SourceError::UnknownForm { path: self.path.to_path_buf(), looked_at, first })
+        Err(SourceError::UnknownForm { path: self.path.to_path_buf(), checked, first })
     }
 }
 

@@ -73,13 +73,13 @@ fn a_bf16_weight_follows_its_master() {
     assert_eq!(values(&weight), values(&master.to_dtype(DType::BF16).unwrap()));
 }
 
-/// Weight, moments and gradient of one of many parameters; some start off a vector's boundary.
+/// Weight, moments and gradient of a parameter; some do not start at a vector boundary.
 struct State {
     tensors: [Tensor; 4],
 }
 
 impl State {
-    /// More of them than one launch takes, of every size around a vector and a chunk.
+    /// More parameters than one launch accepts, with sizes around that of a vector and of a chunk.
     fn many() -> Vec<Self> {
         let sizes = [1, 3, 4, 5, 0, 1023, 2048, 65_535, 65_536, 65_540, 131_075, 2, 8, 7];
         let sizes = sizes.into_iter().chain((0..160).map(|i| i % 9));
@@ -87,7 +87,7 @@ impl State {
             |seed, n: usize, start| random(seed, &[n + start]).narrow(0, start, n).unwrap();
         let state = sizes.enumerate().map(|(i, n)| {
             let (seed, start) = (10 * i as u64, i % 3);
-            // All of it, since candle starts no kernel on nothing: on a GPU that is an error.
+            // Squared before `narrow`: on a GPU, candle fails for a tensor without elements.
             let exp_avg_sq = random(seed + 2, &[n + start]).sqr().unwrap();
             let exp_avg_sq = exp_avg_sq.narrow(0, start, n).unwrap();
             let tensors = [

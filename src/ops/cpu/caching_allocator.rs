@@ -162,9 +162,9 @@ impl FreeLists {
     }
 
     /// Unmaps free blocks, largest first, until a new block of `size` bytes for a request of
-    /// `asked` bytes fits below the peak plus `SLACK`.
-    fn trim(&mut self, asked: usize, size: usize) {
-        let bound = self.peak.max(self.live + asked) + SLACK;
+    /// `requested` bytes fits below the peak plus `SLACK`.
+    fn trim(&mut self, requested: usize, size: usize) {
+        let bound = self.peak.max(self.live + requested) + SLACK;
         for class in (0..NUM_CLASSES).rev() {
             let block_size = size_of_class(class);
             while self.live + self.free + size > bound {

@@ -1,4 +1,5 @@
-//! What the CPU kernels of the ops share: access to tensor memory, SIMD levels, matrix products, and an allocator.
+//! Shared code of the CPU kernels: access to tensor memory, SIMD levels, matrix products, and an
+//! allocator.
 
 mod attention;
 pub(in crate::ops) mod blocks;

@@ -122,7 +122,8 @@ mod at_levels {
         (*LEVEL).min(HIGHEST.get())
     }
 
-    /// Results of `body` at each level up to that of the process, best level last. `body` must stay on this thread.
+    /// Results of `body` at each level up to that of the process, best level last. `body` must not
+    /// use other threads.
     pub(crate) fn at_each_level<T>(body: impl Fn() -> T) -> Vec<(SimdLevel, T)> {
         let levels = [SimdLevel::Baseline, SimdLevel::Avx2, SimdLevel::Avx512];
         let run = |level| {

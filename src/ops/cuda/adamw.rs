@@ -113,7 +113,7 @@ pub(in crate::ops) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// One update with a factor that the host knows.
+/// Update of one parameter with a gradient scale that is computed on the host.
 pub(in crate::ops) fn adamw_step(
     tensors: &AdamWTensors<'_>,
     scalars: &Scalars,
@@ -124,7 +124,7 @@ pub(in crate::ops) fn adamw_step(
     update(&[(*tensors, *scalars)], seed, &grad_scale)
 }
 
-/// The updates of all tensors, by a factor that stays on the device.
+/// Updates of all parameters with a gradient scale that stays on the device.
 pub(in crate::ops) fn clipped_update(
     updates: &[AdamWUpdate<'_>],
     scalars: &[Scalars],

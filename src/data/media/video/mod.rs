@@ -302,7 +302,7 @@ pub enum VideoError {
         expected_height: u32,
     },
     /// The video has fewer sampled frames than a patch.
-    #[error("too few frames: {frames}, expected at least 2 (the frames of one patch)")]
+    #[error("too few frames: {frames}, expected at least 2 (a patch spans 2 frames)")]
     TooShort {
         /// Number of sampled frames.
         frames: usize,

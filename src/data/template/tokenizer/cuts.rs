@@ -11,7 +11,7 @@ const WIDE_BITS: u32 = 22;
 #[derive(Debug)]
 pub(super) struct Cuts {
     wide: Vec<u64>, // bit set, indexed by the hash of three bytes before and three after
-    narrow: Vec<bool>, // [256 * 256] by one byte before and one after, for places near a token's end
+    narrow: Vec<bool>, // [256 * 256] by one byte before and one after, for places near token ends
 }
 
 impl Cuts {
