@@ -7,9 +7,6 @@ use std::path::{Path, PathBuf};
 /// Maximum number of circles inside each top-level folder; between folders there are none.
 const MAX_INSIDE: usize = 3;
 
-/// Folders with more, and how many, until they are divided.
-const MORE_INSIDE: [(&str, usize); 1] = [("data", 8)];
-
 /// Segments of a path from the crate's root: `["data", "config"]`.
 type Segments = Vec<String>;
 
@@ -234,10 +231,6 @@ fn files_of_different_folders_import_in_one_direction_and_circles_inside_are_few
         assert!(folders.len() == 1, "a circle between folders: {files:?}");
         *inside.entry(folders.first().unwrap().to_string()).or_default() += 1;
     }
-    let limit = |folder: &String| {
-        let more = MORE_INSIDE.iter().find(|(name, _)| name == folder);
-        more.map_or(MAX_INSIDE, |(_, count)| *count)
-    };
-    let many: Vec<_> = inside.iter().filter(|(folder, count)| **count > limit(folder)).collect();
+    let many: Vec<_> = inside.iter().filter(|(_, count)| **count > MAX_INSIDE).collect();
     assert!(many.is_empty(), "circles by folder: {many:?}");
 }
