@@ -382,7 +382,7 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
         (replace("tokenizer.json", "{}"), "cannot load tokenizer `"),
         (replace("config.json", "{"), "config.json` is not JSON: EOF"),
         (
-            replace("config.json", "{}"),
+            replace("config.json", r#"{"vision_config": {}}"#),
             "config.json`: `image_token_id` is missing or is not a token id",
         ),
         (

@@ -294,7 +294,7 @@ fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
     // Cancelled in the second batch.
     let left = AtomicUsize::new(5000);
     let go_on = || left.fetch_sub(1, Relaxed) > 1;
-    assert_eq!(LengthCache::update_beside(file, &encoder, &cache, &go_on).unwrap(), None);
+    assert_eq!(LengthCache::update_in_background(file, &encoder, &cache, &go_on).unwrap(), None);
     assert!(!LengthCache::exists(file, &encoder, &cache));
     let (cached, work) = thread::scope(|scope| {
         let (started, wait) = channel();
@@ -303,8 +303,9 @@ fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
             thread::sleep(Duration::from_micros(100));
             true
         };
-        let background = scope
-            .spawn(|| LengthCache::update_beside(file, &encoder, &cache, &{ slowly }).unwrap());
+        let background = scope.spawn(|| {
+            LengthCache::update_in_background(file, &encoder, &cache, &{ slowly }).unwrap()
+        });
         wait.recv().unwrap();
         let updated = place.update(&encoder);
         assert_eq!(background.join().unwrap(), None, "it yields to the waiting update");
@@ -313,7 +314,7 @@ fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
     assert_eq!(work.measured + work.reused, 13_000);
     assert!(work.reused >= 4096, "{work:?}");
     assert_as_measured(&cached, &rows);
-    let work = LengthCache::update_beside(file, &encoder, &cache, &|| true).unwrap();
+    let work = LengthCache::update_in_background(file, &encoder, &cache, &|| true).unwrap();
     assert_eq!(work, Some(CacheWork { measured: 0, reused: 13_000 }));
 }
 

@@ -30,7 +30,7 @@ fn texts(from: usize, count: usize) -> Vec<Value> {
 fn stopped_after(count: usize, place: &Place, encoder: &Encoder, rows: &JsonlRows) {
     let left = AtomicUsize::new(count);
     let go_on = || left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok();
-    let done = LengthCache::update_beside(file(rows), encoder, &place.path("cache"), &go_on);
+    let done = LengthCache::update_in_background(file(rows), encoder, &place.path("cache"), &go_on);
     assert_eq!(done.unwrap(), None);
 }
 
@@ -156,7 +156,8 @@ fn a_background_pass_stops_for_a_waiting_process_but_not_for_a_killed_one() {
         true
     };
     let update = |go_on: &(dyn Fn() -> bool + Sync)| {
-        LengthCache::update_beside(file(&rows), &encoder, &place.path("cache"), go_on).unwrap()
+        LengthCache::update_in_background(file(&rows), &encoder, &place.path("cache"), go_on)
+            .unwrap()
     };
     assert_eq!(update(&waited_for), None);
     assert_eq!(calls.load(Relaxed), 21, "it stops at the next row");
@@ -175,7 +176,7 @@ fn a_data_file_that_changes_during_a_pass_gets_no_cache() {
         let mut data = File::options().append(true).open(place.path("rows.jsonl")).unwrap();
         data.write_all(b"\n").is_ok()
     };
-    let done = LengthCache::update_beside(file(&rows), &encoder, &cache, &append);
+    let done = LengthCache::update_in_background(file(&rows), &encoder, &cache, &append);
     assert!(matches!(done, Err(CacheError::DataChanged { .. })), "{done:?}");
     assert!(!LengthCache::exists(file(&rows), &encoder, &cache));
     let (cached, work) = place.update(&encoder);

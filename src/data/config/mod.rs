@@ -91,7 +91,7 @@ pub struct DatasetConfig {
     /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// Number of passes over the data set in an epoch. 2.5 means each row twice and half of them again.
+    /// How often an epoch uses each row. 2.5 means each row twice and half of the rows a third time.
     /// With `mixture: share`, its share of the rows relative to the sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mixture {
-    /// Number of passes over each data set in an epoch.
+    /// How often an epoch uses each row of a data set.
     #[default]
     Repeat,
     /// Shares of the rows of an epoch.

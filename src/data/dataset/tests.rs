@@ -40,7 +40,7 @@ fn base64(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_prefetched_row_is_not_read_again_but_for_its_images() {
+fn only_the_images_of_a_prefetched_row_are_read_later() {
     let folder = tempfile::tempdir().unwrap();
     let rows = rows(folder.path());
     let samples: Vec<_> = rows.rows().map(|row| rows.read(row).unwrap()).collect();

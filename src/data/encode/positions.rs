@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_counts_rows_and_columns_and_text_goes_on_after_its_longer_side() {
+    fn an_image_counts_rows_and_columns_and_text_continues_after_its_longer_side() {
         // Two text tokens, an image of 4 x 6 patches (2 x 3 merged), two text tokens.
         let positions = position_ids(10, &[2, 3, 4, 5, 6, 7], &[[1, 4, 6]], 2);
         let by_hand = [

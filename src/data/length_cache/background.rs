@@ -85,7 +85,7 @@ fn update(
         if !go_on() {
             return Ok(None);
         }
-        let more = LengthCache::update_beside(file, rows.encoder(), folder, go_on)?;
+        let more = LengthCache::update_in_background(file, rows.encoder(), folder, go_on)?;
         work = work.zip(more).map(|(work, more)| CacheWork {
             measured: work.measured + more.measured,
             reused: work.reused + more.reused,
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_caches_are_made_and_there_for_the_next_start() {
+    fn caches_are_built_for_the_next_start() {
         let folder = tempfile::tempdir().unwrap();
         let (rows, caches) = (rows(folder.path(), 100), folder.path().join("cache"));
         let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_run_does_not_wait_for_them_and_the_next_goes_on() {
+    fn the_end_of_a_run_does_not_wait_for_caches_and_the_next_run_continues() {
         let folder = tempfile::tempdir().unwrap();
         let (rows, caches) = (rows(folder.path(), 100_000), folder.path().join("cache"));
         let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());

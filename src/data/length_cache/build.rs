@@ -100,7 +100,7 @@ impl LengthCache {
     /// all rows were done; the next update continues.
     ///
     /// It ends if another process writes the cache or waits for it.
-    pub fn update_beside(
+    pub fn update_in_background(
         file: &JsonlFile,
         encoder: &Encoder,
         folder: &Path,

@@ -98,14 +98,14 @@ mod tests {
     /// `folder/root` with images, and links to files outside of it.
     fn images(folder: &Path) -> std::path::PathBuf {
         let root = folder.join("root");
-        for inner in ["root/a/b", "beside"] {
+        for inner in ["root/a/b", "outside"] {
             fs::create_dir_all(folder.join(inner)).unwrap();
         }
-        for (length, name) in ["x", "a/x", "a/y", "a/b/x", "../beside/x"].iter().enumerate() {
+        for (length, name) in ["x", "a/x", "a/y", "a/b/x", "../outside/x"].iter().enumerate() {
             write(&root.join(name), &"0".repeat(length + 1));
         }
-        symlink("../beside", root.join("linked")).unwrap();
-        symlink("../../beside/x", root.join("a/link")).unwrap();
+        symlink("../outside", root.join("linked")).unwrap();
+        symlink("../../outside/x", root.join("a/link")).unwrap();
         symlink("nowhere", root.join("a/broken")).unwrap();
         root
     }
@@ -124,10 +124,10 @@ mod tests {
             "a/../x",
             "a/b/x",
             "a/b/../x",
-            "../beside/x",
+            "../outside/x",
             "linked/x",
             "linked/../x",
-            "linked/../beside/x",
+            "linked/../outside/x",
             "a/link",
             "a/broken",
             "a/none",
@@ -188,7 +188,7 @@ mod tests {
         before = look();
         fs::remove_dir_all(root.join("a/b")).unwrap();
         symlink(&other, root.join("a/b")).unwrap(); // another folder by that name
-        write(&folder.path().join("beside/x"), "what a link leads to");
+        write(&folder.path().join("outside/x"), "what a link leads to");
         let now = look();
         assert_eq!(now[..2], before[..2]);
         assert!(now[2] != before[2] && now[3] != before[3]);

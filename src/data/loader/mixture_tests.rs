@@ -61,8 +61,7 @@ fn tiled(tokens: u32, length: u32) -> Windows {
     Windows::new(tokens, length, Spacing::Tiled).unwrap()
 }
 
-/// Data sets of so many rows and such weights; the first is a corpus of `tokens` tokens in windows of
-/// `length`.
+/// An order over data sets with these rows and weights. The first is a corpus of windows.
 fn order_of(windows: Windows, chats: &[(u64, f64)], weight: f64, row_order: RowOrder) -> Order {
     let mut shares = vec![DatasetShare { rows: windows.fewest().into(), weight }];
     shares.extend(chats.iter().map(|(rows, weight)| DatasetShare { rows: *rows, weight: *weight }));
@@ -142,7 +141,7 @@ proptest! {
     }
 
     #[test]
-    fn shares_are_met_in_every_prefix_and_each_row_comes_as_often_as_any_other(
+    fn every_prefix_has_the_shares_and_each_row_is_used_as_often_as_any_other(
         sets in prop::collection::vec((1u64..40, 1u32..20), 1..5),
         all in any::<bool>(), shuffle in any::<bool>(), epochs in 1u64..6,
     ) {
@@ -211,7 +210,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn a_mixture_resumed_after_any_step_goes_on_as_if_not_stopped_and_as_planned(
+    fn a_mixture_resumed_after_any_step_continues_as_uninterrupted_and_as_planned(
         any in any_options(), share in any::<bool>(), first in 0usize..5,
     ) {
         let order = mixed(if share { Mixture::Share } else { Mixture::Repeat });
@@ -236,7 +235,7 @@ proptest! {
 }
 
 #[test]
-fn samples_of_a_step_are_told_with_their_data_set_in_the_order_of_the_stream() {
+fn a_step_lists_its_samples_with_their_data_sets_in_the_order_of_the_stream() {
     let options = three_epochs(options(PackingStrategy::BestFit));
     for step in all_steps(&mixed(Mixture::Repeat), options, DataState::default()) {
         assert_eq!(step.samples.len(), step.num_samples);

@@ -229,7 +229,7 @@ fn a_panic_in_a_worker_is_an_error_that_names_the_row() {
 }
 
 #[test]
-fn the_first_bad_row_stops_the_run_if_the_config_says_so() {
+fn the_first_bad_row_stops_the_run_if_the_config_requires_it() {
     let rows = [Kind::Text(3), Kind::Text(90), Kind::Broken];
     let stop = LoaderOptions { on_error: OnError::Stop, ..one_a_step() };
     assert_eq!(until_error(&rows, stop).1.to_string(), "made-up.jsonl:3: the row is broken");
@@ -349,7 +349,7 @@ fn steps_of_broken_pixels_alone_are_reported_with_the_previous_or_next_step() {
     // with the second epoch's first rows
     let options = LoaderOptions { epochs: NonZeroU64::new(2), ..one_a_step() };
     assert_eq!(outline(&rows, options), [expected.clone(), expected].concat());
-    // a gap is no reason to wait for another step
+    // a step with a gap is complete
     let two = NonZeroUsize::new(2).unwrap();
     let options = LoaderOptions { batch_size: two, ..one_a_step() };
     assert_eq!(outline(&[good, bad, good], options), [(vec![0], vec![2]), (vec![2], vec![])]);

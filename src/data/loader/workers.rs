@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 pub(in crate::data) struct Limits {
     /// Number of threads.
     pub(in crate::data) workers: NonZeroUsize,
-    /// Maximum number of jobs begun whose results are not taken.
+    /// Maximum number of jobs started whose results are not taken.
     pub(in crate::data) items: usize,
     /// Maximum bytes of results that are not taken. Each worker may exceed it by one result.
     pub(in crate::data) bytes: u64,
@@ -30,7 +30,7 @@ pub(in crate::data) type Done<K, O> = (K, Result<O, String>);
 
 struct Shared<K, J, O> {
     queue: Mutex<Queue<K, J, O>>,
-    /// Signals that a worker may begin a job, or must end.
+    /// Signals that a worker may start a job, or must end.
     room: Condvar,
     /// Signals that the next result is available, or that none will follow.
     done: Condvar,
@@ -40,7 +40,7 @@ struct Queue<K, J, O> {
     jobs: Box<dyn Iterator<Item = (K, J)> + Send>,
     fed: VecDeque<(K, J)>,       // jobs after those of `jobs`
     is_fed: bool,                // whether more may be fed
-    slots: VecDeque<Slot<K, O>>, // one per job begun and not taken, in order
+    slots: VecDeque<Slot<K, O>>, // one per job started and not taken, in order
     num_taken: u64,
     bytes: u64,
     is_full: bool, // a worker waits until a result is taken
@@ -55,7 +55,7 @@ struct Slot<K, O> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All jobs are begun.
+    /// All jobs are started.
     Exhausted,
     /// The consumer needs no more results.
     Stopped,
@@ -163,7 +163,7 @@ impl<K, J, O> Shared<K, J, O> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins no further job, and wakes all threads.
+    /// Starts no further job, and wakes all threads.
     fn end(&self, phase: Phase) {
         self.lock().phase = phase;
         self.room.notify_all();
@@ -209,9 +209,9 @@ impl<K: Copy, J, O> Shared<K, J, O> {
         }
     }
 
-    /// Waits for room, then returns the next job and the number of jobs begun before it.
+    /// Waits for room, then returns the next job and the number of jobs started before it.
     ///
-    /// Jobs are begun in order, so the one whose result is taken next has room or is in work.
+    /// Jobs are started in order, so the one whose result is taken next has room or is in work.
     fn begin(&self, limits: Limits) -> Option<(K, J, u64)> {
         let mut queue = self.lock();
         loop {

@@ -92,7 +92,7 @@ enum Mix {
     },
 }
 
-/// The whole passes over a data set in an epoch, and the number of further rows, drawn each epoch.
+/// How often an epoch uses all rows of a data set, and the number of further rows, drawn each epoch.
 fn passes(weight: f64, rows: u32) -> (u32, u32) {
     // An epoch has at least one row of each data set.
     let fewest = if weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
@@ -267,7 +267,7 @@ impl Order {
         }
     }
 
-    /// The rows of all passes over a data set, one after the other, without the first `skipped`. Endless.
+    /// The rows of a data set, pass after pass, without the first `skipped`. Endless.
     fn later_rows(&self, dataset: u32, skipped: u64) -> impl Iterator<Item = Row> + '_ {
         let (mut first, mut left) = (0, skipped);
         if self.datasets[dataset as usize].windows.is_none() {
