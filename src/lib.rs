@@ -1,13 +1,15 @@
 //! Supervised fine-tuning of Qwen3-VL-style vision-language models.
 //!
-//! The walk of the data, each arrow done once and never again:
+//! [`run::Run`] trains from a [`config::RunConfig`]; its page has an example. The data flows
+//! through these types, in this order:
 //!
 //! ```text
 //! YAML -> RunConfig
 //! JSONL -> Sample -> EncodedSample -> Pack -> Batch [B, L] -> VarlenBatch [T] -> Targets [S]
-//!                                                    -> ModelInput -> stages forward -> hidden [T, D] -> loss
-//!                                                    <- stages backward <- d hidden <- fused linear cross-entropy
-//! Grads -> clip -> AdamW -> weights;   TrainState + tensors -> checkpoint;   StepReport -> sinks
+//!                                     -> ModelInput -> stages forward -> hidden [T, D] -> loss
+//!                                     <- stages backward <- d hidden <- linear cross-entropy
+//! Grads -> clip -> AdamW -> weights
+//! TrainState + tensors -> checkpoint;   StepMetrics -> metrics.jsonl
 //! ```
 
 pub mod batch;
@@ -21,9 +23,6 @@ pub mod models;
 pub mod nn;
 pub mod ops;
 pub mod optim;
+pub mod run;
 pub mod tape;
 pub mod train;
-
-/// A step runs in the memory of the step before it.
-#[global_allocator]
-static ALLOCATOR: ops::CachingAllocator = ops::CachingAllocator::new();

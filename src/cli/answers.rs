@@ -1,4 +1,4 @@
-//! What a finished training shows: a few answers, and what to do next.
+//! The end of a training run: a few answers of the model, and the next commands.
 
 use crate::config::RunConfig;
 use crate::data::RowReader;
@@ -7,17 +7,17 @@ use candle_transformers::generation::Sampling;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Tokens after which a shown answer is cut; it is shown in one line anyway.
+/// Maximum number of tokens generated per answer; each is shown in one line.
 const MAX_NEW_TOKENS: usize = 64;
 
-/// Generates a few answers of the eval rows, wrong ones among them, and prints them.
+/// Prints the share of exact answers, generates a few answers to eval rows and prints them.
 pub(super) fn show_answers(
     config: &RunConfig,
     trainer: &Trainer,
     eval: &crate::train::EvalReport,
 ) -> anyhow::Result<()> {
     let Some(rows) = trainer.eval_rows() else { return Ok(()) };
-    // A corpus has no answers.
+    // `None` if all eval rows are of corpora, which have no answers.
     let Some(accuracy) = eval.accuracy() else { return Ok(()) };
     let exact = eval.chats().filter(|sample| sample.exact).count();
     let total = eval.chats().count();
@@ -26,7 +26,7 @@ pub(super) fn show_answers(
         100.0 * accuracy,
         if config.eval.show > 0 { " Some of them:" } else { "" }
     );
-    // Half of them wrong ones, if there are as many of each.
+    // Half of the shown answers are wrong ones, if there are enough of each.
     let num_wrong =
         (total - exact).min((config.eval.show / 2).max(config.eval.show.saturating_sub(exact)));
     let wrong = eval.chats().filter(|sample| !sample.exact).take(num_wrong);
@@ -59,16 +59,16 @@ pub(super) fn show_answers(
             if images == 1 { "" } else { "s" },
             cut(&expected),
             cut(&answer)
-        ); // a String takes every write
+        ); // writing to a String cannot fail
     }
-    say(&text);
+    print(&text);
     Ok(())
 }
 
-/// What to do with the trained model.
-pub(super) fn say_next_steps(config: &Path, folder: &Path) {
+/// Prints commands that use the trained model.
+pub(super) fn print_next_steps(config: &Path, folder: &Path) {
     let folder = folder.display();
-    say(&format!(
+    print(&format!(
         "\nThe trained model is in {folder}. Next:\n  \
          trainer generate --model {folder} --prompt \"What is this?\" --image cat.png\n  \
          trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
@@ -77,9 +77,9 @@ pub(super) fn say_next_steps(config: &Path, folder: &Path) {
     ));
 }
 
-/// Text for people, beside the log.
-fn say(text: &str) {
+/// Writes text to stderr, outside of the log.
+fn print(text: &str) {
     use std::io::Write as _;
-    // A closed stderr is no reason to fail a finished run.
+    // A finished run must not fail because stderr is closed.
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }

@@ -1,11 +1,11 @@
-//! `trainer cache`: measures every row of `data.train` once, for all runs to come.
+//! `trainer cache`: measures every row of `data.train` once and stores the lengths.
 
-use super::ConfigArgs;
+use super::args::ConfigArgs;
 use super::logging::Logging;
-use super::progress::Progress;
-use crate::config::RunConfig;
+use super::progress::SetupBars;
+use super::stdout::stdout;
 use crate::data::CacheWork;
-use crate::train::{CachedRows, JsonlRows};
+use crate::run::{self, DataList};
 use clap::Args;
 use serde_json::json;
 use std::io::Write;
@@ -20,18 +20,19 @@ pub(super) struct CacheArgs {
     config: ConfigArgs,
 }
 
-/// Writes the caches and prints one JSON object a data set of chats: what becomes of its rows under the limits of
-/// the config.
+/// Writes the caches. Prints one JSON object per data set of chats: how many of its rows the limits of
+/// the config use, truncate and reject.
 pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
-    let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config, &encoder, logging)?);
-    let (cached, work) = update(&config, rows, logging)?;
-    let options = super::sft::loader_options(&config, &encoder);
+    let located = |error| args.config.located(error);
+    let bars = SetupBars(logging);
+    let encoder = run::encoder(&config).map_err(located)?;
+    let rows = run::open_data(&config, DataList::Train, &encoder, &bars).map_err(located)?;
+    let (cached, work) = run::update_cache(&config, Arc::new(rows), &bars).map_err(located)?;
     let CacheWork { measured, reused } = work;
     tracing::info!(measured, reused, "cache");
-    let out = &mut super::stdout::stdout();
-    for summary in cached.summaries(&options) {
+    let out = &mut stdout();
+    for summary in cached.summaries(&run::loader_options(&config, &encoder)) {
         let line = json!({
             "file": summary.file,
             "cache": summary.cache,
@@ -46,32 +47,4 @@ pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
         writeln!(out, "{line}")?;
     }
     Ok(())
-}
-
-/// Brings the caches of `data.train` up to date, with a bar.
-pub(super) fn update(
-    config: &RunConfig,
-    rows: Arc<JsonlRows>,
-    logging: &Logging,
-) -> anyhow::Result<(CachedRows, CacheWork)> {
-    let progress = bar(&rows, logging);
-    Ok(CachedRows::update(rows, &config.cache_dir(), &|done| progress.set(done))?)
-}
-
-/// The same where it takes no long time and measures at most `most` rows.
-pub(super) fn update_if_quick(
-    config: &RunConfig,
-    rows: Arc<JsonlRows>,
-    most: usize,
-    logging: &Logging,
-) -> anyhow::Result<Option<(CachedRows, CacheWork)>> {
-    let progress = bar(&rows, logging);
-    let progress = |done| progress.set(done);
-    Ok(CachedRows::update_if_quick(rows, &config.cache_dir(), most, &progress)?)
-}
-
-fn bar(rows: &JsonlRows, logging: &Logging) -> Progress {
-    let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
-    let total = chats.map(|set| set.len() as u64).sum();
-    Progress::items(logging.bars(), "rows measured", total)
 }

@@ -1,10 +1,12 @@
-//! `trainer eval`: loss and exact answers on the eval rows.
+//! `trainer eval`: loss and share of exact answers on `data.eval`.
 
-use super::ConfigArgs;
+use super::args::{ConfigArgs, check_folder};
+use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::progress::Progress;
-use super::report::{Exit, Failure};
+use super::progress::{Progress, SetupBars};
+use super::stdout::stdout;
 use crate::checkpoint::write_atomically;
+use crate::run::{self, DataList};
 use crate::train::{EvalReport, Evaluator, Weights, metric_keys};
 use clap::Args;
 use std::fmt::Write as _;
@@ -18,31 +20,34 @@ use std::path::PathBuf;
 pub(super) struct EvalArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Model folder or checkpoint to score instead of `model.path`
+    /// Model folder or checkpoint to evaluate instead of `model.path`
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
-    /// Write one line a sample: id, summed nll, target count
+    /// Write one JSON object per sample: id, summed negative log likelihood, number of targets, exact
+    /// or not
     #[arg(long, value_name = "FILE")]
     per_sample: Option<PathBuf>,
 }
 
-/// Scores and prints one JSON object.
+/// Evaluates the model and prints one JSON object.
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut config = args.config.load()?;
     if let Some(checkpoint) = &args.checkpoint {
-        super::check_folder("--checkpoint", checkpoint)?;
+        check_folder("--checkpoint", checkpoint)?;
         config.model.path.clone_from(checkpoint);
         config.model.weights = Weights::Pretrained;
     }
     if config.data.eval.is_empty() {
-        let problem = "`data.eval` is empty, expected a data set to score";
+        let problem = "`data.eval` is empty, expected a data set to evaluate";
         let hint = "list one under `data.eval`, or pass `--set 'data.eval=[{path: FILE}]'`";
         return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
     }
-    let encoder = args.config.encoder(&config)?;
-    let rows = args.config.open_rows("eval", &config, &encoder, logging)?;
-    let device = super::open_device(config.device)?;
-    let loaded = args.config.load_model(&config.model, config.seed, &device)?;
+    let located = |error| args.config.located(error);
+    let encoder = run::encoder(&config).map_err(located)?;
+    let rows = run::open_data(&config, DataList::Eval, &encoder, &SetupBars(logging));
+    let rows = rows.map_err(located)?;
+    let device = config.device.open()?;
+    let loaded = run::load_for_run(&config.model, config.seed, &device).map_err(located)?;
     let evaluator = Evaluator {
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,
@@ -54,13 +59,13 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let report = evaluator.run(&*loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
     for rejection in &report.rejected {
-        tracing::warn!(row = %rejection.message, "a row cannot be scored");
+        tracing::warn!(row = %rejection.message, "cannot score a row");
     }
     if report.samples.is_empty() {
         let first = report.rejected.first().map_or(String::new(), |row| format!(": {row}"));
         let message = format!("none of the {total} eval rows can be scored{first}");
         return Err(Failure::new(Exit::Data, message)
-            .hint("repair the rows of `data.eval`; the warnings above name each")
+            .hint("repair the rows of `data.eval`; the warnings above list them")
             .into());
     }
     if let Some(path) = &args.per_sample {
@@ -77,7 +82,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     if let Some(summary) = summary.as_object_mut() {
         summary.extend(sets);
     }
-    writeln!(super::stdout::stdout(), "{summary}")?;
+    writeln!(stdout(), "{summary}")?;
     Ok(())
 }
 
@@ -85,7 +90,7 @@ fn per_sample(report: &EvalReport) -> String {
     let mut lines = String::new();
     for sample in &report.samples {
         let line = serde_json::to_string(sample).expect("plain values");
-        let _ = writeln!(lines, "{line}"); // a String takes every write
+        let _ = writeln!(lines, "{line}"); // writing to a String cannot fail
     }
     lines
 }

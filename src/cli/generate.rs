@@ -1,11 +1,14 @@
-//! `trainer generate`: an answer to a prompt with images.
+//! `trainer generate`: answers a prompt, which may have images.
 
-use super::report::{Exit, Failure};
+use super::args::resolve_model;
+use super::failure::{Exit, Failure};
+use super::stdout::stdout;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, Message, Part, Sample, SampleId};
 use crate::data::{Encoder, ImageConfig};
+use crate::run::load_model;
 use crate::train::{
     AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice,
-    Weights, generate, load_model,
+    Weights, generate,
 };
 use candle_transformers::generation::Sampling;
 use clap::Args;
@@ -21,48 +24,44 @@ pub(super) struct GenerateArgs {
     /// Model folder in the transformers layout
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// What the user says
+    /// Text of the user turn
     #[arg(long)]
     prompt: String,
-    /// Images, before the text; may be given several times
+    /// Image, placed before the text; may be given several times
     #[arg(long = "image", value_name = "FILE")]
     images: Vec<PathBuf>,
     /// System message
     #[arg(long)]
     system: Option<String>,
-    /// Tokens after which the answer is cut
+    /// Maximum number of tokens of the answer
     #[arg(long, default_value_t = 128)]
     max_new_tokens: usize,
-    /// Sampling temperature; 0 is greedy
+    /// Sampling temperature; 0 decodes greedily
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Sample from the smallest set of tokens with this probability
-    #[arg(long, value_parser = share)]
+    /// Sample from the smallest set of tokens whose probabilities add up to this
+    #[arg(long, value_name = "P", value_parser = probability)]
     top_p: Option<f64>,
-    /// Sample from this many most likely tokens
-    #[arg(long, value_parser = positive)]
+    /// Sample from the K most likely tokens
+    #[arg(long, value_name = "K", value_parser = positive)]
     top_k: Option<usize>,
-    /// Where to compute: auto, cpu, cuda:N
+    /// Device: auto, cpu, cuda:N
     #[arg(long, default_value_t)]
     device: DeviceChoice,
-    /// Seed of the sampling
+    /// Seed for sampling
     #[arg(long, default_value_t = 42)]
     seed: u64,
 }
 
-/// A probability above 0.
-fn share(text: &str) -> Result<f64, String> {
-    let share: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if share > 0.0 && share <= 1.0 {
-        Ok(share)
-    } else {
-        Err("not above 0 and at most 1".to_owned())
-    }
+fn probability(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    let is_valid = value > 0.0 && value <= 1.0;
+    is_valid.then_some(value).ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
 }
 
 fn positive(text: &str) -> Result<usize, String> {
-    let count: usize = text.parse().map_err(|_| "not a whole number".to_owned())?;
-    if count > 0 { Ok(count) } else { Err("not above 0".to_owned()) }
+    let count: usize = text.parse().map_err(|_| "expected a whole number".to_owned())?;
+    if count > 0 { Ok(count) } else { Err("expected a number above 0".to_owned()) }
 }
 
 impl GenerateArgs {
@@ -101,15 +100,15 @@ impl GenerateArgs {
             messages.push(turn("system", Content::Text(system.clone())));
         }
         messages.push(turn("user", Content::Parts(parts)));
-        messages.push(turn("assistant", Content::Text(String::new()))); // what is asked for
+        messages.push(turn("assistant", Content::Text(String::new()))); // to be generated
         let id = SampleId { file: Path::new("--prompt").into(), line: 1 };
         Ok(Sample { id, messages, media, tools: None })
     }
 }
 
-/// Prints the answer to stdout as it stands, and nothing else.
+/// Prints the answer to stdout, and nothing else.
 pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
-    let folder = super::resolve_model(&args.model)?;
+    let folder = resolve_model(&args.model)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
     let (prompt, _) = encoder.encode_prompt(&args.sample()?)?;
     let section = ModelSection {
@@ -121,7 +120,7 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         freeze: vec![],
         recompute: RecomputeChoice::None,
     };
-    let device = super::open_device(args.device)?;
+    let device = args.device.open()?;
     let loaded = load_model(&section, args.seed, &device)?;
     let options = GenerateOptions {
         max_new_tokens: args.max_new_tokens,
@@ -130,6 +129,6 @@ pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         stop_ids: encoder.stop_ids().to_vec(),
     };
     let answer = generate(&*loaded.model, prompt, &options, &device)?;
-    writeln!(super::stdout::stdout(), "{}", encoder.decode(&answer)?)?;
+    writeln!(stdout(), "{}", encoder.decode(&answer)?)?;
     Ok(())
 }

@@ -1,9 +1,9 @@
-//! Hub ids instead of folders.
+//! Model ids of the Hugging Face hub.
 
-use super::report::{Exit, Failure};
+use super::failure::{Exit, Failure};
 use std::path::{Path, PathBuf};
 
-/// The cached snapshot of a hub id, downloaded first if it is not there.
+/// The folder of a hub id in the hub's cache; downloads the files that are missing.
 #[cfg(feature = "hub")]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     use crate::checkpoint::COPIED_FILES;
@@ -15,9 +15,10 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
             .hint(HINT)
             .into());
     }
-    let api = hf_hub::api::sync::Api::new().context("the hub's cache cannot be opened")?;
+    let api = hf_hub::api::sync::Api::new().context("cannot open the hub's cache")?;
     let repo = api.model(id.clone());
-    let listed = repo.info().with_context(|| format!("the hub has no answer for `{id}`"))?;
+    let listed =
+        repo.info().with_context(|| format!("cannot list the files of `{id}` on the hub"))?;
     let mut folder = None;
     for file in listed.siblings {
         let name = file.rfilename;
@@ -31,15 +32,15 @@ pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     folder.with_context(|| format!("`{id}` has no files that a model needs"))
 }
 
-/// What `model.path` may be.
+/// Values that `model.path` may have.
 #[cfg(feature = "hub")]
 pub(super) const HINT: &str = "give a model folder in the transformers layout, or `owner/name`";
-/// What `model.path` may be.
+/// Values that `model.path` may have.
 #[cfg(not(feature = "hub"))]
 pub(super) const HINT: &str =
     "give a folder in the transformers layout; hub ids need a build with `--features hub`";
 
-/// This build reads folders only.
+/// Always fails: this build reads folders only.
 #[cfg(not(feature = "hub"))]
 pub(super) fn resolve(path: &Path) -> anyhow::Result<PathBuf> {
     let found = if path.exists() { "a file" } else { "nothing" };

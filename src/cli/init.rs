@@ -1,6 +1,7 @@
-//! `trainer init`: a model folder with random weights.
+//! `trainer init`: writes a model folder with random weights.
 
-use super::report::{Exit, Failure};
+use super::args::check_folder;
+use super::failure::{Exit, Failure};
 use crate::checkpoint::{CarriedFiles, ModelFiles, WeightFiles, write_atomically};
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
@@ -17,21 +18,21 @@ pub(super) struct InitArgs {
     /// Shape of the model
     #[arg(long, value_enum)]
     preset: Preset,
-    /// Folder to write; must not hold a model yet
+    /// Folder to write; it must not contain a model
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Seed of the weights
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// Write weights for a published shape too (they are large)
+    /// Write weights for a published shape too; they are large
     #[arg(long)]
     weights: bool,
-    /// Folder whose tokenizer files are copied, for the published shapes
+    /// Copy the tokenizer files of this folder, for the published shapes
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
 }
 
-/// Shapes that `init` knows.
+/// Model shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Preset {
     /// 0.4 M parameters, for tests
@@ -50,7 +51,7 @@ enum Preset {
     /// Qwen3-VL 32B
     #[value(name = "32b")]
     B32,
-    /// Qwen3-VL 30B-A3B (config only: mixture of experts)
+    /// Qwen3-VL 30B-A3B, a mixture of experts (config only)
     #[value(name = "30b-a3b")]
     B30A3,
 }
@@ -194,17 +195,17 @@ impl Published {
 /// Writes the folder.
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if args.out.join("config.json").exists() || WeightFiles::open(&args.out).is_ok() {
-        let message = format!("`{}` holds a model already", args.out.display());
+        let message = format!("`{}` already contains a model", args.out.display());
         return Err(Failure::new(Exit::Usage, message)
             .hint("choose another `--out`, or remove the folder first")
             .into());
     }
     std::fs::create_dir_all(&args.out).map_err(|error| {
-        let message = format!("cannot make folder `{}`: {error}", args.out.display());
+        let message = format!("cannot create folder `{}`: {error}", args.out.display());
         Failure::new(Exit::CannotWrite, message).hint("choose another `--out`")
     })?;
     if let Some(folder) = &args.tokenizer {
-        super::check_folder("--tokenizer", folder)?;
+        check_folder("--tokenizer", folder)?;
     }
     let config = args.preset.config();
     if args.preset.is_small() {
@@ -224,9 +225,9 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     };
     files.write_into(&args.out)?;
     let count: usize = weights.iter().map(|(_, tensor)| tensor.elem_count()).sum();
-    tracing::info!(folder = %args.out.display(), parameters = count, "model folder written");
+    tracing::info!(folder = %args.out.display(), parameters = count, "wrote a model folder");
     if !args.preset.is_small() && !has_tokenizer(&args.out) {
-        tracing::warn!("the folder has no tokenizer yet; give `--tokenizer` or copy the files");
+        tracing::warn!("the folder has no tokenizer: pass `--tokenizer` or copy the files");
     }
     Ok(())
 }

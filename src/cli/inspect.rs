@@ -1,22 +1,27 @@
-//! `trainer inspect`: what the model will see of each row, and which rows share a pack.
+//! `trainer inspect`: shows what the model sees of each row, and which rows share a pack.
 
 mod cut;
+mod figure;
 mod html;
 mod media;
+mod page;
 mod thumbnail;
+mod turns;
 
-use super::ConfigArgs;
+use super::args::ConfigArgs;
+use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::report::{Exit, Failure};
+use super::progress::SetupBars;
+use super::stdout::stdout;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{Encoder, Length, Row, RowReader, first_epoch_packs};
-use crate::train::JsonlRows;
+use crate::data::{Encoder, JsonlRows, Length, Row, RowReader, first_epoch_packs};
+use crate::run::{self, DataList};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
-use html::Page;
 use media::{grids, media_of};
+use page::Page;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::Write;
@@ -31,46 +36,48 @@ use std::sync::Arc;
 pub(super) struct InspectArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Rows to show (all: 0)
+    /// Number of rows to show; 0 shows all
     #[arg(long, default_value_t = 4)]
     num: usize,
-    /// Form of the output
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
-    /// Also store tensors of the shown rows in this safetensors file
+    /// Also write the tensors of the shown rows to this safetensors file
     #[arg(long, value_name = "FILE")]
     tensors: Option<PathBuf>,
-    /// Also write a page that shows these rows, their images and packs, for a browser
+    /// Also write an HTML page that shows these rows, their images and the packs
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Show packs instead of rows: one object a pack, the ids and lengths in it
+    /// Show packs instead of rows: one JSON object per pack, with its ids and lengths
     #[arg(long, conflicts_with_all = ["tensors", "html"])]
     packs: bool,
 }
 
-/// Form of the output.
+/// Format of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// For people: turns, supervised tokens marked
+    /// Text with the supervised tokens in brackets
     Text,
-    /// One JSON object a sample
+    /// One JSON object per row
     Jsonl,
 }
 
 /// Prints rows in training order.
 pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
-    let encoder = args.config.encoder(&config)?;
-    let rows = Arc::new(args.config.open_rows("train", &config, &encoder, logging)?);
+    let located = |error| args.config.located(error);
+    let encoder = run::encoder(&config).map_err(located)?;
+    let rows = run::open_data(&config, DataList::Train, &encoder, &SetupBars(logging));
+    let rows = Arc::new(rows.map_err(located)?);
     let num = if args.num == 0 { usize::MAX } else { args.num };
-    let out = &mut super::stdout::stdout();
+    let out = &mut stdout();
     if args.packs {
         return show_packs(&config, &rows, num, out);
     }
     let mut tensors = Vec::new();
     let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
-    let options = super::sft::loader_options(&config, rows.encoder());
-    for row in super::sft::order(&config, &rows)?.epoch(0).into_iter().take(num) {
+    let options = run::loader_options(&config, rows.encoder());
+    for row in run::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
             Err(rejection) => {
                 tracing::warn!(row = %rejection, "rejected");
@@ -86,7 +93,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                         writeln!(out, "{}", as_json(rows.encoder(), &label, &sample))?;
                     }
                 }
-                // shown all the same: who asks wants to see what is too long
+                // Rows that are too long are shown too, with the reason.
                 let refused = options.check_length(Length::of(&sample), || rows.id(row)).err();
                 if let Some(rejection) = &refused {
                     tracing::warn!(row = %rejection, "rejected");
@@ -105,10 +112,10 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     if let (Some(path), Some(mut page)) = (&args.html, page) {
         if config.data.packing {
-            // Too many unusable rows stop a run, but they are what the page is to show.
+            // Too many rejected rows stop a run, but the page shows them.
             match packs_of(&config, &rows) {
                 Ok(packs) => page.packs(&packs, &rows),
-                Err(error) => tracing::warn!(%error, "the page has no packs"),
+                Err(error) => tracing::warn!(%error, "cannot show packs on the page"),
             }
         }
         write_atomically(path, page.finish().as_bytes()).map_err(|error| {
@@ -126,7 +133,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rendered tokens, supervised ones between brackets, runs of one token shortened.
+/// Prints the decoded tokens: supervised ones in brackets, vision tokens as their number.
 fn show_text(
     rows: &JsonlRows,
     label: &str,
@@ -164,7 +171,7 @@ fn show_text(
     Ok(())
 }
 
-/// One object of `--format jsonl`, as the contract has it.
+/// The object of a row in `--format jsonl`.
 fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
@@ -182,8 +189,7 @@ fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
     })
 }
 
-/// `<id>/input_ids` and so on, for a safetensors file; integers as `i64`. Images are
-/// `pixel_values`, videos `pixel_values_videos`, as in transformers.
+/// The tensors of a row, named `<id>/input_ids` and so on as in transformers; integers are `i64`.
 fn as_tensors(
     encoder: &Encoder,
     label: &str,
@@ -225,7 +231,7 @@ fn as_tensors(
     Ok(tensors)
 }
 
-/// One object a pack: the ids and lengths in it, in training order.
+/// Prints one JSON object per pack, in training order.
 fn show_packs(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
@@ -245,10 +251,10 @@ fn show_packs(
     Ok(())
 }
 
-/// The packs of the first epoch: rows and their tokens. It measures every row.
+/// The packs of the first epoch: rows and their numbers of tokens. Measures every row.
 fn packs_of(config: &RunConfig, rows: &Arc<JsonlRows>) -> anyhow::Result<Vec<Vec<(Row, usize)>>> {
-    let order = super::sft::order(config, rows)?;
-    let options = super::sft::loader_options(config, rows.encoder());
+    let order = run::order(config, rows)?;
+    let options = run::loader_options(config, rows.encoder());
     let reader: Arc<dyn RowReader> = rows.clone();
     Ok(first_epoch_packs(&reader, &order, &options, &|_, _| {})?)
 }

@@ -1,4 +1,4 @@
-//! Log lines to stderr and to `<output_dir>/train.log`, around the progress bars.
+//! Logging to stderr and to `<output_dir>/train.log`; progress bars stay below the log lines.
 
 use indicatif::MultiProgress;
 use std::fs::File;
@@ -11,19 +11,19 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// What is logged before there is a file is kept up to this size.
-const MAX_KEPT_BYTES: usize = 1 << 20;
+/// Maximum number of bytes of log lines kept in memory before the log file is known.
+const MAX_EARLY_BYTES: usize = 1 << 20;
 
 /// The log of this process.
 #[derive(Debug, Clone)]
 pub(super) struct Logging {
     bars: MultiProgress,
-    file: Arc<Mutex<Kept>>,
+    file: Arc<Mutex<LogTarget>>,
 }
 
-/// The log file, or what will be its beginning.
+/// The log file, or the lines for it while it is not known yet.
 #[derive(Debug)]
-enum Kept {
+enum LogTarget {
     Early(Vec<u8>),
     File(File),
 }
@@ -34,32 +34,35 @@ impl Logging {
     pub(super) fn start() -> Result<Self, TryInitError> {
         let logging = Self::new();
         let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        let (filter, complaint) = filter(std::env::var("RUST_LOG").ok().as_deref());
+        let (filter, problem) = filter(std::env::var("RUST_LOG").ok().as_deref());
         logging.subscriber(filter, Stderr { bars: logging.bars.clone() }, colours).try_init()?;
-        if let Some(complaint) = complaint {
-            tracing::warn!("`RUST_LOG` is ignored: {complaint}");
+        if let Some(problem) = problem {
+            tracing::warn!("ignoring `RUST_LOG`: {problem}");
         }
         Ok(logging)
     }
 
-    /// Appends all lines to `path`, those logged so far included.
+    /// Appends all log lines to `path`, including those logged before this call.
     pub(super) fn write_to(&self, path: &Path) -> io::Result<()> {
         let mut file = File::options().create(true).append(true).open(path)?;
-        let mut kept = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Kept::Early(lines) = &*kept {
+        let mut target = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let LogTarget::Early(lines) = &*target {
             file.write_all(lines)?;
         }
-        *kept = Kept::File(file);
+        *target = LogTarget::File(file);
         Ok(())
     }
 
-    /// Where progress bars are drawn; log lines make room for them.
+    /// The progress bars; they are hidden while a log line is written.
     pub(super) fn bars(&self) -> &MultiProgress {
         &self.bars
     }
 
     fn new() -> Self {
-        Self { bars: MultiProgress::new(), file: Arc::new(Mutex::new(Kept::Early(Vec::new()))) }
+        Self {
+            bars: MultiProgress::new(),
+            file: Arc::new(Mutex::new(LogTarget::Early(Vec::new()))),
+        }
     }
 
     fn subscriber<W>(&self, filter: EnvFilter, stderr: W, colours: bool) -> impl Subscriber + use<W>
@@ -74,17 +77,17 @@ impl Logging {
     }
 }
 
-/// The filter, and why the wish was refused.
-fn filter(wish: Option<&str>) -> (EnvFilter, Option<String>) {
+/// The log filter, and what is wrong with `requested` if it is not used.
+fn filter(requested: Option<&str>) -> (EnvFilter, Option<String>) {
     let default = || EnvFilter::new("info");
-    match wish.filter(|wish| !wish.trim().is_empty()).map(EnvFilter::try_new) {
+    match requested.filter(|text| !text.trim().is_empty()).map(EnvFilter::try_new) {
         None => (default(), None),
         Some(Ok(filter)) => (filter, None),
         Some(Err(error)) => (default(), Some(error.to_string())),
     }
 }
 
-/// Takes the bars off the terminal while a line is written.
+/// Hides the bars while a line is written to stderr.
 #[derive(Debug, Clone)]
 struct Stderr {
     bars: MultiProgress,
@@ -110,15 +113,15 @@ impl<'a> MakeWriter<'a> for Stderr {
 }
 
 #[derive(Debug, Clone)]
-struct LogFile(Arc<Mutex<Kept>>);
+struct LogFile(Arc<Mutex<LogTarget>>);
 
 impl Write for LogFile {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            Kept::Early(lines) if lines.len() + line.len() > MAX_KEPT_BYTES => {}
-            Kept::Early(lines) => lines.extend_from_slice(line),
-            // A full disk must not end a run by its log; the checkpoint will report it.
-            Kept::File(file) => drop(file.write_all(line)),
+            LogTarget::Early(lines) if lines.len() + line.len() > MAX_EARLY_BYTES => {}
+            LogTarget::Early(lines) => lines.extend_from_slice(line),
+            // The log must not end a run when the disk is full; the next checkpoint reports it.
+            LogTarget::File(file) => drop(file.write_all(line)),
         }
         Ok(line.len())
     }
@@ -142,7 +145,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn the_file_has_every_line_also_those_from_before_it() {
+    fn the_file_has_every_line_including_earlier_ones() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("train.log");
         let logging = Logging::new();
@@ -176,12 +179,12 @@ mod tests {
     }
 
     #[test]
-    fn the_level_is_info_unless_the_user_says_otherwise() {
+    fn the_default_level_is_info() {
         assert_eq!(filter(None).0.to_string(), "info");
         assert_eq!(filter(Some("")).0.to_string(), "info");
         assert_eq!(filter(Some("debug")).0.to_string(), "debug");
-        let (filter, complaint) = filter(Some("trainer=loud"));
+        let (filter, problem) = filter(Some("trainer=loud"));
         assert_eq!(filter.to_string(), "info");
-        assert!(complaint.is_some());
+        assert!(problem.is_some());
     }
 }

@@ -1,31 +1,36 @@
-//! Progress of long work: a bar on a terminal, nothing elsewhere (log lines carry it there).
+//! Progress of long work: a bar on a terminal, a log line now and then elsewhere.
 
+use super::logging::Logging;
 use crate::metrics::StepMetrics;
+use crate::run::{SetupObserver, SetupWork};
 use indicatif::{HumanCount, MultiProgress, ProgressBar, ProgressStyle};
 use std::cell::Cell;
+use std::io;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(200);
+/// Minimum time between log lines where there is no terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(20);
 
-/// A bar that fits in 80 columns and disappears when the work is done or fails.
+/// A bar that fits in 80 columns and disappears when it is dropped.
 #[derive(Debug)]
 pub(super) struct Progress {
     bar: ProgressBar,
-    told: Cell<Instant>, // when the last line was logged
+    reported: Cell<Instant>, // when the last line was logged
 }
 
 impl Progress {
-    /// A bar over optimizer steps; `done` of them are from before a resume.
+    /// A bar over optimizer steps, `done` of which an earlier process did.
     pub(super) fn steps(bars: &MultiProgress, total: u64, done: u64) -> Self {
         let progress = Self::new(bars, total, STEPS);
         progress.bar.set_position(done);
-        // The time left is judged by the steps of this process alone.
+        // The remaining time is estimated from the steps of this process.
         progress.bar.reset_eta();
         progress
     }
 
-    /// A bar over `total` things: rows measured, samples evaluated.
+    /// A bar over `total` items; `label` is what is done with them: `rows measured`.
     pub(super) fn items(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
         let progress = Self::new(bars, total, ITEMS);
         progress.bar.set_prefix(label);
@@ -38,11 +43,11 @@ impl Progress {
         self.bar.set_message(message(metrics));
     }
 
-    /// Shows how many things are done; without a terminal, in a log line now and then.
+    /// Sets the number of items done. Without a terminal, logs it at most every 20 s.
     pub(super) fn set(&self, done: u64) {
         self.bar.set_position(done);
-        if self.bar.is_hidden() && self.told.get().elapsed() > BETWEEN_LINES {
-            self.told.set(Instant::now());
+        if self.bar.is_hidden() && self.reported.get().elapsed() > BETWEEN_LINES {
+            self.reported.set(Instant::now());
             let total = self.bar.length().unwrap_or(0);
             tracing::info!(done, total, "{}", self.bar.prefix());
         }
@@ -53,15 +58,33 @@ impl Progress {
             .expect("the templates of this file are valid")
             .progress_chars("=> ");
         let bar = bars.add(ProgressBar::new(total).with_style(style));
-        // The clock goes on during a long step.
+        // Keeps the elapsed time running during a long step.
         bar.enable_steady_tick(TICK);
-        Self { bar, told: Cell::new(Instant::now()) }
+        Self { bar, reported: Cell::new(Instant::now()) }
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// Bars for the slow parts of assembling a run.
+pub(super) struct SetupBars<'a>(pub(super) &'a Logging);
+
+impl SetupObserver for SetupBars<'_> {
+    fn begin(&self, work: SetupWork, total: u64) -> Box<dyn Fn(u64) + '_> {
+        let label = match work {
+            SetupWork::TokeniseBytes => "bytes tokenised",
+            SetupWork::MeasureRows => "rows measured",
+        };
+        let bar = Progress::items(self.0.bars(), label, total);
+        Box::new(move |done| bar.set(done))
+    }
+
+    fn log_to(&self, log_file: &Path) -> io::Result<()> {
+        self.0.write_to(log_file)
     }
 }
 
@@ -83,7 +106,6 @@ fn message(metrics: &StepMetrics) -> String {
 mod tests {
     use super::*;
     use indicatif::{ProgressDrawTarget, TermLike};
-    use std::io;
     use std::sync::{Arc, Mutex};
 
     fn metrics(step: u64) -> StepMetrics {

@@ -1,19 +1,17 @@
-//! Results on stdout, with an error that says that it was stdout.
+//! Writing to stdout, with errors that can be told from those of other files.
 
-use super::report::{Exit, Failure};
 use std::error::Error;
 use std::io::{self, Write};
 
-/// Stdout refused a write.
+/// A failed write to stdout.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write to stdout")]
 struct StdoutError(#[source] io::Error);
 
-/// Stdout, whose errors [`failure_of`] knows.
+/// Locked stdout; [`is_stdout_error`] recognises its errors.
 #[derive(Debug)]
 pub(super) struct Stdout(io::StdoutLock<'static>);
 
-/// Stdout, for this command alone.
 pub(super) fn stdout() -> Stdout {
     Stdout(io::stdout().lock())
 }
@@ -28,27 +26,22 @@ impl Write for Stdout {
     }
 }
 
-/// An error of stdout, as [`Stdout`] gives it.
+/// Marks an error as one of stdout.
 pub(super) fn wrap(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), StdoutError(error))
 }
 
-/// Why stdout refused, if it is stdout that did.
+/// The error of the operating system, if `error` is one of stdout.
 fn cause<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e io::Error> {
     let inner = error.downcast_ref::<io::Error>()?.get_ref()?;
     Some(&inner.downcast_ref::<StdoutError>()?.0)
 }
 
-/// Whether the reader of a pipe has seen enough (`trainer inspect .. | head`), which is nothing to complain about.
+/// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an error.
 pub(super) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.chain().filter_map(cause).any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Exit code and hint of an error of stdout.
-pub(super) fn failure_of(error: &(dyn Error + 'static)) -> Option<Failure> {
-    cause(error)?;
-    Some(
-        Failure::new(Exit::CannotWrite, "")
-            .hint("free space where the output goes, or send it elsewhere"),
-    )
+pub(super) fn is_stdout_error(error: &(dyn Error + 'static)) -> bool {
+    cause(error).is_some()
 }

@@ -1,7 +1,7 @@
-//! The tree as a serde deserializer: structs, enums, lists and maps, with the place of each fault.
+//! A serde deserializer over the tree, whose errors have the place, the keys and the value.
 //!
-//! serde-saphyr's own deserializer knows the place too, but neither the keys above it nor the value
-//! that was found, and it reads text, in which a `--set` would move every line below it.
+//! The errors of serde-saphyr's deserializer have the place, but neither the keys above it nor the
+//! value; and it reads text, in which a `--set` would move the lines below it.
 
 use super::error::{ConfigError, Place};
 use super::fault::{Fault, Kind};
@@ -16,7 +16,7 @@ pub(super) fn read<T: DeserializeOwned>(root: &Node) -> Result<T, ConfigError> {
         .map_err(|fault| fault.at(&root.place).into_error())
 }
 
-/// One node, and the key above it: where something is missing, the key is to blame.
+/// A node, and the place of its key, which errors about missing keys point at.
 #[derive(Clone, Copy)]
 struct De<'a> {
     node: &'a Node,
@@ -53,7 +53,7 @@ impl<'a> De<'a> {
     fn map<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, Fault> {
         self.located(match &self.node.value {
             Value::Map(entries) => visitor.visit_map(Map { entries: entries.iter(), last: None }),
-            // A section whose lines are all commented out.
+            // A section of which every line is commented out.
             value if value.is_null() => visitor.visit_map(Map { entries: [].iter(), last: None }),
             _ => Err(Fault::wrong_type(self.node, "a mapping")),
         })
@@ -126,10 +126,6 @@ impl<'de> Deserializer<'de> for De<'de> {
         self.located(visitor.visit_f64(value))
     }
 
-    fn deserialize_char<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
-        self.deserialize_str(visitor)
-    }
-
     fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
         let text = self.text("a text")?;
         self.located(visitor.visit_borrowed_str(text))
@@ -139,32 +135,8 @@ impl<'de> Deserializer<'de> for De<'de> {
         self.deserialize_str(visitor)
     }
 
-    fn deserialize_bytes<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
-        self.deserialize_str(visitor)
-    }
-
-    fn deserialize_byte_buf<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
-        self.deserialize_str(visitor)
-    }
-
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
         if self.node.value.is_null() { visitor.visit_none() } else { visitor.visit_some(self) }
-    }
-
-    fn deserialize_unit<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
-        if self.node.value.is_null() {
-            visitor.visit_unit()
-        } else {
-            Err(Fault::wrong_type(self.node, "nothing"))
-        }
-    }
-
-    fn deserialize_unit_struct<V: Visitor<'de>>(
-        self,
-        _name: &'static str,
-        visitor: V,
-    ) -> Result<V::Value, Fault> {
-        self.deserialize_unit(visitor)
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(
@@ -193,15 +165,6 @@ impl<'de> Deserializer<'de> for De<'de> {
             }
             _ => Err(Fault::wrong_type(self.node, format!("a list of {num_items}"))),
         }
-    }
-
-    fn deserialize_tuple_struct<V: Visitor<'de>>(
-        self,
-        _name: &'static str,
-        num_items: usize,
-        visitor: V,
-    ) -> Result<V::Value, Fault> {
-        self.deserialize_tuple(num_items, visitor)
     }
 
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
@@ -245,8 +208,8 @@ impl<'de> Deserializer<'de> for De<'de> {
         }
     }
 
-    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
-        visitor.visit_unit()
+    serde::forward_to_deserialize_any! {
+        char bytes byte_buf unit unit_struct tuple_struct ignored_any
     }
 }
 
@@ -268,13 +231,13 @@ impl<'de> de::MapAccess<'de> for Map<'de> {
     }
 
     fn next_value_seed<V: de::DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, Fault> {
-        let entry = self.last.expect("serde asks for a value after its key");
+        let entry = self.last.expect("serde reads a value after its key");
         seed.deserialize(De { node: &entry.node, key_place: Some(&entry.key_place) })
             .map_err(|fault| fault.at(&entry.node.place).under(&entry.key))
     }
 }
 
-/// A key: a text for structs and text maps, a number for maps of numbers.
+/// A key, read as text or, for maps with numbers as keys, as a number.
 struct Key<'a>(&'a str);
 
 impl<'de> Deserializer<'de> for Key<'de> {
@@ -342,7 +305,7 @@ impl<'de> de::SeqAccess<'de> for List<'de> {
     }
 }
 
-/// `name`, or `name: {..}`.
+/// A variant of an enum: `name` or `name: {..}`.
 struct Variant<'a> {
     name: &'a str,
     place: &'a Place,

@@ -1,4 +1,4 @@
-//! What can be wrong with a config, and where.
+//! Errors of a config, with their place.
 
 use super::excerpt::Excerpt;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where a text comes from: a file, or one `--set`.
+/// The origin of a text: a config file or a `--set` argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Source {
     File { path: Arc<Path>, text: Arc<str> },
@@ -25,9 +25,8 @@ impl Source {
     }
 }
 
-/// A position in a config file, or a `--set` argument.
-///
-/// Shown as `config.yaml:12:3` or `--set data.packing=maybe`.
+/// A position in a config file, or a `--set` argument; displayed as `config.yaml:12:3` or
+/// `--set data.packing=maybe`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place(Arc<At>);
 
@@ -38,7 +37,7 @@ enum At {
 }
 
 impl Place {
-    /// Line and column in the file, from 1, columns in characters; `None` for `--set`.
+    /// Line and column in the file, from 1, columns in characters. `None` for `--set`.
     pub fn position(&self) -> Option<(usize, usize)> {
         match *self.0 {
             At::File { line, column, .. } => Some((line, column)),
@@ -65,7 +64,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A config file or a `--set` that cannot be used.
+/// An error of a config file or a `--set` argument.
 ///
 /// The message names the place, the key and the nearest valid name, and shows the line.
 #[derive(Debug, thiserror::Error)]
@@ -75,77 +74,77 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// The file is not text.
+    /// The file is not UTF-8 text.
     #[error("{}:{line}:{column}: not UTF-8 text", .path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
-        /// Line of the first bad byte.
+        /// Line of the first invalid byte, from 1.
         line: usize,
-        /// Its column, in characters.
+        /// Column of the first invalid byte, from 1, in characters.
         column: usize,
     },
-    /// The file holds nothing, or comments only.
+    /// The file is empty or contains only comments.
     #[error("{}: the config is empty", .path.display())]
     Empty {
         /// The file.
         path: PathBuf,
     },
-    /// Not YAML.
+    /// The text is not valid YAML.
     #[error("{place}: {message}{}", .place.excerpt())]
     Syntax {
         /// Where.
         place: Place,
-        /// What the parser said.
+        /// Message of the YAML parser.
         message: String,
     },
-    /// The same key twice in one mapping.
+    /// A mapping has the same key twice.
     #[error("{place}: duplicate key `{key}`, first used at {first}{}", .place.excerpt())]
     DuplicateKey {
-        /// The second one.
+        /// The second occurrence.
         place: Place,
         /// The key.
         key: String,
-        /// The first one.
+        /// The first occurrence.
         first: Place,
     },
-    /// Nothing reads this key.
+    /// The section has no such key.
     #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), did_you_mean(.nearest.as_deref()), .place.excerpt())]
     UnknownKey {
         /// The key in the file, or the `--set`.
         place: Place,
         /// The key.
         key: String,
-        /// The keys above it, joined by dots; empty at the top.
+        /// Dotted keys above it; empty at the top level.
         section: String,
-        /// The valid key that looks like it.
+        /// The valid key that is most similar, if one is similar.
         nearest: Option<String>,
-        /// All valid keys beside it.
+        /// All valid keys of the section.
         valid: Vec<String>,
     },
-    /// A key without a default is not there.
+    /// A required key is missing.
     #[error("{place}: missing key `{key}`{}{}", inside(.section), .place.excerpt())]
     MissingKey {
-        /// The mapping that lacks it.
+        /// The mapping in which it is missing.
         place: Place,
         /// The key.
         key: String,
-        /// The keys above it, joined by dots; empty at the top.
+        /// Dotted keys above it; empty at the top level.
         section: String,
     },
-    /// A value is not one of those that the key knows.
+    /// A value is not one of the choices of its key.
     #[error("{place}: unknown value `{value}` for `{key}`{}{}", did_you_mean(.nearest.as_deref()), .place.excerpt())]
     UnknownValue {
         /// The value in the file, or the `--set`.
         place: Place,
-        /// The key with those above it.
+        /// The dotted key.
         key: String,
         /// The value.
         value: String,
-        /// The valid value that looks like it.
+        /// The valid value that is most similar, if one is similar.
         nearest: Option<String>,
         /// All valid values.
         valid: Vec<String>,
@@ -155,51 +154,51 @@ pub enum ConfigError {
     WrongType {
         /// The value in the file, or the `--set`.
         place: Place,
-        /// The key with those above it.
+        /// The dotted key.
         key: String,
         /// The value.
         found: String,
-        /// What the key takes.
+        /// The values that the key accepts.
         expected: String,
     },
-    /// The section's own check refused a value.
+    /// The check of a value's type rejected it.
     #[error("{place}: `{key}`: {message}{}", .place.excerpt())]
     Refused {
         /// The value in the file, or the `--set`.
         place: Place,
-        /// The key with those above it.
+        /// The dotted key.
         key: String,
-        /// What the check said.
+        /// Message of the check.
         message: String,
     },
-    /// A value of the right type that this run cannot work with.
+    /// A value has the right type, but this run cannot use it.
     #[error("{place}: {problem}{}", .place.excerpt())]
     Value {
-        /// The value in the file, the `--set`, or what should hold it.
+        /// The value in the file, the `--set`, or the section in which the value is missing.
         place: Place,
-        /// The key, what was found and what was expected.
+        /// The key, the value that was found and the values that are expected.
         problem: String,
-        /// What to do about it.
+        /// What the user can do about it.
         hint: String,
     },
-    /// A `--set` has no `=`, an empty key, or leads through something that has no keys.
+    /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a mapping.
     #[error("--set {argument}: {message}")]
     Set {
         /// The argument.
         argument: String,
-        /// What is wrong with it.
+        /// What is wrong with the argument.
         message: String,
     },
     /// The resolved config could not be written as YAML.
     #[error("cannot write the config as YAML: {message}")]
     Write {
-        /// What the serializer said.
+        /// Message of the YAML serializer.
         message: String,
     },
 }
 
 impl ConfigError {
-    /// What to do about it.
+    /// What the user can do about it.
     pub fn hint(&self) -> String {
         match self {
             Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -230,11 +229,11 @@ impl ConfigError {
                 "write `--set section.key=value`, list items by number: `--set data.train.0.path=a.jsonl`"
                     .to_owned()
             }
-            Self::Write { .. } => "this is an error of the program: report it".to_owned(),
+            Self::Write { .. } => "this is a bug in trainer: please report it".to_owned(),
         }
     }
 
-    /// Where it is, if it is at one place.
+    /// The place of the error; `None` if it concerns a whole file or argument.
     pub fn place(&self) -> Option<&Place> {
         match self {
             Self::Syntax { place, .. }

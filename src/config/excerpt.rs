@@ -1,11 +1,11 @@
-//! The bad line of a text, with a mark below the bad word.
+//! The line of an error, with the word underlined.
 
 use std::fmt;
 
-/// Longer lines are shown from the marked word on.
+/// Maximum number of characters shown; a longer line is shown from the underlined word on.
 const WIDTH: usize = 100;
 
-/// Shown on lines of its own below a message, or not at all.
+/// An excerpt to display below a message; displayed as nothing if there is no such line.
 pub(super) struct Excerpt<'a>(Option<Line<'a>>);
 
 struct Line<'a> {
@@ -35,7 +35,7 @@ impl fmt::Display for Excerpt<'_> {
         let Some(Line { number, text, column }) = self.0 else { return Ok(()) };
         let before = column.saturating_sub(1);
         let skipped = if before + 20 > WIDTH { before } else { 0 };
-        // A tab is one character wide here, so that the mark stays below its word.
+        // A tab becomes one space, so that the underline stays below its word.
         let shown: String = text
             .chars()
             .skip(skipped)
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_behind_the_end_shows_nothing() {
+    fn a_place_past_the_end_shows_nothing() {
         for (line, column) in [(3, 1), (2, 1), (0, 0)] {
             let shown = Excerpt::of("\n\n", line, column).to_string();
             assert_eq!(shown, "");

@@ -1,4 +1,4 @@
-//! What serde found wrong in a node, on its way to a [`ConfigError`].
+//! Errors of deserialization before their place and keys are complete.
 
 use super::error::{ConfigError, Place};
 use super::nearest::nearest;
@@ -6,12 +6,13 @@ use super::tree::Node;
 use serde::de::{self, Expected, Unexpected};
 use std::fmt;
 
-/// A fault on its way up: each level adds what it knows.
+/// An error during deserialization. Each level of the tree adds its key, and the place if there is
+/// none yet.
 #[derive(Debug)]
 pub(super) struct Fault {
     pub(super) kind: Kind,
     place: Option<Place>,
-    /// Keys and indices above the fault, innermost first.
+    /// Keys and list indices above the error, innermost first.
     path: Vec<String>,
 }
 
@@ -35,7 +36,7 @@ impl Fault {
         Self::new(Kind::WrongType { found, expected }).at(&node.place)
     }
 
-    /// The innermost place wins.
+    /// Sets the place, unless an inner level has set it.
     pub(super) fn at(mut self, place: &Place) -> Self {
         self.place.get_or_insert_with(|| place.clone());
         self
@@ -122,7 +123,7 @@ impl de::Error for Fault {
     }
 }
 
-/// Rust's names of types, as a reader of YAML calls them.
+/// Replaces Rust's names of types by descriptions.
 fn readable(expected: &str) -> String {
     match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => {

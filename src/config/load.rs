@@ -1,4 +1,4 @@
-//! A config file and the `--set` arguments to a struct, and back to YAML.
+//! Reads a config file with `--set` overrides into a struct, and writes it as YAML.
 
 use super::de::read;
 use super::error::{ConfigError, Source};
@@ -9,19 +9,19 @@ use serde::de::DeserializeOwned;
 use std::fs;
 use std::path::Path;
 
-/// Reads `path`, applies `overrides` (`a.b=c`, in order, the last one wins) and reads the result
-/// into `T`. The value of an override is YAML: a scalar, `[a, b]` or `{a: b}`.
+/// Reads the YAML file at `path` into `T`, with `overrides` applied.
 ///
-/// A value that is overridden need not be valid, and a key without a default may come from an
-/// override. Each error names its place in the file, or the `--set` that caused it.
+/// An override is `a.b=c`, where `c` is YAML: a scalar, `[a, b]` or `{a: b}`. Of several overrides of
+/// one key, the last wins. A value that is overridden need not be valid, and an override may give a
+/// required key. Each error names its place in the file, or the override that caused it.
 pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
     read(&tree(path, overrides)?)
 }
 
-/// The error of a value that [`load`] accepted and the run cannot work with, at the value's place.
+/// The error for a value that [`load`] accepted and the run cannot use, at the place of the value.
 ///
-/// `keys` lead to it, list items by number; of a key that is left out, the place is that of the
-/// section which lacks it.
+/// `keys` lead to the value, list items by number. If the key is not in the file, the place is that of
+/// its section.
 pub fn refuse(
     path: &Path,
     overrides: &[String],
@@ -31,7 +31,7 @@ pub fn refuse(
 ) -> ConfigError {
     match tree(path, overrides) {
         Ok(root) => ConfigError::Value { place: root.nearest(keys).place.clone(), problem, hint },
-        Err(error) => error, // the file was changed or removed since
+        Err(error) => error, // the file was changed or removed after `load` read it
     }
 }
 
@@ -54,7 +54,7 @@ fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
     Ok(root)
 }
 
-/// The config as YAML, every key with its value; [`load`] reads it back equal.
+/// The config as YAML, with every key; [`load`] reads the same config from it.
 pub fn to_yaml<T: Serialize>(config: &T) -> Result<String, ConfigError> {
     serde_saphyr::to_string(config)
         .map_err(|error| ConfigError::Write { message: error.to_string() })

@@ -1,4 +1,4 @@
-//! The whole config: composes the section structs, checks them against each other.
+//! The config of a run: composed of the structs of its sections, read from YAML, and checked.
 
 mod de;
 mod error;
@@ -20,35 +20,35 @@ use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfi
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// A run, as YAML says it.
+/// The config of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// Folder of everything that the run writes.
+    /// Folder that the run writes to.
     pub output_dir: PathBuf,
-    /// Seed of the row order and of random weights.
+    /// Seed of the row order and of random weights; 42 by default.
     #[serde(default = "default_seed")]
     pub seed: u64,
-    /// Where it computes: `auto`, `cpu`, `cuda:N`.
+    /// Device to train on; `auto` by default.
     #[serde(default)]
     pub device: DeviceChoice,
-    /// Which model, and how it computes.
+    /// The model and how it is computed.
     pub model: ModelSection,
-    /// What it is trained and evaluated on.
+    /// The data to train and evaluate on.
     pub data: DataConfig,
-    /// How much goes into a step, and how many steps there are.
+    /// The size and the number of steps.
     #[serde(default)]
     pub train: TrainConfig,
-    /// AdamW and its learning rates.
+    /// The optimizer and its learning rates.
     #[serde(default)]
     pub optim: OptimConfig,
-    /// When state goes to disk.
+    /// When checkpoints are saved, and how many are kept.
     #[serde(default)]
     pub checkpoint: CheckpointConfig,
-    /// When the eval data is scored.
+    /// When the model is evaluated.
     #[serde(default)]
     pub eval: EvalConfig,
-    /// How often a step is reported.
+    /// How often metrics are logged.
     #[serde(default)]
     pub log: LogConfig,
 }
@@ -57,20 +57,20 @@ fn default_seed() -> u64 {
     42
 }
 
-/// A value that its type allows and its meaning does not.
+/// A value that has the right type and is out of range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("`{key}` is `{found}`, expected {expected}")]
 pub struct ValueError {
-    /// Dotted key.
+    /// Dotted key of the value.
     pub key: &'static str,
-    /// As given.
+    /// The value as written.
     pub found: String,
-    /// What would do.
+    /// The values that are valid.
     pub expected: &'static str,
 }
 
 impl ValueError {
-    /// What to do about it.
+    /// What the user can do about it.
     pub fn hint(&self) -> String {
         match self.key {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
@@ -78,18 +78,18 @@ impl ValueError {
             }
             "optim.lr" => "a usual value is 1.0e-5".to_owned(),
             "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
-            "data.workers" => "one a core is enough".to_owned(),
+            "data.workers" => "one worker per core is enough".to_owned(),
             key => format!("change or remove `{key}`; `docs/config.md` has its default"),
         }
     }
 }
 
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
-/// More threads than any machine has use for.
+/// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
 impl RunConfig {
-    /// Checks what types cannot.
+    /// Checks the ranges of values and the rules between them.
     pub fn check(&self) -> Result<(), ValueError> {
         let optim = &self.optim;
         let rule = |holds: bool, key, found: &dyn ToString, expected| {
@@ -140,15 +140,17 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Folder of the length caches.
+    /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.
     pub fn cache_dir(&self) -> PathBuf {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
     }
 
-    /// Hash of what decides the result: a checkpoint of another fingerprint is of another run.
+    /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the same
+    /// fingerprint.
     ///
-    /// Left out is what changes no number (where files lie, the device, `use_rmpad`, `attention`, `recompute`,
-    /// workers, how many rejected rows stop it, eval, logs, checkpoints) and how long the run is.
+    /// Settings that do not change the result are left out: folders, device, `use_rmpad`, `attention`,
+    /// `recompute`, workers, the limit on rejected rows, eval, log and checkpoint settings, and the
+    /// length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut same = self.clone();
@@ -171,7 +173,7 @@ impl RunConfig {
         (same.train.epochs, same.train.max_steps) = (None, None);
         let json = serde_json::to_string(&same).expect("a config of plain values");
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
-        hash.truncate(32); // as many digits as tell runs apart
+        hash.truncate(32); // 128 bits are enough to tell runs apart
         hash
     }
 }

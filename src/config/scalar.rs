@@ -1,6 +1,6 @@
 //! Plain YAML scalars as numbers and booleans (the core schema of YAML 1.2).
 
-/// `true` or `false`; the `yes` and `on` of YAML 1.1 are texts.
+/// Reads `true` or `false`. The `yes` and `on` of YAML 1.1 are text.
 pub(super) fn boolean(text: &str) -> Option<bool> {
     match text {
         "true" | "True" | "TRUE" => Some(true),
@@ -9,7 +9,7 @@ pub(super) fn boolean(text: &str) -> Option<bool> {
     }
 }
 
-/// Decimal, `0x` or `0o`, with `_` between digits.
+/// Reads a decimal, `0x` or `0o` integer, which may have `_` between digits.
 pub(super) fn integer(text: &str) -> Option<i128> {
     let (sign, digits) = match text.strip_prefix('-') {
         Some(digits) => (-1, digits),
@@ -27,7 +27,7 @@ pub(super) fn integer(text: &str) -> Option<i128> {
     i128::from_str_radix(&digits, radix).ok().map(|value| sign * value)
 }
 
-/// A decimal number with point or exponent, an integer, `.inf` or `.nan`.
+/// Reads a decimal number, with or without point and exponent, `.inf` or `.nan`.
 pub(super) fn float(text: &str) -> Option<f64> {
     match text {
         ".nan" | ".NaN" | ".NAN" => return Some(f64::NAN),
@@ -39,12 +39,12 @@ pub(super) fn float(text: &str) -> Option<f64> {
         return Some(integer as f64);
     }
     let digits = without_separators(text)?;
-    // Rust also reads `inf`, `nan` and `infinity`, which are texts here.
+    // Rust also parses `inf`, `nan` and `infinity`, which are text in YAML.
     let is_number = digits.chars().all(|c| matches!(c, '0'..='9' | '.' | 'e' | 'E' | '+' | '-'));
     is_number.then(|| digits.parse().ok()).flatten()
 }
 
-/// Removes each `_` that stands between two digits; `None` if one stands elsewhere.
+/// Removes each `_` between two digits; `None` if there is one elsewhere.
 fn without_separators(text: &str) -> Option<String> {
     let letters: Vec<char> = text.chars().collect();
     let is_digit = |index: usize| letters.get(index).is_some_and(char::is_ascii_hexdigit);

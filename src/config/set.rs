@@ -1,13 +1,13 @@
-//! `--set a.b=c`: replaces one value of the tree before any struct reads it.
+//! `--set a.b=c`: replaces a value in the tree before structs are read from it.
 //!
-//! The value remembers the argument, so that an error in it names the `--set` and not a line of the
-//! file; everything else keeps its place in the file.
+//! The place of the new value is the argument, so that an error in it names the `--set`; all other
+//! values keep their place in the file.
 
 use super::error::{ConfigError, Place, Source};
 use super::tree::{Entry, Node, Quoting, Value, parse};
 
-/// Applies one argument. Keys that are not there are created: whether anything reads them is seen
-/// when the tree is read. A number is the place of an item in a list; the next free one appends.
+/// Applies one argument. Missing keys are created; unknown ones become errors when the tree is read. A
+/// number is an index into a list; the length of the list appends an item.
 pub(super) fn set(root: &mut Node, argument: &str) -> Result<(), ConfigError> {
     let refused = |message: String| ConfigError::Set { argument: argument.to_owned(), message };
     let (path, value) =
@@ -32,10 +32,11 @@ pub(super) fn set(root: &mut Node, argument: &str) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The child of `node` under `key`, created if needed; an error says what `node` is instead.
+/// The child of `node` under `key`, created if it is missing. The error describes `node`, which can
+/// have no such child.
 fn child<'a>(node: &'a mut Node, key: &str, place: &Place) -> Result<&'a mut Node, String> {
     if node.value.is_null() {
-        // `0` starts a list, anything else a mapping.
+        // The key `0` creates a list, any other key a mapping.
         let value = if key == "0" { Value::List(Vec::new()) } else { Value::Map(Vec::new()) };
         *node = Node { place: place.clone(), value };
     }

@@ -1,25 +1,25 @@
-//! YAML as a tree in which each key and value knows where it was written.
+//! YAML as a tree of keys and values with their places.
 //!
-//! Parsing stops here; which type a plain scalar has is decided by the struct that reads it, so
-//! that `output_dir: 1.10` is the text `1.10`.
+//! Scalars have no type here: the struct that reads a plain scalar decides on its type, so that
+//! `output_dir: 1.10` is the text `1.10`.
 
 use super::error::{ConfigError, Place, Source};
 use serde_saphyr::granit_parser::{Event, Marker, Parser, ScalarStyle};
 use std::collections::HashMap;
 
-/// Deeper nesting is no config.
+/// Maximum depth of nesting.
 const MAX_DEPTH: usize = 64;
-/// More nodes are no config but an alias that repeats itself.
+/// Maximum number of nodes, with aliases expanded.
 const MAX_NODES: usize = 100_000;
 
-/// A value and where it begins.
+/// A value and the place where it begins.
 #[derive(Debug, Clone)]
 pub(super) struct Node {
     pub(super) place: Place,
     pub(super) value: Value,
 }
 
-/// The three kinds of YAML node.
+/// The kinds of YAML values.
 #[derive(Debug, Clone)]
 pub(super) enum Value {
     Scalar { text: String, quoting: Quoting },
@@ -27,14 +27,14 @@ pub(super) enum Value {
     Map(Vec<Entry>),
 }
 
-/// A plain scalar may be a number, a boolean or null; a quoted one is text.
+/// A plain scalar may be a number, a boolean or null; a quoted scalar is text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Quoting {
     Plain,
     Quoted,
 }
 
-/// A key of a mapping, where it is, and its value.
+/// An entry of a mapping.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
     pub(super) key: String,
@@ -48,7 +48,7 @@ impl Value {
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
-    /// The value in a sentence: `` `maybe` ``, `empty`, `a list`, `a mapping`.
+    /// The value in an error message: `` `maybe` ``, `empty`, `a list`, `a mapping`.
     pub(super) fn describe(&self) -> String {
         match self {
             Self::Scalar { text, .. } if self.is_null() && text.is_empty() => "empty".to_owned(),
@@ -61,7 +61,7 @@ impl Value {
 }
 
 impl Node {
-    /// What `keys` lead to, or the last node on the way that is there.
+    /// The node at `keys`, or its closest ancestor that exists.
     pub(super) fn nearest(&self, keys: &[&str]) -> &Self {
         let Some((key, rest)) = keys.split_first() else { return self };
         let child = match &self.value {
@@ -75,7 +75,7 @@ impl Node {
     }
 }
 
-/// Parses the one document in `text`; `None` if there is nothing but comments.
+/// Parses the single document in `text`; `None` if it contains only comments.
 pub(super) fn parse(text: &str, source: &Source) -> Result<Option<Node>, ConfigError> {
     let mut reader = Reader {
         parser: Parser::new_from_str(text),
@@ -118,7 +118,7 @@ impl<'a> Reader<'a> {
             match self.parser.next_event() {
                 None => return Ok(None),
                 Some(Ok((Event::Comment(..) | Event::Anchor(..), _))) => {}
-                // The parser shows a value that is not there as `~` of no width.
+                // The parser returns a missing value as `~` with no width.
                 Some(Ok((Event::Scalar(_, style, anchor, tag), span))) if span.is_empty() => {
                     let event = Event::Scalar("".into(), style, anchor, tag);
                     return Ok(Some((event, self.place(&span.start))));
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
             let (event, value_place) = self.expect(place)?;
             let mut node = self.node(event, value_place, depth + 1)?;
             if matches!(&node.value, Value::Scalar { text, .. } if text.is_empty()) {
-                // Nothing is to be seen behind the colon: the key is what to point at.
+                // There is nothing to point at after the colon, so errors point at the key.
                 node.place = key_place.clone();
             }
             if key == "<<" && quoting == Quoting::Plain {
@@ -230,7 +230,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// `<<: *anchor`: adds the keys that are not there.
+/// Applies `<<: *anchor`: adds the entries whose keys are missing.
 fn merge(entries: &mut Vec<Entry>, node: Node) -> Result<(), ConfigError> {
     let maps = match node.value {
         Value::List(items) => items,

@@ -1,4 +1,4 @@
-//! The sections `model`, `train`, `eval` and `log` of a config.
+//! The config sections `model`, `train`, `eval` and `log`.
 
 use crate::models::RecomputePolicy;
 use crate::ops::{AttentionBackend, Flash, Masked};
@@ -9,28 +9,29 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Which model, and how it computes.
+/// The model and how it is computed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSection {
-    /// Folder in the transformers layout (or a hub id, in a build with the feature `hub`).
+    /// Folder in the transformers layout, or a hub id in builds with the feature `hub`.
     pub path: PathBuf,
-    /// Where the weights come from.
+    /// Source of the weights; `pretrained` by default.
     #[serde(default)]
     pub weights: Weights,
-    /// True: padding is removed and the model eats one token stream. False: padded `[B, L]`.
+    /// Whether padding is removed, so that the model computes one stream of tokens (the default). If
+    /// false, it computes padded rows `[B, L]`.
     #[serde(default = "yes")]
     pub use_rmpad: bool,
-    /// Attention kernel.
+    /// Attention kernel; `auto` by default.
     #[serde(default)]
     pub attention: AttentionChoice,
-    /// Dtype of weights and activations in the forward and backward pass.
+    /// Dtype of weights and activations in the forward and backward pass; `f32` by default.
     #[serde(default)]
     pub precision: Precision,
-    /// Parts (`vision`, `merger`, `llm`) or globs over parameter names that stay as loaded.
+    /// Components (`vision`, `merger`, `llm`) or globs over parameter names that are not trained.
     #[serde(default)]
     pub freeze: Vec<String>,
-    /// What is computed again in the backward pass instead of being kept.
+    /// Activations that the backward pass recomputes instead of storing; none by default.
     #[serde(default)]
     pub recompute: RecomputeChoice,
 }
@@ -39,14 +40,14 @@ fn yes() -> bool {
     true
 }
 
-/// Where weights come from.
+/// Source of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
-    /// From the model folder's safetensors.
+    /// The safetensors files of the model folder.
     #[default]
     Pretrained,
-    /// Drawn anew from `seed`; the folder needs only its configs and tokenizer.
+    /// Random weights drawn from `seed`; the folder needs only its configs and tokenizer.
     Random,
 }
 
@@ -54,20 +55,20 @@ pub enum Weights {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AttentionChoice {
-    /// The fastest exact one for the device; the log says which.
+    /// The fastest exact kernel of the device; the log names it.
     #[default]
     Auto,
-    /// Tiled, variable length, no score matrix in memory.
+    /// Tiled, for variable lengths, without a score matrix in memory.
     Flash,
-    /// candle-flash-attn's forward pass with our backward; bf16 on a GPU.
+    /// The forward pass of candle-flash-attn with the backward pass of this crate; GPU and bf16 only.
     #[cfg(feature = "flash-attn")]
     FlashAttn,
-    /// The reference: dense scores under a block-diagonal causal mask.
+    /// Reference: dense scores with a block-diagonal causal mask; CPU only.
     Masked,
 }
 
 impl AttentionChoice {
-    /// The kernels behind the choice.
+    /// The kernels of this choice.
     pub fn backend(self) -> Arc<dyn AttentionBackend> {
         match self {
             Self::Auto | Self::Flash => Arc::new(Flash),
@@ -78,11 +79,11 @@ impl AttentionChoice {
     }
 }
 
-/// Dtype of the computation; master weights and moments are `f32` in both.
+/// Dtype of the computation; master weights are `f32` in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Single precision throughout.
+    /// `f32` throughout.
     #[default]
     F32,
     /// bf16 weights and activations; norms, softmax, rotary and loss in `f32`.
@@ -90,7 +91,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// As candle names it.
+    /// The dtype in candle.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -98,7 +99,7 @@ impl Precision {
         }
     }
 
-    /// As transformers names it in `config.json`.
+    /// The name in `config.json` of transformers.
     pub fn hf_name(self) -> &'static str {
         match self {
             Self::F32 => "float32",
@@ -107,23 +108,23 @@ impl Precision {
     }
 }
 
-/// Activation recomputation.
+/// Components whose activations are recomputed in the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecomputeChoice {
-    /// Keep everything.
+    /// None: all activations are stored.
     #[default]
     None,
-    /// Every block and layer.
+    /// All blocks of the vision encoder and all decoder layers.
     Full,
-    /// The vision tower and its mergers.
+    /// The vision encoder and its mergers.
     Vision,
     /// The decoder layers.
     Llm,
 }
 
 impl RecomputeChoice {
-    /// For the model.
+    /// The policy that the model takes.
     pub fn policy(self) -> RecomputePolicy {
         let (vision, llm) = match self {
             Self::None => (Recompute::No, Recompute::No),
@@ -135,20 +136,21 @@ impl RecomputeChoice {
     }
 }
 
-/// How much goes into a step, and how many steps there are.
+/// The size and the number of steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainConfig {
-    /// Rows of a micro-batch: packs when packing, samples when not.
+    /// Rows of a micro-batch: packs if packing is on, samples otherwise; 1 by default.
     pub batch_size: NonZeroUsize,
-    /// Micro-batches of an optimizer step.
+    /// Micro-batches per optimizer step; 1 by default.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Passes over the data; 1 when neither this nor `max_steps` is given. With both, the run ends
-    /// at whichever comes first.
+    /// Passes over the data; 1 if neither this nor `max_steps` is set. With both, the run ends at
+    /// whichever comes first.
     pub epochs: Option<NonZeroU64>,
-    /// Optimizer steps; the data is repeated as often as needed when `epochs` is not given.
+    /// Optimizer steps; the data is repeated as needed if `epochs` is not set.
     pub max_steps: Option<NonZeroU64>,
-    /// L2 norm that gradients are clipped to; 0 switches clipping off.
+    /// Maximum L2 norm of the gradient; larger gradients are scaled down to it. 1.0 by default; 0
+    /// disables clipping.
     pub max_grad_norm: f64,
 }
 
@@ -165,7 +167,7 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// Epochs after which the data ends; `None`: it does not.
+    /// Number of epochs after which the data ends; `None` if it is repeated until `max_steps`.
     pub fn epoch_limit(&self) -> Option<u64> {
         match (self.epochs, self.max_steps) {
             (Some(epochs), _) => Some(epochs.get()),
@@ -175,13 +177,14 @@ impl TrainConfig {
     }
 }
 
-/// When the eval data is scored.
+/// When the model is evaluated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalConfig {
-    /// Optimizer steps between evaluations; there is always one at the end. 0: only that one.
+    /// Optimizer steps between evaluations; 200 by default. 0 evaluates only at the end of the run, as
+    /// every run does.
     pub every_steps: u64,
-    /// Answers that are generated and shown after the last evaluation.
+    /// Number of answers generated and shown at the end of the run; 6 by default.
     pub show: usize,
 }
 
@@ -191,11 +194,11 @@ impl Default for EvalConfig {
     }
 }
 
-/// How often a step is reported.
+/// How often metrics are logged.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
-    /// Optimizer steps between log lines; `metrics.jsonl` has every step.
+    /// Optimizer steps between log lines; 1 by default. `metrics.jsonl` has every step.
     pub every_steps: NonZeroU64,
 }
 

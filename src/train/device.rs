@@ -1,72 +1,25 @@
-//! `device`: where a run computes.
+//! The config key `device`.
 
-use crate::ops::{CUDA_BUILD, open_gpu};
-use candle_core::Device;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a run computes.
+/// Device of a run: `auto`, `cpu` or `cuda:N` in a config.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// The first GPU, if this build and this machine have one, else the CPU; the log says which and why.
+    /// The first GPU, or the CPU if this build or this machine has no usable GPU.
     #[default]
     Auto,
-    /// The CPU.
+    /// All cores of the CPU.
     Cpu,
-    /// The GPU of this number.
+    /// The GPU with this number, from 0.
     Cuda(usize),
 }
 
-/// A `device` that is none.
+/// A text that names no device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a device, expected `auto`, `cpu` or `cuda:N`, for example `cuda:0`")]
 pub struct UnknownDevice(String);
-
-/// A GPU that cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("`device` is `cuda:{ordinal}`, which cannot be used")]
-pub struct DeviceError {
-    ordinal: usize,
-    source: candle_core::Error,
-}
-
-impl DeviceError {
-    /// What to do about it.
-    pub fn hint(&self) -> &'static str {
-        if CUDA_BUILD {
-            "look at `nvidia-smi`: the driver must be 580 or later and the number one of its list; `CUDA_VISIBLE_DEVICES` hides others. \
-             `device: cpu` trains without it"
-        } else {
-            "this binary was built without CUDA: build it with `--features cuda`, or use `device: cpu`"
-        }
-    }
-}
-
-impl DeviceChoice {
-    /// Opens the device, and says in the log which one it is.
-    pub fn open(self) -> Result<Device, DeviceError> {
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda(ordinal) => {
-                open_gpu(ordinal).map_err(|source| DeviceError { ordinal, source })
-            }
-            Self::Auto if !CUDA_BUILD => Ok(Device::Cpu),
-            Self::Auto => Ok(open_gpu(0).unwrap_or_else(|error| {
-                tracing::warn!(%error, "`device: auto` found no GPU that can be used: computing on the CPU");
-                Device::Cpu
-            })),
-        }
-    }
-}
-
-/// `cpu`, or `cuda:N`.
-pub fn device_name(device: &Device) -> String {
-    match device.location() {
-        candle_core::DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        _ => "cpu".to_owned(),
-    }
-}
 
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -121,13 +74,5 @@ mod tests {
             let error = text.parse::<DeviceChoice>().unwrap_err();
             assert!(error.to_string().contains("expected `auto`, `cpu` or `cuda:N`"), "{error}");
         }
-    }
-
-    #[test]
-    fn a_gpu_that_is_not_there_is_an_error_and_auto_is_not() {
-        assert!(DeviceChoice::Auto.open().is_ok());
-        let error = DeviceChoice::Cuda(4096).open().unwrap_err();
-        assert_eq!(error.to_string(), "`device` is `cuda:4096`, which cannot be used");
-        assert!(error.hint().contains("`device: cpu`"));
     }
 }

@@ -6,7 +6,6 @@ mod datasets;
 mod device;
 mod eval;
 mod generate;
-mod setup;
 mod state;
 mod step;
 mod trainer;
@@ -17,10 +16,9 @@ pub use config::{
     Weights,
 };
 pub use datasets::{DatasetCounts, DatasetLoss, Rejected, by_dataset, log_shares, metric_keys};
-pub use device::{DeviceChoice, DeviceError, UnknownDevice, device_name};
+pub use device::{DeviceChoice, UnknownDevice};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
-pub use setup::{LoadedModel, SetupError, load_model, trainable};
 pub use state::{Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, PreparedStep, StepCounts, StepError, StepOutcome, StepRunner,

@@ -1,35 +1,51 @@
-//! What the code may not grow into: imports against the direction, files about two things, configs
-//! that nobody can run, paths of somebody's machine.
+//! Rules for the tree: directions of imports, lengths of files, configs that load, no paths of one
+//! machine.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
-/// Which modules may import which. Nothing else may be imported, also not by tests.
-const MAY_IMPORT: [(&str, &[&str]); 12] = [
-    // Leaves.
+/// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
+const MAY_IMPORT: [(&str, &[&str]); 14] = [
     ("batch", &[]),
     ("ops", &[]),
     ("metrics", &[]),
     ("checkpoint", &[]),
-    // Know no model. The optimizer's update is an op, and its parameters are the tape's.
     ("tape", &[]),
     ("optim", &["ops", "tape"]),
-    // Never sees a model or a device.
+    // Neither models nor devices.
     ("data", &["batch"]),
-    // Never sees a file of data, a tokenizer or our config.
-    ("models", &["batch", "ops", "tape"]),
+    // Neither data files nor tokenizers nor the config.
+    ("nn", &["batch", "metrics", "ops", "tape"]),
+    ("models", &["batch", "metrics", "nn", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),
-    // The only place where they meet.
+    // The only module that uses data, models, losses and optimizers together.
     (
         "train",
-        &["batch", "checkpoint", "data", "loss", "metrics", "models", "ops", "optim", "tape"],
+        &["batch", "checkpoint", "data", "loss", "metrics", "models", "nn", "ops", "optim", "tape"],
     ),
-    // Composes the section structs.
+    // Composes the config structs of the sections.
     ("config", &["checkpoint", "data", "optim", "train"]),
-    // The only place that prints and exits, and reads the environment, but for `TRAINER_SIMD`; `bench` times the ops
-    // themselves.
+    // Assembles a run from a config.
+    (
+        "run",
+        &[
+            "batch",
+            "checkpoint",
+            "config",
+            "data",
+            "metrics",
+            "models",
+            "nn",
+            "ops",
+            "optim",
+            "tape",
+            "train",
+        ],
+    ),
+    // The only module that prints, exits and reads the environment (except `TRAINER_SIMD`). `bench`
+    // times the ops themselves.
     (
         "cli",
         &[
@@ -39,24 +55,30 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
             "data",
             "metrics",
             "models",
+            "nn",
             "ops",
             "optim",
+            "run",
             "tape",
             "train",
         ],
     ),
 ];
 
-/// Files that may be longer, with the reason.
-const LONGER: [(&str, &str); 0] = [];
-const MAX_LINES: usize = 500;
+/// Files that may have more lines, each with the reason.
+const LONGER: [(&str, &str); 3] = [
+    ("src/data/dataset/order.rs", "to be split with its folder"),
+    ("src/data/loader/tests.rs", "to be split with its folder"),
+    ("src/ops/cpu/simd.rs", "to be split with its folder"),
+];
+const MAX_LINES: usize = 450;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// Files below `folder` with one of these endings, sorted.
-fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
+pub(super) fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let Ok(entries) = fs::read_dir(folder) else { return found };
     for path in entries.map(|entry| entry.unwrap().path()) {
@@ -75,7 +97,7 @@ fn short(path: &Path) -> String {
     path.strip_prefix(root()).unwrap().display().to_string()
 }
 
-/// The modules that a source text names: each word after `crate::`, also inside `crate::{..}`.
+/// The modules that a source text names: each word after `crate::` and inside `crate::{..}`.
 fn named_modules(text: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let word = |text: &str| -> String {
@@ -121,7 +143,7 @@ fn imports_follow_the_direction() {
     let lib = fs::read_to_string(src.join("lib.rs")).unwrap();
     let declared: BTreeSet<&str> =
         lib.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';')).collect();
-    assert_eq!(declared, modules, "the table has every module");
+    assert_eq!(declared, modules, "the table lists every module");
     let mut wrong = Vec::new();
     for (module, allowed) in MAY_IMPORT {
         let mut sources = files(&src.join(module), &["rs"]);
@@ -136,7 +158,7 @@ fn imports_follow_the_direction() {
         }
     }
     assert!(wrong.is_empty(), "against the table:\n{}", wrong.join("\n"));
-    // What the table allows is what is there: a permission that nobody uses goes.
+    // Each permission of the table is used.
     for (module, allowed) in MAY_IMPORT {
         let texts =
             files(&src.join(module), &["rs"]).into_iter().map(|p| fs::read_to_string(p).unwrap());
@@ -148,7 +170,7 @@ fn imports_follow_the_direction() {
 }
 
 #[test]
-fn a_source_file_is_about_one_thing() {
+fn source_files_are_short() {
     let mut long = Vec::new();
     for path in files(&root().join("src"), &["rs"]) {
         let lines = fs::read_to_string(&path).unwrap().lines().count();
@@ -158,7 +180,7 @@ fn a_source_file_is_about_one_thing() {
             long.push(format!("{name}: {lines} lines"));
         }
     }
-    assert!(long.is_empty(), "past {MAX_LINES} lines:\n{}", long.join("\n"));
+    assert!(long.is_empty(), "more than {MAX_LINES} lines:\n{}", long.join("\n"));
 }
 
 #[test]
@@ -171,7 +193,7 @@ fn every_config_can_be_loaded() {
         config.check().unwrap_or_else(|error| panic!("{name}: {error}"));
         config.data.validate().unwrap_or_else(|error| panic!("{name}: {error}"));
         let text = fs::read_to_string(&path).unwrap();
-        assert!(text.starts_with("# "), "{name} begins with what it is for");
+        assert!(text.starts_with("# "), "{name} begins with its purpose");
     }
 }
 
@@ -198,7 +220,7 @@ fn tree_of(readme: &str) -> Vec<String> {
             let indent = line.len() - line.trim_start().len();
             let Some(name) = line.split_whitespace().next() else { continue };
             if !name.contains(['/', '.']) {
-                continue; // a description that goes on
+                continue; // a continued description
             }
             parents.retain(|(at, _)| *at < indent);
             let parent = parents.last().map_or("", |(_, parent)| parent.as_str());
@@ -224,7 +246,7 @@ fn the_tree_of_the_readme_exists() {
     }
 }
 
-/// Whether `text` has `prefix` where a path begins.
+/// Whether `prefix` occurs in `text` at the beginning of a path.
 fn begins_a_path(text: &str, prefix: &str) -> bool {
     text.match_indices(prefix).any(|(at, _)| {
         let before = text[..at].chars().next_back();
@@ -234,7 +256,7 @@ fn begins_a_path(text: &str, prefix: &str) -> bool {
 
 #[test]
 fn nothing_names_a_path_of_one_machine_or_a_mirror() {
-    // In pieces, so that this file does not name them.
+    // Joined here, so that this file does not contain them.
     let folders = ["work", "root", "home", "Users", "mnt"].map(|name| format!("/{name}/"));
     assert!(begins_a_path(&format!("see `{}a`", folders[0]), &folders[0]));
     assert!(!begins_a_path("frame/work/", &folders[0]));
@@ -249,7 +271,7 @@ fn nothing_names_a_path_of_one_machine_or_a_mirror() {
         }
         let found = if path.is_dir() { files(&path, &endings) } else { vec![path] };
         for path in found {
-            // Binary files and tokenizers have no paths.
+            // Binary files have no paths.
             let Ok(text) = fs::read_to_string(&path) else { continue };
             let has = |folder: &String| begins_a_path(&text, folder);
             if let Some(folder) = folders.iter().find(|folder| has(folder)) {

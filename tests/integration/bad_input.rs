@@ -480,7 +480,11 @@ fn a_checkpoint_that_cannot_be_resumed_is_refused_and_stays_as_it_is() {
             ),
             (&resume("atuo", same), 64, &["`--resume`: there is nothing at `atuo`"]),
             (&resume("@TMP@/empty", same), 65, &["checkpoint `@TMP@/empty` is damaged"]),
-            (&resume(checkpoint, "optim.lr=1.0e-4"), 64, &["is a checkpoint of another config"]),
+            (
+                &resume(checkpoint, "optim.lr=1.0e-4"),
+                64,
+                &["was written by a run with another config"],
+            ),
         ],
     );
     let weights = newest.join("model.safetensors");
@@ -598,11 +602,15 @@ fn other_commands_refuse_bad_input_as_well() {
                 64,
                 &["'many'"],
             ),
-            (&["init", "--preset", "debug", "--out", "@TMP@/good"], 64, &["holds a model already"]),
+            (
+                &["init", "--preset", "debug", "--out", "@TMP@/good"],
+                64,
+                &["already contains a model"],
+            ),
             (
                 &["init", "--preset", "debug", "--out", "@TMP@/rows.jsonl/model"],
                 73,
-                &["cannot make folder"],
+                &["cannot create folder"],
             ),
             (
                 &["init", "--preset", "2b", "--out", "@TMP@/new", "--tokenizer", "nowhere"],

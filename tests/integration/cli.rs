@@ -79,7 +79,7 @@ fn init_writes_a_folder_that_depends_on_preset_and_seed_alone() {
     assert!(weights("d").len() > weights("a").len());
     // A folder that holds a model stays as it is.
     let refused = init(&["--preset", "tiny", "--out", "a"]).ends_with(64);
-    refused.says("`a` holds a model already").says("hint: ");
+    refused.says("`a` already contains a model").says("hint: ");
     assert!(weights("a") == weights("b"));
 }
 

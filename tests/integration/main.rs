@@ -5,6 +5,7 @@
 mod architecture;
 mod bad_input;
 mod bench;
+mod circles;
 mod cli;
 mod corpora;
 mod doc_commands;

@@ -37,7 +37,7 @@ fn a_second_run_in_the_same_folder_is_rejected_while_the_first_is_running() {
     folder.try_lock().unwrap();
     for more in [&[][..], &["--resume", "never"], &["--set", "optim.lr=1e-3"]] {
         let refused = place.trainer(&sft(more)).ends_with(64);
-        refused.says("another run is at work in `run`").says("hint: wait for it");
+        refused.says("another run is using `run`").says("hint: wait for it");
     }
     assert!(!place.path("run/previous-1").exists());
     assert!(place.read("run/final/model.safetensors") == weights);
@@ -52,7 +52,7 @@ fn a_model_inside_output_dir_is_rejected_and_stays() {
     for model in ["run/final", "run/checkpoints/step-00000002", "model/../run/final"] {
         let path = format!("model.path={model}");
         let refused = place.trainer(&sft(&["--set", &path, "--resume", "never"])).ends_with(64);
-        refused.says("`model.path` lies in `output_dir` `run`").says("hint: set another");
+        refused.says("`model.path` is in `output_dir` `run`").says("hint: set another");
     }
     assert!(!place.path("run/previous-1").exists());
     let elsewhere = sft(&["--set", "model.path=run/final", "--set", "output_dir=next"]);
@@ -67,7 +67,7 @@ fn resuming_from_an_older_checkpoint_moves_the_later_ones_aside() {
     let old = later.map(|name| place.read(&format!("run/checkpoints/{name}/model.safetensors")));
     let from = sft(&["--resume", "run/checkpoints/step-00000001", "--set", "train.max_steps=2"]);
     let run = place.trainer(&from).ends_with(0).says("resume from_step=1 steps=2");
-    run.says("checkpoints of later steps are moved there").says("later=[2, 3]");
+    run.says("moved the checkpoints of later steps").says("later=[2, 3]");
     assert_eq!(place.names("run/previous-1"), later);
     for (name, old) in later.iter().zip(old) {
         assert!(place.read(&format!("run/previous-1/{name}/model.safetensors")) == old, "{name}");

@@ -12,10 +12,11 @@ use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
+use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
     AttentionChoice, Evaluator, JsonlRows, ModelSection, Precision, RecomputeChoice, StepOutcome,
-    StepRunner, Weights, load_model,
+    StepRunner, Weights,
 };
 
 const SAMPLES_A_STEP: usize = 8;

@@ -13,10 +13,10 @@ use trainer::data::{
     Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig, collate, video::VideoMarks,
 };
 use trainer::optim::{AdamW, OptimConfig};
+use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, LoadedModel, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
-    load_model,
+    AttentionChoice, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {

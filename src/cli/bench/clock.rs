@@ -1,34 +1,36 @@
-//! How long a run takes, on a CPU and on a GPU.
+//! Timing on a CPU and on a GPU.
 
 use candle_core::{DType, Device, Result, Tensor};
 use std::time::Instant;
 
-/// Seconds of a run.
+/// Duration of a run, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Seconds {
-    /// Of the fastest: what the code can do when nothing disturbs it.
+    /// The fastest run: the one that other processes disturbed least.
     pub(super) best: f64,
     pub(super) median: f64,
 }
 
 /// Times runs on one device.
 ///
-/// A GPU gets work in batches: a call returns before its kernels have run, and waiting for each would time the waiting.
+/// On a GPU, runs are timed in batches: a call returns before its kernels have run, and synchronising
+/// after each run would dominate the time of short kernels.
 #[derive(Debug, Clone)]
 pub(super) struct Clock {
     pub(super) device: Device,
-    /// Length of a batch; 0: one run.
+    /// Duration of a batch of runs, in seconds; 0: one run per batch.
     batch_s: f64,
     min_rounds: usize,
     min_s: f64,
-    /// After which three rounds are enough.
+    /// After this time, in seconds, three batches are enough.
     max_s: f64,
 }
 
-/// Runs of a batch that need something prepared for each: all of it is in memory at one time.
-const MOST_PREPARED: usize = 8;
-/// Runs of any batch.
-const MOST_RUNS: usize = 500;
+/// Maximum number of runs in a batch whose operands are prepared per run: all of them are in memory at
+/// the same time.
+const MAX_PREPARED: usize = 8;
+/// Maximum number of runs in any batch.
+const MAX_RUNS: usize = 500;
 
 impl Clock {
     pub(super) fn new(device: &Device) -> Self {
@@ -40,29 +42,29 @@ impl Clock {
         }
     }
 
-    /// To see that things run, not how fast.
+    /// Runs everything as few times as possible: for tests, not for timing.
     pub(super) fn hasty(device: &Device) -> Self {
         let device = device.clone();
         Self { device, batch_s: 1e-9, min_rounds: 1, min_s: 0.0, max_s: 0.0 }
     }
 
-    /// Times `run`, which can be called again and again.
+    /// Times `run`, which is called many times.
     pub(super) fn time(&self, mut run: impl FnMut() -> Result<()>) -> Result<Seconds> {
-        self.rounds(MOST_RUNS, || Ok(()), |()| run())
+        self.rounds(MAX_RUNS, || Ok(()), |()| run())
     }
 
-    /// The same for a run that uses up what is prepared for it; preparing takes none of its time.
+    /// Times a run that consumes what `prepare` returns; the time of `prepare` is not counted.
     pub(super) fn time_after<T>(
         &self,
         prepare: impl FnMut() -> Result<T>,
         run: impl FnMut(T) -> Result<()>,
     ) -> Result<Seconds> {
-        self.rounds(MOST_PREPARED, prepare, run)
+        self.rounds(MAX_PREPARED, prepare, run)
     }
 
     fn rounds<T>(
         &self,
-        most_runs: usize,
+        max_runs: usize,
         mut prepare: impl FnMut() -> Result<T>,
         mut run: impl FnMut(T) -> Result<()>,
     ) -> Result<Seconds> {
@@ -76,11 +78,11 @@ impl Clock {
             self.device.synchronize()?;
             Ok(begin.elapsed().as_secs_f64() / runs as f64)
         };
-        batch(1)?; // memory, caches, and kernels that are loaded when they are first used
+        batch(1)?; // warms up memory and caches, and loads kernels
         let mut runs = 1;
         if self.batch_s > 0.0 {
-            runs = ((self.batch_s / batch(1)?).ceil() as usize).clamp(1, most_runs);
-            batch(runs)?; // clocks rise under load
+            runs = ((self.batch_s / batch(1)?).ceil() as usize).clamp(1, max_runs);
+            batch(runs)?; // the clock rate of a GPU rises under load
         }
         let start = Instant::now();
         let mut rounds = Vec::new();
@@ -96,7 +98,8 @@ impl Clock {
         Ok(Seconds { best: rounds[0], median: rounds[rounds.len() / 2] })
     }
 
-    /// Operations a second of a product of two random squares: random, because a GPU is faster on zeros.
+    /// Operations per second of a product of two square matrices. They are random, because a GPU is
+    /// faster on zeros.
     pub(super) fn matmul_flops(&self, side: usize, dtype: DType) -> Result<f64> {
         let square = || random(&[side, side], dtype, &self.device);
         let (x, w) = (square()?, square()?);
@@ -104,7 +107,7 @@ impl Clock {
         Ok(2.0 * (side as f64).powi(3) / seconds.best)
     }
 
-    /// Bytes a second, read and written, of a copy of `count` floats.
+    /// Bytes read and written per second by a copy of `count` floats.
     pub(super) fn copy_bytes(&self, count: usize) -> Result<f64> {
         let seconds = if self.device.is_cpu() {
             use rayon::prelude::*;
@@ -122,7 +125,7 @@ impl Clock {
     }
 }
 
-/// Normal numbers.
+/// A tensor of normally distributed numbers.
 pub(super) fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype)
 }
@@ -133,7 +136,7 @@ mod tests {
     use std::cell::Cell;
 
     #[test]
-    fn what_is_prepared_is_used_once_and_the_best_is_not_above_the_median() {
+    fn each_prepared_value_is_used_once_and_the_best_is_not_above_the_median() {
         let (prepared, used) = (Cell::new(0), Cell::new(0));
         let count = |cell: &Cell<usize>| cell.set(cell.get() + 1);
         let clock = Clock { batch_s: 1.0, ..Clock::hasty(&Device::Cpu) };
@@ -147,7 +150,7 @@ mod tests {
         };
         let seconds = clock.time_after(prepare, run).unwrap();
         assert_eq!(prepared.get(), used.get());
-        assert_eq!(used.get(), 1 + 1 + 2 * MOST_PREPARED); // first, length, warm-up, one round
+        assert_eq!(used.get(), 1 + 1 + 2 * MAX_PREPARED); // first, length, warm-up, one round
         assert!(seconds.best <= seconds.median);
     }
 }

@@ -1,23 +1,22 @@
-//! Reading, encoding and loading the rows of a config, without a model.
+//! `bench --data`: reading, encoding and loading the rows of a config, without a model.
 
-use super::Table;
+use super::table::Table;
 use crate::batch::Patches;
-use crate::cli::sft;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, Loader, Row, RowReader};
+use crate::data::{DataState, Encoder, JsonlRows, Loader, Row, RowReader};
 use crate::metrics::cpu_seconds;
-use crate::train::JsonlRows;
+use crate::run::{loader_options, order};
 use rayon::prelude::*;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Rows of a kind that the single stages are timed on.
+/// Maximum number of rows with images, and of rows without, on which each stage is timed.
 const MAX_ROWS: usize = 2000;
-/// Passes over them; the quickest counts.
+/// Number of passes over these rows; the fastest one is reported.
 const ROUNDS: usize = 3;
 
-/// What became of the rows.
+/// Rows of a pass, their tokens and pixels.
 #[derive(Clone, Copy, Default)]
 struct Totals {
     rows: f64,
@@ -32,7 +31,7 @@ impl Totals {
     }
 }
 
-/// Prints the rates of `pass`, which works through some rows, by the clock and by the processor's time.
+/// Runs `pass` a few times and prints its rates, per second and per second of CPU time.
 fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Result<()> {
     let (mut totals, mut seconds, mut cpu) = (Totals::default(), f64::INFINITY, f64::INFINITY);
     for _ in 0..ROUNDS {
@@ -56,8 +55,8 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
     table.row(name, &figures)
 }
 
-/// Rows of text and rows with images apart: lengths, and encoding on one core and on all. Before them the
-/// index, after them the loader.
+/// Times indexing the files; then measuring and encoding, for rows of text and for rows with images;
+/// then one epoch of the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let data = &config.data;
     let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
@@ -71,7 +70,7 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
         let length = rows.length(*row).ok()?;
         Some(Totals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
     };
-    // A patch holds three channels of each of its frames; an image repeats one frame.
+    // Pixels of one frame: the frames of an image patch are copies of each other.
     let patch = f64::from(encoder.image_processor().patch_size()).powi(2);
     let encode = |row: &Row| {
         let sample = rows.read(*row).ok()?;
@@ -81,9 +80,8 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let has_images = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
     let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_images).collect();
     for (name, images) in [("text", false), ("images", true)] {
-        let some: Vec<_> =
-            kinds.iter().filter(|kind| kind.0 == images).map(|kind| kind.1).collect();
-        let some = &some[..some.len().min(MAX_ROWS)];
+        let of_kind = kinds.iter().filter(|kind| kind.0 == images).map(|kind| kind.1);
+        let some: Vec<_> = of_kind.take(MAX_ROWS).collect();
         if some.is_empty() {
             continue;
         }
@@ -98,9 +96,9 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
         })?;
     }
 
-    let mut options = sft::loader_options(config, &encoder);
+    let mut options = loader_options(config, &encoder);
     options.epochs = NonZeroU64::new(1);
-    let order = sft::order(config, &rows)?;
+    let order = order(config, &rows)?;
     let begin = Instant::now();
     let mut loader = Loader::start(rows, order, options, DataState::default());
     let (mut steps, mut samples, mut tokens, mut fill) = (0.0, 0.0, 0.0, 0.0);

@@ -1,23 +1,24 @@
-//! `trainer bench`: how fast this machine runs the ops, a step, and the data side.
+//! `trainer bench`: speed of the ops, of a training step, and of the data loader.
 
 mod clock;
 mod data;
 mod ops;
 mod sizes;
 mod step;
+mod table;
 
-use super::ConfigArgs;
-use super::report::{Exit, Failure};
-use super::stdout::stdout;
+use super::args::ConfigArgs;
+use super::failure::{Exit, Failure};
 use crate::ops::simd_level;
-use crate::train::{DeviceChoice, Precision, device_name};
+use crate::run::device_name;
+use crate::train::{DeviceChoice, Precision};
 use candle_core::DType;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clock::Clock;
 use sizes::SizeChoice;
-use std::io::Write as _;
 use std::path::PathBuf;
+use table::Table;
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
@@ -27,13 +28,13 @@ use std::path::PathBuf;
     trainer bench --step --config configs/quickstart.yaml --steps 20\n  \
     trainer bench --data --config configs/quickstart.yaml --json")]
 pub(super) struct BenchArgs {
-    /// Each op at a few sizes, against this machine's measured peaks (the default)
+    /// Time each op at a few sizes, relative to the measured peaks of this machine (the default)
     #[arg(long)]
     ops: bool,
-    /// Whole optimizer steps of a config: tokens/s, MFU, data wait, memory
+    /// Time whole optimizer steps of a config: tokens/s, MFU, data wait, memory
     #[arg(long)]
     step: bool,
-    /// Reading, encoding and packing the rows of a config: rows/s, MPix/s, tokens/s
+    /// Time reading, encoding and packing the rows of a config: rows/s, MPix/s, tokens/s
     #[arg(long)]
     data: bool,
     /// YAML config, for `--step` and `--data`
@@ -42,27 +43,27 @@ pub(super) struct BenchArgs {
     /// Change a key, for example `--set data.packing=false`
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Steps to time, after one that is not
+    /// Number of steps to time, after a first step that is not timed
     #[arg(long, default_value_t = 10)]
     steps: u64,
-    /// Where `--ops` computes: `cpu`, `cuda:N`, or `auto`; `--step` goes by the config
+    /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; `--step` uses the device of the config
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
-    /// Operands of `--ops`: `f32` on a CPU and `bf16` on a GPU, if not given
+    /// Dtype of the operands of `--ops`; by default `f32` on a CPU and `bf16` on a GPU
     #[arg(long, value_parser = precision())]
     precision: Option<Precision>,
-    /// Sizes of `--ops`; those of the device, if not given
+    /// Sizes of `--ops`; by default those of the device
     #[arg(long, value_enum)]
     sizes: Option<SizeChoice>,
-    /// Only ops whose name contains this
+    /// Run only ops whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
-    /// One JSON object a line instead of a table
+    /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// Prints tables to stdout.
+/// Runs the benchmarks and prints their tables to stdout.
 pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
@@ -92,7 +93,7 @@ fn precision() -> impl clap::builder::TypedValueParser<Value = Precision> {
 }
 
 fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
-    let device = super::open_device(args.device)?;
+    let device = args.device.open()?;
     table.text("simd", "level", &simd_level()?.to_string())?;
     let (sizes, dtype) = if device.is_cpu() {
         (SizeChoice::Cpu, DType::F32)
@@ -110,41 +111,4 @@ fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
         SizeChoice::Cpu | SizeChoice::Gpu => Clock::new(&device),
     };
     ops::Bench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
-}
-
-/// Rows of named figures, aligned for people or as JSON.
-struct Table {
-    json: bool,
-}
-
-impl Table {
-    fn text(&mut self, name: &str, key: &str, value: &str) -> anyhow::Result<()> {
-        let mut out = stdout();
-        if self.json {
-            writeln!(out, "{}", serde_json::json!({ "name": name, key: value }))?;
-        } else {
-            writeln!(out, "{name:44}  {key} {value}")?;
-        }
-        Ok(())
-    }
-
-    fn row(&mut self, name: &str, figures: &[(&str, f64)]) -> anyhow::Result<()> {
-        let mut out = stdout();
-        if self.json {
-            let mut object = serde_json::Map::new();
-            object.insert("name".to_owned(), name.into());
-            for (key, value) in figures {
-                object.insert((*key).to_owned(), (*value).into());
-            }
-            writeln!(out, "{}", serde_json::Value::Object(object))?;
-        } else {
-            write!(out, "{name:44}")?;
-            for (key, value) in figures {
-                let digits = if value.abs() >= 1000.0 { 0 } else { 3 };
-                write!(out, "  {key} {value:>9.digits$}")?;
-            }
-            writeln!(out)?;
-        }
-        Ok(())
-    }
 }

@@ -1,8 +1,9 @@
-//! Each op at a few sizes. `share` is of the measured matmul or memory peak of this machine.
+//! `bench --ops`: each op at a few sizes. `share` is relative to the measured peak of this machine: the
+//! matmul rate for ops that compute, the copy rate for ops that move data.
 
-use super::Table;
 use super::clock::{Clock, Seconds, random};
 use super::sizes::Sizes;
+use super::table::Table;
 use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
@@ -15,25 +16,25 @@ use crate::ops::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Where the ops run, and on what.
+/// The benchmark of the ops on one device.
 pub(super) struct Bench {
     pub(super) clock: Clock,
-    /// Of the operands; gradient buffers and statistics are `f32`.
+    /// Dtype of the operands; gradient buffers and statistics are `f32`.
     pub(super) dtype: DType,
     pub(super) sizes: &'static Sizes,
 }
 
-/// What this machine can do at best.
+/// Peak rates of this machine, per second.
 struct Peaks {
     flops: f64,
     bytes: f64,
 }
 
-/// An op to time: what it computes or moves, and how to run it.
+/// An op to time.
 struct Case<'a> {
     name: String,
     work: Work,
-    /// Further figures of its row.
+    /// Further figures for its row of the table.
     figures: Vec<(&'static str, f64)>,
     time: Box<Timed<'a>>,
 }
@@ -54,7 +55,7 @@ fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Cas
     }
 }
 
-/// A case that gets copies of `operands` and writes its results over them.
+/// A case whose op overwrites its operands: each run receives copies of `operands`.
 fn case_in_place<'a, const N: usize>(
     name: &str,
     work: Work,
@@ -85,14 +86,14 @@ impl Bench {
         Tensor::zeros(shape, DType::F32, &self.clock.device)
     }
 
-    /// Bytes of a tensor of the compute dtype.
+    /// Size in bytes of a tensor in the compute dtype.
     fn bytes(&self, sizes: &[usize]) -> f64 {
         (self.dtype.size_in_bytes() * sizes.iter().product::<usize>()) as f64
     }
 
-    /// Prints one row an op whose name contains `filter`.
+    /// Prints one row per op whose name contains `filter`.
     pub(super) fn run(&self, filter: &str, table: &mut Table) -> anyhow::Result<()> {
-        // First of all: later, blocks that other ops gave back would be used again and not be seen.
+        // Must run before all other ops: memory that they freed would be reused and not be counted.
         let head_memory = if Head::name(self).contains(filter) {
             Some(Head::new(self)?.memory_bytes()?)
         } else {
@@ -185,7 +186,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Of `n` positions.
+    /// A rotary table for `n` positions.
     fn rope_table(&self, n: usize, dh: usize) -> Result<RopeTable> {
         Ok(RopeTable { cos: self.f32s(&[n, dh / 2])?, sin: self.f32s(&[n, dh / 2])? })
     }
@@ -257,7 +258,7 @@ impl Bench {
             time(case(&format!("embedding {size}"), Work::Bytes(2.0 * pass), || {
                 embedding(&ids, &w).map(drop)
             }))?;
-            // Read, and added to rows of `f32`.
+            // Reads `dy`; reads and writes rows of `dw` in `f32`.
             let bytes = pass + 8.0 * (n * d) as f64;
             time(case(&format!("embedding backward {size}"), Work::Bytes(bytes), || {
                 embedding_backward(&ids, &dy, &dw)
@@ -312,13 +313,14 @@ impl Bench {
     }
 }
 
-/// Names, tensors read and written, and what is computed again: training does where the next weight trains.
+/// Name, number of tensors read and written, and what is recomputed. Training recomputes the output
+/// where the weight behind the op is trained.
 const SWIGLU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
     [("backward", 5.0, RecomputeInput::No), ("backward and output", 6.0, RecomputeInput::Yes)];
 const GELU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
     [("backward", 3.0, RecomputeInput::No), ("backward and output", 4.0, RecomputeInput::Yes)];
 
-/// Operands of a head with its cross-entropy.
+/// The language model head with its cross-entropy.
 struct Head<'b> {
     bench: &'b Bench,
     h: Tensor,
@@ -340,15 +342,15 @@ impl<'b> Head<'b> {
         Ok(Self { bench, h, w, dw, targets })
     }
 
-    /// Loss, `dh` and `dw`.
+    /// Computes the loss, `dh` and `dw`.
     fn run(&self) -> Result<()> {
         let Self { h, w, dw, targets, .. } = self;
         linear_cross_entropy_backward(h, w, targets, 1e-3, Some(dw), true).map(drop)
     }
 
-    /// What the first run of a fresh process adds to its peak memory, in which the operands and `dw` are.
+    /// Bytes that the first run in a process adds to peak memory, beyond the operands and `dw`.
     fn memory_bytes(&self) -> Result<f64> {
-        fill_zero(&self.dw)?; // zeros of the system are not resident before they are touched
+        fill_zero(&self.dw)?; // zero pages become resident only when they are written
         let device = &self.bench.clock.device;
         let peak = || gpu_memory(device).map_or_else(peak_memory_bytes, |memory| memory.peak);
         let before = gpu_memory(device).map_or_else(peak_memory_bytes, |memory| memory.used);

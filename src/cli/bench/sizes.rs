@@ -1,16 +1,16 @@
-//! Sizes of the table of ops.
+//! Sizes at which `bench --ops` times the ops.
 
 use crate::ops::Masking;
 use clap::ValueEnum;
 
-/// Which sizes.
+/// Choice of sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum SizeChoice {
-    /// A minute on two cores
+    /// For CPUs: takes a minute on two cores
     Cpu,
-    /// Training the published shapes with 16,384 tokens a pack
+    /// For GPUs: the published shapes with 16,384 tokens per pack
     Gpu,
-    /// The ops of `gpu`, to see that they run
+    /// For tests: the ops of `gpu` at tiny sizes
     Tiny,
 }
 
@@ -24,14 +24,14 @@ impl SizeChoice {
     }
 }
 
-/// Segments and their length, `H`, `Hkv`, `Dh`.
+/// Number of segments, their length, `H`, `Hkv`, `Dh`.
 type AttentionSizes = (usize, usize, usize, usize, usize, Masking);
 
-/// Lists of sizes an op; `N` rows.
+/// Sizes of each op; `N` is a number of rows.
 pub(super) struct Sizes {
-    /// Side of the product that is the peak.
+    /// Side of the square matrices whose product measures the peak FLOP rate.
     pub(super) matmul: usize,
-    /// Floats whose copy is the peak.
+    /// Number of floats whose copy measures the peak memory rate.
     pub(super) copy: usize,
     /// `N`, inputs, outputs.
     pub(super) linears: &'static [[usize; 3]],
@@ -48,7 +48,7 @@ pub(super) struct Sizes {
     pub(super) attention: &'static [AttentionSizes],
     /// `S`, `D`, `V`.
     pub(super) head: [usize; 3],
-    /// Parameters.
+    /// Number of parameters.
     pub(super) optimizer: usize,
 }
 
@@ -72,12 +72,12 @@ const CPU: Sizes = Sizes {
     optimizer: 16 << 20,
 };
 
-/// Every operand of an op that is bound by memory is larger than the caches of the cards that we know (60 MB), so that
-/// none is read out of them.
+/// Every operand of a memory-bound op is larger than the caches of the GPUs in use (60 MB), so that it
+/// is read from memory.
 const GPU: Sizes = Sizes {
     matmul: 8192,
     copy: 512 << 20,
-    // Of the 4B shape: queries, gate or up, down; of the 8B shape: queries, gate or up.
+    // 4B: query, gate or up, down projection; 8B: query, gate or up projection.
     linears: &[
         [16384, 2560, 4096],
         [16384, 2560, 9728],

@@ -1,19 +1,21 @@
-//! Whole optimizer steps of a config, on its own rows.
+//! `bench --step`: whole optimizer steps of a config, on its own rows.
 
-use super::Table;
 use super::clock::Clock;
+use super::table::Table;
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
-use crate::cli::sft;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, Loader, StepData};
-use crate::metrics::{MemoryModel, MicroBatchSizes, StepSizes, cpu_seconds, peak_memory_bytes};
+use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
+use crate::metrics::{
+    MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
+};
 use crate::ops::{LOGITS_BYTES, gpu_memory};
-use crate::train::{JsonlRows, PreparedStep, StepRunner, load_model};
+use crate::run::{load_model, loader_options, order, step_runner};
+use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Sizes of a step's work, from its host batches.
+/// Sizes that decide the number of operations of a step.
 fn sizes(data: &StepData, merge: f64) -> StepSizes {
     let mut sizes = StepSizes { tokens: data.num_tokens as f64, ..StepSizes::default() };
     for batch in &data.micro_batches {
@@ -29,7 +31,7 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
     sizes
 }
 
-/// What decides the memory of a micro-batch, in a step of `step_patches` and `samples`.
+/// Sizes that decide the memory of a micro-batch; `step_patches` and `samples` are of the whole step.
 fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> MicroBatchSizes {
     let patches: usize = batch.media.iter().map(crate::batch::Patches::num_patches).sum();
     MicroBatchSizes {
@@ -41,7 +43,7 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The sizes that the prediction needs.
+/// The sizes of the model that decide its memory.
 fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads.iter()) {
@@ -64,11 +66,11 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     })
 }
 
-/// A step whose data is there and on its way to the device, and what it will cost.
+/// A step whose data is being uploaded, and its sizes.
 struct Ready {
     prepared: PreparedStep,
     sizes: StepSizes,
-    /// Tokens that the model sees: with padding, if it sees that.
+    /// Tokens in the forward pass, padding included if the model computes it.
     computed: f64,
     predicted_bytes: f64,
 }
@@ -88,52 +90,72 @@ impl Ready {
     }
 }
 
-/// Times `steps` steps after one that is not timed. On a GPU the next step is read and uploaded while one is computed,
-/// as training does.
+/// Sums over the timed steps.
+#[derive(Default)]
+struct Totals {
+    seconds: f64,
+    waited: f64,
+    sizes: StepSizes,
+    computed: f64,
+    model_flops: f64,
+    lmms_engine_flops: f64,
+}
+
+/// The model of a config, and its steps of data.
+struct Bench {
+    runner: StepRunner,
+    loader: Loader,
+    memory: MemoryModel,
+    work: ModelWork,
+    passes: Vec<f64>, // operations per weight and row of each part of the model
+}
+
+impl Bench {
+    fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
+        let data = &config.data;
+        let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
+        let rows = Arc::new(JsonlRows::open(&data.train, encoder.clone())?);
+        let order = order(config, &rows)?;
+        let mut options = loader_options(config, &encoder);
+        options.epochs = None;
+        let loaded = load_model(&config.model, config.seed, device)?;
+        let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
+        let (runner, _) = step_runner(config, loaded, &groups, None, device)?;
+        let work = ModelWork(runner.model.work());
+        let passes = work.passes(|index| runner.grads.get(index).is_some());
+        let memory = memory_model(&runner)?;
+        let loader = Loader::start(rows, order, options, DataState::default());
+        Ok(Self { runner, loader, memory, work, passes })
+    }
+
+    fn next(&mut self) -> anyhow::Result<Option<Ready>> {
+        let Some(data) = self.loader.next_step() else { return Ok(None) };
+        Ready::new(&self.runner, &self.memory, data?).map(Some)
+    }
+}
+
+/// Times `steps` steps after a first one that is not timed. On a GPU the next step is read and
+/// uploaded while the current one is computed, as in training.
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let started = Instant::now();
-    let device = crate::cli::open_device(config.device)?;
-    let encoder = {
-        let data = &config.data;
-        Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?)
-    };
-    let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
-    let order = sft::order(config, &rows)?;
-    let mut options = sft::loader_options(config, &encoder);
-    options.epochs = None;
-    let loaded = load_model(&config.model, config.seed, &device)?;
-    let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-    let work = loaded.work();
-    let trained: Vec<bool> = groups.iter().map(|group| !group.frozen).collect();
-    let passes = work.passes(|index| trained[index]);
-    let (runner, _) = sft::runner(config, loaded, &groups, None, &device)?;
-    let memory = memory_model(&runner)?;
-    let mut loader = Loader::start(rows, order, options, DataState::default());
-    let read = |loader: &mut Loader| -> anyhow::Result<Option<Ready>> {
-        let Some(data) = loader.next_step() else { return Ok(None) };
-        Ready::new(&runner, &memory, data?).map(Some)
-    };
-    let (mut ahead, mut predicted) = (None, 0f64);
-    let (mut seconds, mut waited, mut total) = (0.0, 0.0, StepSizes::default());
-    let (mut model_flops, mut theirs, mut loss, mut computed) = (0.0, 0.0, 0.0, 0.0);
-    let (mut cpu_before, mut first, mut first_step_s) = (0.0, (0.0, 0.0), 0.0);
+    let device = config.device.open()?;
+    let mut bench = Bench::new(config, &device)?;
+    let (mut ahead, mut predicted, mut totals) = (None, 0f64, Totals::default());
+    let (mut cpu_before, mut first, mut first_step_s, mut loss) = (0.0, (0.0, 0.0), 0.0, 0.0);
     for step in 1..=steps + 1 {
         let asked = Instant::now();
         let ready = match ahead.take() {
             Some(ready) => Some(ready),
-            None => read(&mut loader)?,
+            None => bench.next()?,
         };
-        let Some(Ready { prepared, mut sizes, computed: in_stream, predicted_bytes }) = ready
-        else {
-            break;
-        };
+        let Some(Ready { prepared, mut sizes, computed, predicted_bytes }) = ready else { break };
         let wait = asked.elapsed().as_secs_f64();
         predicted = predicted.max(predicted_bytes);
-        let launched = runner.launch(prepared, config.optim.lr, step)?;
-        if !device.is_cpu() && step <= steps && loader.is_ready() {
-            ahead = read(&mut loader)?;
+        let launched = bench.runner.launch(prepared, config.optim.lr, step)?;
+        if !device.is_cpu() && step <= steps && bench.loader.is_ready() {
+            ahead = bench.next()?;
         }
-        let outcome = runner.finish(&launched)?;
+        let outcome = bench.runner.finish(&launched)?;
         loss = outcome.loss;
         if step == 1 {
             first = (outcome.loss, outcome.grad_norm);
@@ -142,35 +164,35 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
             continue;
         }
         sizes.targets = outcome.num_targets as f64;
-        let elapsed = asked.elapsed().as_secs_f64();
-        seconds += elapsed;
-        waited += wait;
-        model_flops += work.model_flops(&sizes, &passes);
-        theirs += work.lmms_engine(&sizes);
-        total.tokens += sizes.tokens;
-        computed += in_stream;
-        total.merged += sizes.merged;
-        total.targets += sizes.targets;
+        totals.seconds += asked.elapsed().as_secs_f64();
+        totals.waited += wait;
+        totals.model_flops += bench.work.model_flops(&sizes, &bench.passes);
+        totals.lmms_engine_flops += bench.work.lmms_engine(&sizes);
+        totals.computed += computed;
+        totals.sizes.tokens += sizes.tokens;
+        totals.sizes.merged += sizes.merged;
+        totals.sizes.targets += sizes.targets;
     }
     let cpu = cpu_seconds() - cpu_before;
     let device_memory = gpu_memory(&device);
-    let peak = peak_flops(&device, runner.dtype)?;
+    let peak = peak_flops(&device, bench.runner.dtype)?;
     let gib = f64::from(1 << 30);
+    let Totals { seconds, waited, sizes, computed, model_flops, lmms_engine_flops } = totals;
     let mut figures = vec![
-        ("tokens", total.tokens),
+        ("tokens", sizes.tokens),
         ("computed_tokens", computed),
-        ("tokens/s", total.tokens / seconds),
-        ("tokens/cpu_s", total.tokens / cpu),
+        ("tokens/s", sizes.tokens / seconds),
+        ("tokens/cpu_s", sizes.tokens / cpu),
         ("step_s", seconds / steps as f64),
         ("data_wait", waited / seconds),
         ("GFLOP/s", model_flops / seconds / 1e9),
         ("mfu", model_flops / seconds / peak),
-        ("mfu_lmms_engine", theirs / (seconds - waited) / peak),
+        ("mfu_lmms_engine", lmms_engine_flops / (seconds - waited) / peak),
         ("peak_GFLOP/s", peak / 1e9),
         ("peak_memory_gib", peak_memory_bytes() as f64 / gib),
         ("predicted_memory_gib", predicted / gib),
-        ("vision_tokens", total.merged),
-        ("targets", total.targets),
+        ("vision_tokens", sizes.merged),
+        ("targets", sizes.targets),
         ("first_step_s", first_step_s),
         ("first_loss", first.0),
         ("first_grad_norm", first.1),
@@ -181,7 +203,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     table.row("step", &figures)
 }
 
-/// The matmul rate of this machine at its best size, in the dtype of the run; a CPU's in `f32`.
+/// Peak matmul rate of the device, in the dtype of the run; of a CPU, in `f32`.
 fn peak_flops(device: &Device, dtype: DType) -> anyhow::Result<f64> {
     let (side, dtype) = if device.is_cpu() { (2048, DType::F32) } else { (8192, dtype) };
     Ok(Clock::new(device).matmul_flops(side, dtype)?)

@@ -1,18 +1,19 @@
-//! What truncation took from a sample, set back to where it stood.
+//! The tokens that truncation removed from a sample, at their original places.
 
 use crate::data::{Dropped, Keep};
 use std::ops::Range;
 
-/// A piece of a sample before its cut.
+/// A piece of a sample before truncation.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Piece<'a, R> {
-    /// Alike tokens of what is left.
+    /// A run of tokens of the truncated sample.
     Kept(R, Range<usize>),
-    /// Tokens that were cut away.
+    /// Removed tokens.
     Cut(&'a [u32]),
 }
 
-/// The runs of what is left with the dropped tokens between them; a run in which some stood is two.
+/// The runs of the truncated sample with the dropped tokens between them. A run is split where tokens
+/// were dropped inside it.
 pub(super) fn pieces<R: Copy>(
     runs: Vec<(R, Range<usize>)>,
     dropped: &[Dropped],
@@ -33,12 +34,12 @@ pub(super) fn pieces<R: Copy>(
     pieces
 }
 
-/// Tokens of all places.
+/// Number of dropped tokens.
 pub(super) fn num_tokens(dropped: &[Dropped]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
 
-/// Where text gives way, as `data.truncation` calls it.
+/// The side at which truncation removes text, as `data.truncation` names it.
 pub(super) fn side(keep: Keep) -> &'static str {
     match keep {
         Keep::Beginning => "right",
@@ -51,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dropped_tokens_stand_where_they_stood() {
+    fn dropped_tokens_return_to_their_places() {
         let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
         let cut = |before, id| Dropped { before, ids: vec![id] };
         let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];

@@ -1,17 +1,17 @@
-//! The media of an encoded sample, told apart by the tokens that they fill.
+//! The images and videos of an encoded sample, and the tokens that they fill.
 
 use crate::batch::{EncodedSample, MediumKind, Patches};
 use crate::data::Encoder;
 
-/// A medium of a sample, and the tokens that it fills.
+/// An image or a video of a sample.
 pub(super) struct ShownMedium<'a> {
     pub(super) kind: MediumKind,
     pub(super) patches: &'a Patches,
-    /// Rows of the sample, as many as it has merged patches.
+    /// Positions of its tokens in the sample.
     pub(super) rows: &'a [u32],
 }
 
-/// The media of a sample, in order.
+/// The images and videos of a sample, in order. The token at the first position tells which it is.
 pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
     let mut rest = sample.vision_rows.as_slice();
     let show = |patches: &'a Patches| {
@@ -26,7 +26,7 @@ pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<
     sample.media.iter().map(show).collect()
 }
 
-/// Grids of the images, and of the videos.
+/// Grids of the images, and grids of the videos.
 pub(super) fn grids(media: &[ShownMedium]) -> (Vec<[u32; 3]>, Vec<[u32; 3]>) {
     let of = |kind| media.iter().filter(move |m| m.kind == kind).map(|m| m.patches.grid_thw);
     (of(MediumKind::Image).collect(), of(MediumKind::Video).collect())

@@ -1,4 +1,4 @@
-//! Images of a page: reduced to what the page can hold, as data URIs.
+//! Images of a page, as data URIs of limited size.
 
 use crate::data::Pixels;
 use base64::Engine as _;
@@ -10,15 +10,15 @@ use image::{ExtendedColorType, ImageEncoder as _};
 pub(super) struct Thumbnail {
     /// `data:image/png;base64,..`
     pub(super) uri: String,
-    /// Of the PNG, in pixels.
+    /// Width of the PNG, in pixels.
     pub(super) width: u32,
-    /// Of the PNG, in pixels.
+    /// Height of the PNG, in pixels.
     pub(super) height: u32,
-    /// Pixels of the model in one of these, a side.
+    /// Side, in pixels of the original, of the square that becomes one pixel.
     pub(super) reduced: u32,
 }
 
-/// As PNG of at most `max_pixels` pixels, or one a side: whole numbers of pixels become one.
+/// Reduces the image by the smallest whole factor that leaves at most `max_pixels` pixels.
 pub(super) fn thumbnail(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Thumbnail> {
     let area =
         |by: u32| u64::from(pixels.width.div_ceil(by)) * u64::from(pixels.height.div_ceil(by));
@@ -32,7 +32,8 @@ pub(super) fn thumbnail(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Thum
     Ok(Thumbnail { uri, width: small.width, height: small.height, reduced })
 }
 
-/// Each square of `side` pixels as its mean; those at the right and bottom edge may be smaller.
+/// Replaces each square of `side` pixels by its mean; squares at the right and bottom edge may be
+/// smaller.
 fn mean_of_squares(pixels: &Pixels, side: u32) -> Pixels {
     if side == 1 {
         return pixels.clone();
@@ -77,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_one_is_the_mean_of_squares_and_keeps_to_its_limit() {
+    fn a_large_image_is_reduced_to_the_limit_by_means_of_squares() {
         let found = thumbnail(&ramp(13, 7), 90).unwrap();
         assert_eq!((found.width, found.height, found.reduced), (7, 4, 2));
         let grey = Pixels {

@@ -1,4 +1,4 @@
-//! The struct below has each shape that a config has: sections, lists of sections, optional values,
+//! The struct below has all the shapes of a config: sections, lists of sections, optional values,
 //! choices with and without settings, maps with free keys.
 
 use super::*;
@@ -69,7 +69,7 @@ enum Schedule {
     },
 }
 
-/// A value with a rule of its own.
+/// A value whose type checks it.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(try_from = "f64", into = "f64")]
 struct Share(f64);
@@ -117,7 +117,7 @@ fn load_bytes(bytes: &[u8], overrides: &[&str]) -> Result<Config, ConfigError> {
     load(&path, &overrides)
 }
 
-/// The first line of the message, the folder cut off.
+/// The first line of the message, without the folder.
 fn message(error: &ConfigError) -> String {
     let text = error.to_string();
     let line = text.lines().next().unwrap();
@@ -125,14 +125,14 @@ fn message(error: &ConfigError) -> String {
         .map_or(line.to_owned(), |(_, rest)| format!("config.yaml{rest}"))
 }
 
-/// `GOOD` with one part exchanged must fail with `expected`.
+/// Checks that `GOOD` with `old` replaced by `new` fails with `expected`.
 #[track_caller]
 fn assert_fails(old: &str, new: &str, expected: &str) {
     assert!(GOOD.contains(old), "{old}");
     let error = load_text(&GOOD.replace(old, new), &[]).unwrap_err();
     assert_eq!(message(&error), expected);
     assert!(!error.hint().is_empty());
-    // An override elsewhere, even one that adds lines before it, must not move the place.
+    // Overrides of other keys must not move the place, even if they add list items before it.
     let overrides = ["seed=7", "data.train.0.weight=3", "data.train.2={path: c}"];
     let error = load_text(&GOOD.replace(old, new), &overrides).unwrap_err();
     assert_eq!(message(&error), expected);
@@ -300,7 +300,7 @@ fn a_key_is_written_once() {
 }
 
 #[test]
-fn what_is_not_yaml_is_an_error_at_its_place() {
+fn invalid_yaml_is_an_error_at_its_place() {
     let error = load_text("output_dir: a\ndata:\n\tpacking: true\n", &[]).unwrap_err();
     assert_eq!(error.place().unwrap().position(), Some((3, 2)));
     assert!(error.hint().contains("tab"), "{error} {}", error.hint());
@@ -313,7 +313,7 @@ fn what_is_not_yaml_is_an_error_at_its_place() {
 }
 
 #[test]
-fn what_is_no_text_or_empty_or_missing_is_named() {
+fn files_that_are_binary_empty_or_missing_are_named() {
     let error = load_bytes(b"output_dir: a\nseed: \xff\n", &[]).unwrap_err();
     assert_eq!(message(&error), "config.yaml:2:7: not UTF-8 text");
     for text in ["", "\n", "# nothing\n", "\u{feff}"] {
@@ -361,7 +361,7 @@ fn set_replaces_adds_and_reaches_into_lists() {
 }
 
 #[test]
-fn set_makes_up_for_what_the_file_lacks_or_has_wrong() {
+fn set_replaces_missing_and_invalid_values_of_the_file() {
     let file = "data: {packing: maybe, train: null}\n";
     let overrides = ["output_dir=a", "data.packing=true", "data.train.0.path=a.jsonl"];
     let config = load_text(file, &overrides).unwrap();
@@ -398,7 +398,7 @@ fn an_error_in_a_set_names_the_argument() {
 }
 
 #[test]
-fn aliases_and_merges_are_expanded_and_bombs_refused() {
+fn aliases_and_merges_are_expanded_and_bombs_rejected() {
     let text = "\
 output_dir: a
 data:
@@ -426,43 +426,9 @@ data:
 #[test]
 fn the_resolved_config_loads_back_equal() {
     let mut config = load_text(GOOD, &["data.train.0.weight=0.1"]).unwrap();
-    let texts = [
-        "plain",
-        "null",
-        "~",
-        "",
-        "true",
-        "1.10",
-        "1e5",
-        "0x1F",
-        " led",
-        "trail ",
-        "a: b",
-        "# no",
-        "- no",
-        "it's",
-        "say \"x\"",
-        "two\nlines",
-        "tab\t",
-        "{no}",
-        "[no]",
-        "*no",
-        "&no",
-        "<<",
-        "!no",
-        "%no",
-        "@no",
-        "`no`",
-        "\u{e9}\u{4e2d}",
-        "a\\b",
-        "line\n",
-        "\nfirst",
-        "|",
-        ">",
-        "yes",
-        ".inf",
-    ];
-    for text in texts {
+    let texts = "plain/null/~//true/1.10/1e5/0x1F/ led/trail /a: b/# no/- no/it's/say \"x\"/two\nlines/\
+        tab\t/{no}/[no]/*no/&no/<</!no/%no/@no/`no`/\u{e9}\u{4e2d}/a\\b/line\n/\nfirst/|/>/yes/.inf";
+    for text in texts.split('/') {
         config.output_dir = text.into();
         config.data.train[0].path = text.to_owned();
         config.optim.lr_multipliers.insert(text.to_owned(), 0.25);

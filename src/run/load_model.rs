@@ -1,68 +1,69 @@
-//! A model folder becomes a model in memory.
+//! Loads a model folder.
 
-use super::config::{AttentionChoice, ModelSection, Precision, Weights};
 use crate::checkpoint::{CheckpointError, WeightFiles};
-use crate::metrics::ModelWork;
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
 use crate::nn::{ParamSpec, WeightError, random_tensor};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
+use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
 use candle_core::{DType, Device};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why a model folder cannot be trained.
+/// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// The reference attention has no kernel there.
-    #[error("`model.attention: masked` is the reference, and computes on the CPU only")]
+    /// `model.attention: masked` has no GPU kernel.
+    #[error(
+        "`model.attention: masked` is the reference implementation, which runs on the CPU only"
+    )]
     MaskedOnGpu,
-    /// `config.json`.
+    /// `config.json` is missing or not valid.
     #[error("model folder `{}` cannot be used", .folder.display())]
     Config {
-        /// The folder.
+        /// The model folder.
         folder: PathBuf,
         /// What is wrong.
         source: ModelConfigError,
     },
-    /// The weight files.
+    /// The weight files cannot be read.
     #[error("model folder `{}` cannot be used", .folder.display())]
     Files {
-        /// The folder.
+        /// The model folder.
         folder: PathBuf,
-        /// What is wrong; boxed, as it is large.
+        /// What is wrong; boxed because of its size.
         source: Box<CheckpointError>,
     },
-    /// Tensors that `config.json` promises and the files lack.
+    /// The files lack tensors that a model of this `config.json` has.
     #[error("model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`", .folder.display())]
     MissingTensors {
-        /// The folder.
+        /// The model folder.
         folder: PathBuf,
-        /// How many.
+        /// Number of missing tensors.
         count: usize,
-        /// How many there should be.
+        /// Number of tensors of the model.
         total: usize,
-        /// One of them.
+        /// Name of the first missing tensor.
         first: String,
     },
-    /// A tensor of another shape than `config.json` says.
+    /// A tensor has another shape than `config.json` implies.
     #[error("model folder `{}`: `{name}` has shape {found:?}, config.json says {expected:?}", .folder.display())]
     Shape {
-        /// The folder.
+        /// The model folder.
         folder: PathBuf,
-        /// Which.
+        /// Name of the tensor.
         name: String,
-        /// On disk.
+        /// Shape in the file.
         found: Vec<usize>,
-        /// By the config.
+        /// Shape by `config.json`.
         expected: Vec<usize>,
     },
-    /// `freeze` or `lr_multipliers`.
+    /// `model.freeze` or `optim.lr_multipliers` cannot be applied.
     #[error(transparent)]
     Groups(#[from] GroupError),
-    /// A parameter that the model looked for and nobody listed.
+    /// A stage of the model has a parameter that the list of parameters lacks.
     #[error(transparent)]
     Weights(#[from] WeightError),
     /// A tensor operation failed.
@@ -71,16 +72,16 @@ pub enum SetupError {
 }
 
 impl SetupError {
-    /// What to do about it, where its cause does not say.
+    /// What the user can do about it; `None` where the wrapped error has the hint.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::MissingTensors { .. } => {
-                "`config.json` and the weights are of two models, or a file of weights is missing"
+                "`config.json` and the weights belong to different models, or a weight file is missing"
             }
             Self::Shape { .. } => {
-                "`config.json` and the weights are of two models: copy both again"
+                "`config.json` and the weights belong to different models: copy both again"
             }
-            Self::MaskedOnGpu => "`model.attention: auto`, or `device: cpu`",
+            Self::MaskedOnGpu => "use `model.attention: auto`, or `device: cpu`",
             Self::Config { .. }
             | Self::Files { .. }
             | Self::Groups(_)
@@ -91,20 +92,20 @@ impl SetupError {
     }
 }
 
-/// A model, its parameters, and what its folder says.
+/// A model, its parameters and its config.
 pub struct LoadedModel {
-    /// The stages.
+    /// The model.
     pub model: Box<dyn Model>,
-    /// `config.json`, whole.
+    /// The complete `config.json`.
     pub config_json: serde_json::Value,
-    /// In the compute dtype, in the order of `specs`.
+    /// Parameters in the compute dtype, in the order of `specs`.
     pub params: Vec<Param>,
-    /// Names, shapes and components.
+    /// Name, shape and component of each parameter.
     pub specs: Vec<ParamSpec>,
     source: WeightSource,
 }
 
-/// Where the exact value of a weight can be had again.
+/// Source of the exact `f32` weights.
 enum WeightSource {
     Files(WeightFiles),
     Seed { config: Arc<dyn ModelConfig>, seed: u64 },
@@ -130,7 +131,7 @@ impl WeightSource {
 }
 
 impl LoadedModel {
-    /// The weight in `f32`, as the folder (or the seed) has it: the start of a master copy.
+    /// The weight in `f32`, from the folder or the seed: the initial value of a master weight.
     pub fn master(
         &self,
         param: &Param,
@@ -158,20 +159,15 @@ impl LoadedModel {
             .collect();
         ParamGroups::new(&named, freeze, lr_multipliers)
     }
-
-    /// Operations of a step by part of the model.
-    pub fn work(&self) -> ModelWork {
-        ModelWork(self.model.work())
-    }
 }
 
-/// Which parameters of `groups` are trained.
+/// Whether each parameter of `groups` is trained.
 pub fn trainable(groups: &ParamGroups) -> Vec<Trainable> {
     let each = |frozen: bool| if frozen { Trainable::Frozen } else { Trainable::Yes };
     groups.iter().map(|setting| each(setting.frozen)).collect()
 }
 
-/// Reads `section.path`; random weights come from `seed`.
+/// Loads the model at `section.path`; random weights are drawn from `seed`.
 pub fn load_model(
     section: &ModelSection,
     seed: u64,
@@ -189,7 +185,7 @@ pub fn load_model(
         Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
     };
     let dtype = section.precision.dtype();
-    // By all threads: drawing and converting billions of weights takes one of them minutes.
+    // In parallel: one thread takes minutes to draw or convert billions of weights.
     let params = specs.par_iter().enumerate().map(|(index, spec)| {
         let tensor = source.load(spec, folder, dtype, device)?;
         Ok(Param::new(spec.name.as_str(), index, tensor))
@@ -203,7 +199,7 @@ fn files_error(folder: &Path, source: CheckpointError) -> SetupError {
     SetupError::Files { folder: folder.to_owned(), source: Box::new(source) }
 }
 
-/// Opens the weights and holds their names and shapes against the config.
+/// Opens the weight files and compares their names and shapes with the config.
 fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupError> {
     let files = WeightFiles::open(folder).map_err(|source| files_error(folder, source))?;
     let missing: Vec<&ParamSpec> =
@@ -230,20 +226,20 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
     let known: std::collections::HashSet<&str> =
         specs.iter().map(|spec| spec.name.as_str()).collect();
     let unused: Vec<&str> = files.names().filter(|name| !known.contains(name)).collect();
-    // A tied head that was saved anyway is the embedding again.
+    // Some checkpoints contain a tied head, which equals the embedding.
     let surprising = unused.iter().filter(|name| **name != "lm_head.weight").count();
     if surprising > 0 {
         tracing::warn!(
             count = surprising,
             first = unused.iter().find(|name| **name != "lm_head.weight"),
-            "the model folder has tensors that this model does not use; they will not be in checkpoints"
+            "ignoring tensors of the model folder that this model does not use; checkpoints will not contain them"
         );
     }
     Ok(files)
 }
 
 impl Precision {
-    /// `config.json` with the dtype that the saved weights have.
+    /// `config.json` with the dtype of the saved weights.
     pub fn stamp(self, config_json: &serde_json::Value) -> serde_json::Value {
         let mut json = config_json.clone();
         let name = serde_json::Value::from(self.hf_name());

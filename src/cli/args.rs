@@ -1,0 +1,70 @@
+//! Arguments that several commands share.
+
+use super::failure::{Exit, Failure};
+use super::hub;
+use crate::config::{self, ConfigError, RunConfig};
+use crate::run::{self, RunError};
+use clap::Args;
+use std::path::{Path, PathBuf};
+
+/// A config file and changes to it.
+#[derive(Debug, Args)]
+pub(super) struct ConfigArgs {
+    /// YAML config
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: PathBuf,
+    /// Change a key, for example `--set data.packing=false`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub(super) overrides: Vec<String>,
+}
+
+impl ConfigArgs {
+    /// Reads and checks the config, and downloads the model if `model.path` is a hub id.
+    pub(super) fn load(&self) -> anyhow::Result<RunConfig> {
+        let mut config: RunConfig = config::load(&self.config, &self.overrides)?;
+        run::check(&config).map_err(|error| self.located(error))?;
+        config.model.path = resolve_model(&config.model.path).map_err(|error| {
+            let problem = format!("`model.path`: {error:#}");
+            self.refuse(&["model", "path"], problem, hub::HINT)
+        })?;
+        Ok(config)
+    }
+
+    /// The error of the value under `keys`, with its place in the file.
+    pub(super) fn refuse<K: AsRef<str>>(
+        &self,
+        keys: &[K],
+        problem: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> ConfigError {
+        let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
+        config::refuse(&self.config, &self.overrides, &keys, problem.into(), hint.into())
+    }
+
+    /// Adds the place in the file to an error that a config key caused.
+    pub(super) fn located(&self, error: RunError) -> anyhow::Error {
+        let Some(keys) = error.keys() else { return error.into() };
+        let exit = match error {
+            RunError::CreateOutputDir { .. } => Exit::CannotWrite,
+            _ => Exit::Usage,
+        };
+        let hint = error.hint().unwrap_or_default();
+        Failure::of(exit, self.refuse(&keys, error.to_string(), hint)).into()
+    }
+}
+
+/// A model folder, or the cached download of a hub id in builds with the feature `hub`.
+pub(super) fn resolve_model(path: &Path) -> anyhow::Result<PathBuf> {
+    if path.is_dir() { Ok(path.to_owned()) } else { hub::resolve(path) }
+}
+
+/// Checks that an argument is a folder.
+pub(super) fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let found = if path.exists() { "a file" } else { "nothing" };
+    let message =
+        format!("`{argument}`: there is {found} at `{}`, expected a folder", path.display());
+    Err(Failure::new(Exit::Usage, message).hint("check the path").into())
+}

@@ -1,0 +1,204 @@
+//! The exit code and the hint of each error of the library.
+
+use super::failure::{ErrorClass, Exit, Failure};
+use super::stdout::is_stdout_error;
+use crate::batch::UnpadError;
+use crate::checkpoint::CheckpointError;
+use crate::config::{ConfigError, ValueError};
+use crate::data::{
+    CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
+    LoaderError, OrderError, SampleError, SourceError, TokenizerError,
+};
+use crate::metrics::JsonlError;
+use crate::models::ModelConfigError;
+use crate::nn::WeightError;
+use crate::optim::{GroupError, OptimError};
+use crate::run::{DeviceError, RunError, SetupError};
+use crate::train::{EvalError, StepError, TrainError};
+use std::error::Error;
+
+/// The class of `error` itself, not of its causes; `None` if it is not an error of this crate.
+pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
+    if let Some(error) = error.downcast_ref::<Failure>() {
+        let inner = || classify(error.wrapped.as_deref()?)?.hint;
+        return Some(ErrorClass::new(error.exit, error.hint.clone().or_else(inner)));
+    }
+    if is_stdout_error(error) {
+        let hint = "free space where the output goes, or send it elsewhere";
+        return Some(ErrorClass::new(Exit::CannotWrite, hint.to_owned()));
+    }
+    if let Some(error) = error.downcast_ref() {
+        return run(error);
+    }
+    match inner(error) {
+        Some(inner) => classify(inner),
+        None => config(error).or_else(|| data(error)).or_else(|| model(error)),
+    }
+}
+
+/// The error in a transparent one.
+fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'static)> {
+    Some(if let Some(error) = error.downcast_ref::<TrainError>() {
+        match error {
+            TrainError::Data(error) => error,
+            TrainError::Step(error) => error,
+            TrainError::Eval(error) => error,
+            TrainError::Checkpoint(error) => error,
+            TrainError::Sink(error) => error,
+            TrainError::Candle(error) => error,
+        }
+    } else if let Some(error) = error.downcast_ref::<SetupError>() {
+        match error {
+            SetupError::MissingTensors { .. }
+            | SetupError::Shape { .. }
+            | SetupError::MaskedOnGpu => return None,
+            SetupError::Config { source, .. } => source,
+            SetupError::Files { source, .. } => source.as_ref(),
+            SetupError::Groups(error) => error,
+            SetupError::Weights(error) => error,
+            SetupError::Candle(error) => error,
+        }
+    } else {
+        match error.downcast_ref::<EvalError>()? {
+            EvalError::Collate(error) => error,
+            EvalError::Unpad(error) => error,
+            EvalError::Candle(error) => error,
+        }
+    })
+}
+
+fn run(error: &RunError) -> Option<ErrorClass> {
+    let exit = match error {
+        RunError::CreateOutputDir { .. } | RunError::OutputFile { .. } => Exit::CannotWrite,
+        RunError::Value(_)
+        | RunError::DataConfig(_)
+        | RunError::Busy { .. }
+        | RunError::ModelInOutputDir { .. }
+        | RunError::OtherConfig { .. }
+        | RunError::ImageSetting { .. }
+        | RunError::VideoSetting { .. }
+        | RunError::DataSet { .. }
+        | RunError::NoWeights { .. }
+        | RunError::Groups { .. } => Exit::Usage,
+        RunError::NoOptimizer { .. } | RunError::State { .. } | RunError::DataChanged { .. } => {
+            Exit::Data
+        }
+        RunError::Device(error) => return classify(error),
+        RunError::Encoder(error) => return classify(error),
+        RunError::Data(error) => return classify(error),
+        RunError::Order(error) => return classify(error),
+        RunError::Setup(error) => return classify(error),
+        RunError::Cache(error) => return classify(error),
+        RunError::Plan(error) => return classify(error),
+        RunError::Checkpoint(error) => return classify(error),
+        RunError::Sink(error) => return classify(error),
+        RunError::Config(error) => return classify(error),
+        RunError::Candle(error) => return classify(error),
+    };
+    Some(ErrorClass::new(exit, error.hint()))
+}
+
+fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
+    let hint = if let Some(error) = error.downcast_ref::<ConfigError>() {
+        error.hint()
+    } else if let Some(error) = error.downcast_ref::<ValueError>() {
+        error.hint()
+    } else if let Some(error) = error.downcast_ref::<DataConfigError>() {
+        error.hint().to_owned()
+    } else if let Some(error) = error.downcast_ref::<OrderError>() {
+        error.hint().to_owned()
+    } else if let Some(error) = error.downcast_ref::<DeviceError>() {
+        error.hint().to_owned()
+    } else {
+        error.downcast_ref::<GroupError>()?.hint().to_owned()
+    };
+    Some(ErrorClass::new(Exit::Usage, hint))
+}
+
+fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
+    let class = if let Some(error) = error.downcast_ref::<SampleError>() {
+        ErrorClass::new(Exit::Data, error.hint())
+    } else if let Some(error) = error.downcast_ref::<SourceError>() {
+        let exit = match error {
+            SourceError::Corpus(CorpusError::Write { .. }) => Exit::CannotWrite,
+            _ => Exit::Data,
+        };
+        ErrorClass::new(exit, error.hint())
+    } else if let Some(error) = error.downcast_ref::<CacheError>() {
+        ErrorClass::new(Exit::CannotWrite, error.hint().to_owned())
+    } else if let Some(error) = error.downcast_ref::<LoaderError>() {
+        ErrorClass::new(Exit::Data, error.hint().to_owned())
+    } else if error.is::<CollateError>() || error.is::<UnpadError>() {
+        let hint = "this is a bug in trainer: please report it with the row";
+        ErrorClass::new(Exit::Data, hint.to_owned())
+    } else if let Some(error) = error.downcast_ref::<StepError>() {
+        match error {
+            StepError::Candle(_) => return None,
+            StepError::NonFiniteLoss { .. } | StepError::NonFiniteGradient { .. } => {
+                ErrorClass::new(Exit::Data, error.hint().map(str::to_owned))
+            }
+        }
+    } else if let Some(OptimError::NonFinite { .. }) = error.downcast_ref() {
+        ErrorClass::new(Exit::Data, None)
+    } else {
+        let error = error.downcast_ref::<JsonlError>()?;
+        ErrorClass::new(Exit::CannotWrite, error.hint().to_owned())
+    };
+    Some(class)
+}
+
+/// Errors of the model folder and of checkpoints.
+fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
+    let hint = if let Some(SetupError::MaskedOnGpu) = error.downcast_ref() {
+        return Some(ErrorClass::new(Exit::Usage, SetupError::MaskedOnGpu.hint()));
+    } else if let Some(error) = error.downcast_ref::<SetupError>() {
+        error.hint()
+    } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
+        let exit = if error.is_write() { Exit::CannotWrite } else { Exit::Data };
+        return Some(ErrorClass::new(exit, error.hint()));
+    } else if let Some(error) = error.downcast_ref::<ModelConfigError>() {
+        Some(error.hint().to_owned())
+    } else if let Some(error) = error.downcast_ref::<EncoderError>() {
+        error.hint()
+    } else if let Some(error) = error.downcast_ref::<ImageConfigError>() {
+        Some(error.hint().to_owned())
+    } else if error.is::<WeightError>() {
+        Some("the weights belong to another model than `config.json`".to_owned())
+    } else {
+        match error.downcast_ref::<TokenizerError>()? {
+            TokenizerError::Load { .. } => {
+                Some("copy tokenizer.json from the published model again".to_owned())
+            }
+            _ => None,
+        }
+    };
+    Some(ErrorClass::new(Exit::Data, hint))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_inside_a_transparent_one_is_classified() {
+        let step = StepError::NonFiniteLoss { step: 3, loss: f64::NAN };
+        let class = classify(&TrainError::Step(step)).unwrap();
+        assert_eq!(class.exit, Exit::Data);
+        assert!(class.hint.unwrap().contains("optim.lr"));
+    }
+
+    #[test]
+    fn an_error_of_the_config_is_a_usage_error_wherever_it_is_found() {
+        let error = SetupError::Groups(GroupError::AllFrozen);
+        assert_eq!(classify(&error).unwrap().exit, Exit::Usage);
+        let error = OrderError::Weight { dataset: 0, weight: -1.0 };
+        assert_eq!(classify(&RunError::Order(error)).unwrap().exit, Exit::Usage);
+    }
+
+    #[test]
+    fn errors_of_other_crates_have_no_class() {
+        assert_eq!(classify(&std::io::Error::other("surprise")), None);
+        let error = candle_core::Error::Msg("surprise".to_owned());
+        assert_eq!(classify(&TrainError::Candle(error)), None);
+    }
+}

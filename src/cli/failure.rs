@@ -1,0 +1,90 @@
+//! Exit codes, and errors that carry one.
+
+use std::error::Error;
+use std::fmt;
+use std::process::ExitCode;
+
+/// Exit code of the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Exit {
+    /// An error of no other class.
+    Unknown = 1,
+    /// Wrong arguments or config.
+    Usage = 64,
+    /// Bad data, a damaged file, or a loss or gradient that is not finite.
+    Data = 65,
+    /// A file cannot be written.
+    CannotWrite = 73,
+    /// Stopped by a signal after a checkpoint was saved: the same command continues the run.
+    Stopped = 75,
+    /// Stopped at once by a second Ctrl-C.
+    Interrupted = 130,
+    /// The reader of stdout closed the pipe (`.. | head`): the code of a process that SIGPIPE ended.
+    ClosedPipe = 141,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// Exit code and hint of one kind of error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ErrorClass {
+    pub(super) exit: Exit,
+    pub(super) hint: Option<String>,
+}
+
+impl ErrorClass {
+    pub(super) fn new(exit: Exit, hint: impl Into<Option<String>>) -> Self {
+        Self { exit, hint: hint.into() }
+    }
+}
+
+/// An error of a command, with an exit code and a hint.
+///
+/// Errors of the library need no wrapping: [`classify`](super::error_class::classify) finds their
+/// exit code and hint.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) exit: Exit,
+    message: String,
+    pub(super) hint: Option<String>,
+    /// Replaces the message, if given.
+    pub(super) wrapped: Option<Box<dyn Error + Send + Sync>>,
+}
+
+impl Failure {
+    pub(super) fn new(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, message: message.into(), hint: None, wrapped: None }
+    }
+
+    /// Gives `error` an exit code; its message, causes and hint are kept.
+    pub(super) fn of(exit: Exit, error: impl Error + Send + Sync + 'static) -> Self {
+        Self { exit, message: String::new(), hint: None, wrapped: Some(Box::new(error)) }
+    }
+
+    /// Adds what the user can do about it.
+    #[must_use]
+    pub(super) fn hint(self, hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()), ..self }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.wrapped {
+            Some(error) => write!(f, "{error}"),
+            None => f.write_str(&self.message),
+        }
+    }
+}
+
+impl Error for Failure {
+    /// The message of a wrapped error is already that of the failure, so its cause comes next.
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.wrapped.as_deref().and_then(Error::source)
+    }
+}

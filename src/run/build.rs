@@ -1,0 +1,331 @@
+//! A run: everything that training needs, assembled from a config.
+
+use super::device::device_name;
+use super::error::RunError;
+use super::inputs::{
+    DataList, check, encoder, load_for_run, loader_options, open_data, order, param_groups,
+};
+use super::load_model::{LoadedModel, trainable};
+use super::observer::SetupObserver;
+use super::output_dir::{claim, take_over};
+use super::plan::{RunPlan, plan_run};
+use super::resume::{Resume, find_checkpoint, resumed_state};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
+use crate::config::RunConfig;
+use crate::data::{CachesBeside, DataSet, DataState, JsonlRows, Loader};
+use crate::metrics::JsonlSink;
+use crate::ops::simd_level;
+use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Warmup};
+use crate::tape::{Gradients, Param};
+use crate::train::{
+    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
+    Trainer, TrainerParts, Weights, write_rejects,
+};
+use candle_core::{DType, Device};
+use sha2::digest::generic_array::GenericArray;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A run that is ready to train.
+///
+/// It holds a lock on `output_dir` until it is dropped.
+///
+/// ```
+/// use std::path::Path;
+/// use trainer::config::{self, RunConfig};
+/// use trainer::run::Run;
+/// use trainer::train::Outcome;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let folder = tempfile::tempdir()?;
+/// let overrides = [
+///     format!("output_dir={}", folder.path().display()),
+///     "train.max_steps=2".to_owned(),
+///     "data.eval=[]".to_owned(),
+/// ];
+/// let config: RunConfig = config::load(Path::new("configs/quickstart.yaml"), &overrides)?;
+/// // The observer receives the metrics of each step; `()` ignores them.
+/// let outcome = Run::from_config(&config)?.train(&mut ())?;
+/// assert!(matches!(outcome, Outcome::Finished { .. }));
+/// assert!(folder.path().join("final/model.safetensors").is_file());
+/// # Ok(())
+/// # }
+/// ```
+pub struct Run {
+    trainer: Trainer,
+    background: Option<CachesBeside>,
+    _lock: File,
+}
+
+/// How a run is assembled, beyond its config.
+pub struct RunOptions<'a> {
+    /// The checkpoint to resume from; the newest good one by default.
+    pub resume: Resume,
+    /// When set, training saves a checkpoint after the current step and stops.
+    pub stop: Arc<AtomicBool>,
+    /// Receives the progress of assembling the run; `()` by default.
+    pub observer: &'a dyn SetupObserver,
+}
+
+impl Default for RunOptions<'_> {
+    fn default() -> Self {
+        Self { resume: Resume::default(), stop: Arc::default(), observer: &() }
+    }
+}
+
+impl Run {
+    /// Assembles a run with default options: it resumes from the newest good checkpoint of the same
+    /// config in `output_dir`, if there is one.
+    pub fn from_config(config: &RunConfig) -> Result<Self, RunError> {
+        Self::with_options(config, &RunOptions::default())
+    }
+
+    /// Assembles a run.
+    ///
+    /// Locks `output_dir`, and moves the files of an earlier run there to `previous-N` unless the run
+    /// resumes from them. The files are moved after the model and the data are loaded; if loading
+    /// fails, they stay.
+    pub fn with_options(config: &RunConfig, options: &RunOptions<'_>) -> Result<Self, RunError> {
+        check(config)?;
+        let lock = claim(&config.output_dir)?;
+        let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
+        checkpointer.recover()?;
+        let found = find_checkpoint(config, &options.resume, &checkpointer)?;
+        let found = found.as_ref();
+
+        let observer = options.observer;
+        let device = config.device.open()?;
+        let encoder = encoder(config)?;
+        let rows = Arc::new(open_data(config, DataList::Train, &encoder, observer)?);
+        log_data_sets(&rows);
+        let eval_rows = match config.data.eval.as_slice() {
+            [] => None,
+            _ => Some(open_data(config, DataList::Eval, &encoder, observer)?),
+        };
+        eval_rows.iter().for_each(log_data_sets);
+        let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
+        let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
+
+        let loaded = load_for_run(&model_section(config, found), config.seed, &device)?;
+        // Before the rows are measured, which takes longer.
+        let groups = param_groups(config, &loaded)?;
+        let carried = CarriedFiles::read(&config.model.path)?;
+        take_over(config, &checkpointer, found, observer)?;
+        let loader_options = loader_options(config, &encoder);
+        let order = order(config, &rows)?;
+        let RunPlan { planned, reader, background } =
+            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)?;
+        let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
+        let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
+        let state = match resumed {
+            Some(state) => TrainState { total_steps, planned, ..state },
+            None => first_state(config, data_fingerprint, total_steps, planned),
+        };
+        let (runner, config_json) = step_runner(config, loaded, &groups, found, &device)?;
+        log_start(config, &runner, &rows, &state);
+        let (metrics, mut rejects) = open_sinks(config, &state)?;
+        if state.step == 0 {
+            write_rejects(&mut rejects, 1, rows.rejected_texts())?;
+        }
+        let dataset_names = rows.names().to_vec();
+        let rejected_texts = Rejected::of_texts(rows.rejected_texts());
+        let trainer = Trainer::new(TrainerParts {
+            loader: Loader::start(reader, order, loader_options, state.data.clone()),
+            schedule: schedule(&config.optim, total_steps),
+            checkpointer,
+            max_steps,
+            checkpoint_every: config.checkpoint.every_steps,
+            carried,
+            config_json: config.model.precision.stamp(&config_json),
+            eval_rows,
+            eval: config.eval.clone(),
+            eval_max_tokens: config.data.packing_length.get() as usize,
+            metrics,
+            rejects,
+            dataset_names,
+            rejected_texts,
+            stop: options.stop.clone(),
+            runner,
+            state,
+        });
+        Ok(Self { trainer, background, _lock: lock })
+    }
+
+    /// Trains until all steps are done, the data ends, or the stop flag is set.
+    pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        let outcome = self.trainer.run(observer);
+        self.background = None;
+        outcome
+    }
+
+    /// The model, the eval rows and the state of the run.
+    pub fn trainer(&self) -> &Trainer {
+        &self.trainer
+    }
+}
+
+/// The model to load: that of the config, or that of the checkpoint to resume from.
+fn model_section(config: &RunConfig, found: Option<&Found>) -> ModelSection {
+    let mut section = config.model.clone();
+    if let Some(found) = found {
+        section.path.clone_from(&found.dir);
+        section.weights = Weights::Pretrained;
+    }
+    section
+}
+
+fn first_state(
+    config: &RunConfig,
+    data_fingerprint: String,
+    total_steps: u64,
+    planned: Option<Planned>,
+) -> TrainState {
+    TrainState {
+        version: TrainState::VERSION,
+        step: 0,
+        total_steps,
+        planned,
+        targets_seen: 0,
+        tokens_seen: 0,
+        samples_seen: 0,
+        datasets_seen: BTreeMap::new(),
+        fingerprint: config.fingerprint(),
+        data_fingerprint,
+        data: DataState::default(),
+    }
+}
+
+fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
+    let warmup = match (optim.warmup_steps, optim.warmup_ratio) {
+        (_, Some(ratio)) => Warmup::Ratio(ratio),
+        (steps, None) => Warmup::Steps(steps.unwrap_or(0)),
+    };
+    Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps)
+}
+
+/// Opens `metrics.jsonl` and `rejects.jsonl`, and removes the lines of steps after `state`.
+fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, JsonlSink), RunError> {
+    let all_done = state.step > 0 && state.step >= state.total_steps;
+    if all_done {
+        tracing::info!(
+            step = state.step,
+            "all steps of this run are done: there is nothing to train"
+        );
+    }
+    let sink = |name: &str| {
+        let path = config.output_dir.join(name);
+        match state.step {
+            0 => JsonlSink::open(&path),
+            // A finished run is evaluated once more, which writes the last row again.
+            step if all_done => JsonlSink::open_keeping(&path, |row| {
+                let found = row["step"].as_u64().unwrap_or(0);
+                found < step || (found == step && row["eval"] != true)
+            }),
+            step => JsonlSink::open_truncated_after(&path, step),
+        }
+    };
+    Ok((sink("metrics.jsonl")?, sink("rejects.jsonl")?))
+}
+
+/// Model, gradients and optimizer, with the optimizer state of `found`; and the model's
+/// `config.json`.
+pub(crate) fn step_runner(
+    config: &RunConfig,
+    loaded: LoadedModel,
+    groups: &ParamGroups,
+    found: Option<&Found>,
+    device: &Device,
+) -> Result<(StepRunner, serde_json::Value), RunError> {
+    let saved = found.map(Found::optimizer).transpose()?;
+    let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
+        let name = format!("{kind}.{}", param.name());
+        saved.as_ref().map(|saved| saved.load(&name, dtype, device)).transpose()
+    };
+    let master = |param: &Param, device: &Device| {
+        let saved = load("master", param, DType::F32, device).map_err(candle_core::Error::wrap)?;
+        saved.map_or_else(|| loaded.master(param, device), Ok)
+    };
+    let max_norm = config.train.max_grad_norm;
+    let mut optimizer =
+        AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
+    for slot in optimizer.states_mut() {
+        for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
+        {
+            let (dtype, device) = (moment.dtype(), moment.device().clone());
+            if let Some(saved) = load(kind, &slot.param, dtype, &device)? {
+                *moment = saved;
+            }
+        }
+    }
+    let grads = Gradients::zeros(&loaded.params, &trainable(groups), device)?;
+    let runner = StepRunner {
+        grads,
+        model: loaded.model,
+        params: loaded.params,
+        optimizer,
+        recompute: config.model.recompute.policy(),
+        dtype: config.model.precision.dtype(),
+        device: device.clone(),
+    };
+    Ok((runner, loaded.config_json))
+}
+
+fn log_data_sets(rows: &JsonlRows) {
+    for set in rows.sets() {
+        let file = set.path().display();
+        match set {
+            DataSet::Chats(chats) => {
+                tracing::info!(%file, rows = chats.len(), form = %chats.form(), "data");
+            }
+            DataSet::Corpus(corpus) => {
+                let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
+                let (samples, truncated) = (corpus.len(), corpus.num_truncated());
+                tracing::info!(%file, samples, tokens, documents, truncated, "corpus");
+                for rejection in corpus.rejected() {
+                    tracing::warn!(row = %rejection, "rejected a text of the corpus");
+                }
+            }
+        }
+    }
+}
+
+fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &TrainState) {
+    let count = |params: &mut dyn Iterator<Item = &Param>| {
+        params.map(|param| param.tensor().elem_count()).sum::<usize>()
+    };
+    tracing::info!(
+        path = %config.model.path.display(),
+        parameters = count(&mut runner.params.iter()),
+        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
+        precision = config.model.precision.hf_name(),
+        attention = attention_kernels(config, runner),
+        device = device_name(&runner.device),
+        threads = rayon::current_num_threads(),
+        simd = simd_level().ok().map(tracing::field::display),
+        "model"
+    );
+    tracing::info!(
+        from_step = state.step,
+        steps = state.total_steps,
+        rows = rows.num_rows(),
+        fingerprint = state.fingerprint,
+        "{}",
+        if state.step == 0 { "start" } else { "resume" }
+    );
+}
+
+/// Attention kernel of the decoder, and those of other components that differ.
+fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
+    let backend = config.model.attention.backend();
+    let kernels = runner.model.head_dims().into_iter().map(|(name, head_dim)| {
+        (name, backend.kernel(&runner.device, runner.dtype, head_dim))
+    });
+    let kernels: Vec<(&str, &str)> = kernels.collect();
+    let decoder = kernels.first().map_or("", |(_, kernel)| kernel);
+    let others = kernels.iter().filter(|(_, kernel)| *kernel != decoder);
+    let others = others.map(|(name, kernel)| format!("; {name}: {kernel}"));
+    decoder.to_owned() + &others.collect::<String>()
+}

@@ -1,0 +1,213 @@
+//! Why a run cannot be assembled, and which config key caused it.
+
+use super::device::DeviceError;
+use super::load_model::SetupError;
+use crate::checkpoint::CheckpointError;
+use crate::config::{ConfigError, ValueError};
+use crate::data::{
+    CacheError, DataConfigError, EncoderError, ImageConfigError, LoaderError, OrderError,
+    SourceError, VideoConfigError,
+};
+use crate::metrics::JsonlError;
+use crate::optim::GroupError;
+use std::io;
+use std::path::PathBuf;
+
+/// Why a run cannot be assembled.
+///
+/// Where a config key is the cause, [`RunError::keys`] returns it.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// A value of the config is out of range.
+    #[error(transparent)]
+    Value(#[from] ValueError),
+    /// A value of the section `data` is out of range.
+    #[error(transparent)]
+    DataConfig(#[from] DataConfigError),
+    /// `output_dir` does not exist and cannot be created.
+    #[error("`output_dir`: cannot create folder `{}`: {problem}", .folder.display())]
+    CreateOutputDir {
+        /// `output_dir`.
+        folder: PathBuf,
+        /// The error of the operating system.
+        problem: io::Error,
+    },
+    /// A file or folder below `output_dir` cannot be changed.
+    #[error("cannot {action} `{}`: {problem}", .path.display())]
+    OutputFile {
+        /// What was tried: `open`, `move`, ..
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The error of the operating system.
+        problem: io::Error,
+    },
+    /// Another process trains in `output_dir`.
+    #[error("another run is using `{}`", .folder.display())]
+    Busy {
+        /// `output_dir`.
+        folder: PathBuf,
+    },
+    /// The new run would move away the model that it starts from.
+    #[error("`model.path` is in `output_dir` `{}`, and a new run there moves the files of the earlier run", .output_dir.display())]
+    ModelInOutputDir {
+        /// `output_dir`.
+        output_dir: PathBuf,
+    },
+    /// The checkpoint to resume from was written under another config.
+    #[error("checkpoint `{}` was written by a run with another config", .folder.display())]
+    OtherConfig {
+        /// The checkpoint.
+        folder: PathBuf,
+    },
+    /// The checkpoint to resume from has no optimizer state.
+    #[error("{problem}")]
+    NoOptimizer {
+        /// Why the optimizer state cannot be read.
+        problem: CheckpointError,
+    },
+    /// `trainer_state.json` of the checkpoint is not valid.
+    #[error("cannot read trainer_state.json of `{}`", .folder.display())]
+    State {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// The training files are not those that the checkpoint was trained on.
+    #[error("the training files changed since `{}`", .folder.display())]
+    DataChanged {
+        /// The checkpoint.
+        folder: PathBuf,
+    },
+    /// An image setting contradicts the model folder.
+    #[error("{problem}")]
+    ImageSetting {
+        /// Key in `data.image`.
+        key: &'static str,
+        /// What is wrong.
+        problem: ImageConfigError,
+    },
+    /// A video setting contradicts the model folder.
+    #[error("{problem}")]
+    VideoSetting {
+        /// Key in `data.video`.
+        key: &'static str,
+        /// What is wrong.
+        problem: VideoConfigError,
+    },
+    /// An entry of `data.train` or `data.eval` names something that cannot be used.
+    #[error("`data.{list}.{index}.{key}`: {problem}")]
+    DataSet {
+        /// `train` or `eval`.
+        list: &'static str,
+        /// Which entry, from 0.
+        index: usize,
+        /// Dotted key in the entry.
+        key: String,
+        /// What is wrong.
+        problem: SourceError,
+    },
+    /// The model folder has no weights.
+    #[error("`model.weights` is `pretrained`, but there are {problem}")]
+    NoWeights {
+        /// Which files are missing.
+        problem: CheckpointError,
+    },
+    /// A pattern of `model.freeze` or `optim.lr_multipliers` cannot be applied.
+    #[error("{problem}")]
+    Groups {
+        /// Keys that lead to the pattern.
+        keys: Vec<String>,
+        /// What is wrong.
+        problem: GroupError,
+    },
+    /// The device cannot be used.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Tokenizer, template or image settings of the model folder cannot be used.
+    #[error(transparent)]
+    Encoder(#[from] EncoderError),
+    /// A data file cannot be used.
+    #[error(transparent)]
+    Data(#[from] SourceError),
+    /// The data sets cannot be mixed as configured.
+    #[error(transparent)]
+    Order(#[from] OrderError),
+    /// The model cannot be loaded.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
+    /// The length cache cannot be written.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The rows do not make the steps that the config asks for.
+    #[error(transparent)]
+    Plan(#[from] LoaderError),
+    /// A checkpoint or a file of the run cannot be read or written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// `metrics.jsonl` or `rejects.jsonl` cannot be opened or written.
+    #[error(transparent)]
+    Sink(#[from] JsonlError),
+    /// The config cannot be written to `output_dir`.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// What to do when `output_dir` cannot be written.
+const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
+
+impl RunError {
+    /// Keys that lead from the top of the config to the value that caused the error, list items by
+    /// number. `None` if the cause is not a value of the config.
+    pub fn keys(&self) -> Option<Vec<String>> {
+        let dotted = |key: &str| key.split('.').map(str::to_owned).collect();
+        match self {
+            Self::Value(error) => Some(dotted(error.key)),
+            Self::DataConfig(error) => Some(dotted(&error.key())),
+            Self::CreateOutputDir { .. } => Some(dotted("output_dir")),
+            Self::ModelInOutputDir { .. } => Some(dotted("model.path")),
+            Self::ImageSetting { key, .. } => Some(dotted(&format!("data.image.{key}"))),
+            Self::VideoSetting { key, .. } => Some(dotted(&format!("data.video.{key}"))),
+            Self::DataSet { list, index, key, .. } => {
+                Some(dotted(&format!("data.{list}.{index}.{key}")))
+            }
+            Self::NoWeights { .. } => Some(dotted("model.weights")),
+            Self::Groups { keys, .. } => Some(keys.clone()),
+            _ => None,
+        }
+    }
+
+    /// What the user can do about it; `None` where the wrapped error has the hint.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::Value(error) => return Some(error.hint()),
+            Self::DataConfig(error) => error.hint(),
+            Self::CreateOutputDir { .. } | Self::OutputFile { .. } => WRITABLE,
+            Self::Busy { .. } => "wait for it or stop it, or set another `output_dir`",
+            Self::ModelInOutputDir { .. } => {
+                "set another `output_dir` for the run that starts from these weights"
+            }
+            Self::OtherConfig { .. } => {
+                "only the length of the run, layout, attention, recompute, eval, log and checkpoint settings may change; \
+                 to start from its weights, set `model.path` to it"
+            }
+            Self::NoOptimizer { .. } => {
+                "name a folder below `checkpoints/`; to start from weights alone, set `model.path` to this folder"
+            }
+            Self::DataChanged { .. } => {
+                "restore them, or start a new run with `--resume never` (for example with `model.path` set to that checkpoint)"
+            }
+            Self::ImageSetting { problem, .. } => return Some(problem.hint().into()),
+            Self::VideoSetting { problem, .. } => return Some(problem.hint().into()),
+            Self::DataSet { problem, .. } => return Some(problem.hint().unwrap_or_default()),
+            Self::NoWeights { problem } => return Some(problem.hint()),
+            Self::Groups { problem, .. } => return Some(problem.hint()),
+            _ => return None,
+        };
+        Some(hint.to_owned())
+    }
+}

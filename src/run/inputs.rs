@@ -1,0 +1,174 @@
+//! The inputs of a run, from its config: encoder, data sets, order of rows, model.
+
+use super::error::RunError;
+use super::load_model::{LoadedModel, SetupError, load_model};
+use super::observer::{SetupObserver, SetupWork};
+use crate::batch::PaddingSide;
+use crate::checkpoint::CheckpointError;
+use crate::config::RunConfig;
+use crate::data::{
+    Corpus, CorpusError, CorpusOptions, DatasetShare, Encoder, EncoderError, ImageConfig,
+    ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
+    VideoConfigError,
+};
+use crate::optim::ParamGroups;
+use crate::train::ModelSection;
+use candle_core::Device;
+use std::cell::RefCell;
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A list of data sets in the section `data`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DataList {
+    Train,
+    Eval,
+}
+
+/// Checks the rules that the types of a config cannot express.
+pub(crate) fn check(config: &RunConfig) -> Result<(), RunError> {
+    config.check()?;
+    Ok(config.data.validate()?)
+}
+
+/// Reads tokenizer, template, image and video settings of the model folder.
+pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
+    let data = &config.data;
+    let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
+    let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
+    encoder.map(Arc::new).map_err(|error| match error {
+        EncoderError::Image(problem @ ImageConfigError::Budget { .. })
+            if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
+        {
+            let key = match (min_pixels, max_pixels) {
+                (Some(_), _) => "min_pixels",
+                (None, Some(_)) => "max_pixels",
+                (None, None) => "max_tokens",
+            };
+            RunError::ImageSetting { key, problem }
+        }
+        EncoderError::Video(problem @ VideoConfigError::Setting { key, .. }) => {
+            RunError::VideoSetting { key, problem }
+        }
+        error => error.into(),
+    })
+}
+
+/// Opens the data sets of a list. A corpus is tokenised unless its tokens are cached.
+pub(crate) fn open_data(
+    config: &RunConfig,
+    list: DataList,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<JsonlRows, RunError> {
+    let data = &config.data;
+    let (name, datasets, purpose, cut) = match list {
+        DataList::Train => {
+            ("train", &data.train, Purpose::Train(config.train.batch_size), data.cut())
+        }
+        // Evaluation scores whole samples.
+        DataList::Eval => ("eval", &data.eval, Purpose::Eval, None),
+    };
+    let options = CorpusOptions {
+        purpose,
+        split_at: data.split_at(),
+        cut,
+        // Only a run creates `output_dir`: `inspect` and `eval` must not leave a folder behind.
+        cache: config.output_dir.is_dir().then(|| config.cache_dir()),
+        on_error: data.on_error,
+        max_rejected: data.max_rejected,
+    };
+    let report = RefCell::new(None);
+    let progress = |done, total| {
+        let mut report = report.borrow_mut();
+        report.get_or_insert_with(|| observer.begin(SetupWork::TokeniseBytes, total))(done);
+        if done == total {
+            *report = None; // the next corpus begins anew
+        }
+    };
+    let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
+    let index = |path: &Path| datasets.iter().position(|set| set.path == path).unwrap_or(0);
+    rows.map(|rows| rows.cut(cut)).map_err(|problem| {
+        let (index, key) = match &problem {
+            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
+                (index(path), format!("corpus.{key}"))
+            }
+            // The key names a readable file, and the content of the file is wrong.
+            _ => return problem.into(),
+        };
+        RunError::DataSet { list: name, index, key, problem }
+    })
+}
+
+/// The order in which epochs visit the rows.
+pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunError> {
+    let shares = config
+        .data
+        .train
+        .iter()
+        .zip(rows.sets())
+        .map(|(config, set)| DatasetShare { rows: set.len() as u64, weight: config.weight });
+    let shares: Vec<DatasetShare> = shares.collect();
+    let data = &config.data;
+    let mut order = Order::new(&shares, data.row_order(), config.seed, rows.fingerprint())?;
+    for (dataset, set) in rows.sets().iter().enumerate() {
+        if let Some(windows) = set.corpus().and_then(Corpus::windows) {
+            order = order.with_windows(dataset, windows)?;
+        }
+    }
+    Ok(order.mixed(data.mixture, data.stopping_strategy)?)
+}
+
+/// How rows become the steps of a run.
+pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOptions {
+    let (data, train) = (&config.data, &config.train);
+    let step = train.batch_size.saturating_mul(train.gradient_accumulation_steps);
+    LoaderOptions {
+        packing: data.packing(),
+        pack_rules: data.pack_rules(step, encoder.image_processor().patch_bytes()),
+        max_length: data.max_length,
+        truncation: data.truncation,
+        batch_size: train.batch_size,
+        gradient_accumulation_steps: train.gradient_accumulation_steps,
+        workers: data.workers,
+        pad_id: encoder.pad_id(),
+        merge_size: encoder.merge_size(),
+        rmpad: if config.model.use_rmpad { Rmpad::Unpad } else { Rmpad::KeepPadding },
+        side: PaddingSide::Right,
+        epochs: train.epoch_limit().and_then(NonZeroU64::new),
+        on_error: data.on_error,
+        max_rejected: data.max_rejected,
+    }
+}
+
+/// Reads the model at `section`; names the config key if the folder has no weights.
+pub(crate) fn load_for_run(
+    section: &ModelSection,
+    seed: u64,
+    device: &Device,
+) -> Result<LoadedModel, RunError> {
+    load_model(section, seed, device).map_err(|error| match error {
+        SetupError::Files { source, .. }
+            if matches!(*source, CheckpointError::NoWeights { .. }) =>
+        {
+            RunError::NoWeights { problem: *source }
+        }
+        error => error.into(),
+    })
+}
+
+/// Applies `model.freeze` and `optim.lr_multipliers`.
+pub(crate) fn param_groups(config: &RunConfig, loaded: &LoadedModel) -> Result<ParamGroups, RunError> {
+    let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
+    loaded.groups(freeze, multipliers).map_err(|problem| {
+        let (key, pattern) = problem.origin();
+        let mut keys: Vec<String> = key.split('.').map(str::to_owned).collect();
+        match freeze.iter().position(|entry| Some(entry.as_str()) == pattern) {
+            Some(index) if key == "model.freeze" => keys.push(index.to_string()),
+            _ => keys.extend(pattern.map(str::to_owned)),
+        }
+        RunError::Groups { keys, problem }
+    })
+}

@@ -1,0 +1,26 @@
+//! Assembles a run from its config: device, model, data, optimizer, checkpoints and plan.
+//!
+//! [`Run`] does all of it. The commands that need only a part of a run (`inspect`, `eval`, `cache`,
+//! `bench`) call the functions below. Nothing here prints or reads arguments; slow work reports
+//! its progress to a [`SetupObserver`].
+
+mod build;
+mod device;
+mod error;
+mod inputs;
+mod load_model;
+mod observer;
+mod output_dir;
+mod plan;
+mod resume;
+
+pub use build::{Run, RunOptions};
+pub use device::{DeviceError, device_name};
+pub use error::RunError;
+pub use load_model::{LoadedModel, SetupError, load_model, trainable};
+pub use observer::{SetupObserver, SetupWork};
+pub use resume::Resume;
+
+pub(crate) use build::step_runner;
+pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
+pub(crate) use plan::update_cache;

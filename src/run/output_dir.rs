@@ -1,0 +1,124 @@
+//! The folder of a run: one process at a time, and files of an earlier run are moved, not mixed.
+
+use super::error::RunError;
+use super::observer::SetupObserver;
+use crate::checkpoint::{Checkpointer, Found, write_atomically};
+use crate::config::{RunConfig, to_yaml};
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Creates `output_dir` if necessary, and locks it for as long as the returned file is open.
+pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
+    let folder = || output_dir.to_owned();
+    fs::create_dir_all(output_dir)
+        .map_err(|problem| RunError::CreateOutputDir { folder: folder(), problem })?;
+    let file = File::open(output_dir).map_err(cannot("open", output_dir))?;
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(RunError::Busy { folder: folder() }),
+        // Some network file systems do not support locks.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(file),
+    }
+}
+
+/// Moves the files of an earlier run out of the way and writes `config.yaml`. Called once the model
+/// and the data are loaded, so that a config that cannot run moves nothing.
+pub(super) fn take_over(
+    config: &RunConfig,
+    checkpointer: &Checkpointer,
+    found: Option<&Found>,
+    observer: &dyn SetupObserver,
+) -> Result<(), RunError> {
+    let output_dir = config.output_dir.as_path();
+    if let Some(found) = found.filter(|found| lies_in(output_dir, found)) {
+        set_later_aside(output_dir, checkpointer, found.step)?;
+    } else {
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let model = real(&config.model.path);
+        let moved = ["checkpoints", "final"].map(|name| real(&output_dir.join(name)));
+        if moved.iter().any(|folder| model.starts_with(folder)) {
+            return Err(RunError::ModelInOutputDir { output_dir: output_dir.to_owned() });
+        }
+        set_aside(output_dir)?;
+    }
+    let log = output_dir.join("train.log");
+    observer.log_to(&log).map_err(cannot("write", &log))?;
+    Ok(write_atomically(&output_dir.join("config.yaml"), to_yaml(config)?.as_bytes())?)
+}
+
+/// Moves checkpoints of steps after `step` to `previous-N`: the resumed run writes these steps again.
+fn set_later_aside(
+    output_dir: &Path,
+    checkpointer: &Checkpointer,
+    step: u64,
+) -> Result<(), RunError> {
+    let steps = checkpointer.steps()?;
+    let later: Vec<u64> = steps.into_iter().filter(|later| *later > step).collect();
+    if later.is_empty() {
+        return Ok(());
+    }
+    let aside = next_aside(output_dir)?;
+    for folder in later.iter().map(|step| checkpointer.step_folder(*step)) {
+        let name = folder.file_name().unwrap_or_default();
+        fs::rename(&folder, aside.join(name)).map_err(cannot("move", &folder))?;
+    }
+    tracing::info!(folder = %aside.display(), ?later, "moved the checkpoints of later steps");
+    Ok(())
+}
+
+/// Creates the next free folder `previous-N`.
+fn next_aside(output_dir: &Path) -> Result<PathBuf, RunError> {
+    let mut number = 1;
+    while output_dir.join(format!("previous-{number}")).exists() {
+        number += 1;
+    }
+    let aside = output_dir.join(format!("previous-{number}"));
+    fs::create_dir(&aside).map_err(cannot("create", &aside))?;
+    Ok(aside)
+}
+
+/// Whether the checkpoint was written to this `output_dir`.
+fn lies_in(output_dir: &Path, found: &Found) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
+    parent.is_some() && parent == real(&output_dir.join("checkpoints"))
+}
+
+/// Moves the files of an earlier run in `output_dir` to `previous-N`.
+fn set_aside(output_dir: &Path) -> Result<(), RunError> {
+    const FILES: [&str; 7] = [
+        "config.yaml",
+        "metrics.jsonl",
+        "rejects.jsonl",
+        "train.log",
+        "checkpoints",
+        "final",
+        "report.html",
+    ];
+    let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
+    let metrics = fs::metadata(output_dir.join("metrics.jsonl"));
+    let trained = metrics.is_ok_and(|file| file.len() > 0)
+        || left.iter().any(|name| matches!(*name, "checkpoints" | "final" | "report.html"));
+    if !trained {
+        // The earlier run ended before its first step. Its rejected rows will be reported again.
+        let rejects = output_dir.join("rejects.jsonl");
+        return match fs::remove_file(&rejects) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(cannot("remove", &rejects)(error))
+            }
+            _ => Ok(()),
+        };
+    }
+    let aside = next_aside(output_dir)?;
+    for path in left.into_iter().map(|name| output_dir.join(name)) {
+        let name = path.file_name().unwrap_or_default();
+        fs::rename(&path, aside.join(name)).map_err(cannot("move", &path))?;
+    }
+    tracing::info!(folder = %aside.display(), "moved the files of an earlier run");
+    Ok(())
+}
+
+fn cannot(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunError + use<> {
+    let path = path.to_owned();
+    move |problem| RunError::OutputFile { action, path, problem }
+}

@@ -1,0 +1,156 @@
+//! Lengths of rows and number of steps, known before the first step.
+
+use super::error::RunError;
+use super::observer::{SetupObserver, SetupWork};
+use crate::config::RunConfig;
+use crate::data::{
+    CacheWork, CachedRows, CachesBeside, DataSet, JsonlRows, LengthSummary, LoaderOptions, Order,
+    Plan, RowReader, plan,
+};
+use crate::metrics::JsonlSink;
+use crate::train::{Planned, TrainState, write_rejects};
+use std::sync::Arc;
+
+/// Maximum number of rows that a run of `train.max_steps` alone measures at its start. Measuring so
+/// many takes a few seconds.
+const MAX_ROWS_AT_START: usize = 32_768;
+
+/// The result of [`plan_run`].
+pub(super) struct RunPlan {
+    /// Steps until the data ends; `None` if it is repeated until `train.max_steps`.
+    pub(super) planned: Option<Planned>,
+    /// The rows, with cached lengths where these are known.
+    pub(super) reader: Arc<dyn RowReader>,
+    /// Writes length caches for the next start; dropped at the end of the run.
+    pub(super) background: Option<CachesBeside>,
+}
+
+/// Measures the rows that no length cache has, and counts the steps of the run.
+///
+/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes seconds,
+/// it logs what an epoch would be; otherwise it starts at once and a background thread measures the
+/// rows for the next start. The run trains on the same data in each case.
+pub(super) fn plan_run(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    order: &Order,
+    options: &LoaderOptions,
+    resumed: Option<&TrainState>,
+    observer: &dyn SetupObserver,
+) -> Result<RunPlan, RunError> {
+    let unmeasured = |planned| RunPlan { planned, reader: rows.clone(), background: None };
+    let Some(epochs) = config.train.epoch_limit() else {
+        return Ok(without_epochs(config, rows, order, options, resumed, observer));
+    };
+    // A resumed run of the same length was planned when it began.
+    let same = |plan: &Planned| plan.epochs == epochs;
+    if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
+        return Ok(unmeasured(Some(plan)));
+    }
+    let (cached, work) = update_cache(config, rows.clone(), observer)?;
+    let reader = log_lengths(config, cached, work, options);
+    let plan = match (plan(&reader, order, options, epochs, &|_, _| {}), resumed) {
+        (Ok(plan), _) => plan,
+        // Training would have reported these rows step by step.
+        (Err(error), None) => {
+            let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
+            write_rejects(&mut rejects, 1, error.unreported())?;
+            return Err(error.into());
+        }
+        (Err(error), Some(_)) => return Err(error.into()),
+    };
+    log_plan(&plan, "plan");
+    Ok(RunPlan { planned: Some(Planned { epochs, steps: plan.steps }), reader, background: None })
+}
+
+/// Plans a run that ends at `train.max_steps`. Nothing here stops the run.
+fn without_epochs(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    order: &Order,
+    options: &LoaderOptions,
+    resumed: Option<&TrainState>,
+    observer: &dyn SetupObserver,
+) -> RunPlan {
+    let num_rows = num_chats(rows);
+    let cached = if resumed.is_some() || num_rows == 0 {
+        Ok(None)
+    } else if num_rows <= MAX_ROWS_AT_START {
+        update_cache(config, rows.clone(), observer).map(Some)
+    } else if CachedRows::exist(rows, &config.cache_dir()) {
+        update_cache_if_quick(config, rows.clone(), observer)
+    } else {
+        Ok(None)
+    };
+    let (mut reader, mut background) = (rows.clone() as Arc<dyn RowReader>, None);
+    match cached {
+        Ok(None) if num_rows > 0 => {
+            background = Some(CachesBeside::start(rows.clone(), config.cache_dir()));
+        }
+        Ok(None) => {}
+        Ok(Some((cached, work))) => {
+            reader = log_lengths(config, cached, work, options);
+            match plan(&reader, order, options, 1, &|_, _| {}) {
+                Ok(plan) => log_plan(&plan, "an epoch"),
+                // The run may reach `train.max_steps` before that row.
+                Err(error) => tracing::warn!(%error, "planning: the first epoch would fail"),
+            }
+        }
+        Err(error) => {
+            let error: &(dyn std::error::Error + 'static) = &error;
+            tracing::warn!(error, "cannot use the length cache; continuing without it");
+        }
+    }
+    RunPlan { planned: None, reader, background }
+}
+
+fn num_chats(rows: &JsonlRows) -> usize {
+    rows.sets().iter().filter(|set| set.corpus().is_none()).map(DataSet::len).sum()
+}
+
+/// Brings the length caches of `data.train` up to date.
+pub(crate) fn update_cache(
+    config: &RunConfig,
+    rows: Arc<JsonlRows>,
+    observer: &dyn SetupObserver,
+) -> Result<(CachedRows, CacheWork), RunError> {
+    let report = observer.begin(SetupWork::MeasureRows, num_chats(&rows) as u64);
+    Ok(CachedRows::update(rows, &config.cache_dir(), &*report)?)
+}
+
+/// Does the same if it is quick: each cache is of these rows, no process is writing it, and at most
+/// [`MAX_ROWS_AT_START`] rows have changed images. `None` otherwise.
+fn update_cache_if_quick(
+    config: &RunConfig,
+    rows: Arc<JsonlRows>,
+    observer: &dyn SetupObserver,
+) -> Result<Option<(CachedRows, CacheWork)>, RunError> {
+    let report = observer.begin(SetupWork::MeasureRows, num_chats(&rows) as u64);
+    Ok(CachedRows::update_if_quick(rows, &config.cache_dir(), MAX_ROWS_AT_START, &*report)?)
+}
+
+fn log_lengths(
+    config: &RunConfig,
+    cached: CachedRows,
+    work: CacheWork,
+    options: &LoaderOptions,
+) -> Arc<dyn RowReader> {
+    let CacheWork { measured, reused } = work;
+    tracing::info!(measured, reused, folder = %config.cache_dir().display(), "length cache");
+    for lengths in cached.summaries(options) {
+        let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
+        tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
+    }
+    Arc::new(cached)
+}
+
+fn log_plan(plan: &Plan, what: &str) {
+    tracing::info!(
+        steps = plan.steps,
+        packs = plan.packs,
+        samples = plan.samples,
+        tokens = plan.tokens,
+        rejected = plan.rejected.values().sum::<u64>(),
+        "{what}"
+    );
+}
