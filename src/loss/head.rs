@@ -46,7 +46,8 @@ pub fn loss_and_gradient(
     let weight = lm_head.tensor();
     let (nll, d_selected) =
         ops::linear_cross_entropy_backward(&selected, &weight, &ids, scale, dw, true)?;
-    let d_selected = d_selected.ok_or_else(|| candle_core::Error::msg("the op returned no gradient of its input"))?;
+    let d_selected = d_selected
+        .ok_or_else(|| candle_core::Error::msg("the op returned no gradient of its input"))?;
     let d_hidden = ops::scatter_rows(&d_selected, &rows, hidden.dim(0)?)?; // [T, D]
     Ok(Some(LossOutput { nll, d_hidden }))
 }

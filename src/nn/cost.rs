@@ -17,7 +17,12 @@ pub(crate) fn indexes(params: &[&Param]) -> Vec<usize> {
 
 impl DecoderConfig {
     /// Work of the decoder and of its head.
-    pub(crate) fn work(&self, decoder: &[&Param], embedding: &Param, head: &Param) -> [PartWork; 2] {
+    pub(crate) fn work(
+        &self,
+        decoder: &[&Param],
+        embedding: &Param,
+        head: &Param,
+    ) -> [PartWork; 2] {
         let heads = self.num_attention_heads * self.head_dim;
         [
             PartWork {
@@ -91,8 +96,7 @@ mod tests {
 
     #[test]
     fn recomputing_keeps_one_tensor_a_layer_and_one_layer() {
-        let (all, input) =
-            (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
+        let (all, input) = (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
         assert_eq!(input.token_tape, 3.0 * 40.0);
         let layer = all.token_tape / 3.0;
         assert_eq!(input.token_backward - all.token_backward, layer - 40.0);

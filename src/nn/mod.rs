@@ -15,9 +15,9 @@ mod norm;
 mod params;
 mod rope;
 
-pub(crate) use cost::{indexes, matrix_elements};
 pub use config::{DecoderConfig, decoder_specs};
 pub(crate) use context::DecoderContext;
+pub(crate) use cost::{indexes, matrix_elements};
 pub use decoder::KvCache;
 pub(crate) use decoder::{Decoder, DecoderTape};
 pub use init::random_tensor;

@@ -163,22 +163,23 @@ impl AdamW {
     pub fn update(&self, grads: &Gradients, norm: GradNorm, lr: f64, step: u64) -> Result<Update> {
         let GradNorm { squares, host_grads } = norm;
         let weights: Vec<Tensor> = self.states.iter().map(|state| state.param.tensor()).collect();
-        let updates = self.states.iter().zip(&weights).enumerate().map(|(index, (state, weight))| {
-            Ok(ops::AdamWUpdate {
-                tensors: ops::AdamWTensors {
-                    weight: state.host_weight.as_ref().unwrap_or(weight),
-                    master: state.master.as_ref(),
-                    exp_avg: &state.exp_avg,
-                    exp_avg_sq: &state.exp_avg_sq,
-                    grad: match host_grads.get(index) {
-                        Some(grad) => grad,
-                        None => gradient(grads, state)?,
+        let updates =
+            self.states.iter().zip(&weights).enumerate().map(|(index, (state, weight))| {
+                Ok(ops::AdamWUpdate {
+                    tensors: ops::AdamWTensors {
+                        weight: state.host_weight.as_ref().unwrap_or(weight),
+                        master: state.master.as_ref(),
+                        exp_avg: &state.exp_avg,
+                        exp_avg_sq: &state.exp_avg_sq,
+                        grad: match host_grads.get(index) {
+                            Some(grad) => grad,
+                            None => gradient(grads, state)?,
+                        },
                     },
-                },
-                lr: lr * state.lr_multiplier,
-                weight_decay: state.weight_decay,
-            })
-        });
+                    lr: lr * state.lr_multiplier,
+                    weight_decay: state.weight_decay,
+                })
+            });
         let updates = updates.collect::<Result<Vec<_>>>()?;
         ops::clipped_update(&self.hyper, &updates, step, &squares, self.max_grad_norm)?;
         for (state, weight) in self.states.iter().zip(&weights) {

@@ -74,9 +74,12 @@ impl GroupError {
     pub fn hint(&self) -> String {
         match self {
             Self::NoMatch { components, .. } => {
-                let names: Vec<String> = components.iter().map(|name| format!("`{name}`")).collect();
+                let names: Vec<String> =
+                    components.iter().map(|name| format!("`{name}`")).collect();
                 let names = names.join(", ");
-                return format!("name a component ({names}), or write a glob such as `*.layers.0.*`");
+                return format!(
+                    "name a component ({names}), or write a glob such as `*.layers.0.*`"
+                );
             }
             Self::NotAGlob { .. } => {
                 "`*` stands for any text, `?` for one character, `[ab]` for one of them"
@@ -193,7 +196,11 @@ mod tests {
     const PARAMS: [Named<'_>; 4] = [
         Named { name: "model.visual.blocks.0.attn.qkv.weight", component: "vision", rank: 2 },
         Named { name: "model.visual.merger.norm.weight", component: "merger", rank: 1 },
-        Named { name: "model.language_model.layers.0.mlp.up_proj.weight", component: "llm", rank: 2 },
+        Named {
+            name: "model.language_model.layers.0.mlp.up_proj.weight",
+            component: "llm",
+            rank: 2,
+        },
         Named { name: "model.language_model.norm.weight", component: "llm", rank: 1 },
     ];
 

@@ -320,9 +320,11 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
 /// Attention kernel of the decoder, and those of other components that differ.
 fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
     let backend = config.model.attention.backend();
-    let kernels = runner.model.head_dims().into_iter().map(|(name, head_dim)| {
-        (name, backend.kernel(&runner.device, runner.dtype, head_dim))
-    });
+    let kernels = runner
+        .model
+        .head_dims()
+        .into_iter()
+        .map(|(name, head_dim)| (name, backend.kernel(&runner.device, runner.dtype, head_dim)));
     let kernels: Vec<(&str, &str)> = kernels.collect();
     let decoder = kernels.first().map_or("", |(_, kernel)| kernel);
     let others = kernels.iter().filter(|(_, kernel)| *kernel != decoder);

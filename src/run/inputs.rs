@@ -160,7 +160,10 @@ pub(crate) fn load_for_run(
 }
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
-pub(crate) fn param_groups(config: &RunConfig, loaded: &LoadedModel) -> Result<ParamGroups, RunError> {
+pub(crate) fn param_groups(
+    config: &RunConfig,
+    loaded: &LoadedModel,
+) -> Result<ParamGroups, RunError> {
     let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
     loaded.groups(freeze, multipliers).map_err(|problem| {
         let (key, pattern) = problem.origin();

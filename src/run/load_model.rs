@@ -124,7 +124,8 @@ impl WeightSource {
                 files.load(&spec.name, dtype, device).map_err(|source| files_error(folder, source))
             }
             Self::Seed { config, seed } => {
-                Ok(random_tensor(spec, config.initializer_range(), *seed, device)?.to_dtype(dtype)?)
+                Ok(random_tensor(spec, config.initializer_range(), *seed, device)?
+                    .to_dtype(dtype)?)
             }
         }
     }

@@ -135,8 +135,7 @@ impl Model for Qwen3 {
         let d_table = grads.buffer(&self.decoder.embed_tokens);
         let below = InputGrad::needed_if(d_table.is_some());
         let (context, mut before_layer) = (&input.context, after_layer);
-        let dh =
-            self.decoder.backward(tape, d_hidden, context, grads, below, &mut before_layer)?;
+        let dh = self.decoder.backward(tape, d_hidden, context, grads, below, &mut before_layer)?;
         if let (Some(d_table), Some(dh)) = (d_table, dh) {
             ops::embedding_backward(&input.input_ids, &dh, d_table)?;
         }

@@ -55,8 +55,7 @@ impl Config {
             Some(Recompute::Yes) => (v.depth as f64 + 1.0) * input,
         };
         let text_hidden = self.text.hidden_size as f64;
-        let features =
-            num_mergers * element * text_hidden / self.patches_per_token() as f64;
+        let features = num_mergers * element * text_hidden / self.patches_per_token() as f64;
         let patch_values = v.patch_values() as f64;
         ActivationMemory {
             patch_values,

@@ -45,8 +45,8 @@ impl VisionEncoder {
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let (vision, n) = (&config.vision, config.patches_per_token());
-        let blocks = (0..vision.depth)
-            .map(|block| VisionBlock::new(map, vision, block, attention.clone()));
+        let blocks =
+            (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
         let deepstack = vision.deepstack_visual_indexes.iter().enumerate().map(|(k, at)| {
             let name = format!("model.visual.deepstack_merger_list.{k}");
             Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, n)?))
@@ -104,7 +104,11 @@ impl VisionEncoder {
         self.deepstack.iter().find(|(at, _)| *at == block).map(|(_, merger)| merger)
     }
 
-    pub(super) fn forward(&self, input: &VisionInput, recompute: Recompute) -> Result<(Features, VisionTape)> {
+    pub(super) fn forward(
+        &self,
+        input: &VisionInput,
+        recompute: Recompute,
+    ) -> Result<(Features, VisionTape)> {
         let (context, pixels) = (&input.context, input.pixel_values.clone());
         let (mut h, patch_embed) =
             SavedStage::forward(&self.patch_embed, pixels, context, Recompute::No)?;

@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
     pub(super) rope: RopeTable,
-    pub(super) position_index: Tensor,  // [P, 4] rows of the position table
+    pub(super) position_index: Tensor, // [P, 4] rows of the position table
     pub(super) position_weight: Tensor, // [P, 4]
-    pub(super) segments: Segments,      // frames: attention is full inside a frame
+    pub(super) segments: Segments,     // frames: attention is full inside a frame
 }
 
 /// The images of a micro-batch.
@@ -36,8 +36,7 @@ impl Input {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let rope =
-            positions::mrope_table(&config.text, config.mrope_section, &batch.position_ids);
+        let rope = positions::mrope_table(&config.text, config.mrope_section, &batch.position_ids);
         let vocab_size = config.text.vocab_size;
         let (input_ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
         let vision = match batch.media.is_empty() {

@@ -81,10 +81,7 @@ impl Model for Qwen3Vl {
 
     fn head_dims(&self) -> Vec<(&'static str, usize)> {
         let vision = &self.config.vision;
-        vec![
-            ("text", self.config.text.head_dim),
-            ("vision", vision.hidden_size / vision.num_heads),
-        ]
+        vec![("text", self.config.text.head_dim), ("vision", vision.hidden_size / vision.num_heads)]
     }
 
     fn upload(&self, batch: VarlenBatch, dtype: DType, device: &Device) -> Result<ModelInput> {
@@ -148,8 +145,7 @@ impl Model for Qwen3Vl {
             Ok(())
         };
         let (decoder, text) = (&self.decoder, &input.text);
-        let dh =
-            decoder.backward(tape.decoder, d_hidden, text, grads, below, &mut before_layer)?;
+        let dh = decoder.backward(tape.decoder, d_hidden, text, grads, below, &mut before_layer)?;
         let d_main = match (vision, &dh) {
             (Some(vision), Some(dh)) => Some(ops::gather_rows(dh, &vision.rows)?), // [M, D]
             _ => None,

@@ -51,14 +51,18 @@ fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
                 assert_eq!(found, order, "{head:?}, frozen: {frozen}, {policy:?}");
                 for (index, then) in reported {
                     let name = &subject.specs[index].name;
-                    assert!(then == grads.get(index).map(host), "`{name}` changed after its report");
+                    assert!(
+                        then == grads.get(index).map(host),
+                        "`{name}` changed after its report"
+                    );
                 }
             }
         }
         let grads = subject.buffers(|_| true);
         let recorder = Recorder { grads: &grads, reported: RefCell::default() };
         report_without_backward(&*subject.model, &recorder);
-        let found: Vec<usize> = recorder.reported.borrow().iter().map(|(index, _)| *index).collect();
+        let found: Vec<usize> =
+            recorder.reported.borrow().iter().map(|(index, _)| *index).collect();
         assert_eq!(found, order, "a micro-batch without targets");
     }
 }
