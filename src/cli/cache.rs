@@ -20,8 +20,8 @@ pub(super) struct CacheArgs {
     config: ConfigArgs,
 }
 
-/// Writes the caches. Prints one JSON object per data set of chats: how many of its rows the limits of
-/// the config use, truncate and reject.
+/// Writes the caches. Prints one JSON object per data set of chats: how many of its rows the limits
+/// of the config use, truncate and reject.
 pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let located = |error| args.config.located(error);

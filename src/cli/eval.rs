@@ -23,8 +23,8 @@ pub(super) struct EvalArgs {
     /// Model folder or checkpoint to evaluate instead of `model.path`
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
-    /// Write one JSON object per sample: id, summed negative log likelihood, number of targets, exact
-    /// or not
+    /// Write one JSON object per sample: id, summed negative log likelihood, number of targets,
+    /// exact or not
     #[arg(long, value_name = "FILE")]
     per_sample: Option<PathBuf>,
 }

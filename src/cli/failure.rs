@@ -20,7 +20,8 @@ pub(super) enum Exit {
     Stopped = 75,
     /// Stopped at once by a second Ctrl-C.
     Interrupted = 130,
-    /// The reader of stdout closed the pipe (`.. | head`): the code of a process that SIGPIPE ended.
+    /// The reader of stdout closed the pipe (`.. | head`): the code of a process that SIGPIPE
+    /// ended.
     ClosedPipe = 141,
 }
 

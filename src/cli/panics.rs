@@ -11,8 +11,8 @@ thread_local! {
 
 /// Runs `run` and turns its panic into an error.
 ///
-/// Panics of other threads, and of decoders on damaged images, are caught where the row is known; this
-/// only logs them at level `debug`.
+/// Panics of other threads, and of decoders on damaged images, are caught where the row is known;
+/// this only logs them at level `debug`.
 pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     panic::set_hook(Box::new(|info| {
         let place = info.location().map(|at| format!(" at {at}")).unwrap_or_default();

@@ -70,8 +70,8 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     }
 }
 
-/// The first SIGINT or SIGTERM sets the returned flag, which stops the run after the current step; a
-/// second SIGINT ends the process.
+/// The first SIGINT or SIGTERM sets the returned flag, which stops the run after the current step;
+/// a second SIGINT ends the process.
 fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     use signal_hook::flag;

@@ -37,7 +37,8 @@ fn cause<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e io::Error> {
     Some(&inner.downcast_ref::<StdoutError>()?.0)
 }
 
-/// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an error.
+/// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an
+/// error.
 pub(super) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.chain().filter_map(cause).any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -181,7 +181,8 @@ pub enum ConfigError {
         /// What the user can do about it.
         hint: String,
     },
-    /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a mapping.
+    /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a
+    /// mapping.
     #[error("--set {argument}: {message}")]
     Set {
         /// The argument.

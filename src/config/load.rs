@@ -11,17 +11,17 @@ use std::path::Path;
 
 /// Reads the YAML file at `path` into `T`, with `overrides` applied.
 ///
-/// An override is `a.b=c`, where `c` is YAML: a scalar, `[a, b]` or `{a: b}`. Of several overrides of
-/// one key, the last wins. A value that is overridden need not be valid, and an override may give a
-/// required key. Each error names its place in the file, or the override that caused it.
+/// An override is `a.b=c`, where `c` is YAML: a scalar, `[a, b]` or `{a: b}`. Of several overrides
+/// of one key, the last wins. A value that is overridden need not be valid, and an override may
+/// give a required key. Each error names its place in the file, or the override that caused it.
 pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
     read(&tree(path, overrides)?)
 }
 
 /// The error for a value that [`load`] accepted and the run cannot use, at the place of the value.
 ///
-/// `keys` lead to the value, list items by number. If the key is not in the file, the place is that of
-/// its section.
+/// `keys` lead to the value, list items by number. If the key is not in the file, the place is that
+/// of its section.
 pub fn refuse(
     path: &Path,
     overrides: &[String],

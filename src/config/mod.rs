@@ -145,12 +145,12 @@ impl RunConfig {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
     }
 
-    /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the same
-    /// fingerprint.
+    /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
+    /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: folders, device, `use_rmpad`, `attention`,
-    /// `recompute`, workers, the limit on rejected rows, eval, log and checkpoint settings, and the
-    /// length of the run.
+    /// Settings that do not change the result are left out: folders, device, `use_rmpad`,
+    /// `attention`, `recompute`, workers, the limit on rejected rows, eval, log and checkpoint
+    /// settings, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut same = self.clone();

@@ -6,8 +6,8 @@
 use super::error::{ConfigError, Place, Source};
 use super::tree::{Entry, Node, Quoting, Value, parse};
 
-/// Applies one argument. Missing keys are created; unknown ones become errors when the tree is read. A
-/// number is an index into a list; the length of the list appends an item.
+/// Applies one argument. Missing keys are created; unknown ones become errors when the tree is
+/// read. A number is an index into a list; the length of the list appends an item.
 pub(super) fn set(root: &mut Node, argument: &str) -> Result<(), ConfigError> {
     let refused = |message: String| ConfigError::Set { argument: argument.to_owned(), message };
     let (path, value) =

@@ -13,8 +13,7 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, PackingStrategy, Truncation,
-    dataset_names,
+    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, Truncation, dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
@@ -24,20 +23,21 @@ pub use dataset::mixture::{Mixture, StoppingStrategy};
 pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
 pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
-pub use encode::truncate::{Cut, CutError, Dropped, Keep, Outline};
-pub use encode::{Encoder, EncoderError, Measured, TextSample};
-pub use length_cache::background::CachesBeside;
+pub use encode::measure::Measured;
+pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
+pub use encode::{Encoder, EncoderError, TextSample};
+pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
+pub use loader::Loader;
 pub use loader::collate::{CollateError, collate};
 pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
-pub use loader::steps::{DataState, LoaderOptions, Rmpad};
-pub use loader::{Loader, StepData};
+pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use model_file::ModelFileError;
-pub use packing::{Overlong, PackRules, Packing};
+pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, Row, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use template::tokenizer::TokenizerError;

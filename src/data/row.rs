@@ -1,11 +1,11 @@
-//! A row of the data, what is known of it before it is read, and why it may be refused.
+//! The index, the size and the rejection of a row.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use crate::batch::{EncodedSample, SampleId};
-use crate::data::source::SampleError;
+use crate::data::source::error::SampleError;
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,12 +16,12 @@ pub struct Row {
     pub row: u32,
 }
 
-/// The size of a sample: all that packing looks at, known without decoding an image.
+/// The size of a sample, which packing depends on. It is computed without decoding an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Length {
     /// Length in tokens, vision tokens included.
     pub tokens: usize,
-    /// Bytes of all `pixel_values`: four a value.
+    /// Bytes of all `pixel_values` (f32).
     pub pixel_bytes: u64,
 }
 
@@ -32,7 +32,7 @@ impl Length {
         Self { tokens: sample.len(), pixel_bytes: (values * size_of::<f32>()) as u64 }
     }
 
-    /// Memory of the encoded sample in bytes, within a few dozen.
+    /// Memory of the encoded sample in bytes, to within a few dozen.
     pub(super) fn bytes(self) -> u64 {
         self.pixel_bytes + self.token_bytes()
     }
@@ -43,7 +43,8 @@ impl Length {
         24 * self.tokens as u64
     }
 
-    /// Rejects a row whose size is `now` another than the one that it was packed with; `id` names it.
+    /// Returns the rejection `changed` if the size of the row is `now` different. `self` is the size
+    /// that it was packed with.
     pub(super) fn check_unchanged(
         self,
         now: Self,
@@ -64,26 +65,26 @@ impl Length {
     }
 }
 
-/// What a step's numbers by data set need of a sample.
+/// Counts of one sample, for the metrics per data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSize {
-    /// Index of the data set that it is of.
+    /// Index of its data set.
     pub dataset: u32,
     /// Length in tokens.
     pub num_tokens: u32,
-    /// Supervised targets.
+    /// Number of supervised targets.
     pub num_targets: u32,
 }
 
 impl SampleSize {
-    /// Of an encoded sample.
+    /// The counts of an encoded sample.
     pub fn of(dataset: u32, sample: &EncodedSample) -> Self {
         let num_targets = sample.num_targets() as u32;
         Self { dataset, num_tokens: sample.len() as u32, num_targets }
     }
 }
 
-/// A row that does not train, and why: a line of `rejects.jsonl`.
+/// A row that cannot be trained on, with the reason. One line of `rejects.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejection {
     /// The data file, as the config names it.
@@ -92,18 +93,18 @@ pub struct Rejection {
     pub row: u64,
     /// Short snake_case key under which rejections are counted.
     pub reason: String,
-    /// What is wrong, in words.
+    /// What is wrong, with a hint.
     pub message: String,
 }
 
 impl Rejection {
-    /// Refuses the row that `id` names.
+    /// Rejects the row `id`.
     pub fn new(id: &SampleId, reason: &str, message: String) -> Self {
         let file = id.file.display().to_string();
         Self { file, row: id.line, reason: reason.to_owned(), message }
     }
 
-    /// As the log and `rejects.jsonl` say it.
+    /// The rejection for an error of a row, with its hint.
     pub fn of(error: &SampleError) -> Self {
         let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
         Self::new(error.id(), error.reason(), format!("{error}{hint}"))
@@ -117,7 +118,7 @@ impl From<SampleError> for Rejection {
 }
 
 impl fmt::Display for Rejection {
-    /// The message, with the place before it unless it begins with that already.
+    /// Writes `file:row: message`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = format!("{}:{}: ", self.file, self.row);
         let place = if self.message.starts_with(&place) { "" } else { &place };

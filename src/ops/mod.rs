@@ -59,8 +59,8 @@ pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
 #[cfg(test)]
-pub(crate) use cpu::simd::at_each_level;
-pub(crate) use cpu::simd::kernels;
+pub(crate) use cpu::simd_level::at_each_level;
+pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,

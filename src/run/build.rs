@@ -12,7 +12,7 @@ use super::plan::{RunPlan, plan_run};
 use super::resume::{Resume, find_checkpoint, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
-use crate::data::{CachesBeside, DataSet, DataState, JsonlRows, Loader};
+use crate::data::{BackgroundCacheWriter, DataSet, DataState, JsonlRows, Loader};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Warmup};
@@ -56,7 +56,7 @@ use std::sync::atomic::AtomicBool;
 /// ```
 pub struct Run {
     trainer: Trainer,
-    background: Option<CachesBeside>,
+    background: Option<BackgroundCacheWriter>,
     _lock: File,
 }
 
@@ -85,9 +85,9 @@ impl Run {
 
     /// Assembles a run.
     ///
-    /// Locks `output_dir`, and moves the files of an earlier run there to `previous-N` unless the run
-    /// resumes from them. The files are moved after the model and the data are loaded; if loading
-    /// fails, they stay.
+    /// Locks `output_dir`, and moves the files of an earlier run there to `previous-N` unless the
+    /// run resumes from them. The files are moved after the model and the data are loaded; if
+    /// loading fails, they stay.
     pub fn with_options(config: &RunConfig, options: &RunOptions<'_>) -> Result<Self, RunError> {
         check(config)?;
         let lock = claim(&config.output_dir)?;

@@ -25,7 +25,8 @@ impl DeviceError {
 }
 
 impl DeviceChoice {
-    /// Opens the device. `auto` falls back to the CPU, with a warning in a build that supports GPUs.
+    /// Opens the device. `auto` falls back to the CPU, with a warning in a build that supports
+    /// GPUs.
     pub fn open(self) -> Result<Device, DeviceError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),

@@ -46,7 +46,8 @@ pub(super) fn take_over(
     Ok(write_atomically(&output_dir.join("config.yaml"), to_yaml(config)?.as_bytes())?)
 }
 
-/// Moves checkpoints of steps after `step` to `previous-N`: the resumed run writes these steps again.
+/// Moves checkpoints of steps after `step` to `previous-N`: the resumed run writes these steps
+/// again.
 fn set_later_aside(
     output_dir: &Path,
     checkpointer: &Checkpointer,

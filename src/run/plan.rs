@@ -4,8 +4,8 @@ use super::error::RunError;
 use super::observer::{SetupObserver, SetupWork};
 use crate::config::RunConfig;
 use crate::data::{
-    CacheWork, CachedRows, CachesBeside, DataSet, JsonlRows, LengthSummary, LoaderOptions, Order,
-    Plan, RowReader, plan,
+    BackgroundCacheWriter, CacheWork, CachedRows, DataSet, JsonlRows, LengthSummary, LoaderOptions,
+    Order, Plan, RowReader, plan,
 };
 use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
@@ -22,14 +22,14 @@ pub(super) struct RunPlan {
     /// The rows, with cached lengths where these are known.
     pub(super) reader: Arc<dyn RowReader>,
     /// Writes length caches for the next start; dropped at the end of the run.
-    pub(super) background: Option<CachesBeside>,
+    pub(super) background: Option<BackgroundCacheWriter>,
 }
 
 /// Measures the rows that no length cache has, and counts the steps of the run.
 ///
-/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes seconds,
-/// it logs what an epoch would be; otherwise it starts at once and a background thread measures the
-/// rows for the next start. The run trains on the same data in each case.
+/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes
+/// seconds, it logs what an epoch would be; otherwise it starts at once and a background thread
+/// measures the rows for the next start. The run trains on the same data in each case.
 pub(super) fn plan_run(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
@@ -85,7 +85,7 @@ fn without_epochs(
     let (mut reader, mut background) = (rows.clone() as Arc<dyn RowReader>, None);
     match cached {
         Ok(None) if num_rows > 0 => {
-            background = Some(CachesBeside::start(rows.clone(), config.cache_dir()));
+            background = Some(BackgroundCacheWriter::start(rows.clone(), config.cache_dir()));
         }
         Ok(None) => {}
         Ok(Some((cached, work))) => {

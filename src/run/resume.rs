@@ -9,8 +9,8 @@ use std::path::PathBuf;
 /// Where a run starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Resume {
-    /// From the newest undamaged checkpoint in `output_dir` that was written with the same config, or
-    /// else at step 0.
+    /// From the newest undamaged checkpoint in `output_dir` that was written with the same config,
+    /// or else at step 0.
     #[default]
     Auto,
     /// At step 0.

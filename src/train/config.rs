@@ -18,8 +18,8 @@ pub struct ModelSection {
     /// Source of the weights; `pretrained` by default.
     #[serde(default)]
     pub weights: Weights,
-    /// Whether padding is removed, so that the model computes one stream of tokens (the default). If
-    /// false, it computes padded rows `[B, L]`.
+    /// Whether padding is removed, so that the model computes one stream of tokens (the default).
+    /// If false, it computes padded rows `[B, L]`.
     #[serde(default = "yes")]
     pub use_rmpad: bool,
     /// Attention kernel; `auto` by default.
@@ -60,7 +60,8 @@ pub enum AttentionChoice {
     Auto,
     /// Tiled, for variable lengths, without a score matrix in memory.
     Flash,
-    /// The forward pass of candle-flash-attn with the backward pass of this crate; GPU and bf16 only.
+    /// The forward pass of candle-flash-attn with the backward pass of this crate; GPU and bf16
+    /// only.
     #[cfg(feature = "flash-attn")]
     FlashAttn,
     /// Reference: dense scores with a block-diagonal causal mask; CPU only.
@@ -181,8 +182,8 @@ impl TrainConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalConfig {
-    /// Optimizer steps between evaluations; 200 by default. 0 evaluates only at the end of the run, as
-    /// every run does.
+    /// Optimizer steps between evaluations; 200 by default. 0 evaluates only at the end of the run,
+    /// as every run does.
     pub every_steps: u64,
     /// Number of answers generated and shown at the end of the run; 6 by default.
     pub show: usize,

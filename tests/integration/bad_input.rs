@@ -328,7 +328,7 @@ fn one_bad_row_in_two_hundred_is_skipped_and_three_stop_the_run() {
         assert_eq!(output.status.code(), Some(code), "{message}");
         assert_eq!(jsonl(&folder.join("out/rejects.jsonl")).len(), num_bad);
         if code == 65 {
-            let expected = "3 of 202 rows rejected (3 json), at most a share of 0.01 may be";
+            let expected = "3 of 202 rows rejected (3 json), the limit `data.max_rejected` is 0.01";
             assert_eq!(message, expected);
             assert!(hint.contains("`data.max_rejected`"), "{hint}");
             assert!(!folder.join("out/checkpoints").exists());

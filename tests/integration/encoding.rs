@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
 use trainer::data::{
-    Cut, Encoder, EncoderError, ImageConfig, JsonlFile, Keep, Length, SampleError,
+    Encoder, EncoderError, ImageConfig, JsonlFile, KeptEnd, Length, SampleError, TruncationRule,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -381,7 +381,10 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
     let cases = [
         (replace("tokenizer.json", "{}"), "cannot load tokenizer `"),
         (replace("config.json", "{"), "config.json` is not JSON: EOF"),
-        (replace("config.json", "{}"), "config.json`: `image_token_id` is missing or no token id"),
+        (
+            replace("config.json", "{}"),
+            "config.json`: `image_token_id` is missing or is not a token id",
+        ),
         (
             replace("config.json", r#"{"image_token_id": 9999}"#),
             "`image_token_id` is `9999`, which",
@@ -462,8 +465,9 @@ fn a_truncated_chat_keeps_its_images_and_has_the_predicted_length() {
     let visual = whole.vision_rows.len();
     let mut refused = BTreeSet::new();
     for max_length in 1..=whole.len() as u32 + 1 {
-        for keep in [Keep::Beginning, Keep::End] {
-            let cut = Some(Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep });
+        for keep in [KeptEnd::Beginning, KeptEnd::End] {
+            let cut =
+                Some(TruncationRule { max_length: NonZeroU32::new(max_length).unwrap(), keep });
             let encoded = encoder().encode_cut(&sample, cut);
             assert_eq!(
                 encoder().length_cut(&sample, cut).map_err(|error| error.to_string()),

@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, Cut, DatasetConfig, Encoder, ImageConfig, Keep, Length, LengthCache, Rejection, Row,
-    RowReader, VideoConfig, open_indexed,
+    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection, Row,
+    RowReader, TruncationRule, VideoConfig, open_indexed,
 };
 use trainer::train::{CachedRows, DataSet, JsonlRows};
 
@@ -124,8 +124,9 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
     for tokens in [1, 2, 3, 6, 100] {
         let encoder = encoder(&max_tokens(tokens));
         for max_length in [0, 1, 8, 14, 20, 33] {
-            for keep in [Keep::Beginning, Keep::End] {
-                let cut = NonZeroU32::new(max_length).map(|max_length| Cut { max_length, keep });
+            for keep in [KeptEnd::Beginning, KeptEnd::End] {
+                let cut = NonZeroU32::new(max_length)
+                    .map(|max_length| TruncationRule { max_length, keep });
                 let set = DatasetConfig::new(place.path("rows.jsonl"));
                 let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().cut(cut);
                 let rows = Arc::new(rows);

@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use trainer::batch::{EncodedSample, PaddingSide};
 use trainer::data::{
-    Cut, DataState, DatasetConfig, DatasetShare, Encoder, ImageConfig, Keep, Length, Loader,
+    DataState, DatasetConfig, DatasetShare, Encoder, ImageConfig, KeptEnd, Length, Loader,
     LoaderOptions, OnError, Order, Overlong, PackRules, Packing, PackingStrategy, Rmpad, RowOrder,
-    RowReader, StepData, Truncation, plan,
+    RowReader, StepData, Truncation, TruncationRule, plan,
 };
 use trainer::train::{CachedRows, JsonlRows};
 
@@ -101,13 +101,15 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    fn cut(&self) -> Option<Cut> {
+    fn cut(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
-            Truncation::Left => Keep::End,
-            Truncation::Right => Keep::Beginning,
+            Truncation::Left => KeptEnd::End,
+            Truncation::Right => KeptEnd::Beginning,
             _ => return None,
         };
-        self.max_length.and_then(NonZeroU32::new).map(|max_length| Cut { max_length, keep })
+        self.max_length
+            .and_then(NonZeroU32::new)
+            .map(|max_length| TruncationRule { max_length, keep })
     }
 
     fn options(&self, workers: usize) -> LoaderOptions {

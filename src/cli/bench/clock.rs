@@ -13,8 +13,8 @@ pub(super) struct Seconds {
 
 /// Times runs on one device.
 ///
-/// On a GPU, runs are timed in batches: a call returns before its kernels have run, and synchronising
-/// after each run would dominate the time of short kernels.
+/// On a GPU, runs are timed in batches: a call returns before its kernels have run, and
+/// synchronising after each run would dominate the time of short kernels.
 #[derive(Debug, Clone)]
 pub(super) struct Clock {
     pub(super) device: Device,
@@ -26,8 +26,8 @@ pub(super) struct Clock {
     max_s: f64,
 }
 
-/// Maximum number of runs in a batch whose operands are prepared per run: all of them are in memory at
-/// the same time.
+/// Maximum number of runs in a batch whose operands are prepared per run: all of them are in memory
+/// at the same time.
 const MAX_PREPARED: usize = 8;
 /// Maximum number of runs in any batch.
 const MAX_RUNS: usize = 500;

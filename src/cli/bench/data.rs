@@ -55,8 +55,8 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
     table.row(name, &figures)
 }
 
-/// Times indexing the files; then measuring and encoding, for rows of text and for rows with images;
-/// then one epoch of the loader.
+/// Times indexing the files; then measuring and encoding, for rows of text and for rows with
+/// images; then one epoch of the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let data = &config.data;
     let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);

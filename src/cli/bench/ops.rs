@@ -1,5 +1,5 @@
-//! `bench --ops`: each op at a few sizes. `share` is relative to the measured peak of this machine: the
-//! matmul rate for ops that compute, the copy rate for ops that move data.
+//! `bench --ops`: each op at a few sizes. `share` is relative to the measured peak of this machine:
+//! the matmul rate for ops that compute, the copy rate for ops that move data.
 
 use super::clock::{Clock, Seconds, random};
 use super::sizes::Sizes;

@@ -72,8 +72,8 @@ const CPU: Sizes = Sizes {
     optimizer: 16 << 20,
 };
 
-/// Every operand of a memory-bound op is larger than the caches of the GPUs in use (60 MB), so that it
-/// is read from memory.
+/// Every operand of a memory-bound op is larger than the caches of the GPUs in use (60 MB), so that
+/// it is read from memory.
 const GPU: Sizes = Sizes {
     matmul: 8192,
     copy: 512 << 20,

@@ -31,7 +31,8 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
     sizes
 }
 
-/// Sizes that decide the memory of a micro-batch; `step_patches` and `samples` are of the whole step.
+/// Sizes that decide the memory of a micro-batch; `step_patches` and `samples` are of the whole
+/// step.
 fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> MicroBatchSizes {
     let patches: usize = batch.media.iter().map(crate::batch::Patches::num_patches).sum();
     MicroBatchSizes {

@@ -1,6 +1,6 @@
 //! The tokens that truncation removed from a sample, at their original places.
 
-use crate::data::{Dropped, Keep};
+use crate::data::{DroppedTokens, KeptEnd};
 use std::ops::Range;
 
 /// A piece of a sample before truncation.
@@ -12,11 +12,11 @@ pub(super) enum Piece<'a, R> {
     Cut(&'a [u32]),
 }
 
-/// The runs of the truncated sample with the dropped tokens between them. A run is split where tokens
-/// were dropped inside it.
+/// The runs of the truncated sample with the dropped tokens between them. A run is split where
+/// tokens were dropped inside it.
 pub(super) fn pieces<R: Copy>(
     runs: Vec<(R, Range<usize>)>,
-    dropped: &[Dropped],
+    dropped: &[DroppedTokens],
 ) -> Vec<Piece<'_, R>> {
     let mut pieces = Vec::with_capacity(runs.len() + dropped.len());
     let mut dropped = dropped.iter().peekable();
@@ -35,15 +35,15 @@ pub(super) fn pieces<R: Copy>(
 }
 
 /// Number of dropped tokens.
-pub(super) fn num_tokens(dropped: &[Dropped]) -> usize {
+pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
 
 /// The side at which truncation removes text, as `data.truncation` names it.
-pub(super) fn side(keep: Keep) -> &'static str {
+pub(super) fn side(keep: KeptEnd) -> &'static str {
     match keep {
-        Keep::Beginning => "right",
-        Keep::End => "left",
+        KeptEnd::Beginning => "right",
+        KeptEnd::End => "left",
     }
 }
 
@@ -54,7 +54,7 @@ mod tests {
     #[test]
     fn dropped_tokens_return_to_their_places() {
         let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
-        let cut = |before, id| Dropped { before, ids: vec![id] };
+        let cut = |before, id| DroppedTokens { before, ids: vec![id] };
         let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
         let expected = [
             Piece::Cut(&[7]),

@@ -1,4 +1,5 @@
-//! The page of `inspect --html`: one file without scripts, in which all text of the data is escaped.
+//! The page of `inspect --html`: one file without scripts, in which all text of the data is
+//! escaped.
 
 use super::cut::{self, Piece};
 use super::figure::{Figure, MAX_GROUPS};
@@ -7,7 +8,7 @@ use super::media::{ShownMedium, media_of};
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{Dropped, Encoder, JsonlRows, Pixels, Rejection, Row};
+use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, Row};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -65,7 +66,7 @@ impl<'a> Page<'a> {
         &mut self,
         label: &str,
         sample: &EncodedSample,
-        dropped: &[Dropped],
+        dropped: &[DroppedTokens],
     ) -> anyhow::Result<()> {
         self.samples += 1;
         let mut cut_away = String::new();

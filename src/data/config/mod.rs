@@ -5,75 +5,76 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::dataset::corpus::{CorpusConfig, Sampling};
+use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
-use crate::data::encode::truncate::{Cut, Keep};
+use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
-use crate::data::packing::{Overlong, PackRules, Packing, WINDOW_SAMPLES};
+use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
 
-/// What is trained on, and how it becomes batches.
+/// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Data sets to train on.
+    /// Training data sets.
     pub train: Vec<DatasetConfig>,
-    /// Data sets to evaluate on.
+    /// Evaluation data sets.
     #[serde(default)]
     pub eval: Vec<DatasetConfig>,
-    /// What the weights of `train` mean.
+    /// Meaning of the weights of `train`.
     #[serde(default)]
     pub mixture: Mixture,
     /// When an epoch ends, with `mixture: share`.
     #[serde(default)]
     pub stopping_strategy: StoppingStrategy,
-    /// Join samples into packs of at most `packing_length` tokens; false: one sample a row.
+    /// Whether samples are joined into packs of at most `packing_length` tokens; false: one sample per row.
     #[serde(default = "default_true")]
     pub packing: bool,
-    /// Upper bound on one pack, in tokens, vision tokens included.
+    /// Maximum length of a pack in tokens, vision tokens included.
     #[serde(default = "default_packing_length")]
     pub packing_length: NonZeroU32,
     /// Which samples share a pack.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
-    /// Samples that `packing_strategy: best_fit` looks at together, or fewer where images are large.
+    /// Number of samples that `packing_strategy: best_fit` packs together.
     #[serde(default = "default_packing_window")]
     pub packing_window: NonZeroUsize,
-    /// Upper bound on the visual patches of one pack, before merging; null: none.
+    /// Maximum number of visual patches of a pack, before merging; null: no limit.
     #[serde(default)]
     pub max_patches_per_pack: Option<NonZeroU32>,
-    /// Whether packs are ordered so that those of a step cost alike.
+    /// Whether packs are ordered so that the packs of a step have similar costs.
     #[serde(default)]
     pub balance: Balance,
-    /// When packing, reject samples longer than `packing_length`; false: each goes alone.
+    /// Whether packing rejects samples longer than `packing_length`; false: each is a pack of its own.
     #[serde(default = "default_true")]
     pub filter_overlong: bool,
-    /// Upper bound on one sample, in tokens, packing or not; null: none.
+    /// Maximum length of a sample in tokens, with and without packing; null: no limit.
     #[serde(default)]
     pub max_length: Option<NonZeroU32>,
-    /// What becomes of a sample longer than `max_length`.
+    /// What happens to a sample longer than `max_length`.
     #[serde(default)]
     pub truncation: Truncation,
-    /// Draw a new order for each epoch from the seed; false: the order of the files.
+    /// Whether each epoch has a new random order; false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
-    /// Sizes to which images are brought.
+    /// Limits on the size of images.
     #[serde(default)]
     pub image: ImageConfig,
-    /// Which frames of videos are taken, and to which size they are brought.
+    /// Sampling of video frames and limits on their size.
     #[serde(default)]
     pub video: VideoConfig,
-    /// Folder of the length caches, for several runs to share; null: `cache` in `output_dir`.
+    /// Folder of the length caches, which runs may share; null: `cache` in `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
-    /// Threads that look at rows, and as many that read those of the next steps; they change the speed and nothing else.
+    /// Number of threads that prefetch rows, and of threads that read pixels. Only the speed depends on
+    /// it.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
-    /// What becomes of the run when a row cannot be used.
+    /// What happens when a row is rejected.
     #[serde(default)]
     pub on_error: OnError,
-    /// Share of the rows read that may be rejected before the run stops; 1.0: all of them.
+    /// Maximum share of rejected rows, from 0 to 1.
     #[serde(default = "default_max_rejected")]
     pub max_rejected: f64,
 }
@@ -84,31 +85,31 @@ pub struct DataConfig {
 pub struct DatasetConfig {
     /// A JSONL file, or with `corpus` also a `.txt` file.
     pub path: PathBuf,
-    /// What metrics call it; null: the name of the file without its ending.
+    /// Its name in the metrics; null: the file name without extension.
     #[serde(default)]
     pub name: Option<String>,
-    /// Folder that image paths are relative to and must stay inside of; null: that of the file.
+    /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// How often the data set is seen in an epoch: 2.5 is each row twice and half of them again. With
-    /// `mixture: share` its share of the rows, in parts of the sum of all weights.
+    /// Number of passes over the data set in an epoch. 2.5 means each row twice and half of them again.
+    /// With `mixture: share`, its share of the rows relative to the sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
-    /// Plain text instead of chats; null: chats.
+    /// Settings for plain text; null: the rows are chats.
     #[serde(default)]
     pub corpus: Option<CorpusConfig>,
 }
 
 impl DatasetConfig {
-    /// A data set of chats with the defaults.
+    /// A data set of chats with default settings.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         let (image_root, name, corpus) = (None, None, None);
         Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
     }
 }
 
-/// A name for each data set: its own, or that of its file. Where files share one, the later ones get
-/// a number.
+/// The name of each data set: its own, or that of its file. Later data sets with the same file name
+/// get a number.
 pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(datasets.len());
     for set in datasets {
@@ -126,101 +127,90 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     names
 }
 
-/// Which samples share a pack.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PackingStrategy {
-    /// Neighbours: a pack is closed when the next sample does not fit.
-    Sequential,
-    /// Those that leave the least room unused, out of `packing_window` neighbours.
-    #[default]
-    BestFit,
-}
-
-/// Whether packs are ordered so that those of a step cost alike.
+/// Whether packs are ordered so that the packs of a step have similar costs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Balance {
-    /// No: by the arrival of their longest samples.
+    /// Packs are ordered by the arrival of their longest samples.
     #[default]
     None,
-    /// Yes: tokens, attention and images are weighed.
+    /// Packs are ordered by cost: tokens, attention and images.
     Cost,
 }
 
-/// What becomes of a sample longer than `max_length`.
+/// What happens to a sample longer than `max_length`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
-    /// It is rejected and counted as `too_long`.
+    /// The sample is rejected as `too_long`.
     #[default]
     Delete,
-    /// Its first text tokens are cut off; media stay.
+    /// The first text tokens are removed; media stay.
     Left,
-    /// Its last text tokens are cut off; media stay.
+    /// The last text tokens are removed; media stay.
     Right,
-    /// The run stops and names its file and line.
+    /// The run stops with an error that names file and line.
     Error,
-    /// A document of a corpus becomes several samples.
+    /// A document of a corpus is split into several samples.
     Split,
 }
 
-/// What becomes of the run when a row cannot be used.
+/// What happens when a row is rejected.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
-    /// The row is counted by reason and listed in `rejects.jsonl`; the run goes on.
+    /// The row is counted by reason and listed in `rejects.jsonl`. The run continues.
     #[default]
     Skip,
-    /// The run stops and names the file and line.
+    /// The run stops with an error that names file and line.
     Stop,
 }
 
-/// A value of the `data` section that no run can work with.
+/// An invalid value in the `data` section.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum DataConfigError {
-    /// Nothing to train on.
+    /// There is no training data set.
     #[error("`data.train` is an empty list, expected at least one data set")]
     NoTrainData,
-    /// A weight that is no positive number.
+    /// A weight is not a positive number.
     #[error("`data.{list}.{index}.weight` is `{weight}`, expected a finite number above 0")]
     Weight {
         /// `train` or `eval`.
         list: &'static str,
         /// Index in the list.
         index: usize,
-        /// What the config says.
+        /// The value in the config.
         weight: f64,
     },
-    /// Steps can only be balanced where packs are chosen in windows.
+    /// `balance: cost` needs `packing_strategy: best_fit`.
     #[error("`data.balance` is `cost`, but packs are not chosen by `packing_strategy: best_fit`")]
     Balance,
-    /// Another value of a data set that contradicts the rest.
+    /// A value of a data set contradicts the rest.
     #[error("`{key}` is `{found}`, expected {expected}")]
     Entry {
-        /// The dotted key.
+        /// The key, with dots.
         key: String,
-        /// What the config says.
+        /// The value in the config.
         found: String,
-        /// What would do.
+        /// Valid values.
         expected: &'static str,
     },
-    /// A share outside of 0 to 1.
+    /// `max_rejected` is not from 0 to 1.
     #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
     MaxRejected {
-        /// What the config says.
+        /// The value in the config.
         max_rejected: f64,
     },
-    /// A way to cut, and no length to cut to.
+    /// `truncation` is set without `max_length`.
     #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
     NoLimit {
-        /// What the config says.
+        /// The value in the config.
         truncation: &'static str,
     },
 }
 
 impl DataConfigError {
-    /// The dotted key that holds the value.
+    /// The key of the value, with dots.
     pub fn key(&self) -> String {
         match self {
             Self::NoTrainData => "data.train".to_owned(),
@@ -232,7 +222,7 @@ impl DataConfigError {
         }
     }
 
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
@@ -248,7 +238,7 @@ impl DataConfigError {
 }
 
 impl DataConfig {
-    /// Checks what the types do not.
+    /// Checks the values.
     pub fn validate(&self) -> Result<(), DataConfigError> {
         if self.train.is_empty() {
             return Err(DataConfigError::NoTrainData);
@@ -276,17 +266,17 @@ impl DataConfig {
         self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
     }
 
-    /// How samples longer than `max_length` are cut; `None` if they are not.
-    pub fn cut(&self) -> Option<Cut> {
+    /// How samples longer than `max_length` are truncated; `None` if they are not.
+    pub fn cut(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
-            Truncation::Left => Keep::End,
-            Truncation::Right => Keep::Beginning,
+            Truncation::Left => KeptEnd::End,
+            Truncation::Right => KeptEnd::Beginning,
             Truncation::Delete | Truncation::Error | Truncation::Split => return None,
         };
-        self.max_length.map(|max_length| Cut { max_length, keep })
+        self.max_length.map(|max_length| TruncationRule { max_length, keep })
     }
 
-    /// Names that are there twice, and what a corpus contradicts.
+    /// Checks for duplicate names and for keys that contradict `corpus`.
     fn validate_sets(
         &self,
         list: &'static str,
@@ -355,7 +345,7 @@ impl DataConfig {
         Ok(())
     }
 
-    /// Tokens at which documents of a corpus are split.
+    /// Number of tokens at which documents of a corpus are split.
     pub fn split_at(&self) -> Option<NonZeroU32> {
         self.max_length.filter(|_| self.truncation == Truncation::Split)
     }
@@ -372,7 +362,7 @@ impl DataConfig {
         }
     }
 
-    /// The other keys about packs, for steps of `step` packs and patches of `patch_bytes` bytes.
+    /// The other packing keys, for steps of `step` packs and patches of `patch_bytes` bytes.
     pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
         PackRules {
             window: self.packing_window,

@@ -1,4 +1,4 @@
-//! The keys, their defaults and what they refuse.
+//! Keys, defaults and invalid values.
 
 use super::*;
 
@@ -67,11 +67,11 @@ fn truncation_is_left_or_right_of_what_stays_and_needs_a_length() {
     for (truncation, keep) in [
         (Truncation::Delete, None),
         (Truncation::Error, None),
-        (Truncation::Left, Some(Keep::End)),
-        (Truncation::Right, Some(Keep::Beginning)),
+        (Truncation::Left, Some(KeptEnd::End)),
+        (Truncation::Right, Some(KeptEnd::Beginning)),
     ] {
         config.truncation = truncation;
-        assert_eq!(config.cut(), keep.map(|keep| Cut { max_length, keep }));
+        assert_eq!(config.cut(), keep.map(|keep| TruncationRule { max_length, keep }));
         assert_eq!(config.validate(), Ok(()));
     }
     config.max_length = None;

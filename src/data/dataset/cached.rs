@@ -1,4 +1,4 @@
-//! Rows whose lengths come from caches: what plans a run without reading its rows again.
+//! Rows whose lengths come from length caches.
 
 use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
@@ -11,38 +11,38 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The rows of a run with the length cache of each of its files of chats.
+/// The rows of a run, with the length cache of each file of chats.
 pub struct CachedRows {
     rows: Arc<JsonlRows>,
-    caches: Vec<Option<LengthCache>>, // none of a corpus, whose lengths are known from its tokens
+    caches: Vec<Option<LengthCache>>, // `None` for a corpus: its lengths follow from its tokens
 }
 
-/// What becomes of the rows of one file under today's limits.
+/// Counts of the rows of one file under the limits of the config.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LengthSummary {
     /// The data file.
     pub file: PathBuf,
-    /// Its cache.
+    /// Its cache file.
     pub cache: PathBuf,
-    /// Its rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Those that train.
+    /// Number of usable rows.
     pub usable: u64,
-    /// Those among them that are cut to `max_length`.
+    /// Number of usable rows that are truncated to `max_length`.
     pub truncated: u64,
-    /// Text tokens that cutting drops.
+    /// Number of text tokens that truncation removes.
     pub tokens_cut: u64,
-    /// Tokens of the usable rows, visual ones included.
+    /// Number of tokens of the usable rows, visual ones included.
     pub tokens: u64,
     /// Length of the longest usable row.
     pub longest: usize,
-    /// Rows that do not train, by reason.
+    /// Number of rejected rows, by reason.
     pub rejected: BTreeMap<String, u64>,
 }
 
 impl CachedRows {
-    /// Brings the caches in `folder` up to date: on all cores, and only what is not known yet. `progress` is
-    /// told how many rows of all files are done.
+    /// Updates the caches in `folder` on all cores. Rows that a cache already has are not measured
+    /// again. `progress` receives the number of finished rows of all files.
     pub fn update(
         rows: Arc<JsonlRows>,
         folder: &Path,
@@ -54,8 +54,8 @@ impl CachedRows {
         Ok(updated?.expect("each has been updated"))
     }
 
-    /// The same where it takes no long time; `None` where a cache is not of today's rows, where another
-    /// process writes one, or where more than `most` rows would have to be measured.
+    /// [`CachedRows::update`] if it is quick. `None` if a cache has other rows, if another process is
+    /// writing a cache, or if more than `most` rows must be measured.
     pub fn update_if_quick(
         rows: Arc<JsonlRows>,
         folder: &Path,
@@ -68,7 +68,7 @@ impl CachedRows {
         })
     }
 
-    /// `update` is told what was done for the files before.
+    /// `update` receives the work done for the previous files.
     fn of_each(
         rows: Arc<JsonlRows>,
         progress: &dyn Fn(u64),
@@ -99,7 +99,7 @@ impl CachedRows {
         Ok(Some((Self { rows, caches }, work)))
     }
 
-    /// Whether `folder` has a cache of each file of chats, up to date or not.
+    /// Whether `folder` has a cache, possibly outdated, of each file of chats.
     pub fn exist(rows: &JsonlRows, folder: &Path) -> bool {
         rows.sets().iter().all(|set| match set {
             DataSet::Chats(file) => LengthCache::exists(file, rows.encoder(), folder),
@@ -107,7 +107,7 @@ impl CachedRows {
         })
     }
 
-    /// What becomes of the rows of each file of chats, in config order.
+    /// The summary of each file of chats, in config order.
     pub fn summaries(&self, options: &LoaderOptions) -> Vec<LengthSummary> {
         let sets = (0u32..).zip(self.rows.sets().iter().zip(&self.caches));
         let summary = |(dataset, (set, cache)): (u32, (&DataSet, &Option<LengthCache>))| {
@@ -137,8 +137,8 @@ impl CachedRows {
         match length {
             Ok(tokens) => {
                 let whole = cache
-                    .outline(row.row as usize, self.rows.encoder())
-                    .map_or(tokens, |outline| outline.num_tokens());
+                    .token_counts(row.row as usize, self.rows.encoder())
+                    .map_or(tokens, |token_counts| token_counts.num_tokens());
                 sum.usable += 1;
                 sum.truncated += u64::from(whole > tokens);
                 sum.tokens_cut += (whole - tokens) as u64;
@@ -175,7 +175,7 @@ impl RowReader for CachedRows {
         self.rows.read(row)
     }
 
-    /// Reads no row whose length is known.
+    /// Does not read a row that has a cached length.
     fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
         match self.caches[row.dataset as usize] {
             Some(_) => self.length(row).map(Prefetched::Length),

@@ -1,15 +1,15 @@
-//! Data sets mixed by share: which of them the next row comes from, without randomness.
+//! Mixing data sets by share: decides, without randomness, which data set the next row comes from.
 //!
-//! In every prefix of an epoch each data set has its due, to less than one row more or less. All is
-//! computed in integers: shares are units of their sum.
+//! In every prefix of an epoch, the number of rows of each data set differs from its share by less
+//! than one row. All computations use integers: a share is a number of units of the sum.
 
 use serde::{Deserialize, Serialize};
 
-/// What the weights of data sets mean.
+/// The meaning of the weights of data sets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mixture {
-    /// Passes over each data set in an epoch.
+    /// Number of passes over each data set in an epoch.
     #[default]
     Repeat,
     /// Shares of the rows of an epoch.
@@ -20,35 +20,35 @@ pub enum Mixture {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StoppingStrategy {
-    /// Once each row was seen: smaller data sets are repeated until then.
+    /// When each row has been used. Smaller data sets are repeated until then.
     #[default]
     AllExhausted,
-    /// Before a data set would be repeated.
+    /// Before any data set is repeated.
     FirstExhausted,
 }
 
-/// The sum of the units of all shares, about: fine enough that no epoch sees a rounding.
+/// Approximate sum of the units of all shares. Rounding to units does not show in an epoch.
 const TOTAL: f64 = (1u64 << 32) as f64;
 
-/// Shares in integers.
+/// Shares in integer units.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct Shares {
-    units: Vec<u64>, // one or more each
+    units: Vec<u64>, // at least 1 each
     total: u64,
 }
 
 impl Shares {
-    /// From weights that are finite and above 0.
+    /// The weights must be finite and positive.
     pub(in crate::data) fn new(weights: &[f64]) -> Self {
         let largest = weights.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
-        // First by the largest: a sum may be infinite.
+        // Division by the largest weight first, because the sum may be infinite.
         let sum: f64 = weights.iter().map(|weight| weight / largest).sum();
         let units = |weight: &f64| ((weight / largest / sum * TOTAL).round() as u64).max(1);
         let units: Vec<u64> = weights.iter().map(units).collect();
         Self { total: units.iter().sum(), units }
     }
 
-    /// Rows of an epoch over data sets of so many rows each, one or more.
+    /// Number of rows of an epoch over data sets with these numbers of rows, each at least 1.
     pub(in crate::data) fn epoch_rows(&self, rows: &[u64], stopping: StoppingStrategy) -> u128 {
         let total = u128::from(self.total);
         let pairs = rows.iter().zip(&self.units);
@@ -60,15 +60,15 @@ impl Shares {
         rows.unwrap_or(0).max(1)
     }
 
-    /// The data set of each row of an epoch, without end.
+    /// The data set of each row. Endless.
     pub(in crate::data) fn interleave(&self) -> Interleave {
         let jobs = self.units.iter().map(|units| Job::new(*units, self.total)).collect();
         Interleave { jobs, total: self.total, slot: 0 }
     }
 }
 
-/// The next row of a data set: it may not come before `release`, and must before `deadline`, or the
-/// data set would be a row ahead of its due, or behind.
+/// The next row of a data set. Before `release` the data set would be a row ahead of its share, after
+/// `deadline` a row behind.
 #[derive(Debug, Clone)]
 struct Job {
     units: u64,
@@ -91,10 +91,10 @@ impl Job {
     }
 }
 
-/// Data sets in the order of their rows: of those that may, the one that must first.
+/// The data set of each slot: of the released rows, the one with the earliest deadline.
 ///
-/// The due of all data sets together is one row a slot, so that earliest deadline first meets every
-/// deadline (it is optimal for unit jobs, and a schedule in fractions exists).
+/// All data sets together have one row per slot, so a fractional schedule exists. Earliest deadline
+/// first is optimal for unit jobs, so it meets every deadline.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct Interleave {
     jobs: Vec<Job>,

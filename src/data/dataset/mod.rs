@@ -1,4 +1,4 @@
-//! Rows of data sets as the loader wants them.
+//! The data sets of a run: chats and corpora, their mixture, their order, and their rows.
 
 pub(in crate::data) mod cached;
 pub(in crate::data) mod corpus;
@@ -10,16 +10,16 @@ mod tests;
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, Cut, DatasetConfig, Dropped, Encoder, JsonlFile, Length, Prefetched,
-    Rejection, Row, RowForm, RowReader, SampleError, SourceError, TextSample, dataset_names,
-    open_indexed,
+    Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, JsonlFile, Length, Prefetched,
+    Rejection, Row, RowForm, RowReader, SampleError, SourceError, TextSample, TruncationRule,
+    dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
 
 /// A data set, open for reading.
 pub enum DataSet {
-    /// Conversations, a row each.
+    /// Chats, one per row.
     Chats(JsonlFile),
     /// Plain text.
     Corpus(Corpus),
@@ -47,7 +47,7 @@ impl DataSet {
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
     }
 
-    /// Rows, or samples of a pass over a corpus.
+    /// Number of rows, or of samples of one pass over a corpus.
     pub fn len(&self) -> usize {
         match self {
             Self::Chats(file) => file.len(),
@@ -55,12 +55,12 @@ impl DataSet {
         }
     }
 
-    /// Never true: a data set without rows is refused.
+    /// Always false: opening a data set without rows is an error.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The path as given.
+    /// The path in the config.
     pub fn path(&self) -> &Path {
         match self {
             Self::Chats(file) => file.path(),
@@ -68,7 +68,7 @@ impl DataSet {
         }
     }
 
-    /// Hash over its content.
+    /// Hash of its content.
     pub fn fingerprint(&self) -> [u8; 32] {
         match self {
             Self::Chats(file) => file.fingerprint(),
@@ -76,7 +76,7 @@ impl DataSet {
         }
     }
 
-    /// The corpus, if it is one.
+    /// The corpus; `None` for chats.
     pub fn corpus(&self) -> Option<&Corpus> {
         match self {
             Self::Chats(_) => None,
@@ -85,22 +85,22 @@ impl DataSet {
     }
 }
 
-/// The data sets of a config section, and the encoder that turns their rows into numbers.
+/// The data sets of a config section, and the encoder of their rows.
 pub struct JsonlRows {
     sets: Vec<DataSet>,
     names: Vec<String>,
     encoder: Arc<Encoder>,
-    cut: Option<Cut>,
+    cut: Option<TruncationRule>,
 }
 
 impl JsonlRows {
-    /// Opens and indexes every data set, corpora with the defaults of their options.
+    /// [`JsonlRows::open_with`] with default options for corpora.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
         Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
     }
 
-    /// Opens and indexes every data set; a corpus is tokenised, and `progress` told the bytes of its text that
-    /// are done, and all of them.
+    /// Opens and indexes every data set, and tokenises corpora. `progress` receives the bytes of text
+    /// that are tokenised, and all of them.
     pub fn open_with(
         datasets: &[DatasetConfig],
         encoder: Arc<Encoder>,
@@ -112,14 +112,14 @@ impl JsonlRows {
         Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
     }
 
-    /// The same rows, chats that are too long cut to a limit.
+    /// The same rows; chats that are too long are truncated.
     #[must_use]
-    pub fn cut(self, cut: Option<Cut>) -> Self {
+    pub fn cut(self, cut: Option<TruncationRule>) -> Self {
         Self { cut, ..self }
     }
 
-    /// How chats that are too long are cut.
-    pub fn cut_of_rows(&self) -> Option<Cut> {
+    /// How chats that are too long are truncated.
+    pub fn cut_of_rows(&self) -> Option<TruncationRule> {
         self.cut
     }
 
@@ -128,22 +128,22 @@ impl JsonlRows {
         &self.sets
     }
 
-    /// What metrics call them.
+    /// Their names in the metrics.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Rows of all data sets.
+    /// Number of rows of all data sets.
     pub fn num_rows(&self) -> usize {
         self.sets.iter().map(DataSet::len).sum()
     }
 
-    /// What turns rows into numbers.
+    /// The encoder of the rows.
     pub fn encoder(&self) -> &Encoder {
         &self.encoder
     }
 
-    /// All rows of all data sets, in order; of a corpus those of a pass at the first offset.
+    /// All rows of all data sets, in order. A corpus has the rows of a pass at the first offset.
     pub fn rows(&self) -> impl Iterator<Item = Row> + '_ {
         (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
             let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
@@ -154,12 +154,12 @@ impl JsonlRows {
         })
     }
 
-    /// Texts of corpora that could not be used.
+    /// Rejected texts of corpora.
     pub fn rejected_texts(&self) -> impl Iterator<Item = &Rejection> {
         self.sets.iter().filter_map(DataSet::corpus).flat_map(Corpus::rejected)
     }
 
-    /// The parsed row; `None` for rows of a corpus, which are no chats.
+    /// The parsed row; `None` for a row of a corpus.
     pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
         match self.set(row) {
             DataSet::Chats(file) => Some(file.read(row.row as usize)),
@@ -167,8 +167,8 @@ impl JsonlRows {
         }
     }
 
-    /// The tokens that truncation takes from a row, by their places in what is left of it.
-    pub fn dropped(&self, row: Row) -> Result<Vec<Dropped>, Rejection> {
+    /// The tokens that truncation removes from a row, with their positions in the truncated row.
+    pub fn dropped(&self, row: Row) -> Result<Vec<DroppedTokens>, Rejection> {
         Ok(match (self.set(row), self.cut) {
             (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
             (DataSet::Chats(file), Some(cut)) => {
@@ -178,7 +178,7 @@ impl JsonlRows {
         })
     }
 
-    /// What tells a row from all others: file and line, and of a corpus its first token.
+    /// A unique label of a row: file and line, and for a corpus its first token.
     pub fn label(&self, row: Row) -> String {
         let id = self.id(row);
         match self.set(row) {
@@ -187,7 +187,7 @@ impl JsonlRows {
         }
     }
 
-    /// Hash over the contents of all data sets.
+    /// Hash of the contents of all data sets.
     pub fn fingerprint(&self) -> [u8; 32] {
         use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();
@@ -197,7 +197,7 @@ impl JsonlRows {
         hash.finalize().into()
     }
 
-    /// [`RowReader::read`], but no pixel is read of a row whose size is not `length`.
+    /// [`RowReader::read`], but reads no pixels if the size of the row is not `length`.
     fn read_unchanged(&self, row: Row, length: Length) -> Result<EncodedSample, Rejection> {
         let prefetched = self.prefetch(row)?;
         length.check_unchanged(prefetched.length(), || self.id(row))?;
@@ -243,7 +243,7 @@ impl RowReader for JsonlRows {
         match prefetched {
             Prefetched::Sample(sample) => Ok(sample),
             Prefetched::Text(text) => match self.complete(row, text) {
-                // an image was replaced since: the row is encoded as it is now
+                // an image has been replaced: encode the row again
                 Err(SampleError::MediaChanged { .. }) => self.read_unchanged(row, length),
                 result => Ok(result?),
             },

@@ -37,7 +37,7 @@ impl Prefetched {
 
 impl From<TextSample> for Prefetched {
     fn from(text: TextSample) -> Self {
-        text.into_complete().map_or_else(Self::Text, Self::Sample)
+        if text.is_complete() { Self::Sample(text.into_sample()) } else { Self::Text(text) }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the encoder reads of a model folder in the transformers layout.
+//! The tokenizer, the chat template and the special tokens of a model folder.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,78 +13,78 @@ use crate::data::model_file::{ModelFileError, read, read_json, read_json_if_ther
 use crate::data::template::tokenizer::{TextTokenizer, TokenizerError};
 use crate::data::template::{ChatTemplate, TemplateError};
 
-/// Variables of the template that name special tokens.
+/// Template variables with the texts of special tokens.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 
-/// Why a model folder gives no encoder.
+/// The reason why a model folder cannot be used for encoding.
 #[derive(Debug, thiserror::Error)]
 pub enum EncoderError {
-    /// A file that is missing, or not JSON.
+    /// A file is missing or is not JSON.
     #[error(transparent)]
     File(#[from] ModelFileError),
-    /// A key that is missing or of another type.
-    #[error("`{}`: `{key}` is missing or no {expected}", .path.display())]
+    /// A key is missing or has another type.
+    #[error("`{}`: `{key}` is missing or is not a {expected}", .path.display())]
     Key {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The key, dotted.
+        /// The key, with dots.
         key: &'static str,
-        /// What it should be.
+        /// The expected type.
         expected: &'static str,
     },
-    /// A token that the tokenizer does not know.
+    /// A token is not in the vocabulary of the tokenizer.
     #[error("`{}`: `{key}` is `{token}`, which `tokenizer.json` does not have", .path.display())]
     UnknownToken {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The key.
         key: &'static str,
         /// Its value.
         token: String,
     },
-    /// Embeddings would be read past their end.
+    /// The tokenizer has more ids than the embedding has rows.
     #[error("`tokenizer.json` has ids up to {max_id} but `{}` says a `vocab_size` of {vocab_size}", .path.display())]
     VocabSize {
         /// The config.
         path: PathBuf,
-        /// Largest id.
+        /// Largest id of the tokenizer.
         max_id: u32,
-        /// Rows of the embedding.
+        /// Number of rows of the embedding.
         vocab_size: usize,
     },
-    /// No end of text.
+    /// No file gives the end-of-text token.
     #[error("`{}` names no token that ends a text", .folder.display())]
     NoStopToken {
         /// The model folder.
         folder: PathBuf,
     },
-    /// No template in any of the three places.
+    /// None of the three files has a chat template.
     #[error("`{}` has no chat template", .folder.display())]
     NoChatTemplate {
         /// The model folder.
         folder: PathBuf,
     },
-    /// A template that cannot be used.
+    /// The chat template cannot be used.
     #[error("`{}`: {cause}", .path.display())]
     Template {
-        /// Where it stands.
+        /// Path of the file with the template.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         cause: TemplateError,
     },
-    /// A tokenizer that cannot be used.
+    /// The tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// An image config that cannot be used.
+    /// The image settings cannot be used.
     #[error(transparent)]
     Image(#[from] ImageConfigError),
-    /// A video config that cannot be used.
+    /// The video settings cannot be used.
     #[error(transparent)]
     Video(#[from] VideoConfigError),
 }
 
 impl EncoderError {
-    /// What to do about it, where that is not plain from the message.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::File(error) => error.hint(),
@@ -104,41 +104,41 @@ impl EncoderError {
     }
 }
 
-/// The text side of a model folder.
+/// The files of a model folder that decide how text is encoded.
 #[derive(Debug)]
 pub(super) struct TextFolder {
     pub(super) tokenizer: TextTokenizer,
     pub(super) template: ChatTemplate,
-    /// Tokens that stand for media and so must not come from a text.
+    /// Placeholder tokens of media. Texts of rows must not contain them.
     pub(super) media: MediaTokens,
     pub(super) stop_ids: Vec<u32>,
     pub(super) pad_id: u32,
     pub(super) vocab_size: usize,
     /// SHA-256 of `tokenizer.json`.
     pub(super) tokenizer_fingerprint: [u8; 32],
-    /// Hash of all that decides which tokens a chat becomes.
+    /// Hash of everything that decides the tokens of a chat.
     pub(super) key: [u8; 32],
 }
 
-/// Tokens by which the text shows media.
+/// Tokens of media.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
     /// Placeholder of an image and its id; `None` for a text-only model.
     pub(super) image: Option<(String, u32)>,
-    /// Stand right before and right behind visual tokens, where a model has them.
+    /// The tokens directly before and after visual tokens, if the model has them.
     pub(super) marks: [Option<u32>; 2],
-    /// Only models that know videos have them.
+    /// `None` if the model does not support videos.
     pub(super) video: Option<VideoTokens>,
 }
 
-/// Tokens by which the text shows a video.
+/// Tokens of videos.
 #[derive(Debug)]
 pub(super) struct VideoTokens {
     pub(super) pad: String,
     pub(super) pad_id: u32,
-    /// Before the tokens of each group of frames.
+    /// Precedes the tokens of each group of frames.
     pub(super) start: String,
-    /// Behind them.
+    /// Follows them.
     pub(super) end: String,
 }
 
@@ -166,13 +166,13 @@ impl MediaTokens {
         Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
-    /// The texts that stand for features.
+    /// The texts of the placeholder tokens.
     pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
         let image = self.image.as_ref().map(|(pad, _)| pad.as_str());
         image.into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
     }
 
-    /// Whether features fill the places of this token.
+    /// Whether vision features replace this token.
     pub(super) fn is_pad(&self, id: u32) -> bool {
         self.image.as_ref().is_some_and(|(_, image)| *image == id)
             || self.video.as_ref().is_some_and(|video| video.pad_id == id)
@@ -222,7 +222,7 @@ impl TextFolder {
         let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
         key.update(format!("{source:?} {special_tokens:?} {media:?}"));
         if source.contains("strftime_now") {
-            // what the template writes depends on the day
+            // the text of the template depends on the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             key.update((now.as_secs() / 86_400).to_le_bytes());
         }
@@ -242,7 +242,8 @@ impl TextFolder {
     }
 }
 
-/// The template and where it stands: a file of its own, an older file of its own, or a key.
+/// The template and its file: `chat_template.jinja`, else `chat_template.json`, else a key of
+/// `tokenizer_config.json`.
 fn chat_template(
     folder: &Path,
     tokenizer_config: &JsonFile,
@@ -264,7 +265,7 @@ fn chat_template(
     Err(EncoderError::NoChatTemplate { folder: folder.to_owned() })
 }
 
-/// A parsed file that can name itself.
+/// A parsed file and its path.
 struct JsonFile {
     path: PathBuf,
     value: Value,
@@ -290,7 +291,7 @@ impl JsonFile {
         as_id(&self.value[key]).ok_or_else(|| self.key_error(key, "token id"))
     }
 
-    /// One id or a list of them; empty without the key.
+    /// One id or a list of ids. Empty without the key.
     fn ids(&self, key: &str) -> Vec<u32> {
         match &self.value[key] {
             Value::Array(ids) => ids.iter().filter_map(as_id).collect(),
@@ -319,13 +320,13 @@ impl JsonFile {
             .ok_or_else(|| self.key_error("text_config.vocab_size", "count"))
     }
 
-    /// A token by its text, or by an object that has it as `content`.
+    /// The text of a token: a string, or the `content` of an object.
     fn special_token(&self, key: &str) -> Option<String> {
         let value = &self.value[key];
         value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
     }
 
-    /// One template, or the default one of several.
+    /// The template, or the one named `default` of several.
     fn chat_template(&self) -> Option<String> {
         let value = &self.value["chat_template"];
         let of_list = || {

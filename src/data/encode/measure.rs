@@ -1,22 +1,25 @@
-//! The size of a sample before its media are decoded, in two halves: what depends on the row alone, and
-//! the arithmetic under limits on the pixels and tokens of images.
-
-use std::ops::Range;
+//! The size of a sample, computed without decoding its media.
+//!
+//! The first part depends on the row alone and can be stored. The second part is arithmetic with the
+//! limits on the pixels and tokens of images.
 
 use sha2::{Digest, Sha256};
 
 use super::Encoder;
-use super::media::{Seen, Shown};
-use crate::batch::{Sample, SampleId};
-use crate::data::encode::truncate::{Cut, CutError, Dropped, Outline, dropped, kept_tokens};
+use super::encoded_text::kept_text;
+use super::media::{MediumGrid, MediumHeader};
+use crate::batch::Sample;
+use crate::data::encode::truncate::{
+    DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped, kept_tokens,
+};
 use crate::data::row::Length;
 use crate::data::source::SampleError;
 
-/// What a row is before any limit on images: its tokens without those of images, and their sizes.
+/// The counts of a row before any limit on images.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Measured {
-    /// Its `media_tokens` are those of videos and the marks of images.
-    pub text: Outline,
+    /// Its `media_tokens` are those of videos, and the start and end tokens of images.
+    pub text: TokenCounts,
     /// Upright `[height, width]` in pixels of each image, in order.
     pub sizes: Vec<[u32; 2]>,
     /// Patches of all videos.
@@ -24,85 +27,94 @@ pub struct Measured {
 }
 
 impl Encoder {
-    /// Text and headers of media: no pixel is decoded.
+    /// Measures a row from its text and the headers of its media. No pixel is decoded.
     ///
-    /// It refuses what [`Encoder::encode`] refuses, except what only decoding can find out.
+    /// It fails where [`Encoder::encode`] fails, except for errors that only decoding finds.
     pub fn measure(&self, sample: &Sample) -> Result<Measured, SampleError> {
         let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let seen = self.media.see(id, &sample.media, &self.text.media)?;
+        let headers = self.media.headers(id, &sample.media, &self.text.media)?;
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
-        let shown = |seen| match seen {
-            // a visual token is a special one, so how many there are changes nothing around them: one is enough
-            Seen::Image(size) => {
+        let grids = |headers| match headers {
+            // The tokens around visual tokens do not depend on the number of visual tokens, because these
+            // are special tokens: one is enough.
+            MediumHeader::Image(size) => {
                 sizes.push(size);
-                Shown::Image([1, merge, merge])
+                MediumGrid::Image([1, merge, merge])
             }
-            Seen::Video(clip) => {
+            MediumHeader::Video(clip) => {
                 video_patches += clip.grid_thw.iter().product::<u32>();
-                Shown::Video(clip)
+                MediumGrid::Video(clip)
             }
         };
-        let shown: Vec<Shown> = seen.into_iter().map(shown).collect();
-        let text = self.tokenise(id, &text, targets, &shown)?;
-        let mut text = Outline::of(&text.labels, &text.spans);
+        let grids: Vec<MediumGrid> = headers.into_iter().map(grids).collect();
+        let text = self.tokenise(id, &text, targets, &grids)?;
+        let mut text = TokenCounts::of(&text.labels, &text.spans);
         text.media_tokens -= sizes.len();
         if text.num_targets == 0 {
-            let num_tokens = self.outline(text, &sizes).num_tokens();
+            let num_tokens = self.token_counts(text, &sizes).num_tokens();
             return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
         }
         Ok(Measured { text, sizes, video_patches })
     }
 
-    /// [`Measured::text`] with the visual tokens of images of these sizes.
-    pub fn outline(&self, text: Outline, sizes: &[[u32; 2]]) -> Outline {
+    /// Adds the visual tokens of images of these sizes to [`Measured::text`].
+    pub fn token_counts(&self, text: TokenCounts, sizes: &[[u32; 2]]) -> TokenCounts {
         let images = &self.media.images;
         let visual = self.grids_of(sizes).map(|grid| images.num_tokens(grid)).sum::<usize>();
-        Outline { media_tokens: text.media_tokens + visual, ..text }
+        TokenCounts { media_tokens: text.media_tokens + visual, ..text }
     }
 
-    /// The size under `cut` of a row that [`Encoder::measure`] has found to be this.
+    /// The size, under `cut`, of a row with these results of [`Encoder::measure`].
     pub fn length_under(
         &self,
-        text: Outline,
+        text: TokenCounts,
         sizes: &[[u32; 2]],
         video_patches: u32,
-        cut: Option<Cut>,
-    ) -> Result<Length, CutError> {
-        let outline = self.outline(text, sizes);
-        let kept = outline.kept_text(cut)?.len();
+        cut: Option<TruncationRule>,
+    ) -> Result<Length, TruncationError> {
+        let token_counts = self.token_counts(text, sizes);
+        let kept = token_counts.kept_text(cut)?.len();
         let patches = self.grids_of(sizes).map(|grid| grid.map(u64::from).iter().product::<u64>());
         let patches = patches.sum::<u64>() + u64::from(video_patches);
-        Ok(self.length_of_patches(kept + outline.media_tokens, patches))
+        Ok(self.length_of_patches(kept + token_counts.media_tokens, patches))
     }
 
-    /// The size that [`Encoder::encode`] would give, with its checks, from headers of media only.
+    /// The size and the checks of [`Encoder::encode`], from text and media headers only.
     pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
         self.length_cut(sample, None)
     }
 
-    /// The size that [`Encoder::encode_cut`] would give, with its checks, from headers of media only.
-    pub fn length_cut(&self, sample: &Sample, cut: Option<Cut>) -> Result<Length, SampleError> {
+    /// The size and the checks of [`Encoder::encode_cut`], from text and media headers only.
+    pub fn length_cut(
+        &self,
+        sample: &Sample,
+        cut: Option<TruncationRule>,
+    ) -> Result<Length, SampleError> {
         let Measured { text, sizes, video_patches } = self.measure(sample)?;
         let length = self.length_under(text, &sizes, video_patches, cut);
-        length.map_err(|cause| SampleError::Cut { id: sample.id.clone(), cause })
+        length.map_err(|cause| SampleError::Truncation { id: sample.id.clone(), cause })
     }
 
-    /// The text tokens that `cut` takes from a sample, by their places in what [`Encoder::encode_cut`]
-    /// leaves.
-    pub fn dropped(&self, sample: &Sample, cut: Cut) -> Result<Vec<Dropped>, SampleError> {
+    /// The text tokens that `cut` removes, with their positions in the result of
+    /// [`Encoder::encode_cut`].
+    pub fn dropped(
+        &self,
+        sample: &Sample,
+        cut: TruncationRule,
+    ) -> Result<Vec<DroppedTokens>, SampleError> {
         let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let shown = self.media.look(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, targets, &shown)?;
-        let outline = Outline::of(&tokens.labels, &tokens.spans);
-        let kept = kept_text(id, &outline, Some(cut))?;
+        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &grids)?;
+        let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
+        let kept = kept_text(id, &token_counts, Some(cut))?;
         let kept = kept_tokens(tokens.input_ids.len(), &tokens.spans, &kept);
         Ok(dropped(&tokens.input_ids, &kept))
     }
 
-    /// Hash of all that [`Encoder::measure`] depends on beside the row and the files of its media.
+    /// Hash of everything that [`Encoder::measure`] depends on, except the row and its media files.
     pub(in crate::data) fn text_key(&self) -> [u8; 32] {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
@@ -110,20 +122,7 @@ impl Encoder {
     }
 
     fn grids_of(&self, sizes: &[[u32; 2]]) -> impl Iterator<Item = [u32; 3]> {
-        // `ImageProcessor::size` has refused those that are too elongated
+        // `ImageProcessor::size` rejects images that are too elongated
         sizes.iter().filter_map(|size| self.media.images.grid_of_size(*size))
     }
-}
-
-/// The text tokens of a sample that stay, if it has something to learn from.
-pub(super) fn kept_text(
-    id: &SampleId,
-    outline: &Outline,
-    cut: Option<Cut>,
-) -> Result<Range<usize>, SampleError> {
-    if outline.num_targets == 0 {
-        let num_tokens = outline.num_tokens();
-        return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
-    }
-    outline.kept_text(cut).map_err(|cause| SampleError::Cut { id: id.clone(), cause })
 }

@@ -1,4 +1,4 @@
-//! The media of a sample: how the text shows them, and their patches.
+//! The media of a sample: their text and their patches.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -9,22 +9,22 @@ use crate::data::media::image::{ImageError, ImageProcessor};
 use crate::data::media::video::{Clip, VideoError, VideoMarks, VideoProcessor};
 use crate::data::source::SampleError;
 
-/// Reads media with the settings of one model.
+/// Reads media with the settings of a model.
 pub(super) struct MediaReader {
     pub(super) images: ImageProcessor,
     pub(super) videos: VideoProcessor,
 }
 
-/// A medium as the text shows it: known from headers.
+/// The size of a medium after resizing, from its header.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Shown {
+pub(super) enum MediumGrid {
     /// Patches per axis.
     Image([u32; 3]),
-    /// Patches per axis, and times.
+    /// Patches per axis, and timestamps.
     Video(Clip),
 }
 
-impl Shown {
+impl MediumGrid {
     pub(super) fn grid(&self) -> [u32; 3] {
         match self {
             Self::Image(grid) => *grid,
@@ -33,74 +33,74 @@ impl Shown {
     }
 }
 
-/// A medium before any limit on images: known from headers.
-pub(super) enum Seen {
+/// The size of a medium before any limit on images, from its header.
+pub(super) enum MediumHeader {
     /// Upright `[height, width]` in pixels.
     Image([u32; 2]),
-    /// As the settings for videos have it.
+    /// Patches and timestamps under the settings for videos.
     Video(Clip),
 }
 
 impl MediaReader {
-    /// From headers alone, images as they are.
-    pub(super) fn see(
+    /// Reads the headers; images have their original sizes.
+    pub(super) fn headers(
         &self,
         id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<Vec<Seen>, SampleError> {
+    ) -> Result<Vec<MediumHeader>, SampleError> {
         each(id, media, tokens, |medium| {
             Ok(match medium {
-                Medium::Image(image) => Seen::Image(self.images.size(image)?),
-                Medium::Video(video) => Seen::Video(self.videos.clip(video)?),
+                Medium::Image(image) => MediumHeader::Image(self.images.size(image)?),
+                Medium::Video(video) => MediumHeader::Video(self.videos.clip(video)?),
             })
         })
     }
 
-    /// From headers alone.
-    pub(super) fn look(
+    /// Reads the headers and computes the grids.
+    pub(super) fn grids(
         &self,
         id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<Vec<Shown>, SampleError> {
+    ) -> Result<Vec<MediumGrid>, SampleError> {
         each(id, media, tokens, |medium| {
             Ok(match medium {
-                Medium::Image(image) => Shown::Image(self.images.grid(image)?),
-                Medium::Video(video) => Shown::Video(self.videos.clip(video)?),
+                Medium::Image(image) => MediumGrid::Image(self.images.grid(image)?),
+                Medium::Video(video) => MediumGrid::Video(self.videos.clip(video)?),
             })
         })
     }
 
-    /// With their pixels.
+    /// Reads the pixels.
     pub(super) fn load(
         &self,
         id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<(Vec<Shown>, Vec<Patches>), SampleError> {
+    ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleError> {
         let loaded = each(id, media, tokens, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let patches = self.images.load(image)?;
-                    (Shown::Image(patches.grid_thw), patches)
+                    (MediumGrid::Image(patches.grid_thw), patches)
                 }
                 Medium::Video(video) => {
                     let (clip, patches) = self.videos.load(video)?;
-                    (Shown::Video(clip), patches)
+                    (MediumGrid::Video(clip), patches)
                 }
             })
         });
         Ok(loaded?.into_iter().unzip())
     }
 
-    /// Tokens that a medium fills.
-    pub(super) fn num_tokens(&self, shown: &Shown) -> usize {
-        self.images.num_tokens(shown.grid())
+    /// Number of visual tokens of a medium.
+    pub(super) fn num_tokens(&self, grids: &MediumGrid) -> usize {
+        self.images.num_tokens(grids.grid())
     }
 
-    /// Where `text` has a placeholder, and of what; ascending. Of a video it may include the marks
-    /// around it.
+    /// The kind and byte range of each placeholder in `text`, ascending. The range of a video may
+    /// include the start and end token around it.
     pub(super) fn placeholders(
         &self,
         text: &str,
@@ -127,29 +127,29 @@ impl MediaReader {
         found
     }
 
-    /// What stands for a medium in the text.
-    pub(super) fn text(&self, shown: &Shown, tokens: &MediaTokens) -> String {
-        match (shown, &tokens.video) {
-            (Shown::Video(Clip { grid_thw, timestamps }), Some(video)) => {
+    /// The text that replaces the placeholder of a medium.
+    pub(super) fn text(&self, grids: &MediumGrid, tokens: &MediaTokens) -> String {
+        match (grids, &tokens.video) {
+            (MediumGrid::Video(Clip { grid_thw, timestamps }), Some(video)) => {
                 let VideoTokens { pad, start, end, .. } = video;
                 let [_, height, width] = *grid_thw;
                 let pads = pad.repeat(self.images.num_tokens([1, height, width]));
                 let mut text = String::new();
                 for time in timestamps {
-                    // a String takes every write
+                    // writing to a String cannot fail
                     let _ = write!(text, "<{time:.1} seconds>{start}{pads}{end}");
                 }
                 text
             }
-            (shown, _) => {
+            (grids, _) => {
                 let image = tokens.image.as_ref().map_or("", |(pad, _)| pad);
-                image.repeat(self.num_tokens(shown))
+                image.repeat(self.num_tokens(grids))
             }
         }
     }
 }
 
-/// Kinds of the media that stand in the turns, in order.
+/// Kinds of the media in the turns, in order.
 pub(super) fn kinds(messages: &[Message]) -> Vec<MediumKind> {
     let kind = |part: &Part| match part {
         Part::Text(_) => None,
@@ -163,7 +163,7 @@ pub(super) fn kinds(messages: &[Message]) -> Vec<MediumKind> {
     parts.filter_map(kind).collect()
 }
 
-/// Why a medium cannot be used.
+/// The reason why a medium cannot be used.
 enum Cause {
     Image(ImageError),
     Video(VideoError),

@@ -1,11 +1,13 @@
 //! `Sample` -> `EncodedSample`, a pure function of one sample.
 //!
-//! The whole conversation is rendered once, each media placeholder becomes as many tokens as the
-//! image has merged patches (of a video: times and marks too), and the text is tokenised in one call: so tokens are those of
-//! inference. Offsets then say which tokens lie inside a target.
+//! The whole conversation is rendered once. Each media placeholder becomes as many tokens as the
+//! image has merged patches; a video also has timestamps and start and end tokens. The text is
+//! tokenised in one call, so the tokens are those of inference. Byte offsets decide which tokens
+//! lie inside a target.
 
+mod encoded_text;
 mod folder;
-mod measure;
+pub(in crate::data) mod measure;
 mod media;
 mod plain;
 mod positions;
@@ -16,10 +18,10 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
 
+use encoded_text::EncodedText;
 pub use folder::EncoderError;
 use folder::TextFolder;
-pub use measure::Measured;
-use media::{MediaReader, Shown, kinds};
+use media::{MediaReader, MediumGrid, kinds};
 pub use text_sample::TextSample;
 
 use crate::batch::{
@@ -27,7 +29,7 @@ use crate::batch::{
     SampleId,
 };
 use crate::data::encode::positions::position_ids;
-use crate::data::encode::truncate::{Cut, Outline, kept_tokens};
+use crate::data::encode::truncate::TruncationRule;
 use crate::data::media::image::{ImageConfig, ImageProcessor};
 use crate::data::media::video::{VideoConfig, VideoProcessor};
 use crate::data::row::Length;
@@ -42,15 +44,15 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`
-    /// (not for a text-only model, whose `config.json` has no `vision_config`),
-    /// `generation_config.json` if there, and the chat template from `chat_template.jinja`, else
-    /// `chat_template.json`, else `tokenizer_config.json`. Videos are read as the folder says.
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json` (not
+    /// for a text-only model, whose `config.json` has no `vision_config`), `generation_config.json` if
+    /// it exists, and the chat template from `chat_template.jinja`, `chat_template.json` or
+    /// `tokenizer_config.json`, in this order. Videos use the settings of the folder.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
         Self::with_video(folder, image, &VideoConfig::default())
     }
 
-    /// The same, with settings for videos that win over the folder's
+    /// [`Encoder::from_folder`] with settings for videos, which override
     /// `video_preprocessor_config.json`.
     pub fn with_video(
         folder: &Path,
@@ -66,31 +68,35 @@ impl Encoder {
         Ok(Self { text, media: MediaReader { images, videos } })
     }
 
-    /// Everything the model will see of `sample`.
+    /// Encodes a whole sample.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
         self.encode_cut(sample, None)
     }
 
-    /// [`Encoder::encode`] for what `cut` leaves of the sample.
+    /// Encodes a sample and truncates it by `cut`.
     pub fn encode_cut(
         &self,
         sample: &Sample,
-        cut: Option<Cut>,
+        cut: Option<TruncationRule>,
     ) -> Result<EncodedSample, SampleError> {
         self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
     }
 
-    /// The part of [`Encoder::encode_cut`] that needs no pixels: of media only headers are read.
-    pub fn prefetch(&self, sample: &Sample, cut: Option<Cut>) -> Result<TextSample, SampleError> {
+    /// The part of [`Encoder::encode_cut`] that needs no pixels. It reads only the headers of media.
+    pub fn prefetch(
+        &self,
+        sample: &Sample,
+        cut: Option<TruncationRule>,
+    ) -> Result<TextSample, SampleError> {
         let id = &sample.id;
         let (text, targets) = self.render_targets(sample)?;
-        let shown = self.media.look(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, targets, &shown)?.cut(id, cut)?;
+        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, targets, &grids)?.cut(id, cut)?;
         let without_pixels =
-            |medium: &Shown| Patches { pixel_values: Vec::new(), grid_thw: medium.grid() };
-        let length = self.length_of(tokens.input_ids.len(), shown.iter().map(Shown::grid));
-        let encoded = self.with_media(id, tokens, shown.iter().map(without_pixels).collect());
-        Ok(TextSample::new(encoded, length, shown, &sample.media))
+            |medium: &MediumGrid| Patches { pixel_values: Vec::new(), grid_thw: medium.grid() };
+        let length = self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid));
+        let encoded = self.with_media(id, tokens, grids.iter().map(without_pixels).collect());
+        Ok(TextSample::new(encoded, length, grids, &sample.media))
     }
 
     /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
@@ -102,18 +108,18 @@ impl Encoder {
         text: TextSample,
         read_media: impl FnOnce() -> Result<Vec<Medium>, SampleError>,
     ) -> Result<EncodedSample, SampleError> {
-        let TextSample { mut sample, shown, media, .. } = text;
+        let TextSample { mut sample, grids, media, .. } = text;
         let media = media.map_or_else(read_media, Ok)?;
         let (loaded, patches) = self.media.load(&sample.id, &media, &self.text.media)?;
-        if loaded != shown {
+        if loaded != grids {
             return Err(SampleError::MediaChanged { id: sample.id });
         }
         sample.media = patches;
         Ok(sample)
     }
 
-    /// The conversation before its last assistant turn, with that turn's header and no labels, and
-    /// the text of that turn. Later turns are left out.
+    /// Encodes the conversation before its last assistant turn, with the header of that turn and
+    /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
         self.check_texts(sample)?;
@@ -127,12 +133,12 @@ impl Encoder {
             .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(id, &text, media)?;
-        let (shown, media) = self.media.load(id, media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, Vec::new(), &shown)?;
+        let (grids, media) = self.media.load(id, media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, Vec::new(), &grids)?;
         Ok((self.with_media(id, tokens, media), answer))
     }
 
-    /// The rendered chat, each medium still one placeholder.
+    /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
         self.text
             .template
@@ -140,52 +146,52 @@ impl Encoder {
             .map_err(|cause| template_error(&sample.id, cause))
     }
 
-    /// Text of `ids` without special tokens.
+    /// Decodes `ids` without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.text.tokenizer.decode(ids)
     }
 
-    /// Text of `ids` with special tokens.
+    /// Decodes `ids` with special tokens.
     pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.text.tokenizer.decode_with_specials(ids)
     }
 
-    /// Tokens that end a generated text; at least one.
+    /// Tokens that end a generated text. There is at least one.
     pub fn stop_ids(&self) -> &[u32] {
         &self.text.stop_ids
     }
 
-    /// Token that fills padding.
+    /// Padding token.
     pub fn pad_id(&self) -> u32 {
         self.text.pad_id
     }
 
-    /// Rows of the embedding; every id is smaller.
+    /// Number of rows of the embedding. Every id is smaller.
     pub fn vocab_size(&self) -> usize {
         self.text.vocab_size
     }
 
-    /// Edge, in patches, of the square that becomes one vision token.
+    /// Side, in patches, of the square that is merged into one vision token.
     pub fn merge_size(&self) -> NonZeroU32 {
         NonZeroU32::new(self.media.images.merge_size()).unwrap_or(NonZeroU32::MIN)
     }
 
-    /// The image side.
+    /// The processor of images.
     pub fn image_processor(&self) -> &ImageProcessor {
         &self.media.images
     }
 
-    /// The video side.
+    /// The processor of videos.
     pub fn video_processor(&self) -> &VideoProcessor {
         &self.media.videos
     }
 
-    /// Whether a token stands for features of a video.
+    /// Whether the features of a video replace this token.
     pub fn is_video_token(&self, id: u32) -> bool {
         self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 
-    /// Rendered chat and its targets, after every check that needs no image.
+    /// The rendered chat and the byte ranges of its targets. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Vec<Range<usize>>), SampleError> {
         self.check_texts(sample)?;
         let chat = self
@@ -197,7 +203,7 @@ impl Encoder {
         Ok((chat.text, chat.targets))
     }
 
-    /// Media and their places agree, and no text pretends to be a medium.
+    /// Checks that there is one placeholder per medium, and that no text contains a media token.
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
         let id = &sample.id;
         if self.text.media.image.is_none() && !sample.media.is_empty() {
@@ -241,16 +247,16 @@ impl Encoder {
         Ok(())
     }
 
-    /// `targets` are bytes of `text`, which has one placeholder for each of `shown`.
+    /// `targets` are byte ranges of `text`, which has one placeholder for each of `grids`.
     fn tokenise(
         &self,
         id: &SampleId,
         text: &str,
         mut targets: Vec<Range<usize>>,
-        shown: &[Shown],
+        grids: &[MediumGrid],
     ) -> Result<EncodedText, SampleError> {
         let places = self.media.placeholders(text, &self.text.media).into_iter();
-        let texts = shown.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
         let (text, media) = expand(text, &places, &mut targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
@@ -260,7 +266,7 @@ impl Encoder {
             (0..ids.len() as u32) // [M]
                 .filter(|row| self.text.media.is_pad(ids[*row as usize]))
                 .collect();
-        let expected = shown.iter().map(|medium| self.media.num_tokens(medium)).sum();
+        let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
         if vision_rows.len() != expected {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
@@ -273,7 +279,7 @@ impl Encoder {
         })
     }
 
-    /// The size of a sample of `tokens` tokens and media of these grids.
+    /// The size of a sample with `tokens` tokens and media of these grids.
     fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
         let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
         self.length_of_patches(tokens, patches.sum())
@@ -293,43 +299,8 @@ impl Encoder {
     }
 }
 
-/// An [`EncodedSample`] that lacks its images.
-struct EncodedText {
-    input_ids: Vec<u32>,      // [T]
-    labels: Vec<i64>,         // [T]
-    vision_rows: Vec<u32>,    // [M]
-    spans: Vec<Range<usize>>, // one a medium, ascending: all tokens that stand for it
-}
-
-impl EncodedText {
-    /// What is left of a sample that has something to learn from.
-    fn cut(self, id: &SampleId, cut: Option<Cut>) -> Result<Self, SampleError> {
-        let outline = Outline::of(&self.labels, &self.spans);
-        let kept = measure::kept_text(id, &outline, cut)?;
-        if kept.len() == outline.text_tokens {
-            return Ok(self);
-        }
-        let Self { input_ids, labels, vision_rows, spans } = self;
-        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
-        let mut moved = Vec::with_capacity(vision_rows.len()); // all of them, as spans stay
-        let mut num_kept = 0;
-        for range in &ranges {
-            let inside = |row: &&u32| range.contains(&(**row as usize));
-            let shift = (range.start - num_kept) as u32;
-            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
-            num_kept += range.len();
-        }
-        Ok(Self {
-            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
-            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
-            vision_rows: moved,
-            spans: Vec::new(), // nobody asks any more
-        })
-    }
-}
-
-/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the marks right
-/// beside them.
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start and
+/// end token next to them.
 fn spans(
     ids: &[u32],
     offsets: &[(usize, usize)],
@@ -346,8 +317,8 @@ fn spans(
     media.iter().map(span).collect()
 }
 
-/// Puts a text into each of the `places` of `text`, which ascend, and moves `targets` along. With the
-/// bytes of each in the new text.
+/// Replaces each of the `places` of `text`, which ascend, by its new text, and shifts `targets`.
+/// Returns the text and the byte ranges of the replacements.
 fn expand(
     text: &str,
     places: &[(Range<usize>, String)],
@@ -355,7 +326,7 @@ fn expand(
 ) -> (String, Vec<Range<usize>>) {
     let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
     let mut out = String::with_capacity(text.len() + more);
-    let mut grown = vec![(0, 0)]; // (byte of text, bytes by which what follows has moved)
+    let mut grown = vec![(0, 0)]; // (byte of `text`, shift of the bytes after it)
     let mut put = Vec::with_capacity(places.len());
     let mut last = 0;
     for (place, with) in places {
@@ -376,9 +347,9 @@ fn expand(
     (out, put)
 }
 
-/// The id of each token that lies inside one of `targets` (ascending bytes), else `IGNORE_INDEX`;
-/// `[T]`. A token that only reaches into a target, such as newlines merged with those of the
-/// header, is part of the prompt.
+/// The id of each token inside one of `targets` (ascending byte ranges), `IGNORE_INDEX` for all
+/// others; `[T]`. A token that overlaps a target only partly, such as newlines merged with those of
+/// the header, belongs to the prompt.
 fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> Vec<i64> {
     let is_target = |start: usize, end: usize| {
         let candidate = targets.partition_point(|target| target.end < end);

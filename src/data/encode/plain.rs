@@ -1,15 +1,15 @@
-//! The encoder for plain text: no chat, no template, no images.
+//! Encoding of plain text, without template and images.
 
 use super::Encoder;
 use crate::batch::SampleId;
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::Tokens;
 
-/// What most byte-level tokenizers end a document with.
+/// The end-of-document token of most byte-level tokenizers.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
-    /// Ids and offsets of a text; `id` names it in errors.
+    /// Ids and offsets of a text. Errors name `id`.
     pub(in crate::data) fn encode_text(
         &self,
         id: &SampleId,
@@ -25,18 +25,18 @@ impl Encoder {
             .map_err(|error| SampleError::Tokenizer { id: id.clone(), problem: error.to_string() })
     }
 
-    /// Id of a token by its text.
+    /// Id of the token with this text.
     pub(in crate::data) fn token_id(&self, token: &str) -> Option<u32> {
         self.text.tokenizer.id(token)
     }
 
-    /// The token that ends a document unless the config names one: `<|endoftext|>` where the
-    /// tokenizer has it, else the first that ends a generated text.
+    /// The default token at the end of a document: `<|endoftext|>` if the tokenizer has it, else the
+    /// first stop token.
     pub(in crate::data) fn end_of_document(&self) -> u32 {
         self.token_id(END_OF_TEXT).unwrap_or(self.text.stop_ids[0])
     }
 
-    /// Hash of the tokenizer's file: the same text has the same ids where it is the same.
+    /// Hash of the tokenizer's file. If it is equal, equal texts have equal ids.
     pub(in crate::data) fn tokenizer_fingerprint(&self) -> [u8; 32] {
         self.text.tokenizer_fingerprint
     }

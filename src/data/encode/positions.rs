@@ -1,14 +1,14 @@
 //! Three-axis positions for interleaved M-RoPE.
 //!
-//! Text advances all axes by one. An image that starts at position `s` holds `t = s`, `h = s + row`
-//! and `w = s + column` on its merged grid; the text after it goes on at `s` plus the longer side.
-//! Each group of frames of a video is such an image: its time is in the text before it.
+//! Text advances all axes by one. An image that starts at position `s` has `t = s`, `h = s + row` and
+//! `w = s + column` on its merged grid; the text after it continues at `s` plus the longer side. Each
+//! group of frames of a video is placed like an image: its timestamp is in the text before it.
 //! Shapes: `T` tokens, `M` merged vision tokens.
 
 /// Temporal, height and width position of each token; `[T]`.
 ///
-/// `vision_rows` `[M]` ascends and holds, for each of `grids` (patches per axis, before merging),
-/// `t` runs of `h * w / merge_size^2` tokens.
+/// `vision_rows` `[M]` is ascending. For each of `grids` (patches per axis, before merging) it has `t`
+/// runs of `h * w / merge_size^2` tokens.
 pub(in crate::data) fn position_ids(
     num_tokens: usize,
     vision_rows: &[u32],
@@ -34,7 +34,7 @@ pub(in crate::data) fn position_ids(
     positions
 }
 
-/// Text up to row `end`.
+/// Appends text positions up to row `end`.
 fn push_text(positions: &mut Vec<[u32; 3]>, end: usize, next: &mut u32) {
     while positions.len() < end {
         positions.push([*next; 3]);

@@ -1,6 +1,6 @@
-//! An encoded sample that lacks its pixels.
+//! An encoded sample without its pixels.
 
-use super::media::Shown;
+use super::media::MediumGrid;
 use crate::batch::{EncodedSample, MediaRef, MediaSource, Medium, VideoRef};
 use crate::data::row::Length;
 
@@ -8,8 +8,8 @@ use crate::data::row::Length;
 #[derive(Debug, Clone, PartialEq)]
 pub struct TextSample {
     pub(super) sample: EncodedSample, // its media have grids and no `pixel_values`
-    pub(super) shown: Vec<Shown>,     // one a medium
-    pub(super) media: Option<Vec<Medium>>, // `None` if the row itself holds image bytes: too much to keep
+    pub(super) grids: Vec<MediumGrid>, // one per medium
+    pub(super) media: Option<Vec<Medium>>, // `None` if the row holds image bytes, which are too large to keep
     length: Length,
 }
 
@@ -17,11 +17,11 @@ impl TextSample {
     pub(super) fn new(
         sample: EncodedSample,
         length: Length,
-        shown: Vec<Shown>,
+        grids: Vec<MediumGrid>,
         media: &[Medium],
     ) -> Self {
         let is_small = !media.iter().any(|medium| images(medium).iter().any(is_inline));
-        Self { sample, shown, media: is_small.then(|| media.to_vec()), length }
+        Self { sample, grids, media: is_small.then(|| media.to_vec()), length }
     }
 
     /// The size of the sample with its pixels.
@@ -29,20 +29,25 @@ impl TextSample {
         self.length
     }
 
-    /// Memory in bytes, within some two hundred a medium.
+    /// Memory in bytes, counting 200 per medium.
     pub(in crate::data) fn bytes(&self) -> u64 {
         let media = self.media.iter().flatten();
         let images = media.map(|medium| 1 + images(medium).len() as u64).sum::<u64>();
         self.length.token_bytes() + 200 * images
     }
 
-    /// The whole sample if it has no media.
-    pub(in crate::data) fn into_complete(self) -> Result<EncodedSample, Self> {
-        if self.shown.is_empty() { Ok(self.sample) } else { Err(self) }
+    /// Whether it has no media, so that it is complete.
+    pub(in crate::data) fn is_complete(&self) -> bool {
+        self.grids.is_empty()
+    }
+
+    /// The sample, whose media have no pixels.
+    pub(in crate::data) fn into_sample(self) -> EncodedSample {
+        self.sample
     }
 }
 
-/// The images that the row names: of a video its frames, if it lists them.
+/// The images of a medium: itself, or the listed frames of a video.
 fn images(medium: &Medium) -> &[MediaRef] {
     match medium {
         Medium::Image(image) => std::slice::from_ref(image),

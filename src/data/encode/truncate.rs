@@ -1,57 +1,57 @@
-//! Cutting a sample down to `max_length` tokens without touching its media.
+//! Truncation of a sample to `max_length` tokens. Media are never truncated.
 //!
-//! A sample is a row of units: a *span* is everything that stands for one medium (its start mark, its
-//! visual tokens, its end mark, with videos also the timestamps), and every other token is a *text
-//! token* of its own. Spans always stay, whole and in their order; text tokens give way, from the end
-//! or from the beginning. What is decided here needs counts only, so the length of a sample that is
-//! not decoded and the tokens of one that is come from the same few lines.
+//! The tokens of a sample are divided into spans and text tokens. A *span* has all tokens of one
+//! medium: its start token, its visual tokens, its end token and, for videos, the timestamps. Every
+//! other token is a *text token*. Truncation keeps all spans and removes text tokens, from the end or
+//! from the beginning. The decision depends on counts only, so the length of a sample that is not
+//! decoded and the tokens of a decoded one are computed by the same code.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
 
 use crate::batch::IGNORE_INDEX;
 
-/// Which text tokens stay when a sample is too long.
+/// Which text tokens truncation keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Keep {
-    /// The first ones: `truncation: right`.
+pub enum KeptEnd {
+    /// The first tokens: `truncation: right`.
     Beginning,
-    /// The last ones: `truncation: left`.
+    /// The last tokens: `truncation: left`.
     End,
 }
 
-/// How samples are cut.
+/// The limit of a sample and the text tokens that stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
-    /// Upper bound on a sample, in tokens, spans included.
+pub struct TruncationRule {
+    /// Maximum length of a sample in tokens, spans included.
     pub max_length: NonZeroU32,
-    /// Which text tokens stay.
-    pub keep: Keep,
+    /// Which text tokens truncation keeps.
+    pub keep: KeptEnd,
 }
 
-/// Why a sample cannot be cut to the limit.
+/// The reason why a sample cannot be truncated to the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum CutError {
-    /// No room is left for text.
-    #[error("its media alone take {media_tokens} tokens, `max_length` is {max_length}")]
+pub enum TruncationError {
+    /// The media alone reach the limit.
+    #[error("its media have {media_tokens} tokens, the limit `max_length` is {max_length}")]
     Media {
-        /// Tokens of all spans.
+        /// Number of tokens of all spans.
         media_tokens: usize,
-        /// The limit.
+        /// Maximum length in tokens.
         max_length: NonZeroU32,
     },
-    /// All that is learned from was cut off.
-    #[error("cut from {num_tokens} to {max_length} tokens, it has no supervised token left")]
+    /// No supervised token is left.
+    #[error("truncated from {num_tokens} to {max_length} tokens, it has no supervised token")]
     NoTarget {
-        /// Length before the cut.
+        /// Length before truncation.
         num_tokens: usize,
-        /// The limit.
+        /// Maximum length in tokens.
         max_length: NonZeroU32,
     },
 }
 
-impl CutError {
-    /// Short key, for counting rejected rows by reason.
+impl TruncationError {
+    /// Short key under which rejected rows are counted.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Media { .. } => "media_exceed_max_length",
@@ -59,7 +59,7 @@ impl CutError {
         }
     }
 
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Media { .. } => {
@@ -72,25 +72,26 @@ impl CutError {
     }
 }
 
-/// A sample in counts: all that decides how it is cut. Indices count text tokens only.
+/// The token counts of a sample, which decide its truncation. Indices count text tokens only.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Outline {
-    /// Tokens outside of all spans.
+pub struct TokenCounts {
+    /// Number of tokens outside of all spans.
     pub text_tokens: usize,
-    /// Tokens of all spans.
+    /// Number of tokens of all spans.
     pub media_tokens: usize,
-    /// Text tokens before the first span; `text_tokens` without a span.
+    /// Number of text tokens before the first span; `text_tokens` without a span.
     pub text_before_media: usize,
-    /// Supervised targets: the first token of a sample is none.
+    /// Number of supervised targets. The first token of a sample is not a target.
     pub num_targets: usize,
-    /// The first and the last target; `None` without one, or if one lies inside a span and so always stays.
+    /// Indices of the first and the last target. `None` without a target, or if a span has one, since
+    /// truncation keeps spans.
     pub ends: Option<(usize, usize)>,
 }
 
-impl Outline {
-    /// Counts `labels` (`[T]`); `spans` are the token ranges of the media, ascending and apart.
+impl TokenCounts {
+    /// Counts `labels` (`[T]`). `spans` are the token ranges of the media, ascending and disjoint.
     pub fn of(labels: &[i64], spans: &[Range<usize>]) -> Self {
-        let mut outline = Self::default();
+        let mut token_counts = Self::default();
         let mut ends: Option<(usize, usize)> = None;
         let mut span_has_target = false;
         let mut rest = spans.iter().peekable();
@@ -100,30 +101,30 @@ impl Outline {
             }
             let in_span = rest.peek().is_some_and(|span| span.contains(&token));
             if token > 0 && *label != IGNORE_INDEX {
-                outline.num_targets += 1;
+                token_counts.num_targets += 1;
                 span_has_target |= in_span;
                 if !in_span {
-                    let first = ends.map_or(outline.text_tokens, |ends| ends.0);
-                    ends = Some((first, outline.text_tokens));
+                    let first = ends.map_or(token_counts.text_tokens, |ends| ends.0);
+                    ends = Some((first, token_counts.text_tokens));
                 }
             }
             if in_span {
-                if outline.media_tokens == 0 {
-                    outline.text_before_media = outline.text_tokens;
+                if token_counts.media_tokens == 0 {
+                    token_counts.text_before_media = token_counts.text_tokens;
                 }
-                outline.media_tokens += 1;
+                token_counts.media_tokens += 1;
             } else {
-                outline.text_tokens += 1;
+                token_counts.text_tokens += 1;
             }
         }
-        if outline.media_tokens == 0 {
-            outline.text_before_media = outline.text_tokens;
+        if token_counts.media_tokens == 0 {
+            token_counts.text_before_media = token_counts.text_tokens;
         }
-        outline.ends = ends.filter(|_| !span_has_target);
-        outline
+        token_counts.ends = ends.filter(|_| !span_has_target);
+        token_counts
     }
 
-    /// A text of `num_tokens` tokens, all of them targets but the first.
+    /// The counts of a text of `num_tokens` tokens. All but the first are targets.
     pub fn of_text(num_tokens: usize) -> Self {
         Self {
             text_tokens: num_tokens,
@@ -134,15 +135,15 @@ impl Outline {
         }
     }
 
-    /// Tokens before any cut.
+    /// Number of tokens before truncation.
     pub fn num_tokens(&self) -> usize {
         self.text_tokens + self.media_tokens
     }
 
-    /// The text tokens that stay under `cut`; all of them in a sample that is not too long.
-    pub fn kept_text(&self, cut: Option<Cut>) -> Result<Range<usize>, CutError> {
+    /// The text tokens that `cut` keeps: all of them if the sample is not too long.
+    pub fn kept_text(&self, cut: Option<TruncationRule>) -> Result<Range<usize>, TruncationError> {
         let num_tokens = self.num_tokens();
-        let Some(Cut { max_length, keep }) =
+        let Some(TruncationRule { max_length, keep }) =
             cut.filter(|cut| num_tokens > cut.max_length.get() as usize)
         else {
             return Ok(0..self.text_tokens);
@@ -150,24 +151,28 @@ impl Outline {
         let media_tokens = self.media_tokens;
         let room = (max_length.get() as usize).saturating_sub(media_tokens);
         if room == 0 {
-            return Err(CutError::Media { media_tokens, max_length });
+            return Err(TruncationError::Media { media_tokens, max_length });
         }
         let kept = match keep {
-            Keep::Beginning => 0..room,
-            Keep::End => self.text_tokens - room..self.text_tokens,
+            KeptEnd::Beginning => 0..room,
+            KeptEnd::End => self.text_tokens - room..self.text_tokens,
         };
-        // the token that a sample begins with predicts nothing and is predicted by nothing
+        // the first token of a sample is never a target
         let leads = kept.start < self.text_before_media;
         let has_target = self.ends.is_none_or(|(first, last)| match keep {
-            Keep::Beginning => first < kept.end,
-            Keep::End => last >= kept.start + usize::from(leads),
+            KeptEnd::Beginning => first < kept.end,
+            KeptEnd::End => last >= kept.start + usize::from(leads),
         });
-        if has_target { Ok(kept) } else { Err(CutError::NoTarget { num_tokens, max_length }) }
+        if has_target {
+            Ok(kept)
+        } else {
+            Err(TruncationError::NoTarget { num_tokens, max_length })
+        }
     }
 }
 
-/// Which of `num_tokens` tokens stay when `kept` is what [`Outline::kept_text`] says; ascending ranges
-/// that lie apart.
+/// The tokens, of `num_tokens`, that stay if [`TokenCounts::kept_text`] returned `kept`: ascending,
+/// disjoint ranges.
 pub(in crate::data) fn kept_tokens(
     num_tokens: usize,
     spans: &[Range<usize>],
@@ -179,10 +184,10 @@ pub(in crate::data) fn kept_tokens(
         Some(last) if last.end == range.start => last.end = range.end,
         _ => ranges.push(range),
     };
-    let (mut token, mut text) = (0, 0); // the next token, and text tokens before it
+    let (mut token, mut text) = (0, 0); // the next token, and the number of text tokens before it
     let end = num_tokens..num_tokens;
     for span in spans.iter().chain([&end]) {
-        // tokens token..span.start are the text tokens text..text + their number
+        // tokens token..span.start are text tokens from index `text` on
         let tokens = span.start - token;
         let first = kept.start.clamp(text, text + tokens) - text;
         let last = kept.end.clamp(text, text + tokens) - text;
@@ -193,22 +198,22 @@ pub(in crate::data) fn kept_tokens(
     ranges
 }
 
-/// Tokens that a cut took from one place of a sample, for showing it.
+/// Tokens that truncation removed from one place of a sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Dropped {
-    /// Tokens of what is left that stand before them.
+pub struct DroppedTokens {
+    /// Number of kept tokens before them.
     pub before: usize,
-    /// The tokens, never none.
+    /// The tokens; never empty.
     pub ids: Vec<u32>,
 }
 
-/// What lies between the ranges of `ids` that stay, in order; the ranges ascend and lie apart.
-pub(in crate::data) fn dropped(ids: &[u32], kept: &[Range<usize>]) -> Vec<Dropped> {
+/// The parts of `ids` between the `kept` ranges, which are ascending and disjoint.
+pub(in crate::data) fn dropped(ids: &[u32], kept: &[Range<usize>]) -> Vec<DroppedTokens> {
     let mut all = Vec::new();
-    let (mut end, mut before) = (0, 0); // of the range before, and tokens that stay up to it
+    let (mut end, mut before) = (0, 0); // end of the previous range, and the number of kept tokens up to it
     for range in kept.iter().chain([&(ids.len()..ids.len())]) {
         if end < range.start {
-            all.push(Dropped { before, ids: ids[end..range.start].to_vec() });
+            all.push(DroppedTokens { before, ids: ids[end..range.start].to_vec() });
         }
         (end, before) = (range.end, before + range.len());
     }
@@ -221,11 +226,11 @@ mod tests {
 
     use super::*;
 
-    fn cut(max_length: u32, keep: Keep) -> Cut {
-        Cut { max_length: NonZeroU32::new(max_length).unwrap(), keep }
+    fn cut(max_length: u32, keep: KeptEnd) -> TruncationRule {
+        TruncationRule { max_length: NonZeroU32::new(max_length).unwrap(), keep }
     }
 
-    /// A sample as a word: `t` text, `T` supervised text, `[mm]` a medium, `M` a supervised token of one.
+    /// A sample as a word: `t` text, `T` supervised text, `[mm]` a medium, `M` a supervised token in it.
     fn sample(word: &str) -> (Vec<i64>, Vec<Range<usize>>) {
         let mut spans: Vec<Range<usize>> = Vec::new();
         let mut labels = Vec::new();
@@ -241,11 +246,12 @@ mod tests {
         (labels, spans)
     }
 
-    /// What is left of the word, or the reason why nothing is.
-    fn cut_word(word: &str, cut: Cut) -> Result<String, &'static str> {
+    /// The truncated word, or the reason of the rejection.
+    fn cut_word(word: &str, cut: TruncationRule) -> Result<String, &'static str> {
         let (labels, spans) = sample(word);
-        let kept =
-            Outline::of(&labels, &spans).kept_text(Some(cut)).map_err(|error| error.reason())?;
+        let kept = TokenCounts::of(&labels, &spans)
+            .kept_text(Some(cut))
+            .map_err(|error| error.reason())?;
         let ranges = kept_tokens(labels.len(), &spans, &kept);
         Ok(ranges.into_iter().map(|range| &word[range]).collect())
     }
@@ -254,12 +260,12 @@ mod tests {
     fn text_gives_way_and_media_stay() {
         let word = "abc[mm]deFG[m]hI";
         for (max_length, keep, left) in [
-            (16, Keep::Beginning, "abc[mm]deFG[m]hI"),
-            (14, Keep::Beginning, "abc[mm]deFG[m]"),
-            (13, Keep::Beginning, "abc[mm]deF[m]"),
-            (15, Keep::End, "bc[mm]deFG[m]hI"),
-            (11, Keep::End, "[mm]FG[m]hI"),
-            (8, Keep::End, "[mm][m]I"),
+            (16, KeptEnd::Beginning, "abc[mm]deFG[m]hI"),
+            (14, KeptEnd::Beginning, "abc[mm]deFG[m]"),
+            (13, KeptEnd::Beginning, "abc[mm]deF[m]"),
+            (15, KeptEnd::End, "bc[mm]deFG[m]hI"),
+            (11, KeptEnd::End, "[mm]FG[m]hI"),
+            (8, KeptEnd::End, "[mm][m]I"),
         ] {
             assert_eq!(cut_word(word, cut(max_length, keep)).as_deref(), Ok(left), "{max_length}");
         }
@@ -268,20 +274,20 @@ mod tests {
     #[test]
     fn media_that_fill_the_limit_and_cuts_without_a_target_are_refused() {
         let word = "abc[mm]deFG[m]hI";
-        for keep in [Keep::Beginning, Keep::End] {
+        for keep in [KeptEnd::Beginning, KeptEnd::End] {
             for max_length in [1, 6, 7] {
                 let refused = cut_word(word, cut(max_length, keep));
                 assert_eq!(refused, Err("media_exceed_max_length"));
             }
         }
-        assert_eq!(cut_word(word, cut(12, Keep::Beginning)), Err("no_target_after_truncation"));
-        assert_eq!(cut_word("abCd", cut(1, Keep::End)), Err("no_target_after_truncation"));
-        // the first token of what is left is no target, unless a medium stands before it
-        assert_eq!(cut_word("abC", cut(1, Keep::End)), Err("no_target_after_truncation"));
-        assert_eq!(cut_word("[m]abC", cut(4, Keep::End)).as_deref(), Ok("[m]C"));
-        assert_eq!(cut_word("ab[m]C", cut(4, Keep::End)).as_deref(), Ok("[m]C"));
-        // .. and a target inside of a medium always stays
-        assert_eq!(cut_word("ab[M]c", cut(4, Keep::End)).as_deref(), Ok("[M]c"));
+        assert_eq!(cut_word(word, cut(12, KeptEnd::Beginning)), Err("no_target_after_truncation"));
+        assert_eq!(cut_word("abCd", cut(1, KeptEnd::End)), Err("no_target_after_truncation"));
+        // the first kept token is no target, unless a medium precedes it
+        assert_eq!(cut_word("abC", cut(1, KeptEnd::End)), Err("no_target_after_truncation"));
+        assert_eq!(cut_word("[m]abC", cut(4, KeptEnd::End)).as_deref(), Ok("[m]C"));
+        assert_eq!(cut_word("ab[m]C", cut(4, KeptEnd::End)).as_deref(), Ok("[m]C"));
+        // a target inside of a medium always stays
+        assert_eq!(cut_word("ab[M]c", cut(4, KeptEnd::End)).as_deref(), Ok("[M]c"));
     }
 
     fn any_word() -> impl Strategy<Value = String> {
@@ -300,16 +306,16 @@ mod tests {
         fn a_cut_sample_has_the_limit_all_its_media_and_a_target(
             word in any_word(), max_length in 1u32..60, end in any::<bool>()
         ) {
-            let keep = if end { Keep::End } else { Keep::Beginning };
+            let keep = if end { KeptEnd::End } else { KeptEnd::Beginning };
             let (labels, spans) = sample(&word);
-            let outline = Outline::of(&labels, &spans);
+            let token_counts = TokenCounts::of(&labels, &spans);
             let (cut, spans_of_word) = (cut(max_length, keep), spans.clone());
-            prop_assert_eq!(outline.num_tokens(), word.len());
+            prop_assert_eq!(token_counts.num_tokens(), word.len());
             let targets = |word: &str| word.chars().skip(1).filter(|c| c.is_uppercase()).count();
-            prop_assert_eq!(outline.num_targets, targets(&word));
-            prop_assume!(outline.num_targets > 0);
+            prop_assert_eq!(token_counts.num_targets, targets(&word));
+            prop_assume!(token_counts.num_targets > 0);
             let media: String = spans.iter().map(|span| &word[span.clone()]).collect();
-            // written another way: drop one text token after the other
+            // another way to compute it: remove one text token after the other
             let mut letters: Vec<(char, bool)> = Vec::new();
             for (at, letter) in word.chars().enumerate() {
                 letters.push((letter, spans.iter().any(|span| span.contains(&at))));
@@ -329,9 +335,9 @@ mod tests {
                     let (_, spans) = sample(&left);
                     let kept: String = spans.iter().map(|span| &left[span.clone()]).collect();
                     prop_assert_eq!(kept, media);
-                    // what was dropped, set back to its places, makes the whole again
+                    // the removed tokens, put back, give the whole sample
                     let ids: Vec<u32> = word.chars().map(u32::from).collect();
-                    let text = outline.kept_text(Some(cut)).unwrap();
+                    let text = token_counts.kept_text(Some(cut)).unwrap();
                     let ranges = kept_tokens(ids.len(), &spans_of_word, &text);
                     let mut whole: Vec<u32> = left.chars().map(u32::from).collect();
                     for gap in dropped(&ids, &ranges).into_iter().rev() {

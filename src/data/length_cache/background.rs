@@ -1,4 +1,4 @@
-//! Length caches beside a run that need not wait for them: the next start has them.
+//! Updates length caches in the background of a run, for the next start.
 
 use crate::data::{CacheError, CacheWork, LengthCache};
 use crate::data::{DataSet, JsonlRows};
@@ -11,57 +11,61 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-/// How long the end of a run waits for the row that is being measured. What is lost then is a batch of
-/// rows: the file is whole at any time.
+/// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most a
+/// batch of rows is measured again; the cache file is always complete.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Caches being brought up to date on one thread of low priority, until they are or this is dropped.
+/// Updates caches on one thread of low priority, until they are complete or this is dropped.
 ///
-/// Nothing in the run depends on it; a failure is one warning.
+/// The run does not depend on it. A failure is logged as one warning.
 #[derive(Debug)]
-pub struct CachesBeside {
+pub struct BackgroundCacheWriter {
     stop: Arc<AtomicBool>,
-    ended: Receiver<()>, // closed when the thread is done
+    ended: Receiver<()>, // closed when the thread ends
 }
 
-impl CachesBeside {
-    /// Begins with the caches of `rows` in `folder`.
+impl BackgroundCacheWriter {
+    /// Starts to update the caches of `rows` in `folder`.
     pub fn start(rows: Arc<JsonlRows>, folder: PathBuf) -> Self {
         let (sender, ended) = channel();
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let work = move || {
             let _open_until_the_end: Sender<()> = sender;
-            yield_to_others();
+            set_lowest_priority();
             let go_on = || !stopped.load(Relaxed);
-            // a panic has been logged with its row
+            // a panic is logged with its row
             match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
                 Ok(Ok(Some(CacheWork { measured, reused }))) => {
                     tracing::info!(measured, reused, folder = %folder.display(), "length cache complete: the next start uses it");
                 }
-                Ok(Ok(None)) => tracing::debug!("the length cache goes on in the next run"),
-                Ok(Err(error)) => {
-                    tracing::warn!("there is no length cache: {}", chain(&error));
+                Ok(Ok(None)) => {
+                    tracing::debug!("the length cache is incomplete: the next run continues it");
                 }
-                Err(_) => tracing::warn!("there is no length cache: measuring failed"),
+                Ok(Err(error)) => {
+                    tracing::warn!("cannot update the length cache: {}", chain(&error));
+                }
+                Err(_) => {
+                    tracing::warn!("cannot update the length cache: measuring a row panicked");
+                }
             }
         };
         if let Err(error) = thread::Builder::new().name("cache".to_owned()).spawn(work) {
-            tracing::warn!(%error, "there is no length cache");
+            tracing::warn!(%error, "cannot update the length cache");
         }
         Self { stop, ended }
     }
 }
 
-impl Drop for CachesBeside {
+impl Drop for BackgroundCacheWriter {
     fn drop(&mut self) {
         self.stop.store(true, Relaxed);
-        // whether it ended or not: the process may end at any time
+        // after the timeout the process may end at any time
         let _ = self.ended.recv_timeout(PATIENCE);
     }
 }
 
-/// The error and its causes.
+/// The messages of the error and its causes.
 fn chain(error: &dyn Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {}", chain(cause)),
@@ -69,7 +73,7 @@ fn chain(error: &dyn Error) -> String {
     }
 }
 
-/// `None` if not all are up to date: told to stop, or another process writes one.
+/// `None` if it was cancelled, or if another process is writing a cache.
 fn update(
     rows: &JsonlRows,
     folder: &Path,
@@ -90,15 +94,15 @@ fn update(
     Ok(work)
 }
 
-/// This thread and those it starts run when no other wants to.
+/// Gives this thread, and those that it starts, the lowest priority.
 #[cfg(target_os = "linux")]
-fn yield_to_others() {
-    // elsewhere it would be the whole process; refused, it is a thread like any other
+fn set_lowest_priority() {
+    // on other systems this would affect the whole process; if it fails, the priority is normal
     let _ = rustix::process::nice(19);
 }
 
 #[cfg(not(target_os = "linux"))]
-fn yield_to_others() {}
+fn set_lowest_priority() {}
 
 #[cfg(test)]
 mod tests {
@@ -126,8 +130,8 @@ mod tests {
     fn the_caches_are_made_and_there_for_the_next_start() {
         let folder = tempfile::tempdir().unwrap();
         let (rows, caches) = (rows(folder.path(), 100), folder.path().join("cache"));
-        let beside = CachesBeside::start(rows.clone(), caches.clone());
-        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
+        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
         assert!(CachedRows::exist(&rows, &caches));
         let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
         assert_eq!(work, CacheWork { measured: 0, reused: 100 });
@@ -137,14 +141,14 @@ mod tests {
     fn the_end_of_a_run_does_not_wait_for_them_and_the_next_goes_on() {
         let folder = tempfile::tempdir().unwrap();
         let (rows, caches) = (rows(folder.path(), 100_000), folder.path().join("cache"));
-        let beside = CachesBeside::start(rows.clone(), caches.clone());
+        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
         let has_begun = || std::fs::read_dir(&caches).is_ok_and(|files| files.count() > 0);
         while !has_begun() {
             thread::sleep(Duration::from_millis(1));
         }
         let begin = Instant::now();
-        drop(beside);
-        // either it heard of the stop, or the end of the run did not wait for it
+        drop(writer);
+        // either it was cancelled in time, or the end of the run did not wait for it
         assert!(begin.elapsed() < 2 * PATIENCE);
         let is_done = CachedRows::exist(&rows, &caches);
         let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
@@ -156,7 +160,8 @@ mod tests {
     fn a_folder_that_cannot_be_written_fails_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let rows = rows(folder.path(), 3);
-        let beside = CachesBeside::start(rows.clone(), rows.sets()[0].path().join("cache"));
-        assert!(beside.ended.recv_timeout(Duration::from_mins(1)).is_err());
+        let writer =
+            BackgroundCacheWriter::start(rows.clone(), rows.sets()[0].path().join("cache"));
+        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Making the cache, and making it again where rows or images have changed.
+//! Builds the cache, and updates it for rows and images that have changed.
 
 use std::io;
 use std::path::Path;
@@ -14,45 +14,48 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 use rustix::process::{Resource, getrlimit};
 
 use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place, Writer};
-use super::measure::{Batch, Done, Known, LookedAt, Measurer, lengths};
+use super::measure::{Batch, Checked, Done, Known, Measurer, lengths};
 use super::rows::{Lengths, Rows};
 use super::stamps::Stamps;
 use super::table::LengthCache;
-use crate::data::encode::{Encoder, Measured};
+use crate::data::encode::Encoder;
+use crate::data::encode::measure::Measured;
 use crate::data::source::JsonlFile;
 
-/// Batches that may wait to be written.
+/// Maximum number of batches that wait to be written.
 const WAITING: usize = 2;
-/// Most of the time of an image that was not read lately is waiting for the disk.
+/// Number of threads per core: reading an image that is not in the page cache mostly waits for the
+/// disk.
 const THREADS_A_CORE: usize = 8;
-/// More threads than this make no disk faster.
+/// Maximum number of threads. More do not make a disk faster.
 const MOST_THREADS: usize = 256;
-/// Each thread has an image or a folder open, and the rest of the process has files open too.
+/// Number of permitted open files per thread: a thread has an image and a folder open, and the rest
+/// of the process needs files too.
 const OPEN_FILES_A_THREAD: u64 = 4;
-/// Batches of an older cache whose images are looked at together: no core waits for the last of each.
+/// Number of batches whose images are checked together, so that cores do not wait at the end of each.
 const TOGETHER: usize = 8;
 
-/// What [`LengthCache::update`] had to do.
+/// The work of a [`LengthCache::update`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheWork {
-    /// Rows that were read and measured.
+    /// Number of rows that were read and measured.
     pub measured: u64,
-    /// Rows that were known.
+    /// Number of rows that were taken from the cache.
     pub reused: u64,
 }
 
 impl LengthCache {
-    /// Whether `folder` has a cache of `file`, up to date or not.
+    /// Whether `folder` has a cache, possibly outdated, of `file`.
     pub fn exists(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> bool {
         Place::of(file, encoder, folder).path.is_file()
     }
 
-    /// Brings the cache of `file` in `folder` up to date, on all cores, and loads it. `progress` is told
-    /// how many rows are done.
+    /// Updates the cache of `file` in `folder` on all cores and loads it. `progress` receives the number
+    /// of finished rows.
     ///
-    /// Killed in between, it goes on where it was. Only rows that are new, have changed, or have an image
-    /// that has changed or could not be used are measured. In a folder that cannot be written a cache that
-    /// is complete is used as it is.
+    /// If the process is killed, the next update continues. Only rows that are new or changed, or that
+    /// have a changed or unusable image, are measured. A complete cache in a folder without write
+    /// permission is used as it is.
     pub fn update(
         file: &JsonlFile,
         encoder: &Encoder,
@@ -72,8 +75,9 @@ impl LengthCache {
         .run(&|| true, progress)
     }
 
-    /// The same where it takes no long time; `None` if there is no cache of these very rows, if another
-    /// process writes it, or if more than `most` rows would have to be measured: these are then not lost.
+    /// [`LengthCache::update`] if it is quick. `None` if there is no cache of exactly these rows, if
+    /// another process is writing it, or if more than `most` rows must be measured. The rows measured
+    /// until then are kept.
     pub fn update_if_quick(
         file: &JsonlFile,
         encoder: &Encoder,
@@ -92,10 +96,10 @@ impl LengthCache {
         Ok((cache.len() == file.len()).then_some((cache, work)))
     }
 
-    /// The same on one thread beside other work, for as long as `should_go_on` says. `None` if it ended
-    /// before all rows were done; the next time goes on from there.
+    /// [`LengthCache::update`] on one thread, while `should_go_on` returns true. `None` if it ended before
+    /// all rows were done; the next update continues.
     ///
-    /// It leaves the cache to any other process that writes it or waits for it.
+    /// It ends if another process writes the cache or waits for it.
     pub fn update_beside(
         file: &JsonlFile,
         encoder: &Encoder,
@@ -112,7 +116,7 @@ impl LengthCache {
     }
 }
 
-/// For all cores.
+/// Number of threads of a foreground update.
 fn num_threads() -> usize {
     most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
 }
@@ -122,7 +126,7 @@ fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
     (THREADS_A_CORE * cores).min(MOST_THREADS).min(files).max(1)
 }
 
-/// As many as the system grants, up to `num`.
+/// A pool of `num` threads, or of fewer if the system does not permit so many.
 fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
     loop {
         let threads = ThreadPoolBuilder::new().num_threads(num);
@@ -133,19 +137,19 @@ fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
     }
 }
 
-/// One pass over the rows of a file, under the lock of its cache.
+/// A pass over the rows of a file, under the lock of its cache.
 struct Pass<'a> {
     place: &'a Place,
     lock: &'a Lock,
     file: &'a JsonlFile,
     encoder: &'a Encoder,
     num_threads: usize,
-    /// Rows that may be measured.
+    /// Maximum number of rows to measure.
     most: usize,
 }
 
 impl Pass<'_> {
-    /// The cache has fewer rows than the file if it was told to stop.
+    /// The result has fewer rows than the file if the pass was cancelled.
     fn run(
         &self,
         should_go_on: &(dyn Fn() -> bool + Sync),
@@ -158,7 +162,7 @@ impl Pass<'_> {
         let footer = Footer::of(file, limits);
         let (old_footer, old) = place.read().unzip();
         let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
-        // of the same rows in the same places, or rows that may be anywhere
+        // a cache of the same rows in the same positions, or of rows in other positions
         let is_same = old_footer.as_ref().is_some_and(|old| old.fits(file));
         let (same, other) = if is_same { (old, None) } else { (None, old) };
         let known = other.into_iter().flatten().chain(place.read_partial(lock)).collect();
@@ -167,7 +171,7 @@ impl Pass<'_> {
             lock,
             file,
             lengths: &|measured| lengths(encoder, measured),
-            // a file that is all the same need not be written again, and one that cannot be written is enough
+            // an unchanged cache is not written again, nor one without write permission
             always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
         };
         let measurer = Measurer {
@@ -186,7 +190,7 @@ impl Pass<'_> {
     }
 }
 
-/// What becomes of the batches.
+/// Receives the batches.
 struct Output<'a> {
     place: &'a Place,
     lock: &'a Lock,
@@ -196,7 +200,7 @@ struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// Loads the batches and writes them: all of them, or none if nothing is new.
+    /// Loads the batches, and writes all of them if one is new.
     fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<LengthCache, CacheError> {
         let mut writer = None;
         let mut table = LengthCache::with_capacity(self.place.path.clone(), self.file.len());
@@ -216,7 +220,7 @@ impl Output<'_> {
             }
             table.push(&rows);
         }
-        // fewer rows than there are: it was stopped, and what is written can be gone on from
+        // with fewer rows the pass was cancelled: the next one continues from the written batches
         if table.len() == self.file.len() {
             match writer {
                 Some(_) if self.file.has_changed() => {
@@ -224,13 +228,13 @@ impl Output<'_> {
                     return Err(CacheError::DataChanged { path });
                 }
                 Some(writer) => writer.finish(footer)?,
-                None => self.place.forget_partial(self.lock),
+                None => self.place.remove_partial(self.lock),
             }
         }
         Ok(table)
     }
 
-    /// A file with the first `num_kept` rows of the one before.
+    /// Creates a file with the first `num_kept` rows of the previous one.
     fn begin(&self, num_kept: usize) -> Result<Writer, CacheError> {
         self.lock.may_write(self.place)?;
         let mut writer = Writer::create(self.place)?;
@@ -246,7 +250,7 @@ impl Output<'_> {
     }
 }
 
-/// Measures what `same`, a cache of the same rows, does not tell.
+/// Measures the rows that are not in `same`, a cache of the same rows.
 fn measure(
     measurer: &Measurer<'_>,
     threads: &ThreadPool,
@@ -276,35 +280,32 @@ fn measure(
         'all: for firsts in firsts.chunks(TOGETHER) {
             let with_old = |first: &usize| {
                 let rows = *first..(first + BATCH_ROWS).min(num_rows);
-                // none behind the place where the cache is damaged, which has been warned of
+                // `None` after the position of a damage, which has been logged
                 let old = old_receiver.recv().ok().filter(|old| measurer.is_of(old, &rows));
                 (rows, old)
             };
             let parts: Vec<_> = firsts.iter().map(with_old).collect();
-            let look_at = |(rows, old): (_, Option<Rows>)| match old {
-                Some(old) => measurer.look_at(old).map(|old| (rows, Some(old))),
+            let check_images = |(rows, old): (_, Option<Rows>)| match old {
+                Some(old) => measurer.check_images(old).map(|old| (rows, Some(old))),
                 None => Some((rows, None)),
             };
             let parts: Option<Vec<_>> =
-                threads.install(|| parts.into_par_iter().map(look_at).collect());
-            let Some(parts) = parts else { break }; // told to stop
-            for (rows, looked_at) in parts {
-                let Done { batch, measured, rows: num_done } =
-                    threads.install(|| match looked_at {
-                        Some(LookedAt::Current(old)) => {
-                            Done { rows: old.len(), batch: Batch::Kept(Box::new(old)), measured: 0 }
-                        }
-                        Some(LookedAt::Stale(old, stale)) => {
-                            measurer.refresh(rows.start, old, &stale)
-                        }
-                        None => measurer.look_up_all(rows.clone()),
-                    });
+                threads.install(|| parts.into_par_iter().map(check_images).collect());
+            let Some(parts) = parts else { break }; // cancelled
+            for (rows, checked) in parts {
+                let Done { batch, measured, rows: num_done } = threads.install(|| match checked {
+                    Some(Checked::Current(old)) => {
+                        Done { rows: old.len(), batch: Batch::Kept(Box::new(old)), measured: 0 }
+                    }
+                    Some(Checked::Stale(old, stale)) => measurer.refresh(rows.start, old, &stale),
+                    None => measurer.look_up_rows(rows.clone()),
+                });
                 work.measured += measured as u64;
                 work.reused += (num_done - measured) as u64;
                 let is_stopped = num_done < rows.len();
                 let is_empty = matches!(&batch, Batch::New(entries) if entries.is_empty());
                 if !is_empty && sender.send(batch).is_err() || is_stopped {
-                    break 'all; // a writer that has failed says why below
+                    break 'all; // the error of a failed writer is returned below
                 }
                 progress(rows.end as u64);
             }
@@ -349,7 +350,7 @@ mod tests {
         assert_eq!(most_threads(128, Some(3)), 1);
     }
 
-    /// Rows that are kept would be missing in the file.
+    /// The kept rows would be missing in the new file.
     #[test]
     fn a_cache_whose_kept_rows_are_gone_is_not_written() {
         let folder = tempfile::tempdir().unwrap();

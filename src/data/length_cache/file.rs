@@ -1,10 +1,14 @@
-//! The cache on disk: names, reading, writing, and what a kill leaves behind.
+//! The cache on disk: names, locks, reading and writing.
 //!
-//! Files of a data set `train.jsonl` in the cache folder: `train-<key>.arrow`, whole or absent;
-//! `.train-<key>.arrow.tmp`, being written; `.train-<key>.arrow.partial`, what a killed process had
-//! written; `.train-<key>.arrow.lock`, held while writing; `.train-<key>.arrow.wanted`, locked while another
-//! process waits for that. All but the first may be removed at any time
-//! when nothing runs, the first costs its making again.
+//! The cache folder has these files for a data set `train.jsonl`:
+//!
+//! - `train-<key>.arrow`: the cache, always complete
+//! - `.train-<key>.arrow.tmp`: a cache being written
+//! - `.train-<key>.arrow.partial`: the batches that a killed process wrote
+//! - `.train-<key>.arrow.lock`: locked while a process writes
+//! - `.train-<key>.arrow.wanted`: locked while another process waits for that lock
+//!
+//! The hidden files may be removed when no process uses the folder.
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
@@ -23,63 +27,63 @@ use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::encode::Encoder;
 use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
 
-/// Version of the layout and of how rows are measured.
+/// Version of the file layout and of the measurement.
 const VERSION: u32 = 1;
-/// Rows of each batch of a file but its last.
+/// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
-/// Buffers begin at multiples of this, and so does the first message: behind the format's magic.
+/// Alignment of buffers in bytes, and offset of the first message after the magic number.
 const ALIGNMENT: usize = 64;
-/// Key of our own metadata in the footer.
+/// Key of the metadata in the footer.
 const METADATA: &str = "trainer";
 
-/// Why the cache of a data file cannot be made.
+/// The reason why a length cache cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
-    /// The system refused.
+    /// A file cannot be written.
     #[error("cannot write the length cache `{}`", .path.display())]
     Write {
         /// A file in the cache folder, or the folder.
         path: PathBuf,
-        /// What it said.
+        /// The underlying error.
         source: io::Error,
     },
-    /// The format's writer refused; most often the disk is full.
+    /// The Arrow writer failed, most often because the disk is full.
     #[error("cannot write the length cache `{}`", .path.display())]
     Format {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it said.
+        /// The underlying error.
         source: ArrowError,
     },
-    /// The process may open no more files, or has no memory: no fault of a row.
+    /// The process has too many open files, or no memory. The rows may be valid.
     #[error("cannot measure all rows: the process lacks open files or memory")]
     Exhausted {
-        /// The row at which it showed.
+        /// The error of the row at which it was found.
         source: Box<SampleError>,
     },
-    /// The cache before is not there any more, or cannot be read any more.
+    /// The previous cache cannot be read any more.
     #[error("cannot read the length cache `{}` again", .path.display())]
     Lost {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The data file is not what it was when it was opened.
+    /// The data file was changed while it was measured.
     #[error("`{}` was written to while its rows were measured", .path.display())]
     DataChanged {
-        /// As the config names it.
+        /// The path in the config.
         path: PathBuf,
     },
 }
 
 impl CacheError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Write { .. } | Self::Format { .. } => {
                 "check free space and permissions, or set `data.cache_dir` to another folder"
             }
             Self::Exhausted { .. } => "raise the limit of open files (`ulimit -n`), or free memory",
-            Self::Lost { .. } => "run it again: what is lost is measured anew",
+            Self::Lost { .. } => "run it again: the missing rows are measured again",
             Self::DataChanged { .. } => {
                 "run it again when the file is complete: known rows are not measured again"
             }
@@ -95,17 +99,17 @@ impl CacheError {
     }
 }
 
-/// What the footer says about the data file and the limits.
+/// The data file and the limits of a cache, in its footer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Footer {
-    /// For people.
+    /// For users who read the file.
     data_file: String,
     rows: u64,
     bytes: u64,
     sha256: [u8; 32],
-    /// With it the data file need not be read to tell that it is the same.
+    /// If it matches, the data file is unchanged and is not read.
     stamp: Option<Stamp>,
-    /// Under which `length` and `visual_tokens` were computed.
+    /// The limits of the columns `length` and `visual_tokens`.
     pub(super) limits: String,
 }
 
@@ -121,25 +125,25 @@ impl Footer {
         }
     }
 
-    /// Whether its rows are those of `file`.
+    /// Whether the cache has the rows of `file`.
     pub(super) fn fits(&self, file: &JsonlFile) -> bool {
         self.sha256 == file.fingerprint() && self.rows == file.len() as u64
     }
 }
 
-/// Where the cache of one data file is.
+/// The path of the cache of a data file.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     pub(super) path: PathBuf,
 }
 
 impl Place {
-    /// The name holds a hash of the data file's place, of where its images are, and of `text_key`.
+    /// The name has a hash of the paths of the data file and of its images, and of `text_key`.
     pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);
         for path in [data, image_root] {
-            // a path that cannot be resolved cannot be read either
+            // if it cannot be resolved, reading the file fails too
             let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
             let name = path.as_os_str().as_encoded_bytes();
             key.update((name.len() as u64).to_le_bytes());
@@ -151,7 +155,7 @@ impl Place {
         Self { path: folder.join(name) }
     }
 
-    /// Of the cache of `file` in `folder`.
+    /// The path of the cache of `file` in `folder`.
     pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
         Self::new(folder, file.path(), file.image_root(), encoder.text_key())
     }
@@ -163,8 +167,8 @@ impl Place {
         self.path.with_file_name(name)
     }
 
-    /// Creates the folder, and waits for any other process that writes this cache. A process that writes
-    /// it beside a run releases it as soon as another one waits.
+    /// Creates the folder and waits for other processes that write this cache. A background update ends
+    /// as soon as another process waits.
     pub(super) fn lock(&self) -> Result<Lock, CacheError> {
         if let Some(lock) = self.try_lock()? {
             return Ok(lock);
@@ -174,11 +178,11 @@ impl Place {
         let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
         let path = self.beside(".lock");
         let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
-        drop(waiting); // without it this process only waits for longer
+        drop(waiting); // if this failed, the process only waits longer
         file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
     }
 
-    /// Creates the folder; `None` if another process writes this cache.
+    /// Creates the folder. `None` if another process writes this cache.
     pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
@@ -192,13 +196,13 @@ impl Place {
         file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
-    /// The cache, if there is a whole one; one that cannot be read counts as none.
+    /// Opens the cache. `None` if it does not exist or cannot be read.
     pub(super) fn read(&self) -> Option<(Footer, Batches)> {
         let (footer, reader) = self.or_warn(self.open(None))?;
         Some((footer, Batches { place: self.clone(), reader }))
     }
 
-    /// The index of the data file that bears `stamp`, if the cache knows it.
+    /// The index of the data file, if the cache has one for `stamp`.
     pub(super) fn index(&self, stamp: &Stamp) -> Option<LineIndex> {
         let read = || {
             let Some((footer, reader)) = self.open(Some(INDEX_COLUMNS.to_vec()))? else {
@@ -221,21 +225,21 @@ impl Place {
         self.or_warn(read())
     }
 
-    /// What killed processes have left, as far as it is whole: the newer rows last.
+    /// The complete batches of killed processes, the newer ones last.
     pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
         let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
         let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
         let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
         if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
-            // of the two the longer one outlives the next kill; refused, work is lost and nothing else
+            // keep the longer of the two; if this fails, its rows are measured again
             let _ = fs::rename(&temporary, &partial);
         }
         found.extend(newer);
         found
     }
 
-    /// Drops what killed processes have left: the cache has all of it.
-    pub(super) fn forget_partial(&self, lock: &Lock) {
+    /// Removes the files of killed processes. The cache has all of their rows.
+    pub(super) fn remove_partial(&self, lock: &Lock) {
         if lock.may_write(self).is_ok() {
             for ending in LEFT_BEHIND {
                 let _ = fs::remove_file(self.beside(ending));
@@ -258,26 +262,26 @@ impl Place {
     fn or_warn<T>(&self, result: Result<Option<T>, ArrowError>) -> Option<T> {
         result.unwrap_or_else(|error| {
             let path = self.path.display();
-            tracing::warn!(%path, %error, "the length cache cannot be read: it is made anew");
+            tracing::warn!(%path, %error, "cannot read the length cache: building it again");
             None
         })
     }
 }
 
-/// Endings of what a kill leaves behind, the older one first.
+/// Suffixes of the files of killed processes, the older one first.
 const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
 
-/// The right to a cache, until it is dropped.
+/// The lock of a cache. Drop releases it.
 #[derive(Debug)]
 pub(super) enum Lock {
-    /// Nobody else writes it.
+    /// No other process writes the cache.
     Held { _file: File },
-    /// This process may not write it, and why; it may read it, for what is there is whole.
+    /// The folder has no write permission; the reason. The cache can be read, since it is complete.
     ReadOnly(io::ErrorKind),
 }
 
 impl Lock {
-    /// `None` if another process holds it.
+    /// `None` if another process has the lock.
     fn of(file: io::Result<File>) -> io::Result<Option<Self>> {
         use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
         match file {
@@ -286,7 +290,7 @@ impl Lock {
             }
             file => {
                 let file = file?;
-                // Some network file systems know no locks: any other answer is a yes.
+                // Some network file systems do not support locks: other errors are ignored.
                 let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
                 Ok((!is_taken).then_some(Self::Held { _file: file }))
             }
@@ -303,7 +307,7 @@ impl Lock {
 
 type Reader = FileReader<BufReader<File>>;
 
-/// The rows of a cache, as far as they can be read.
+/// The batches of a cache, up to the first that cannot be read.
 pub(super) struct Batches {
     place: Place,
     reader: Reader,
@@ -318,7 +322,7 @@ impl Iterator for Batches {
     }
 }
 
-/// The batches at the beginning of a file whose writer was killed.
+/// The complete batches of a file whose writer was killed.
 fn read_stream(path: &Path) -> Vec<Rows> {
     let Ok(mut file) = File::open(path) else { return Vec::new() };
     if file.seek(SeekFrom::Start(ALIGNMENT as u64)).is_err() {
@@ -330,7 +334,7 @@ fn read_stream(path: &Path) -> Vec<Rows> {
     reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()
 }
 
-/// A cache on its way to disk.
+/// Writes a cache.
 pub(super) struct Writer {
     place: Place,
     temporary: PathBuf,
@@ -350,7 +354,7 @@ impl Writer {
         Ok(Self { place: place.clone(), temporary, file })
     }
 
-    /// After it a kill no longer costs these rows.
+    /// Writes a batch. It is kept if the process is killed afterwards.
     pub(super) fn write(&mut self, rows: &Rows) -> Result<(), CacheError> {
         let mut write = || {
             self.file.write(&rows.to_batch()?)?;
@@ -359,7 +363,7 @@ impl Writer {
         write().map_err(CacheError::format(&self.temporary))
     }
 
-    /// Puts the whole file in the place of an older one.
+    /// Completes the file and replaces the previous cache.
     pub(super) fn finish(self, footer: &Footer) -> Result<(), CacheError> {
         let Self { place, temporary, mut file } = self;
         let text = serde_json::to_string(footer).expect("plain values");
@@ -377,7 +381,7 @@ impl Writer {
             File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
         };
         sync().map_err(CacheError::write(&temporary))?;
-        // all of it is in the new file
+        // the new file has all of its rows
         let _ = fs::remove_file(place.beside(".partial"));
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Measuring rows, and telling which need none.
+//! Measures rows, and finds out which need no measurement.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -18,12 +18,13 @@ use super::file::CacheError;
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
 use super::stamps::{Stamps, Walk};
 use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
-use crate::data::encode::{Encoder, Measured};
+use crate::data::encode::Encoder;
+use crate::data::encode::measure::Measured;
 use crate::data::media::video::VideoError;
 use crate::data::row::Rejection;
 use crate::data::source::{ImageStamp, JsonlFile, SampleError};
 
-/// Rows whose images are looked at one after another.
+/// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;
 
 /// Rows by the hash of their bytes.
@@ -33,7 +34,7 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Of two rows with the same bytes the later one counts.
+    /// Of two rows with the same bytes, the later one is used.
     pub(super) fn new(batches: Vec<Rows>) -> Self {
         let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
         for (batch, rows) in (0..).zip(&batches) {
@@ -48,32 +49,32 @@ impl Known {
     }
 }
 
-/// A batch on its way into the cache.
+/// A batch to be written.
 pub(super) enum Batch {
-    /// One of the cache before, with the lengths of today.
+    /// A batch of the previous cache, with lengths under the current limits.
     Kept(Box<Rows>),
-    /// One with new entries.
+    /// A batch with new entries.
     New(Vec<Entry>),
 }
 
-/// What became of a batch.
+/// The result of a batch.
 pub(super) struct Done {
     pub(super) batch: Batch,
-    /// Rows that had to be measured.
+    /// Number of measured rows.
     pub(super) measured: usize,
-    /// Rows that are done, fewer than the batch has if told to stop; it is then of what is new, wherever.
+    /// Number of finished rows. If cancelled, it is smaller and `batch` has only the new rows.
     pub(super) rows: usize,
 }
 
-/// A batch of the cache before, its images looked at.
-pub(super) enum LookedAt {
-    /// Nothing has changed; the lengths are those of today's limits.
+/// A batch of the previous cache whose images have been checked.
+pub(super) enum Checked {
+    /// Unchanged; with lengths under the current limits.
     Current(Rows),
-    /// These rows are to be measured again.
+    /// The listed rows must be measured again.
     Stale(Rows, Vec<usize>),
 }
 
-/// Measures rows of a file.
+/// Measures the rows of a file.
 pub(super) struct Measurer<'a> {
     pub(super) file: &'a JsonlFile,
     pub(super) encoder: &'a Encoder,
@@ -81,24 +82,24 @@ pub(super) struct Measurer<'a> {
     pub(super) same_limits: bool,
     pub(super) known: Known,
     pub(super) should_go_on: &'a (dyn Fn() -> bool + Sync),
-    /// Rows that may still be measured.
+    /// Number of rows that may still be measured.
     pub(super) left: AtomicUsize,
-    /// Whether it was told to stop, or has to.
+    /// Whether the pass was cancelled or must end.
     pub(super) is_stopped: AtomicBool,
-    /// Why nothing more can be read.
+    /// Set when the process lacks open files or memory.
     pub(super) exhausted: OnceLock<CacheError>,
 }
 
 pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
-    let outline = encoder.outline(measured.text, &measured.sizes);
-    let images = outline.media_tokens - measured.text.media_tokens;
+    let token_counts = encoder.token_counts(measured.text, &measured.sizes);
+    let images = token_counts.media_tokens - measured.text.media_tokens;
     let merge = encoder.merge_size().get().pow(2);
     let visual_tokens = images + (measured.video_patches / merge) as usize;
-    Lengths { tokens: outline.num_tokens(), visual_tokens }
+    Lengths { tokens: token_counts.num_tokens(), visual_tokens }
 }
 
 impl Measurer<'_> {
-    /// Once it does not, it never does again.
+    /// Whether to continue. Once false, it stays false.
     fn goes_on(&self) -> bool {
         let goes_on = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
         if !goes_on {
@@ -107,7 +108,7 @@ impl Measurer<'_> {
         goes_on
     }
 
-    /// Whether `old` is of these rows of the file: a damaged cache may lack a batch.
+    /// Whether `old` has these rows of the file. A damaged cache may lack a batch.
     pub(super) fn is_of(&self, old: &Rows, rows: &Range<usize>) -> bool {
         let (first, last) = (rows.start, rows.end - 1);
         let is_at = |at: usize, row: usize| {
@@ -117,8 +118,8 @@ impl Measurer<'_> {
         old.len() == rows.len() && is_at(0, first) && is_at(last - first, last)
     }
 
-    /// `None` if told to stop.
-    pub(super) fn look_at(&self, old: Rows) -> Option<LookedAt> {
+    /// Checks the images of a batch. `None` if cancelled.
+    pub(super) fn check_images(&self, old: Rows) -> Option<Checked> {
         let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
         let stale = parts.map(|part| {
             let first = part * ROWS_A_WALK;
@@ -129,18 +130,18 @@ impl Measurer<'_> {
         });
         let stale = stale.collect::<Option<Vec<Vec<usize>>>>()?.concat();
         Some(if stale.is_empty() {
-            LookedAt::Current(self.today(old))
+            Checked::Current(self.with_current_lengths(old))
         } else {
-            LookedAt::Stale(old, stale)
+            Checked::Stale(old, stale)
         })
     }
 
-    /// Known rows with the lengths of today.
-    fn today(&self, rows: Rows) -> Rows {
+    /// The rows with lengths under the current limits.
+    fn with_current_lengths(&self, rows: Rows) -> Rows {
         if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
     }
 
-    /// A batch of the same rows as before, from row `first` of the file, with the `stale` ones anew.
+    /// Measures the `stale` rows of a batch, which begins at row `first` of the file.
     pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Done {
         let look_up = |row: &usize| Some((*row, self.look_up(first + row)?));
         let anew: Vec<Option<(usize, (Entry, bool))>> = stale.par_iter().map(look_up).collect();
@@ -156,7 +157,7 @@ impl Measurer<'_> {
         }
         let rows = old.len();
         let batch = if new.is_empty() {
-            Batch::Kept(Box::new(self.today(old)))
+            Batch::Kept(Box::new(self.with_current_lengths(old)))
         } else {
             let mut entries: Vec<Entry> = (0..rows).map(|row| old.entry(row)).collect();
             for (row, entry) in new {
@@ -167,8 +168,8 @@ impl Measurer<'_> {
         Done { batch, measured, rows }
     }
 
-    /// Rows that may be known, from wherever.
-    pub(super) fn look_up_all(&self, rows: Range<usize>) -> Done {
+    /// Rows that the previous cache may have in other positions.
+    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Done {
         let found: Vec<_> = rows.into_par_iter().map(|row| self.look_up(row)).collect();
         let found: Vec<(Entry, bool)> = found.into_iter().flatten().collect();
         let measured = found.iter().filter(|(_, measured)| *measured).count();
@@ -177,7 +178,7 @@ impl Measurer<'_> {
         Done { batch, measured, rows }
     }
 
-    /// A row that may be known, and whether it had to be measured; `None` if told to stop.
+    /// The entry of a row, and whether it was measured. `None` if cancelled.
     fn look_up(&self, row: usize) -> Option<(Entry, bool)> {
         if !self.goes_on() {
             return None;
@@ -197,7 +198,7 @@ impl Measurer<'_> {
         Some((Entry { line, offset, hash, outcome: self.outcome(row, bytes)? }, true))
     }
 
-    /// `None` if the fault is not the row's.
+    /// `None` if the process lacks open files or memory.
     fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Option<Outcome> {
         let measure = |bytes: Vec<u8>| {
             let sample = self.file.parse(row, &bytes)?;
@@ -222,7 +223,7 @@ impl Measurer<'_> {
     }
 }
 
-/// Whether the process had too many open files or too little memory: the row may be in order.
+/// Whether the process had too many open files or too little memory. The row may be valid.
 fn is_exhausted(error: &SampleError) -> bool {
     let cause: &(dyn Error + 'static) = match error {
         SampleError::Read { cause, .. } => cause,
@@ -236,8 +237,8 @@ fn is_exhausted(error: &SampleError) -> bool {
         .any(is_exhausted)
 }
 
-/// Whether measuring would find the same. A row that was rejected for its images may have been
-/// repaired without a change of its text.
+/// Whether measuring again would give the same result. A row that was rejected for its media may be
+/// valid now although its text is unchanged.
 fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
         return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
@@ -252,8 +253,8 @@ fn rejected(error: SampleError) -> Outcome {
     Outcome::Rejected { reason, message }
 }
 
-/// The files of images, and those of videos, before their headers are read: a change in between shows
-/// the next time.
+/// The files of images and of videos. Call this before the headers are read, so that the next pass
+/// finds a change in between.
 fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
     let file = |root: &Path, path: &Path| {
         let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };

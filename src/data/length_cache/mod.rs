@@ -1,10 +1,10 @@
-//! The length cache: what each row of a data file is before any limit, so that lengths, packs and
-//! schedules are known without reading the rows again.
+//! The length cache: the size of each row of a data file before any limit. Lengths, packs and
+//! schedules are computed from it without reading the rows again.
 //!
-//! It holds a row's tokens without the visual ones, what of them is supervised, and the sizes of its
-//! images. Limits on pixels and tokens are arithmetic on that. A row is known by the hash of its
-//! bytes, an image by size and modification time of its file, and the whole by the tokenizer, the chat
-//! template and the places of the files.
+//! It stores the number of a row's tokens without visual ones, which of them are supervised, and the
+//! sizes of its images. The lengths under limits on pixels and tokens follow by arithmetic. A row is
+//! identified by the hash of its bytes, an image by the size and modification time of its file, and
+//! the cache by the tokenizer, the chat template and the paths of the files.
 
 pub(in crate::data) mod background;
 mod build;
@@ -25,7 +25,7 @@ pub use table::LengthCache;
 use crate::data::encode::Encoder;
 use crate::data::source::{JsonlFile, SourceError, Stamp};
 
-/// Opens a data file; one that the cache in `folder` knows and that has not changed is not scanned.
+/// Opens a data file. It is not scanned if the cache in `folder` has its index and it is unchanged.
 pub fn open_indexed(
     path: &Path,
     image_root: Option<&Path>,

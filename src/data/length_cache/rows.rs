@@ -1,5 +1,4 @@
-//! Rows of the cache in the columns of Arrow: what a user reads with pandas or polars, and what the
-//! program reads itself.
+//! The rows of the cache as Arrow columns, for the program and for users of pandas or polars.
 
 use std::sync::Arc;
 
@@ -13,14 +12,14 @@ use arrow_array::{
 };
 use arrow_schema::{ArrowError, DataType, Field, Fields, Schema};
 
-use crate::data::encode::Measured;
-use crate::data::encode::truncate::Outline;
+use crate::data::encode::measure::Measured;
+use crate::data::encode::truncate::TokenCounts;
 use crate::data::source::ImageStamp;
 
-/// Bytes of a row's content hash.
+/// Number of bytes of a row's hash.
 pub(super) const HASH_BYTES: usize = 16;
 
-/// What is known of a row.
+/// A row of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) line: u64,
@@ -29,23 +28,23 @@ pub(super) struct Entry {
     pub(super) outcome: Outcome,
 }
 
-/// What came of measuring a row.
+/// The result of measuring a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It can be encoded, as far as headers tell.
+    /// The row can be encoded, unless its pixels are broken.
     Measured {
-        /// Its counts.
+        /// Its counts and image sizes.
         measured: Measured,
-        /// The file of each image; none of those in data URIs.
+        /// The file of each image; `None` for a data URI.
         images: Vec<Option<ImageFile>>,
-        /// The files of its videos: frames, or the video itself.
+        /// The files of its videos, or of their frames.
         videos: Vec<ImageFile>,
     },
-    /// It cannot.
+    /// The row is rejected.
     Rejected {
         /// The key under which it is counted.
         reason: String,
-        /// What is wrong, without file and line.
+        /// The message without file and line.
         message: String,
     },
 }
@@ -53,20 +52,20 @@ pub(super) enum Outcome {
 /// The file of an image, a frame or a video.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ImageFile {
-    /// As the row writes it.
+    /// The path in the row.
     pub(super) path: String,
     pub(super) stamp: ImageStamp,
 }
 
-/// Lengths under the limits of today, for readers of the file.
+/// Lengths under the current limits, for users who read the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lengths {
     pub(super) tokens: usize,
     pub(super) visual_tokens: usize,
 }
 
-/// Sides of the files of videos in the list of images.
-const NO_PICTURE: [u32; 2] = [0, 0];
+/// Sides of video files and frames in the list of images.
+const NO_SIZE: [u32; 2] = [0, 0];
 
 fn image_fields() -> Fields {
     Fields::from(vec![
@@ -78,7 +77,7 @@ fn image_fields() -> Fields {
     ])
 }
 
-/// The columns of the file.
+/// The schema of the file.
 pub(super) fn schema() -> Schema {
     let image = Field::new("image", DataType::Struct(image_fields()), false);
     Schema::new(vec![
@@ -100,10 +99,10 @@ pub(super) fn schema() -> Schema {
     ])
 }
 
-/// Columns that alone say where the rows of the data file begin.
+/// The columns with the positions of the rows in the data file.
 pub(super) const INDEX_COLUMNS: [usize; 2] = [0, 1];
 
-/// Some rows, column by column.
+/// A batch of rows, by columns.
 #[derive(Debug, Clone)]
 pub(super) struct Rows {
     pub(super) line: UInt64Array,
@@ -128,7 +127,7 @@ pub(super) struct Rows {
     reject_message: StringArray,
 }
 
-/// A column by its name; Arrow's own error if it is missing or of another type.
+/// The column with this name; an Arrow error if it is missing or has another type.
 pub(super) fn column<A: Array + Clone + 'static>(
     batch: &RecordBatch,
     name: &str,
@@ -146,7 +145,7 @@ fn typed<A: Array + Clone + 'static>(
 }
 
 impl Rows {
-    /// From a batch of the file.
+    /// Reads a record batch.
     pub(super) fn from_batch(batch: &RecordBatch) -> Result<Self, ArrowError> {
         let images: ListArray = column(batch, "images")?;
         let structs = images.values().as_any().downcast_ref::<StructArray>();
@@ -176,7 +175,7 @@ impl Rows {
         })
     }
 
-    /// From entries, and the lengths of those that are measured.
+    /// Builds a batch from entries; `lengths` computes those of measured rows.
     pub(super) fn from_entries(
         entries: &[Entry],
         lengths: impl Fn(&Measured) -> Lengths,
@@ -208,7 +207,7 @@ impl Rows {
                         append_image(images.values(), *size, file.as_ref());
                     }
                     for file in videos {
-                        append_image(images.values(), NO_PICTURE, Some(file));
+                        append_image(images.values(), NO_SIZE, Some(file));
                     }
                     video_patches.append_value(measured.video_patches);
                     reason.append_null();
@@ -219,7 +218,7 @@ impl Rows {
                     reason.append_value(key);
                     message.append_value(words);
                     video_patches.append_value(0);
-                    (Outline::default(), None)
+                    (TokenCounts::default(), None)
                 }
             };
             images.append(true);
@@ -252,7 +251,7 @@ impl Rows {
         Self::from_batch(&RecordBatch::try_new(Arc::new(schema()), columns)?)
     }
 
-    /// As a batch of the file.
+    /// The record batch to write.
     pub(super) fn to_batch(&self) -> Result<RecordBatch, ArrowError> {
         let columns: [&dyn Array; 15] = [
             &self.line,
@@ -301,25 +300,25 @@ impl Rows {
         is_rejected.then(|| (self.reject_reason.value(row), self.reject_message.value(row)))
     }
 
-    /// What the row is, or reason and message of its rejection.
+    /// The measurement of a row, or reason and message of its rejection.
     pub(super) fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
         if let Some(rejected) = self.rejected(row) {
             return Err(rejected);
         }
         let count = |column: &UInt32Array| column.value(row) as usize;
         let is_known = self.first_target.is_valid(row) && self.last_target.is_valid(row);
-        let text = Outline {
+        let text = TokenCounts {
             text_tokens: count(&self.text_tokens),
             media_tokens: count(&self.mark_tokens),
             text_before_media: count(&self.text_before_media),
             num_targets: count(&self.supervised_tokens),
             ends: is_known.then(|| (count(&self.first_target), count(&self.last_target))),
         };
-        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| *size != NO_PICTURE);
+        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| *size != NO_SIZE);
         Ok(Measured { text, sizes: sizes.collect(), video_patches: self.video_patches.value(row) })
     }
 
-    /// The files of the row's media.
+    /// The files of a row's media.
     pub(super) fn files(&self, row: usize) -> impl Iterator<Item = (&str, ImageStamp)> {
         self.images(row).filter_map(|at| self.image_file(at))
     }
@@ -333,7 +332,7 @@ impl Rows {
         self.file.is_valid(at).then(|| (self.file.value(at), stamp))
     }
 
-    /// The whole row.
+    /// The entry of a row.
     pub(super) fn entry(&self, row: usize) -> Entry {
         let outcome = match self.measured(row) {
             Err((reason, message)) => {
@@ -393,7 +392,7 @@ mod tests {
             |(counts, ends, (images, videos), video_patches)| {
                 let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
                 let text =
-                    Outline { text_tokens, media_tokens, text_before_media, num_targets, ends };
+                    TokenCounts { text_tokens, media_tokens, text_before_media, num_targets, ends };
                 let (sizes, images) = images.into_iter().unzip();
                 let measured = Measured { text, sizes, video_patches };
                 Outcome::Measured { measured, images, videos }

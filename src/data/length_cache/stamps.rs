@@ -1,8 +1,8 @@
-//! How the files of images look from outside: asking is most of what an unchanged row costs.
+//! Size and modification time of image files. For an unchanged row, `stat` takes most of the time.
 //!
-//! The system resolves a path part by part, so it is asked relative to the folder of all images, and for
-//! images of one folder after one another relative to that. The answer is that of the whole path: links,
-//! `..` and absolute paths are followed by the system.
+//! The system resolves a path component by component. So `stat` is called relative to the folder of
+//! all images, and for consecutive images of one folder relative to that. The result is the same as for
+//! the whole path: the system follows links, `..` and absolute paths.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -11,36 +11,36 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, statat};
 
 use crate::data::source::ImageStamp;
 
-/// Stamps of the images of one data set, during one pass over its rows.
+/// Reads the stamps of the images of a data set, during one pass over its rows.
 pub(super) struct Stamps<'a> {
     root: &'a Path,
-    opened: Option<OwnedFd>, // `root`; without it whole paths are asked for
+    opened: Option<OwnedFd>, // `root`; if `None`, whole paths are used
 }
 
 impl<'a> Stamps<'a> {
-    /// Of images whose relative paths start from `root`.
+    /// Relative paths of images start from `root`.
     pub(super) fn new(root: &'a Path) -> Self {
         Self { root, opened: openat(CWD, root, FOLDER, Mode::empty()).ok() }
     }
 
-    /// To look at the images of rows that follow one another.
+    /// Starts a walk over consecutive rows.
     pub(super) fn walk(&self) -> Walk<'_> {
         Walk { stamps: self, folder: String::new(), opened: Opened::NotYet }
     }
 }
 
-/// Looks at images one after another. It holds a folder open, so it should be short.
+/// Reads stamps one after another. It keeps a folder open, so it should be short.
 pub(super) struct Walk<'a> {
     stamps: &'a Stamps<'a>,
-    folder: String, // of the last image, with its `/`, as the row writes it
+    folder: String, // of the previous image, with its `/`, as in the row
     opened: Opened,
 }
 
-/// The folder of the last image.
+/// The folder of the previous image.
 enum Opened {
-    /// One image is not worth the opening.
+    /// Only one image of the folder so far, which does not justify opening it.
     NotYet,
-    /// It may be searched, but not listed.
+    /// The folder cannot be opened; its files may still be readable.
     Refused,
     Open(OwnedFd),
 }
@@ -48,7 +48,7 @@ enum Opened {
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 impl Walk<'_> {
-    /// Of an image as a row writes it, links followed; `None` if it cannot be looked at.
+    /// The stamp of an image, given the path in the row. `None` if `stat` fails.
     pub(super) fn stamp(&mut self, path: &str) -> Option<ImageStamp> {
         let (folder, name) = path.split_at(path.rfind('/').map_or(0, |slash| slash + 1));
         let stat = match &self.stamps.opened {
@@ -61,7 +61,7 @@ impl Walk<'_> {
         stat.ok().map(|stat| ImageStamp::from(&stat))
     }
 
-    /// `folder`, open, if the last image was in it too.
+    /// The open `folder`, if the previous image was in it too.
     fn folder(&mut self, root: &OwnedFd, folder: &str) -> Option<&OwnedFd> {
         if folder != self.folder {
             folder.clone_into(&mut self.folder);
@@ -95,7 +95,7 @@ mod tests {
         File::create(path).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
-    /// `folder/root` with images, and links in it to what lies beside it.
+    /// `folder/root` with images, and links to files outside of it.
     fn images(folder: &Path) -> std::path::PathBuf {
         let root = folder.join("root");
         for inner in ["root/a/b", "beside"] {
@@ -155,7 +155,7 @@ mod tests {
                 stamps.opened = None;
             }
             let mut walk = stamps.walk();
-            // each next to each: the folder of the one before must not show
+            // all pairs: the folder of the previous path must not matter
             for path in
                 paths.iter().flat_map(|one| paths.iter().flat_map(move |two| [one, two, two]))
             {

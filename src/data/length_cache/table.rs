@@ -1,12 +1,13 @@
-//! Lengths in memory: some 40 bytes a row, so that a cache of millions of rows is no burden.
+//! The lengths in memory: about 40 bytes per row.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::rows::Rows;
 use crate::batch::SampleId;
-use crate::data::encode::truncate::{Cut, Outline};
-use crate::data::encode::{Encoder, Measured};
+use crate::data::encode::Encoder;
+use crate::data::encode::measure::Measured;
+use crate::data::encode::truncate::{TokenCounts, TruncationRule};
 use crate::data::row::{Length, Rejection};
 use crate::data::source::SampleError;
 
@@ -16,10 +17,10 @@ pub struct LengthCache {
     path: PathBuf,
     counts: Vec<Counts>,                         // [rows]
     sizes: Vec<[u32; 2]>,                        // of all images, in the order of the rows
-    rejected: BTreeMap<usize, (String, String)>, // reason and message without its place
+    rejected: BTreeMap<usize, (String, String)>, // reason and message without file and line
 }
 
-/// An [`Outline`] of a file: counts that fit into 32 bits.
+/// The [`TokenCounts`] of a row in 32 bits each.
 #[derive(Debug, Clone, Copy)]
 struct Counts {
     text_tokens: u32,
@@ -27,14 +28,14 @@ struct Counts {
     text_before_media: u32,
     num_targets: u32,
     video_patches: u32,
-    ends: [u32; 2], // of no target: NONE
+    ends: [u32; 2], // `NONE` without a target
     sizes_end: u32,
 }
 
 const NONE: u32 = u32::MAX;
 
 impl LengthCache {
-    /// For so many rows, to be pushed batch by batch.
+    /// An empty table with capacity for `rows` rows.
     pub(super) fn with_capacity(path: PathBuf, rows: usize) -> Self {
         let (sizes, rejected) = (Vec::new(), BTreeMap::new());
         Self { path, counts: Vec::with_capacity(rows), sizes, rejected }
@@ -63,28 +64,28 @@ impl LengthCache {
         }
     }
 
-    /// The file on disk.
+    /// Path of the cache file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.counts.len()
     }
 
-    /// True without rows.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.counts.is_empty()
     }
 
-    /// The size of row `row < len()` under the limits of `encoder` and `cut`, or why it has none. `id`
-    /// names the row.
+    /// The size of row `row < len()` under the limits of `encoder` and `cut`, or its rejection. `id`
+    /// returns its file and line.
     pub fn length(
         &self,
         row: usize,
         encoder: &Encoder,
-        cut: Option<Cut>,
+        cut: Option<TruncationRule>,
         id: impl FnOnce() -> SampleId,
     ) -> Result<Length, Rejection> {
         if let Some((reason, message)) = self.rejected.get(&row) {
@@ -94,22 +95,22 @@ impl LengthCache {
         let (text, sizes) = self.measured(row);
         let video_patches = self.counts[row].video_patches;
         let length = encoder.length_under(text, sizes, video_patches, cut);
-        length.map_err(|cause| SampleError::Cut { id: id(), cause }.into())
+        length.map_err(|cause| SampleError::Truncation { id: id(), cause }.into())
     }
 
-    /// The counts of row `row < len()` before any cut, if it can be encoded.
-    pub fn outline(&self, row: usize, encoder: &Encoder) -> Option<Outline> {
+    /// The counts of row `row < len()` before truncation; `None` if it is rejected.
+    pub fn token_counts(&self, row: usize, encoder: &Encoder) -> Option<TokenCounts> {
         if self.rejected.contains_key(&row) {
             return None;
         }
         let (text, sizes) = self.measured(row);
-        Some(encoder.outline(text, sizes))
+        Some(encoder.token_counts(text, sizes))
     }
 
-    fn measured(&self, row: usize) -> (Outline, &[[u32; 2]]) {
+    fn measured(&self, row: usize) -> (TokenCounts, &[[u32; 2]]) {
         let Counts { ends, sizes_end, .. } = self.counts[row];
         let first = row.checked_sub(1).map_or(0, |before| self.counts[before].sizes_end as usize);
-        let text = Outline {
+        let text = TokenCounts {
             text_tokens: self.counts[row].text_tokens as usize,
             media_tokens: self.counts[row].mark_tokens as usize,
             text_before_media: self.counts[row].text_before_media as usize,

@@ -1,22 +1,22 @@
-//! The thread that makes steps: it packs lengths ahead, and fills the packs with samples.
+//! The assembler: the thread that packs lengths, fills the packs with samples and sends steps.
 //!
-//! A row whose images turn out to be broken leaves a gap in its pack, so that the packs are those that
-//! the lengths gave, whatever decoding finds. A step is sent when a sample of the next one has been read
-//! or the epoch has ended: what comes of steps without a usable sample is told with the one before them,
-//! at the beginning of an epoch with the one after them.
+//! A row with broken images leaves a gap in its pack. So the packs depend on the lengths only, and not
+//! on errors found by decoding. A step is sent when a sample of the next step has been read or the
+//! epoch has ended. The rejections of steps without a usable sample are reported with the previous
+//! step; at the beginning of an epoch, with the next step.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
-use super::{LoaderError, StepData};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::collate::collate;
+use crate::data::loader::error::LoaderError;
 use crate::data::loader::steps::{
-    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, fill,
+    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, StepData, fill,
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
@@ -24,24 +24,24 @@ use crate::data::row::{Rejection, Row, SampleSize};
 
 /// The threads that read rows.
 pub(super) struct Pools {
-    /// Prefetches rows, in the order of the epoch: text, and headers of media.
+    /// Prefetches rows in the order of the epoch: text, and headers of media.
     pub(super) headers: Workers<Row, (), Result<Prefetched, Rejection>>,
     /// Loads the pixels of the rows of planned steps.
     pub(super) pixels: Workers<Row, Prefetched, Result<EncodedSample, Rejection>>,
 }
 
-/// Where steps go.
+/// Receives the steps, and the error that ends them.
 pub(super) type Sender = SyncSender<Result<StepData, LoaderError>>;
 
-/// Steps that are planned ahead, whatever their size.
+/// Number of steps planned ahead, regardless of their size.
 const AHEAD_STEPS: usize = 2;
-/// Samples of small steps that are planned ahead for each worker, so that all have something to read.
+/// Number of samples per worker planned ahead, so that all workers are busy when steps are small.
 const AHEAD_SAMPLES: usize = 16;
 
 /// A row in a pack.
 struct Planned {
     row: Row,
-    /// `None` while its pixels are loaded.
+    /// `None` while the pixel pool has it.
     prefetched: Option<Prefetched>,
 }
 
@@ -55,22 +55,22 @@ pub(super) struct Assembler<'a> {
     options: LoaderOptions,
     assembly: Assembly<Planned>,
     planned: VecDeque<Step<Planned>>,
-    num_planned: usize, // samples in `planned`
-    num_unread: usize,  // those among them that are being read
-    /// Why nothing more is planned: the end of the data, or an error.
+    num_planned: usize, // number of samples in `planned`
+    num_unread: usize,  // of these, in the pixel pool
+    /// Set when planning has ended: the end of the data, or an error.
     end: Option<Result<(), LoaderError>>,
-    /// Made; sent when it is known whether it is the last of its epoch.
-    ready: Option<StepData>,
-    /// Nothing of the epoch has been usable so far.
+    /// A finished step. It is sent once it is certain whether it ends its epoch.
+    finished: Option<StepData>,
+    /// Whether no row of the epoch has been usable so far.
     epoch_is_empty: bool,
     late: LateRejections,
-    first_rejections: Vec<Rejection>, // of steps that are made
-    untold: Vec<Rejection>,           // of steps without a sample that began their epoch
+    first_rejections: Vec<Rejection>, // of finished steps
+    unreported: Vec<Rejection>,       // of steps without a sample at the beginning of an epoch
 }
 
-/// Why no more steps are made.
+/// The reason why assembling ends.
 enum Stop {
-    /// Nobody receives them.
+    /// The receiver was dropped.
     Unwanted,
     Failed(LoaderError),
 }
@@ -81,7 +81,8 @@ impl<E: Into<LoaderError>> From<E> for Stop {
     }
 }
 
-/// Rows rejected when their step was made, by file and reason: the assembly does not know of them.
+/// Number of rows rejected when their step was filled, by file and reason. The assembly does not
+/// count them.
 #[derive(Default)]
 struct LateRejections(BTreeMap<(String, String), u64>);
 
@@ -100,7 +101,7 @@ impl LateRejections {
 }
 
 impl<'a> Assembler<'a> {
-    /// Looks again at the samples that `from` holds.
+    /// Continues from `from`. Its held samples are prefetched again.
     pub(super) fn resume(
         reader: &'a dyn RowReader,
         pools: &'a Pools,
@@ -133,19 +134,19 @@ impl<'a> Assembler<'a> {
             num_planned: 0,
             num_unread: 0,
             end: None,
-            ready: None,
+            finished: None,
             epoch_is_empty,
             late: LateRejections::default(),
             first_rejections: Vec::new(),
-            untold: Vec::new(),
+            unreported: Vec::new(),
         })
     }
 
-    /// Sends steps until the data ends or nobody receives.
+    /// Sends steps until the data ends or the receiver is dropped.
     pub(super) fn run(mut self) {
         let Err(Stop::Failed(error)) = self.make_steps() else { return };
-        if self.send_ready().is_ok() {
-            // without a receiver the loader was dropped, and nobody wants to know
+        if self.send_finished().is_ok() {
+            // fails if the loader was dropped
             let _ = self.steps.send(Err(error));
         }
     }
@@ -158,7 +159,7 @@ impl<'a> Assembler<'a> {
         Ok(())
     }
 
-    /// The next step of the plan, which is made ahead without waiting where it can be.
+    /// Returns the next planned step. Plans further steps from the rows that are already prefetched.
     fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
         while self.wants_more() && !matches!(self.end, Some(Err(_))) {
             if let Some(step) = self.assembly.pop() {
@@ -206,7 +207,7 @@ impl<'a> Assembler<'a> {
         self.assembly.push(outcome, || self.reader.id(row))
     }
 
-    /// Adds a step to the plan, and begins to load the pixels of its samples.
+    /// Adds a step to the plan and passes its samples to the pixel pool.
     fn add(&mut self, mut step: Step<Planned>) {
         let samples = step.micro_batches.iter_mut().flatten().flatten();
         let unread = samples.filter_map(|item| {
@@ -221,7 +222,7 @@ impl<'a> Assembler<'a> {
         self.planned.push_back(step);
     }
 
-    /// What the assembly says, with what it does not know. All steps that it gave are made.
+    /// Adds the late rejections to an error of the assembly, after all its steps are finished.
     fn complete(&mut self, mut error: LoaderError) -> LoaderError {
         self.note(error.unreported());
         if let LoaderError::TooManyRejected { rejected, first, .. }
@@ -232,16 +233,16 @@ impl<'a> Assembler<'a> {
             }
             *first = take(&mut self.first_rejections);
         }
-        error.after(take(&mut self.untold))
+        error.after(take(&mut self.unreported))
     }
 
-    /// Keeps the first few rejections, for errors.
+    /// Keeps the first few rejections as examples for errors.
     fn note(&mut self, rejections: &[Rejection]) {
         let room = NUM_EXAMPLES - self.first_rejections.len();
         self.first_rejections.extend(rejections.iter().take(room).cloned());
     }
 
-    /// The step with its samples, without those that cannot be used and the packs that have no others.
+    /// Fills a step with its samples. Rejected samples, and packs without others, are left out.
     fn fill(&mut self, step: Step<Planned>) -> Result<Step<Tagged>, Stop> {
         let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
         let mut filled = Vec::with_capacity(micro_batches.len());
@@ -253,7 +254,7 @@ impl<'a> Assembler<'a> {
                     let dataset = value.row.dataset;
                     match self.sample(value)? {
                         Ok(sample) => {
-                            self.send_ready()?; // its epoch goes on
+                            self.send_finished()?; // its epoch continues
                             samples.push(Item { position, length, value: (dataset, sample) });
                         }
                         Err(rejection) if self.options.on_error == OnError::Stop => {
@@ -282,7 +283,7 @@ impl<'a> Assembler<'a> {
         Ok(sample.map_err(|message| panicked(self.reader, row, message))?)
     }
 
-    /// Makes the step ready to be sent. One without a sample is told with the one before it, or after it.
+    /// Collates the step. The rejections of a step without samples join a neighbouring step's.
     fn finish(&mut self, mut step: Step<Tagged>) -> Result<(), Stop> {
         self.late.add_to(&mut step.state);
         self.note(&step.rejected);
@@ -295,14 +296,14 @@ impl<'a> Assembler<'a> {
                 first: take(&mut self.first_rejections),
                 unreported: step.rejected,
             };
-            return Err(error.after(take(&mut self.untold)).into());
+            return Err(error.after(take(&mut self.unreported)).into());
         }
         if !step.micro_batches.is_empty() {
             self.epoch_is_empty = false;
-            let untold = take(&mut self.untold);
-            step.rejected.splice(..0, untold);
-            self.ready = Some(collate_step(step, &self.options)?);
-        } else if let Some(before) = &mut self.ready {
+            let unreported = take(&mut self.unreported);
+            step.rejected.splice(..0, unreported);
+            self.finished = Some(collate_step(step, &self.options)?);
+        } else if let Some(before) = &mut self.finished {
             before.rejected.append(&mut step.rejected);
             (before.epoch, before.state) = (step.epoch, step.state);
         } else if ends_epoch && self.epoch_is_empty {
@@ -313,19 +314,19 @@ impl<'a> Assembler<'a> {
                 first: take(&mut self.first_rejections),
                 unreported: step.rejected,
             };
-            return Err(error.after(take(&mut self.untold)).into());
+            return Err(error.after(take(&mut self.unreported)).into());
         } else {
-            self.untold.append(&mut step.rejected);
+            self.unreported.append(&mut step.rejected);
         }
         if ends_epoch {
             self.epoch_is_empty = true;
-            self.send_ready()?;
+            self.send_finished()?;
         }
         Ok(())
     }
 
-    fn send_ready(&mut self) -> Result<(), Stop> {
-        let Some(step) = self.ready.take() else { return Ok(()) };
+    fn send_finished(&mut self) -> Result<(), Stop> {
+        let Some(step) = self.finished.take() else { return Ok(()) };
         self.steps.send(Ok(step)).map_err(|_| Stop::Unwanted)
     }
 }
@@ -361,12 +362,12 @@ mod tests {
     use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::data::config::PackingStrategy;
     use crate::data::loader::test_reader::{Kind, TestReader, options};
     use crate::data::loader::workers::Limits;
+    use crate::data::packing::PackingStrategy;
 
-    /// A step that waits has a state with all packs of the window in it: a window of them would take
-    /// memory that is quadratic in its length.
+    /// The state of a planned step lists all packs of the window. If all steps of a window were planned
+    /// at once, the memory would be quadratic in its length.
     #[test]
     fn few_steps_of_a_window_are_planned_at_once() {
         let (one, num_rows) = (NonZeroUsize::MIN, 400);
@@ -393,7 +394,7 @@ mod tests {
             let assembler = Assembler::resume(&reader, &pools, options, rows_of, from, &sender);
             let mut assembler = assembler.unwrap();
             let first = assembler.next_planned().unwrap().unwrap();
-            assert_eq!(first.state.ready.len(), 149, "a window of 200 packs, a quarter carried");
+            assert_eq!(first.state.packed.len(), 149, "a window of 200 packs, a quarter carried");
             assert!(assembler.planned.len() <= most, "{} steps", assembler.planned.len());
         }
     }

@@ -1,59 +1,59 @@
-//! Packs to the padded batch `[B, L]`.
+//! Joins packs into the padded batch `[B, L]`.
 //!
-//! Shapes: `B` rows, one a pack; `L` the longest of them in tokens; `M` merged vision tokens.
+//! Shapes: `B` rows, one per pack; `L` tokens of the longest pack; `M` merged vision tokens.
 
 use std::num::NonZeroU32;
 
 use crate::batch::{Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, SampleId};
 
-/// Packs that make no batch. All of them are mistakes of the encoder, none of the data.
+/// The reason why packs cannot be collated. Each is a bug of the encoder, not an error of the data.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CollateError {
-    /// No pack, or one without samples.
+    /// A pack has no samples, or there is no pack.
     #[error("row {row}: no sample to collate")]
     NoSample {
         /// Row of the batch.
         row: usize,
     },
-    /// A sample without tokens.
+    /// A sample has no tokens.
     #[error("{id}: the sample has no tokens")]
     NoTokens {
         /// Origin of the sample.
         id: SampleId,
     },
-    /// Parts of a sample that should be equally long.
+    /// The lists of a sample have different lengths.
     #[error("{id}: {num_tokens} input ids, but {num_labels} labels and {num_positions} positions")]
     Lengths {
         /// Origin of the sample.
         id: SampleId,
-        /// `input_ids`.
+        /// Length of `input_ids`.
         num_tokens: usize,
-        /// `labels`.
+        /// Length of `labels`.
         num_labels: usize,
-        /// `position_ids`.
+        /// Length of `position_ids`.
         num_positions: usize,
     },
-    /// A vision row that is no token of the sample, or out of order.
+    /// A vision row is out of range or out of order.
     #[error("{id}: vision row `{vision_row}` is not above the one before and below {num_tokens}")]
     VisionRow {
         /// Origin of the sample.
         id: SampleId,
-        /// The row.
+        /// The vision row.
         vision_row: u32,
         /// Length of the sample.
         num_tokens: usize,
     },
-    /// Not one vision row for each merged token of the images.
+    /// The number of vision rows is not the number of merged patches.
     #[error("{id}: {num_vision_rows} vision rows, but its images make {num_merged} merged tokens")]
     VisionRows {
         /// Origin of the sample.
         id: SampleId,
-        /// Rows that visual features would fill.
+        /// Number of vision rows.
         num_vision_rows: usize,
-        /// Visual features that there will be.
+        /// Number of merged patches.
         num_merged: usize,
     },
-    /// More places than `u32` can count.
+    /// The batch has more tokens than `u32` can count.
     #[error("a batch of {rows} rows of {length} tokens: at most {} places fit", u32::MAX)]
     TooLarge {
         /// `B`.
@@ -63,9 +63,9 @@ pub enum CollateError {
     },
 }
 
-/// Lays packs side by side, one a row: `[B, L]`, rows filled up with `pad_id` on one side.
+/// Puts each pack into one row of `[B, L]` and pads the rows with `pad_id` on one side.
 ///
-/// `merge_size` is the edge in patches of the square that becomes one vision token.
+/// `merge_size` is the side, in patches, of the square that is merged into one vision token.
 pub fn collate(
     packs: Vec<Pack>,
     pad_id: u32,
@@ -116,7 +116,7 @@ pub fn collate(
     Ok(batch)
 }
 
-/// What a sample must keep for visual features to meet their tokens.
+/// Checks the lengths and the vision rows of a sample.
 fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), CollateError> {
     let id = || sample.id.clone();
     let num_tokens = sample.len();
@@ -173,7 +173,7 @@ mod tests {
         prop::collection::vec(pack, 1..5)
     }
 
-    /// What the vision rows of a sample or a stream point at.
+    /// The ids and positions of the vision rows of a sample or a stream.
     fn seen(rows: &[u32], ids: &[u32], positions: &[[u32; 3]]) -> Vec<(u32, [u32; 3])> {
         rows.iter().map(|row| (ids[*row as usize], positions[*row as usize])).collect()
     }

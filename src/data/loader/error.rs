@@ -1,4 +1,4 @@
-//! Why a loader stops before the end of its data.
+//! Errors of the loader.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,56 +7,56 @@ use crate::batch::UnpadError;
 use crate::data::loader::collate::CollateError;
 use crate::data::row::Rejection;
 
-/// Why a loader stops before the end of its data.
+/// The reason why a loader stops before the end of its data.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LoaderError {
-    /// A row cannot be used, and the config says that this stops the run.
+    /// A row is rejected, and the config requires that this stops the run.
     #[error("{rejection}")]
     Rejected {
         /// The row and the reason.
         rejection: Rejection,
     },
     /// More rows were rejected than the config allows.
-    #[error("{} of {rows_read} rows rejected ({}), at most a share of {max_rejected} may be{}",
+    #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
         rejected.values().sum::<u64>(), Counts(rejected), Examples(first))]
     TooManyRejected {
-        /// Rows read since the run began.
+        /// Number of rows read since the run began.
         rows_read: u64,
-        /// How many of them were rejected, by reason.
+        /// Number of rejected rows, by reason.
         rejected: BTreeMap<String, u64>,
-        /// The share that is allowed.
+        /// Maximum share of rejected rows.
         max_rejected: f64,
-        /// The first few of them since the loader started.
+        /// The first few rejections since the loader started.
         first: Vec<Rejection>,
-        /// Those that no step has reported.
+        /// Rejections that no step has reported.
         unreported: Vec<Rejection>,
     },
-    /// An epoch from which nothing can be trained.
+    /// No row of an epoch is usable.
     #[error(
         "epoch {epoch} has no usable sample: it has {rows} rows, rejected so far: {}{}",
         Counts(rejected),
         Examples(first)
     )]
     EmptyEpoch {
-        /// Epochs before it.
+        /// Index of the epoch.
         epoch: u64,
-        /// Rows of an epoch.
+        /// Number of rows of the epoch.
         rows: u64,
-        /// Rows rejected since the run began, by reason.
+        /// Number of rows rejected since the run began, by reason.
         rejected: BTreeMap<String, u64>,
-        /// The first few of them since the loader started.
+        /// The first few rejections since the loader started.
         first: Vec<Rejection>,
-        /// Those that no step has reported.
+        /// Rejections that no step has reported.
         unreported: Vec<Rejection>,
     },
-    /// A saved state that other data made.
+    /// A saved state does not fit the data.
     #[error("the saved position does not fit the data: {problem}")]
     State {
-        /// What contradicts what.
+        /// The contradiction.
         problem: String,
     },
-    /// A row that a saved state counts on cannot be read any more.
-    #[error("a row that was usable before the run was resumed is not any more: {rejection}")]
+    /// A row of a saved state cannot be read any more.
+    #[error("a row of the checkpoint is no longer usable: {rejection}")]
     Changed {
         /// The row and the reason.
         rejection: Rejection,
@@ -68,31 +68,31 @@ pub enum LoaderError {
         file: String,
         /// Line in that file, starting at 1.
         row: u64,
-        /// What the panic said.
+        /// Message of the panic.
         message: String,
     },
-    /// Samples that make no batch.
+    /// Samples cannot be collated.
     #[error(transparent)]
     Collate(#[from] CollateError),
-    /// A batch that makes no stream.
+    /// A batch cannot be unpadded.
     #[error(transparent)]
     Unpad(#[from] UnpadError),
-    /// The operating system gave no thread.
+    /// A thread cannot be started.
     #[error("cannot start a loader thread: {message}")]
     Spawn {
-        /// What it said.
+        /// Error of the operating system.
         message: String,
     },
-    /// The thread that makes batches is gone.
+    /// The assembler panicked.
     #[error("the thread that assembles batches panicked: {message}")]
     Crashed {
-        /// What the panic said.
+        /// Message of the panic.
         message: String,
     },
 }
 
 impl LoaderError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Rejected { rejection } if rejection.reason == "too_long" => {
@@ -116,7 +116,7 @@ impl LoaderError {
             }
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
-                "this is a mistake of the trainer: please report it with the row that it names"
+                "this is a bug in the trainer: please report it with the row"
             }
         }
     }
@@ -132,7 +132,7 @@ impl LoaderError {
         }
     }
 
-    /// With `rejections` before those that no step has reported: their steps were not either.
+    /// Adds `rejections`, which no step has reported either, before the others.
     #[must_use]
     pub(in crate::data) fn after(mut self, mut rejections: Vec<Rejection>) -> Self {
         if let Self::TooManyRejected { unreported, .. } | Self::EmptyEpoch { unreported, .. } =
@@ -169,7 +169,7 @@ impl fmt::Display for Counts<'_> {
     }
 }
 
-/// One line a row.
+/// One line per row.
 struct Examples<'a>(&'a [Rejection]);
 
 impl fmt::Display for Examples<'_> {
@@ -199,7 +199,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "3 of 100 rows rejected (2 json, 1 overlong), at most a share of 0.01 may be\n  \
+            "3 of 100 rows rejected (2 json, 1 overlong), the limit `data.max_rejected` is 0.01\n  \
              a.jsonl:3: bad brace\n  a.jsonl:9: no colon"
         );
     }

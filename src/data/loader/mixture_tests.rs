@@ -8,7 +8,6 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use crate::batch::{EncodedSample, SampleId};
-use crate::data::config::PackingStrategy;
 use crate::data::dataset::corpus::{Spacing, Windows};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
@@ -16,6 +15,7 @@ use crate::data::dataset::row_reader::RowReader;
 use crate::data::loader::plan::plan;
 use crate::data::loader::test_reader::{any_options, options, sample};
 use crate::data::loader::{DataState, Loader, LoaderOptions, StepData};
+use crate::data::packing::PackingStrategy;
 use crate::data::row::{Length, Rejection, Row};
 
 /// Windows of three tokens in data set 0, whose first id is their row; in data set 1 chats of

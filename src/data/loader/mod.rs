@@ -1,10 +1,12 @@
-//! Rows to optimizer steps, ahead of the training loop, on threads of its own.
+//! Turns rows into optimizer steps on its own threads, ahead of the training loop.
 //!
-//! Some workers look at rows in the order of the epoch: how long each is. One thread packs the lengths and
-//! tells other workers which samples the next steps need, in the order of the packs; it collates and
-//! unpads what they read. The steps are a function of order, options and start alone. Memory is bounded:
-//! samples without images ahead (by bytes), those of one packing window, samples with images
-//! ahead (by bytes), and the few steps that are planned or made. However many images share a window, their pixels do not wait for it.
+//! The header pool prefetches rows in the order of the epoch. One thread, the assembler, packs their
+//! lengths and passes the samples of the next steps, in the order of the packs, to the pixel pool.
+//! Then it collates and unpads them. The steps depend only on order, options and start.
+//!
+//! Memory holds: prefetched rows ahead of packing (bounded by bytes), the tokens of one packing
+//! window, complete samples ahead of their step (bounded by bytes), and a few steps. Pixels are read
+//! after packing, so a window may have any number of images.
 
 mod assembler;
 pub(in crate::data) mod collate;
@@ -12,6 +14,8 @@ pub(in crate::data) mod error;
 #[cfg(test)]
 mod mixture_tests;
 pub(in crate::data) mod plan;
+#[cfg(test)]
+mod prefetch_tests;
 pub(in crate::data) mod steps;
 #[cfg(test)]
 mod test_reader;
@@ -26,53 +30,31 @@ use std::thread::{self, JoinHandle};
 
 use assembler::{Assembler, Pools};
 
-use crate::batch::{EncodedSample, VarlenBatch};
+use crate::batch::EncodedSample;
 use crate::data::dataset::order::Order;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::workers::{Limits, Workers, panic_message};
-use crate::data::row::{Length, Rejection, Row, SampleSize};
+use crate::data::row::{Length, Rejection, Row};
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
-pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions};
+pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions, StepData};
 
-/// Bytes of samples that wait to be packed, and as many of those that wait for their step.
+/// Maximum bytes of prefetched rows before packing, and of complete samples before their step.
 const AHEAD_BYTES: u64 = 256 << 20;
 
-/// The data of one optimizer step.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepData {
-    /// `gradient_accumulation_steps` of them, fewer at the end of an epoch or where all rows of one
-    /// were found broken.
-    pub micro_batches: Vec<VarlenBatch>,
-    /// Epochs consumed as of the end of this step, fractional by rows.
-    pub epoch: f64,
-    /// Samples in all micro-batches.
-    pub num_samples: usize,
-    /// Real tokens in all micro-batches.
-    pub num_tokens: usize,
-    /// Each sample, in the order of the streams.
-    pub samples: Vec<SampleSize>,
-    /// Share of the packs' length that tokens take; with packing off, of the padded batches.
-    pub fill: f64,
-    /// Rows found unusable since the step before.
-    pub rejected: Vec<Rejection>,
-    /// As of the end of this step: a loader started from it yields the steps that follow.
-    pub state: DataState,
-}
-
-/// A running loader. Dropping it stops and joins its threads; each ends after the row it is at.
+/// A running loader. Drop stops and joins its threads, each after its current row.
 pub struct Loader {
     pools: Option<Arc<Pools>>,
     steps: Option<Receiver<Result<StepData, LoaderError>>>,
     assembler: Option<JoinHandle<()>>,
-    failed: Option<LoaderError>, // to be told by the first `next_step`
-    peeked: Option<Result<StepData, LoaderError>>, // by `is_ready`
+    failed: Option<LoaderError>, // returned by the first `next_step`
+    peeked: Option<Result<StepData, LoaderError>>, // received by `is_ready`
 }
 
 impl Loader {
-    /// Starts to read at `from`: the default for the beginning, else the state of a step.
+    /// Starts reading at `from`: the default state for the beginning, or the state of a step.
     ///
-    /// Whatever is wrong with the arguments comes out of the first [`Loader::next_step`].
+    /// The first [`Loader::next_step`] returns errors of the arguments.
     pub fn start(
         reader: Arc<dyn RowReader>,
         order: Order,
@@ -87,7 +69,7 @@ impl Loader {
         loader
     }
 
-    /// Whether a step lies ready, so that [`Self::next_step`] would not wait.
+    /// Whether [`Self::next_step`] would return without waiting.
     pub fn is_ready(&mut self) -> bool {
         if self.peeked.is_none() {
             self.peeked = self.steps.as_ref().and_then(|steps| steps.try_recv().ok());
@@ -95,7 +77,7 @@ impl Loader {
         self.peeked.is_some()
     }
 
-    /// The next step; waits for it. `None` after the last epoch, and after an error.
+    /// Waits for the next step. `None` after the last epoch, and after an error.
     pub fn next_step(&mut self) -> Option<Result<StepData, LoaderError>> {
         if let Some(error) = self.failed.take() {
             return Some(Err(error));
@@ -106,7 +88,7 @@ impl Loader {
         if let Ok(step) = self.steps.as_ref()?.recv() {
             return Some(step);
         }
-        // the assembler has ended: at the end of the data, or in a panic
+        // the assembler has ended: at the end of the data, or by a panic
         self.steps = None;
         let message =
             self.assembler.take()?.join().err().map(|payload| panic_message(&*payload))?;
@@ -133,8 +115,7 @@ impl Loader {
         let rows = rows.map(|row| (row, ()));
         let prefetcher = Arc::clone(&reader);
         let prefetch = move |row, ()| prefetcher.prefetch(row);
-        let size =
-            |row: &Result<Prefetched, _>| row.as_ref().map_or(0, |prefetched| prefetched.bytes());
+        let size = |row: &Result<Prefetched, _>| row.as_ref().map_or(0, Prefetched::bytes);
         let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
         let completer = Arc::clone(&reader);
         let load = move |row, prefetched| load_pixels(&*completer, row, prefetched);
@@ -150,7 +131,7 @@ impl Loader {
         let assemble = move || {
             match Assembler::resume(&*reader, &pools, options, rows_of, from, &sender) {
                 Ok(assembler) => assembler.run(),
-                // without a receiver the loader was dropped, and nobody wants to know
+                // fails if the loader was dropped
                 Err(error) => drop(sender.send(Err(error))),
             }
         };
@@ -162,19 +143,19 @@ impl Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        self.steps = None; // an assembler that waits to send goes on, and ends
+        self.steps = None; // ends an assembler that waits to send
         if let Some(pools) = &self.pools {
-            pools.headers.stop(); // an assembler that waits for a row ends, too
+            pools.headers.stop(); // ends an assembler that waits for a row
             pools.pixels.stop();
         }
         if let Some(assembler) = self.assembler.take() {
-            // its panic would have come out of `next_step`; now nobody asks
+            // a panic is reported by `next_step` only
             let _ = assembler.join();
         }
     }
 }
 
-/// The rows that `from` holds, those left in its epoch, and those of the epochs after it.
+/// The held rows of `from`, then the remaining rows of its epoch, then the following epochs.
 fn rows_from(
     order: Order,
     from: &DataState,
@@ -187,7 +168,7 @@ fn rows_from(
     held.into_iter().chain(rest).chain(later.flat_map(move |epoch| order.epoch(epoch)))
 }
 
-/// Completes a row, and rejects it if it no longer has the length that it was packed with.
+/// Completes a row. Rejects it if its length is not the one that it was packed with.
 fn load_pixels(
     reader: &dyn RowReader,
     row: Row,

@@ -1,4 +1,4 @@
-//! How many steps a run will have, from lengths alone.
+//! The number of steps of a run, computed from lengths alone.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,34 +11,34 @@ use crate::data::loader::{DataState, LoaderError, LoaderOptions};
 use crate::data::packing::Item;
 use crate::data::row::{Length, Rejection, Row};
 
-/// Rows measured ahead of the one that is stored next.
+/// Maximum number of rows measured ahead of the next stored one.
 const AHEAD_ROWS: usize = 1024;
 /// Rows between two calls of the progress function.
 const PROGRESS_ROWS: u64 = 64;
 
-/// What a run over the data will do.
+/// The size of a run over the data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     pub steps: u64,
-    /// Packs, or samples with packing off.
+    /// Number of packs, or of samples with packing off.
     pub packs: u64,
-    /// Samples, each as often as it is seen.
+    /// Number of samples, counted once per use.
     pub samples: u64,
-    /// Tokens, vision tokens included.
+    /// Number of tokens, vision tokens included.
     pub tokens: u64,
-    /// Rows read, usable or not.
+    /// Number of rows read, usable or not.
     pub rows_read: u64,
-    /// How many of them will be rejected, by reason.
+    /// Number of rejected rows, by reason.
     pub rejected: BTreeMap<String, u64>,
 }
 
 /// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
 ///
-/// The numbers are exact but for rows that only decoding an image finds broken, which leave gaps in their
-/// packs: steps are fewer only if one of them has no other row. It fails where the loader would, and its
-/// error has the rejections of all the steps before. `epochs` counts instead of those of `options`;
-/// `progress` is told rows measured and rows in all.
+/// The numbers are exact, except that images may be found broken by decoding. These leave gaps in
+/// their packs; there are fewer steps only if a step has no other row. The function fails where the
+/// loader would fail, and the error has the rejections of all previous steps. `epochs` replaces
+/// `options.epochs`. `progress` receives the number of measured rows and of all rows.
 pub fn plan(
     reader: &Arc<dyn RowReader>,
     order: &Order,
@@ -62,7 +62,7 @@ pub fn plan(
     Ok(plan)
 }
 
-/// The packs of the first epoch, in the order in which they are consumed: rows and their tokens.
+/// The packs of the first epoch in order: each row and its number of tokens.
 pub fn first_epoch_packs(
     reader: &Arc<dyn RowReader>,
     order: &Order,
@@ -80,7 +80,7 @@ pub fn first_epoch_packs(
     Ok(packs)
 }
 
-/// Measures every row once, then gives the steps that a loader would, without their samples.
+/// Measures every row once, then computes the steps of the loader without their samples.
 fn simulate(
     reader: &Arc<dyn RowReader>,
     order: &Order,
@@ -113,10 +113,10 @@ fn simulate(
     Ok(())
 }
 
-/// What is known of a row; `None` before it is measured. Rejections are few, so they are boxed.
+/// The length of a row; `None` before it is measured. Rejections are rare, so they are boxed.
 type Measured = Option<Result<Length, Box<Rejection>>>;
 
-/// The length of each row that the epochs see, by data set and row.
+/// The length of each row of these epochs, by data set and row.
 fn measure(
     reader: &Arc<dyn RowReader>,
     order: &Order,
@@ -149,12 +149,12 @@ fn measure(
     Ok(lengths)
 }
 
-/// Rows to measure of each data set: none where all rows are alike.
+/// Number of rows to measure of each data set: 0 if all rows have the same length.
 fn measured_rows(order: &Order, varying: &dyn Fn(u32) -> bool) -> impl Iterator<Item = u32> {
     (0u32..).zip(order.dataset_rows()).map(|(set, rows)| if varying(set) { rows } else { 0 })
 }
 
-/// Each row that the epochs see, once, in the order of the files; of data sets whose rows vary.
+/// The distinct rows of these epochs in the order of the files, from data sets with varying lengths.
 fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<Row> {
     let mut seen: Vec<Vec<bool>> =
         measured_rows(order, varying).map(|rows| vec![false; rows as usize]).collect();
@@ -185,12 +185,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::config::{OnError, PackingStrategy};
+    use crate::data::config::OnError;
     use crate::data::dataset::order::{DatasetShare, RowOrder};
     use crate::data::loader::test_reader::{
         Kind, TestReader, any_options, any_readable_rows, options, order,
     };
     use crate::data::loader::{Loader, StepData};
+    use crate::data::packing::PackingStrategy;
 
     fn reader(rows: &[Kind]) -> Arc<dyn RowReader> {
         Arc::new(TestReader(rows.to_vec()))
@@ -217,10 +218,10 @@ mod tests {
                     Err(error) => failed = Some(error),
                 }
             }
-            // a low weight may leave an epoch without a usable row: then both say so, in the same
-            // words, the plan with the rejections that the loader told step by step
-            let told = || steps.iter().flat_map(|step| step.rejected.clone()).collect();
-            let failed = failed.map(|error| error.after(told()));
+            // With a low weight an epoch may have no usable row. Then both fail with the same error;
+            // the plan's has the rejections that the loader reported step by step.
+            let reported = || steps.iter().flat_map(|step| step.rejected.clone()).collect();
+            let failed = failed.map(|error| error.after(reported()));
             let Ok(planned) = planned.as_ref() else {
                 prop_assert_eq!(planned.err(), failed);
                 return Ok(());
@@ -239,14 +240,14 @@ mod tests {
     fn each_row_is_measured_once_and_progress_ends_at_all_of_them() {
         let rows = [Kind::Text(3); 150];
         let order = order(rows.len(), RowOrder::Shuffled);
-        let told = Cell::new((0, 0));
+        let reported = Cell::new((0, 0));
         let progress = |done, total| {
-            assert!(done > told.get().0);
-            told.set((done, total));
+            assert!(done > reported.get().0);
+            reported.set((done, total));
         };
         let options = options(PackingStrategy::Sequential);
         let plan = plan(&reader(&rows), &order, &options, 3, &progress).unwrap();
-        assert_eq!(told.get(), (150, 150));
+        assert_eq!(reported.get(), (150, 150));
         // 21 samples of 3 tokens fill 63 of 64; 4 packs a step
         assert_eq!((plan.packs, plan.steps, plan.samples), (3 * 8, 3 * 2, 450));
     }

@@ -1,55 +1,55 @@
-//! From rows in the order of the epochs to the packs of each optimizer step.
+//! Assembles the packs of each optimizer step from rows in the order of the epochs.
 //!
-//! Lengths decide everything here, so the loader and the plan run the same code: one carries samples
-//! along, the other nothing.
+//! The result depends on lengths only, so the loader and the plan run the same code: the loader with
+//! samples, the plan without.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use serde::{Deserialize, Serialize};
 
-use crate::batch::{PaddingSide, SampleId};
+use crate::batch::{PaddingSide, SampleId, VarlenBatch};
 use crate::data::config::{OnError, Truncation};
 use crate::data::loader::error::LoaderError;
 use crate::data::packing::{Item, Overlong, PackRules, Packer, Packing};
-use crate::data::row::{Length, Rejection};
+use crate::data::row::{Length, Rejection, SampleSize};
 
-/// Rows read before rejections are judged in the middle of an epoch.
+/// Minimum number of rows read before the share of rejections is checked within an epoch.
 const JUDGED_ROWS: u64 = 100;
 
-/// Rejections that an error names.
+/// Number of rejections listed in an error.
 pub(in crate::data) const NUM_EXAMPLES: usize = 5;
 
 /// How rows become steps.
 #[derive(Debug, Clone, Copy)]
 pub struct LoaderOptions {
-    /// Which samples share a pack.
+    /// Whether and how samples share a pack.
     pub packing: Packing,
-    /// What else decides about packs.
+    /// Further rules of packing.
     pub pack_rules: PackRules,
-    /// Upper bound on one sample, in tokens.
+    /// Maximum length of a sample in tokens.
     pub max_length: Option<NonZeroU32>,
-    /// What becomes of a sample longer than that.
+    /// What happens to a longer sample.
     pub truncation: Truncation,
-    /// Packs a micro-batch.
+    /// Number of packs per micro-batch.
     pub batch_size: NonZeroUsize,
-    /// Micro-batches a step.
+    /// Number of micro-batches per step.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Threads that look at rows, and as many that read those of the next steps; they change no result.
+    /// Number of threads of the header pool, and of the pixel pool. It does not change the steps.
     pub workers: NonZeroUsize,
-    /// Id that fills short rows up.
+    /// Padding token.
     pub pad_id: u32,
-    /// Edge, in patches, of the square that becomes one vision token.
+    /// Side, in patches, of the square that is merged into one vision token.
     pub merge_size: NonZeroU32,
-    /// Which form of a batch the model gets.
+    /// Whether the model receives padding.
     pub rmpad: Rmpad,
-    /// Where short rows are filled up.
+    /// Side on which short rows are padded.
     pub side: PaddingSide,
-    /// Epochs after which the data ends; `None`: never.
+    /// Number of epochs; `None`: no limit.
     pub epochs: Option<NonZeroU64>,
-    /// What becomes of the run when a row cannot be used.
+    /// What happens when a row is rejected.
     pub on_error: OnError,
-    /// Share of the rows read that may be rejected.
+    /// Maximum share of rejected rows.
     pub max_rejected: f64,
 }
 
@@ -78,9 +78,9 @@ impl LoaderOptions {
         }
     }
 
-    /// Whether a run loses too much of its data, as soon as that is certain: in the first epoch the share
-    /// is one of all its rows, so that bad rows at the beginning do not weigh more than others.
-    /// `without` of the rejected rows do not count.
+    /// Whether more rows than allowed are rejected. In the first epoch the share is taken of all its
+    /// rows, so that bad rows at the beginning do not weigh more than others. `without` of the
+    /// rejected rows do not count.
     pub(in crate::data) fn too_many_rejected(
         &self,
         state: &DataState,
@@ -89,46 +89,48 @@ impl LoaderOptions {
         epoch_has_ended: bool,
     ) -> bool {
         let num_rejected: u64 = state.rejected.values().sum::<u64>() - without;
-        let judged = state.rows_read >= JUDGED_ROWS || epoch_has_ended; // enough of them to tell why
+        let judged = state.rows_read >= JUDGED_ROWS || epoch_has_ended; // enough rows for a useful error
         judged && num_rejected as f64 > self.max_rejected * state.rows_read.max(epoch_rows) as f64
     }
 }
 
-/// Which form of a batch the model gets.
+/// Whether the model receives padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rmpad {
-    /// Real tokens only.
+    /// No padding: real tokens only.
     Unpad,
-    /// The padded batch, row by row.
+    /// The padded batch.
     KeepPadding,
 }
 
-/// Where a run stands in its data. A position is an index into the order of the epoch.
+/// The position of a run in its data. A row's position is its index in the order of the epoch.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataState {
-    /// Epochs before this one.
+    /// Number of finished epochs.
     pub epoch: u64,
     /// Position of the next row to read.
     pub next: u64,
-    /// Positions of samples that were read and are in no pack yet.
-    pub carry: Vec<u64>,
-    /// Positions in packs that were made and not trained on yet.
-    pub ready: Vec<Vec<u64>>,
-    /// Rows read since the run began.
+    /// Positions of samples that are not in a pack yet.
+    #[serde(rename = "carry")]
+    pub pending: Vec<u64>,
+    /// Positions of the samples of each pack that has not been trained on yet.
+    #[serde(rename = "ready")]
+    pub packed: Vec<Vec<u64>>,
+    /// Number of rows read since the run began.
     pub rows_read: u64,
-    /// Rows rejected since the run began, by reason.
+    /// Number of rows rejected since the run began, by reason.
     pub rejected: BTreeMap<String, u64>,
-    /// The same by data file and reason.
+    /// Number of rejected rows by data file and reason.
     #[serde(default)]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
-    /// How many of them had been measured, and were found unusable when their step was made.
+    /// Number of rows, of those rejected, whose error was found only when their step was filled.
     #[serde(default)]
     pub rejected_late: u64,
 }
 
 impl DataState {
-    /// Refuses a state that epochs of `epoch_rows` rows cannot have led to, and epochs of none.
+    /// Checks that this is a possible state for epochs of `epoch_rows` rows.
     pub(in crate::data) fn check_epoch(&self, epoch_rows: u64) -> Result<(), LoaderError> {
         if epoch_rows == 0 {
             return Err(LoaderError::EmptyEpoch {
@@ -143,15 +145,15 @@ impl DataState {
         let mut held: Vec<u64> = self.held().collect();
         held.sort_unstable();
         if self.next > epoch_rows || (self.next == epoch_rows && held.is_empty()) {
-            return error(format!("it is at row {} of {epoch_rows} rows", self.next));
+            return error(format!("its next row is {} of {epoch_rows} rows", self.next));
         }
         if let Some(position) = held.last().filter(|position| **position >= self.next) {
-            return error(format!("it holds row {position} but was only at row {}", self.next));
+            return error(format!("it has row {position}, but its next row is {}", self.next));
         }
         if !held.is_sorted_by(|before, after| before < after) {
-            return error("it holds a row twice".to_owned());
+            return error("it has a row twice".to_owned());
         }
-        if self.ready.iter().any(Vec::is_empty) {
+        if self.packed.iter().any(Vec::is_empty) {
             return error("it has a pack without samples".to_owned());
         }
         Ok(())
@@ -164,74 +166,97 @@ impl DataState {
         *of_file.entry(reason.to_owned()).or_default() += rows;
     }
 
-    /// Positions of all samples to look at again on resume, in the order of [`Assembly::resume`].
+    /// Positions of all samples to prefetch again on resume, in the order of [`Assembly::resume`].
     pub(in crate::data) fn held(&self) -> impl Iterator<Item = u64> + '_ {
-        self.ready.iter().flatten().chain(&self.carry).copied()
+        self.packed.iter().flatten().chain(&self.pending).copied()
     }
 }
 
-/// Micro-batches of packs of samples.
+/// The data of one optimizer step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepData {
+    /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of a
+    /// micro-batch are broken.
+    pub micro_batches: Vec<VarlenBatch>,
+    /// Epochs consumed as of the end of this step, as a fraction of rows.
+    pub epoch: f64,
+    /// Number of samples in all micro-batches.
+    pub num_samples: usize,
+    /// Number of real tokens in all micro-batches.
+    pub num_tokens: usize,
+    /// Counts of each sample, in the order of the token streams.
+    pub samples: Vec<SampleSize>,
+    /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
+    /// by the size of the padded batches.
+    pub fill: f64,
+    /// Rows rejected since the previous step.
+    pub rejected: Vec<Rejection>,
+    /// State at the end of this step. A loader started from it returns the following steps.
+    pub state: DataState,
+}
+
+/// Micro-batches, each a list of packs.
 pub(in crate::data) type MicroBatches<T> = Vec<Vec<Vec<Item<T>>>>;
 
-/// The packs of one optimizer step, and where the run stands after it.
+/// The packs of one optimizer step, and the state after it.
 #[derive(Debug)]
 pub(in crate::data) struct Step<T> {
     pub(in crate::data) micro_batches: MicroBatches<T>,
-    /// Rows of its epoch.
+    /// Number of rows of its epoch.
     pub(in crate::data) epoch_rows: u64,
     /// Epochs consumed as of the end of this step.
     pub(in crate::data) epoch: f64,
-    /// Rejections met since the step before.
+    /// Rejections since the previous step.
     pub(in crate::data) rejected: Vec<Rejection>,
-    /// As of the end of this step.
+    /// State at the end of this step.
     pub(in crate::data) state: DataState,
 }
 
 impl<T> Step<T> {
-    /// Samples in all packs.
+    /// The samples of all packs.
     pub(in crate::data) fn samples(&self) -> impl Iterator<Item = &Item<T>> {
         self.micro_batches.iter().flatten().flatten()
     }
 
-    /// Tokens in all packs.
+    /// Number of tokens in all packs.
     pub(in crate::data) fn num_tokens(&self) -> usize {
         self.samples().map(|item| item.length.tokens).sum()
     }
 
-    /// Whether no step of its epoch follows.
+    /// Whether this is the last step of its epoch.
     pub(in crate::data) fn ends_epoch(&self) -> bool {
         self.state.next == 0
     }
 }
 
-/// Rows of each epoch, by its number.
+/// Number of rows of an epoch, given its index.
 pub(in crate::data) type EpochRows = Box<dyn Fn(u64) -> u64 + Send>;
 
-/// Takes the rows of one epoch after the other and gives steps, none of which crosses an epoch.
+/// Collects rows, epoch by epoch, and returns steps. No step crosses the end of an epoch.
 ///
-/// A full step waits until another sample of its epoch is packed or the epoch has ended, so that the
-/// last step of an epoch knows that it is, and reports the rows rejected after its own.
+/// A full step is held back until another sample of its epoch is packed or the epoch has ended. So
+/// the last step of an epoch is recognised, and it reports the rows rejected after its own.
 pub(in crate::data) struct Assembly<T> {
     options: LoaderOptions,
     rows_of: EpochRows,
     epoch_rows: u64, // of the epoch of `state`
     packer: Packer<T>,
-    ready: VecDeque<Vec<Item<T>>>,
-    state: DataState, // its `carry` and `ready` are empty: `packer` and `ready` above have them
+    packed: VecDeque<Vec<Item<T>>>,
+    state: DataState, // with empty `pending` and `packed`: these are in the fields above
     new_rejections: Vec<Rejection>,
     first_rejections: Vec<Rejection>,
 }
 
 impl<T> Assembly<T> {
-    /// Goes on from a checked state; `read` gives again the samples of [`DataState::held`], in order.
+    /// Continues from a checked state. `read` returns the samples of [`DataState::held`], in order.
     pub(in crate::data) fn resume(
         options: LoaderOptions,
         rows_of: EpochRows,
         mut from: DataState,
         mut read: impl FnMut(u64) -> Result<Item<T>, LoaderError>,
     ) -> Result<Self, LoaderError> {
-        let ready = std::mem::take(&mut from.ready);
-        let ready: VecDeque<Vec<_>> = ready
+        let packed = std::mem::take(&mut from.packed);
+        let packed: VecDeque<Vec<_>> = packed
             .into_iter()
             .map(|pack| pack.into_iter().map(&mut read).collect())
             .collect::<Result<_, _>>()?;
@@ -239,26 +264,26 @@ impl<T> Assembly<T> {
             let tokens: usize = pack.iter().map(|item| item.length.tokens).sum();
             pack.len() > 1 && options.packing.max_tokens().is_some_and(|max| tokens > max)
         };
-        if ready.iter().any(overfull) {
+        if packed.iter().any(overfull) {
             let problem = "rows that share a pack have become longer than it".to_owned();
             return Err(LoaderError::State { problem });
         }
-        let carry = std::mem::take(&mut from.carry);
-        let carry = carry.into_iter().map(read).collect::<Result<_, _>>()?;
+        let pending = std::mem::take(&mut from.pending);
+        let pending = pending.into_iter().map(read).collect::<Result<_, _>>()?;
         Ok(Self {
-            packer: Packer::new(options.packing, options.pack_rules, carry),
+            packer: Packer::new(options.packing, options.pack_rules, pending),
             options,
             epoch_rows: rows_of(from.epoch),
             rows_of,
-            ready,
+            packed,
             state: from,
             new_rejections: Vec::new(),
             first_rejections: Vec::new(),
         })
     }
 
-    /// Takes the next row: a sample, or why there is none. [`Assembly::pop`] until it gives no more
-    /// before the next one.
+    /// Adds the next row: a sample or a rejection. Call [`Assembly::pop`] until it returns `None` before
+    /// the next row.
     pub(in crate::data) fn push(
         &mut self,
         outcome: Result<(Length, T), Rejection>,
@@ -271,24 +296,24 @@ impl<T> Assembly<T> {
             self.options.check_length(length, id).map(|()| Item { position, length, value })
         });
         match outcome {
-            Ok(item) => self.ready.extend(self.packer.push(item)),
+            Ok(item) => self.packed.extend(self.packer.push(item)),
             Err(rejection) => self.reject(rejection)?,
         }
         if self.epoch_has_ended() {
-            self.ready.extend(self.packer.finish());
+            self.packed.extend(self.packer.finish());
         }
         self.judge()
     }
 
-    /// The next step, once it is certain.
+    /// The next step, if it is complete.
     pub(in crate::data) fn pop(&mut self) -> Option<Step<T>> {
         let LoaderOptions { batch_size, gradient_accumulation_steps, .. } = self.options;
         let full = batch_size.get().saturating_mul(gradient_accumulation_steps.get());
-        let certain = self.ready.len() > full || self.epoch_has_ended();
-        if !certain || self.ready.is_empty() {
+        let certain = self.packed.len() > full || self.epoch_has_ended();
+        if !certain || self.packed.is_empty() {
             return None;
         }
-        let mut packs = self.ready.drain(..full.min(self.ready.len()));
+        let mut packs = self.packed.drain(..full.min(self.packed.len()));
         let mut micro_batches = Vec::new();
         loop {
             let micro_batch: Vec<_> = packs.by_ref().take(batch_size.get()).collect();
@@ -299,7 +324,7 @@ impl<T> Assembly<T> {
         }
         drop(packs);
         let epoch_rows = self.epoch_rows;
-        if self.epoch_has_ended() && self.ready.is_empty() {
+        if self.epoch_has_ended() && self.packed.is_empty() {
             self.state.epoch += 1;
             self.state.next = 0;
             self.epoch_rows = (self.rows_of)(self.state.epoch);
@@ -322,8 +347,8 @@ impl<T> Assembly<T> {
     fn state(&self) -> DataState {
         let positions = |pack: &Vec<Item<T>>| pack.iter().map(|item| item.position).collect();
         DataState {
-            carry: self.packer.held().collect(),
-            ready: self.ready.iter().map(positions).collect(),
+            pending: self.packer.held().collect(),
+            packed: self.packed.iter().map(positions).collect(),
             ..self.state.clone()
         }
     }
@@ -343,9 +368,10 @@ impl<T> Assembly<T> {
         Ok(())
     }
 
-    /// Stops a run that loses too much of its data.
+    /// Fails if too many rows are rejected or an epoch is empty.
     fn judge(&mut self) -> Result<(), LoaderError> {
-        // Those that a resumed run knows of, and one that was not stopped does not, are judged with their step.
+        // Late rejections are checked with their step: a resumed run already counts those of the steps
+        // ahead, an uninterrupted run does not.
         let late = self.state.rejected_late;
         let ended = self.epoch_has_ended();
         if self.options.too_many_rejected(&self.state, late, self.epoch_rows, ended) {
@@ -357,8 +383,8 @@ impl<T> Assembly<T> {
                 unreported: std::mem::take(&mut self.new_rejections),
             });
         }
-        // a step is held back until its epoch goes on or ends, so an epoch that had one has it here
-        if self.epoch_has_ended() && self.ready.is_empty() {
+        // the last step of an epoch is still held back here
+        if self.epoch_has_ended() && self.packed.is_empty() {
             return Err(LoaderError::EmptyEpoch {
                 epoch: self.state.epoch,
                 rows: self.epoch_rows,
@@ -371,10 +397,10 @@ impl<T> Assembly<T> {
     }
 }
 
-/// The reason of samples longer than `max_length`.
+/// Reason of the rejection of samples longer than `max_length`.
 const TOO_LONG: &str = "too_long";
 
-/// Tokens over the room that they are given: packs of full length, or rows as long as the longest.
+/// Packing efficiency: tokens divided by the capacity of the packs, or of the padded rows.
 pub(in crate::data) fn fill<T>(packing: Packing, micro_batches: &MicroBatches<T>) -> f64 {
     let (mut tokens, mut room) = (0, 0);
     for packs in micro_batches {

@@ -8,26 +8,27 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
-use crate::data::config::{OnError, PackingStrategy, Truncation};
+use crate::data::config::{OnError, Truncation};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::LoaderOptions;
 use crate::data::loader::steps::Rmpad;
+use crate::data::packing::PackingStrategy;
 use crate::data::packing::{Overlong, PackRules, Packing};
 use crate::data::row::{Length, Rejection, Row};
 
 /// What a made-up row is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::data) enum Kind {
-    /// A sample of so many tokens.
+    /// A sample with this number of tokens.
     Text(usize),
-    /// An image of two tokens, then so many tokens.
+    /// An image of two tokens, then this number of tokens.
     Image(usize),
     /// A row that is rejected.
     Broken,
-    /// [`Kind::Image`], but what decoding finds is broken.
+    /// [`Kind::Image`] that is found broken by decoding.
     BrokenPixels(usize),
-    /// [`Kind::Image`], one token longer than it looks.
+    /// [`Kind::Image`] that is one token longer than its measured length.
     Grown(usize),
     /// [`Kind::Image`] of one token that takes a while to decode.
     SlowPixels(Duration),
@@ -155,12 +156,12 @@ pub(in crate::data) fn any_rows() -> impl Strategy<Value = Vec<Kind>> {
     rows_of(any_kind(2))
 }
 
-/// [`any_rows`] whose images are whole.
+/// [`any_rows`] without broken pixels.
 pub(in crate::data) fn any_readable_rows() -> impl Strategy<Value = Vec<Kind>> {
     rows_of(any_kind(0))
 }
 
-/// So many of ten rows have broken pixels.
+/// `broken` of ten rows have broken pixels.
 fn any_kind(broken: u32) -> BoxedStrategy<Kind> {
     let whole = prop_oneof![
         6 => (1usize..30).prop_map(Kind::Text),

@@ -1,20 +1,20 @@
 //! Laws of the loader.
 
 use std::num::{NonZeroU32, NonZeroUsize};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::batch::SampleId;
-use crate::data::config::{OnError, PackingStrategy, Truncation};
+use crate::batch::VarlenBatch;
+use crate::data::config::{OnError, Truncation};
 use crate::data::dataset::order::RowOrder;
 use crate::data::loader::plan::{first_epoch_packs, plan};
 use crate::data::loader::test_reader::{
     Kind, TestReader, any_options, any_readable_rows, any_rows, options, order,
 };
-use crate::data::packing::{Overlong, PackRules, Packing};
+use crate::data::packing::PackingStrategy;
+use crate::data::packing::{Overlong, Packing};
 
 fn start(rows: &[Kind], row_order: RowOrder, options: LoaderOptions, from: DataState) -> Loader {
     let order = order(rows.len(), row_order);
@@ -25,13 +25,13 @@ fn all_steps(rows: &[Kind], options: LoaderOptions) -> Vec<StepData> {
     collect(start(rows, RowOrder::Shuffled, options, DataState::default()))
 }
 
-fn collect(loader: Loader) -> Vec<StepData> {
+pub(super) fn collect(loader: Loader) -> Vec<StepData> {
     let (steps, error) = outcome(loader);
     assert_eq!(error, None);
     steps
 }
 
-/// All steps, and the error that ended them. Its examples are left out: those since the loader started.
+/// All steps, and the error that ended them without its examples, which depend on the start.
 fn outcome(mut loader: Loader) -> (Vec<StepData>, Option<LoaderError>) {
     let mut steps = Vec::new();
     while let Some(step) = loader.next_step() {
@@ -51,12 +51,12 @@ fn outcome(mut loader: Loader) -> (Vec<StepData>, Option<LoaderError>) {
     (steps, None)
 }
 
-/// Of a run from the beginning.
+/// The steps of a run from the beginning, and its error.
 fn whole_run(rows: &[Kind], options: LoaderOptions) -> (Vec<StepData>, Option<LoaderError>) {
     outcome(start(rows, RowOrder::Shuffled, options, DataState::default()))
 }
 
-/// What comes of a loader that starts where `step` ends; its state went through a file.
+/// The steps of a loader that starts at the end of `step`. Its state is written and read.
 fn resumed_after(
     rows: &[Kind],
     options: LoaderOptions,
@@ -67,7 +67,7 @@ fn resumed_after(
     outcome(start(rows, RowOrder::Shuffled, options, from))
 }
 
-/// The steps before the error, and the error.
+/// The number of steps before the error, and the error.
 fn until_error(rows: &[Kind], options: LoaderOptions) -> (usize, LoaderError) {
     let mut loader = start(rows, RowOrder::File, options, DataState::default());
     let mut steps = 0;
@@ -278,10 +278,10 @@ fn an_epoch_without_a_usable_sample_is_an_error_and_no_endless_loop() {
 
 #[test]
 fn a_state_that_the_data_cannot_have_led_to_is_refused() {
-    let state = |next, carry: &[u64], ready: &[&[u64]]| DataState {
+    let state = |next, pending: &[u64], packed: &[&[u64]]| DataState {
         next,
-        carry: carry.to_vec(),
-        ready: ready.iter().map(|pack| pack.to_vec()).collect(),
+        pending: pending.to_vec(),
+        packed: packed.iter().map(|pack| pack.to_vec()).collect(),
         ..DataState::default()
     };
     let rows = [Kind::Text(3); 4];
@@ -330,7 +330,7 @@ fn dropping_a_loader_in_the_middle_does_not_wait_for_the_data() {
     }
 }
 
-/// Rows trained on and rows rejected, a step each.
+/// Per step: the rows trained on and the rejected rows.
 fn outline(rows: &[Kind], options: LoaderOptions) -> Vec<(Vec<u32>, Vec<u64>)> {
     let steps = collect(start(rows, RowOrder::File, options, DataState::default()));
     let rejected = |step: &StepData| step.rejected.iter().map(|rejection| rejection.row).collect();
@@ -338,7 +338,7 @@ fn outline(rows: &[Kind], options: LoaderOptions) -> Vec<(Vec<u32>, Vec<u64>)> {
 }
 
 #[test]
-fn steps_of_broken_pixels_alone_are_told_with_the_one_before_or_after_them() {
+fn steps_of_broken_pixels_alone_are_reported_with_the_previous_or_next_step() {
     let (good, bad) = (Kind::Image(1), Kind::BrokenPixels(1));
     let rows = [bad, bad, good, bad, good, bad, bad];
     let expected = [(vec![2], vec![1, 2, 4]), (vec![4], vec![6, 7])];
@@ -374,7 +374,7 @@ fn broken_pixels_count_as_rejected() {
     let stop = LoaderOptions { on_error: OnError::Stop, ..one_a_step() };
     let (steps, error) = until_error(&rows, stop);
     assert_eq!((steps, error.to_string().as_str()), (7, "made-up.jsonl:8: the row is broken"));
-    // both kinds of rejections are in what an error says
+    // the error counts both kinds of rejections
     let rows = [Kind::Broken, Kind::BrokenPixels(0), Kind::BrokenPixels(0)];
     let (steps, error) = until_error(&rows, one_a_step());
     let LoaderError::EmptyEpoch { epoch: 0, rows: 3, rejected, first, unreported } = error else {
@@ -410,7 +410,7 @@ fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
         ..options(PackingStrategy::BestFit)
     };
     let step = all_steps(&rows, options).swap_remove(0);
-    let held = step.state.ready.clone();
+    let held = step.state.packed.clone();
     assert!(held.iter().any(|pack| pack.len() == 2), "{held:?}");
     let with = |image| {
         let rows: Vec<Kind> = rows
@@ -423,96 +423,4 @@ fn a_held_row_that_has_grown_while_the_run_was_stopped_is_an_error() {
     assert!(steps.is_empty() && matches!(error, Some(LoaderError::Changed { .. })), "{error:?}");
     let (steps, error) = with(Kind::Image(45));
     assert!(steps.is_empty() && matches!(error, Some(LoaderError::State { .. })), "{error:?}");
-}
-
-/// Counts the calls for each row.
-#[derive(Default)]
-struct Calls {
-    rows: Vec<Kind>,
-    prefetched: [AtomicUsize; 9],
-    completed: [AtomicUsize; 9],
-}
-
-impl RowReader for Calls {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        panic!("row {row:?} is read at once, with its pixels")
-    }
-
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
-        panic!("row {row:?} is measured, and not kept")
-    }
-
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
-        self.prefetched[row.row as usize].fetch_add(1, Ordering::SeqCst);
-        TestReader(self.rows.clone()).prefetch(row)
-    }
-
-    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
-        self.completed[row.row as usize].fetch_add(1, Ordering::SeqCst);
-        TestReader(self.rows.clone()).load_pixels(row, prefetched)
-    }
-
-    fn id(&self, row: Row) -> SampleId {
-        TestReader(Vec::new()).id(row)
-    }
-}
-
-#[test]
-fn a_loader_prefetches_each_row_once_and_completes_each_row_with_images_once() {
-    let rows = [Kind::Text(9), Kind::Image(3), Kind::Broken].repeat(3);
-    let reader = Arc::new(Calls { rows, ..Calls::default() });
-    let options = options(PackingStrategy::BestFit);
-    let order = order(9, RowOrder::Shuffled);
-    let steps = collect(Loader::start(reader.clone(), order, options, DataState::default()));
-    assert_eq!(steps.iter().map(|step| step.num_samples).sum::<usize>(), 6);
-    let counts = |calls: &[AtomicUsize]| -> Vec<usize> {
-        calls.iter().map(|calls| calls.load(Ordering::SeqCst)).collect()
-    };
-    assert_eq!(counts(&reader.prefetched), [1; 9]);
-    assert_eq!(counts(&reader.completed), [0, 1, 0].repeat(3));
-}
-
-/// Counts the images that are decoded.
-struct Counting(TestReader, AtomicUsize);
-
-impl RowReader for Counting {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
-        self.1.fetch_add(1, Ordering::SeqCst);
-        let mut sample = self.0.read(row)?;
-        sample.media[0].pixel_values = vec![0.0; 4 << 20]; // 16 MiB, as its length says
-        Ok(sample)
-    }
-
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
-        let length = self.0.length(row)?;
-        Ok(Length { pixel_bytes: 16 << 20, ..length })
-    }
-
-    fn id(&self, row: Row) -> SampleId {
-        self.0.id(row)
-    }
-}
-
-/// A window of a thousand images of 16 MiB: its pixels would take 16 GiB.
-#[test]
-fn a_window_is_packed_without_its_pixels() {
-    let rows = (0..1000).map(|row| Kind::Image(1 + row * 7919 % 29)).collect();
-    let reader = Arc::new(Counting(TestReader(rows), AtomicUsize::new(0)));
-    let options = LoaderOptions {
-        batch_size: NonZeroUsize::MIN,
-        gradient_accumulation_steps: NonZeroUsize::MIN,
-        pack_rules: PackRules {
-            window: NonZeroUsize::new(1000).unwrap(),
-            ..options(PackingStrategy::BestFit).pack_rules
-        },
-        ..options(PackingStrategy::BestFit)
-    };
-    let order = order(1000, RowOrder::Shuffled);
-    let mut loader = Loader::start(reader.clone(), order, options, DataState::default());
-    let step = loader.next_step().unwrap().unwrap();
-    assert_eq!(step.fill, 1.0);
-    std::thread::sleep(Duration::from_millis(200));
-    // 256 MiB ahead, a row a worker, and the steps on their way
-    let read = reader.1.load(Ordering::SeqCst);
-    assert!(read <= 16 + 2 + 4 * 20, "{read} images decoded for a step of {}", step.num_samples);
 }

@@ -1,4 +1,4 @@
-//! A pool that works on items in parallel and hands the results out in the order of the items.
+//! A thread pool that runs jobs in parallel and returns the results in the order of the jobs.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,18 +8,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
-/// How far the pool may run ahead of whoever takes its results.
+/// How far the pool may run ahead of the consumer of its results.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Limits {
-    /// Threads.
+    /// Number of threads.
     pub(in crate::data) workers: NonZeroUsize,
-    /// Items begun and not taken.
+    /// Maximum number of jobs begun whose results are not taken.
     pub(in crate::data) items: usize,
-    /// Bytes of results not taken; each worker may exceed it by the item it is at.
+    /// Maximum bytes of results that are not taken. Each worker may exceed it by one result.
     pub(in crate::data) bytes: u64,
 }
 
-/// The pool. Dropping it stops and joins its threads.
+/// The pool. Drop stops and joins its threads.
 pub(in crate::data) struct Workers<K, J, O> {
     shared: Arc<Shared<K, J, O>>,
     threads: Vec<JoinHandle<()>>,
@@ -30,17 +30,17 @@ pub(in crate::data) type Done<K, O> = (K, Result<O, String>);
 
 struct Shared<K, J, O> {
     queue: Mutex<Queue<K, J, O>>,
-    /// A worker may begin an item, or has to end.
+    /// Signals that a worker may begin a job, or must end.
     room: Condvar,
-    /// The next result is there, or none will come.
+    /// Signals that the next result is available, or that none will follow.
     done: Condvar,
 }
 
 struct Queue<K, J, O> {
     jobs: Box<dyn Iterator<Item = (K, J)> + Send>,
-    fed: VecDeque<(K, J)>,       // those that follow
-    is_fed: bool,                // more of them may follow
-    slots: VecDeque<Slot<K, O>>, // one for each job begun and not taken, in order
+    fed: VecDeque<(K, J)>,       // jobs after those of `jobs`
+    is_fed: bool,                // whether more may be fed
+    slots: VecDeque<Slot<K, O>>, // one per job begun and not taken, in order
     num_taken: u64,
     bytes: u64,
     is_full: bool, // a worker waits until a result is taken
@@ -49,17 +49,17 @@ struct Queue<K, J, O> {
 
 struct Slot<K, O> {
     key: K,
-    result: Option<(u64, Result<O, String>)>, // with its size in bytes; none while in work
+    result: Option<(u64, Result<O, String>)>, // with its bytes; `None` while the job runs
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All items are begun.
+    /// All jobs are begun.
     Exhausted,
-    /// Nobody wants the results.
+    /// The consumer needs no more results.
     Stopped,
-    /// A worker has panicked outside of the work on an item, so a result may be missing for ever.
+    /// A worker panicked outside of a job, so a result may never be available.
     Broken,
 }
 
@@ -124,7 +124,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         self.shared.room.notify_all();
     }
 
-    /// The next result; waits for it. `None` after the last item, and once stopped.
+    /// Waits for the next result. `None` after the last job, and after [`Workers::stop`].
     pub(in crate::data) fn next(&self) -> Option<Done<K, O>> {
         let mut queue = self.shared.lock();
         loop {
@@ -137,12 +137,12 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         }
     }
 
-    /// [`Workers::next`], but pending instead of waiting.
+    /// [`Workers::next`] without waiting.
     pub(in crate::data) fn try_next(&self) -> Poll<Option<Done<K, O>>> {
         self.shared.take(&mut self.shared.lock())
     }
 
-    /// Lets each worker end after the item it is at, and [`Workers::next`] at once.
+    /// Ends each worker after its current job, and [`Workers::next`] at once.
     pub(in crate::data) fn stop(&self) {
         self.shared.end(Phase::Stopped);
     }
@@ -152,7 +152,7 @@ impl<K, J, O> Drop for Workers<K, J, O> {
     fn drop(&mut self) {
         self.shared.end(Phase::Stopped);
         for thread in self.threads.drain(..) {
-            // a worker catches the panics of its work, so there is no other to pass on
+            // workers catch the panics of jobs
             let _ = thread.join();
         }
     }
@@ -163,7 +163,7 @@ impl<K, J, O> Shared<K, J, O> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No item is begun any more; wakes everyone to see it.
+    /// Begins no further job, and wakes all threads.
     fn end(&self, phase: Phase) {
         self.lock().phase = phase;
         self.room.notify_all();
@@ -173,7 +173,7 @@ impl<K, J, O> Shared<K, J, O> {
     fn take(&self, queue: &mut Queue<K, J, O>) -> Poll<Option<Done<K, O>>> {
         match queue.phase {
             Phase::Stopped => return Poll::Ready(None),
-            Phase::Broken => panic!("a worker of the loader panicked"), // not the data's end
+            Phase::Broken => panic!("a worker of the loader panicked"), // `None` would look like the end of the data
             Phase::Running | Phase::Exhausted => {}
         }
         match queue.slots.pop_front() {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 
-use super::Item;
+use super::item::Item;
 
 /// Inverse of the maximum share of bins that stay pending, to be filled better in the next window.
 const PENDING_SHARE: usize = 4;

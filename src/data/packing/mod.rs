@@ -6,6 +6,7 @@
 
 mod balance;
 mod best_fit;
+mod item;
 #[cfg(test)]
 mod tests;
 
@@ -13,12 +14,25 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use balance::group_by_cost;
 use best_fit::{Bin, Capacity, best_fit_decreasing, split_off_emptiest};
+pub(in crate::data) use item::Item;
 
-use crate::data::config::PackingStrategy;
+use serde::{Deserialize, Serialize};
+
 use crate::data::row::Length;
 
 /// Default number of new samples per window of a best-fit packer.
 pub(in crate::data) const WINDOW_SAMPLES: usize = 1000;
+
+/// Which samples share a pack.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PackingStrategy {
+    /// Consecutive samples. A pack is closed when the next sample does not fit.
+    Sequential,
+    /// Best-fit decreasing in windows of `packing_window` samples.
+    #[default]
+    BestFit,
+}
 
 /// How samples are joined into packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,17 +92,6 @@ impl PackRules {
     fn patches(&self, length: Length) -> u64 {
         length.pixel_bytes / self.patch_bytes
     }
-}
-
-/// A sample to be packed.
-#[derive(Debug, Clone, PartialEq)]
-pub(in crate::data) struct Item<T> {
-    /// Position in the order of the epoch.
-    pub position: u64,
-    /// Number of tokens and of pixel bytes.
-    pub length: Length,
-    /// The sample, or `()` if packs are only counted.
-    pub value: T,
 }
 
 /// Joins the samples of one epoch, which must be pushed by ascending position.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::SampleError;
+use super::error::SampleError;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
 
 /// Placeholders in a text for the next image or video that the row lists.

@@ -1,7 +1,7 @@
 //! Errors of a row. Each message names the file, the line and what was found there.
 
 use crate::batch::SampleId;
-use crate::data::encode::truncate::CutError;
+use crate::data::encode::truncate::TruncationError;
 use crate::data::media::image::ImageError;
 use crate::data::media::video::VideoError;
 use crate::data::template::TemplateError;
@@ -233,11 +233,11 @@ pub enum SampleError {
     },
     /// The sample is longer than `max_length` and cannot be truncated.
     #[error("{id}: {cause}")]
-    Cut {
+    Truncation {
         /// File and line of the row.
         id: SampleId,
         /// Error of the truncation.
-        cause: CutError,
+        cause: TruncationError,
     },
 }
 
@@ -264,7 +264,7 @@ impl SampleError {
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
             Self::NoSupervisedToken { .. } => "no_supervised_token",
             Self::MediaChanged { .. } => "media_changed",
-            Self::Cut { cause, .. } => cause.reason(),
+            Self::Truncation { cause, .. } => cause.reason(),
         }
     }
 
@@ -307,7 +307,7 @@ impl SampleError {
             }
             Self::Image { cause, .. } => cause.hint(),
             Self::MediaChanged { .. } => "do not change data files during a run",
-            Self::Cut { cause, .. } => cause.hint(),
+            Self::Truncation { cause, .. } => cause.hint(),
             Self::Video { cause, .. } => cause.hint(),
             Self::Read { .. } | Self::Tokenizer { .. } | Self::ImageTokens { .. } => return None,
         };
@@ -340,7 +340,7 @@ impl SampleError {
             | Self::ImageTokens { id, .. }
             | Self::NoAssistantTurn { id }
             | Self::MediaChanged { id }
-            | Self::Cut { id, .. }
+            | Self::Truncation { id, .. }
             | Self::NoSupervisedToken { id, .. } => id,
         }
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::SampleError;
 use super::content::{RowMedia, missing, take, type_name, wrong_type};
+use super::error::SampleError;
 use crate::batch::{Content, Message, Sample, SampleId};
 
 /// Keys of a turn that affect training; they are not supported and must not be ignored.

@@ -13,11 +13,11 @@ use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-use super::SampleError;
+use super::error::SampleError;
 use super::formats::{RowForm, parse_row, parse_text};
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
-use crate::data::dataset::corpus::CorpusError;
+use crate::data::dataset::corpus::error::CorpusError;
 
 /// Maximum number of rows that are parsed to detect the form of a file.
 const DETECTION_ROWS: usize = 100;

@@ -2,7 +2,7 @@
 //! videos.
 
 mod content;
-mod error;
+pub(in crate::data) mod error;
 mod formats;
 mod jsonl;
 mod stamp;

@@ -8,7 +8,8 @@ pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
 mod memory;
 pub(in crate::ops) mod panels;
-pub(crate) mod simd;
+pub(in crate::ops) mod simd;
+pub(crate) mod simd_level;
 
 pub(in crate::ops) use attention::{
     Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
@@ -19,4 +20,4 @@ pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, write,
 };
-pub use simd::{SimdError, SimdLevel, simd_level};
+pub use simd_level::{SimdError, SimdLevel, simd_level};

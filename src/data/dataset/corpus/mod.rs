@@ -4,13 +4,13 @@
 //! sample in every epoch although each epoch draws a new offset. For documents, a row number counts
 //! the documents, or their pieces if long documents are split.
 
-mod config;
+pub(in crate::data) mod config;
 mod documents;
-mod error;
+pub(in crate::data) mod error;
 mod text;
 mod token_file;
 mod tokenise;
-mod windows;
+pub(in crate::data) mod windows;
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
@@ -29,7 +29,9 @@ pub use windows::{Spacing, Windows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::config::OnError;
 use crate::data::encode::Encoder;
-use crate::data::encode::truncate::{Cut, CutError, Dropped, Outline, dropped};
+use crate::data::encode::truncate::{
+    DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped,
+};
 use crate::data::row::{Length, Rejection};
 use crate::data::source::{JsonlFile, RowForm, SampleError, SourceError};
 
@@ -41,7 +43,7 @@ pub struct CorpusOptions {
     /// Maximum number of tokens of a piece of a document, above 1. `None` does not split documents.
     pub split_at: Option<NonZeroU32>,
     /// How long documents are truncated. Windows are never truncated.
-    pub cut: Option<Cut>,
+    pub cut: Option<TruncationRule>,
     /// Folder in which the tokens are cached. `None` stores them in a temporary file.
     pub cache: Option<PathBuf>,
     /// Whether a text that cannot be used is skipped or stops the run.
@@ -81,7 +83,7 @@ pub struct Corpus {
     separators: Separators,
     tokens: TokenFile,
     rows: Rows,
-    cut: Option<Cut>,
+    cut: Option<TruncationRule>,
 }
 
 #[derive(Debug)]
@@ -183,15 +185,15 @@ impl Corpus {
     }
 
     /// Returns the range of tokens that truncation keeps of a row with `tokens` tokens.
-    fn kept(&self, tokens: u32) -> Result<Range<usize>, CutError> {
+    fn kept(&self, tokens: u32) -> Result<Range<usize>, TruncationError> {
         let cut = self.cut.filter(|_| matches!(self.rows, Rows::Documents(_)));
-        Outline::of_text(tokens as usize).kept_text(cut)
+        TokenCounts::of_text(tokens as usize).kept_text(cut)
     }
 
     /// Returns the range of tokens that truncation keeps of a row.
     fn kept_of(&self, row: u32) -> Result<Range<usize>, SampleError> {
         let kept = self.kept(self.whole_span(row).1);
-        kept.map_err(|cause| SampleError::Cut { id: self.id(row), cause })
+        kept.map_err(|cause| SampleError::Truncation { id: self.id(row), cause })
     }
 
     /// Number of documents that are truncated.
@@ -202,7 +204,7 @@ impl Corpus {
 
     /// Returns the tokens that truncation removes from a row, by their places in the result of
     /// [`Corpus::read`].
-    pub fn dropped(&self, row: u32) -> Result<Vec<Dropped>, SampleError> {
+    pub fn dropped(&self, row: u32) -> Result<Vec<DroppedTokens>, SampleError> {
         let (start, tokens) = self.whole_span(row);
         let kept = self.kept_of(row)?;
         let read = self.tokens.read(start, tokens);

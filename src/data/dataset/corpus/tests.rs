@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::batch::IGNORE_INDEX;
-use crate::data::{ImageConfig, Keep};
+use crate::data::{ImageConfig, KeptEnd};
 
 fn encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/quickstart/model");
@@ -138,17 +138,17 @@ fn long_documents_are_truncated_at_the_configured_side() {
     );
     let open_cut = |text: &str, keep, max_length| {
         let max_length = NonZeroU32::new(max_length).unwrap();
-        let cut = Some(Cut { max_length, keep });
+        let cut = Some(TruncationRule { max_length, keep });
         open(&path, text, &CorpusOptions { cut, ..CorpusOptions::default() })
     };
     let ids = all_ids(&open(&path, DOCUMENTS, &CorpusOptions::default()));
     for (keep, max_length, span) in [
-        (Keep::Beginning, 11, (0, 11)),
-        (Keep::Beginning, 10, (0, 10)),
-        (Keep::Beginning, 2, (0, 2)),
-        (Keep::End, 11, (0, 11)),
-        (Keep::End, 10, (1, 10)),
-        (Keep::End, 2, (9, 2)),
+        (KeptEnd::Beginning, 11, (0, 11)),
+        (KeptEnd::Beginning, 10, (0, 10)),
+        (KeptEnd::Beginning, 2, (0, 2)),
+        (KeptEnd::End, 11, (0, 11)),
+        (KeptEnd::End, 10, (1, 10)),
+        (KeptEnd::End, 2, (9, 2)),
     ] {
         let corpus = open_cut(DOCUMENTS, keep, max_length);
         assert_eq!((corpus.len(), corpus.span(0)), (3, span), "{keep:?} {max_length}");
@@ -161,7 +161,7 @@ fn long_documents_are_truncated_at_the_configured_side() {
         assert_eq!(corpus.num_truncated(), longer);
         assert_eq!(corpus.length(2).unwrap_err().reason(), "no_supervised_token");
     }
-    for keep in [Keep::Beginning, Keep::End] {
+    for keep in [KeptEnd::Beginning, KeptEnd::End] {
         let corpus = open_cut(DOCUMENTS, keep, 1);
         for result in [corpus.read(0).map(drop), corpus.length(0).map(drop)] {
             let error = result.unwrap_err();

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::decode::MAX_PIXELS;
+use super::header::MAX_PIXELS;
 use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.

@@ -6,18 +6,13 @@
 //! are errors, with one exception: a JPEG that was truncated and then closed with an end marker is
 //! accepted, as in Pillow.
 
-use std::error::Error;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 
-use super::header::{Header, swaps_sides};
-
-/// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
-/// is allocated for them.
-pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
+use super::header::{DecodeError, Header, MAX_PIXELS, swaps_sides};
 
 /// 8-bit RGB, `[height, width, 3]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,32 +20,6 @@ pub(in crate::data) struct Rgb {
     pub(in crate::data) width: usize,
     pub(in crate::data) height: usize,
     pub(in crate::data) data: Vec<u8>,
-}
-
-/// The reason why bytes cannot be decoded, without the name of the image.
-#[derive(Debug)]
-pub(super) enum DecodeError {
-    /// The format is not supported.
-    UnknownFormat,
-    /// The header declares more than [`MAX_PIXELS`].
-    TooLarge { width: u32, height: u32 },
-    /// The image is damaged or incomplete.
-    Broken(Box<dyn Error + Send + Sync>),
-}
-
-impl From<image::ImageError> for DecodeError {
-    fn from(error: image::ImageError) -> Self {
-        Self::Broken(error.into())
-    }
-}
-
-impl From<std::io::Error> for DecodeError {
-    fn from(error: std::io::Error) -> Self {
-        if error.kind() == std::io::ErrorKind::UnexpectedEof {
-            return Self::Broken("the file is truncated".into());
-        }
-        Self::Broken(error.into())
-    }
 }
 
 /// Decodes the bytes of a whole file.

@@ -5,6 +5,7 @@
 //! PNG chunks are parsed here because the decoders would read the whole file, or miss an `eXIf`
 //! chunk after the pixels.
 
+use std::error::Error;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
 
@@ -12,7 +13,35 @@ use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
 use image::{ImageDecoder, ImageFormat};
 
-use super::decode::{DecodeError, MAX_PIXELS};
+/// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
+/// is allocated for them.
+pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
+
+/// The reason why bytes cannot be decoded, without the name of the image.
+#[derive(Debug)]
+pub(super) enum DecodeError {
+    /// The format is not supported.
+    UnknownFormat,
+    /// The header declares more than [`MAX_PIXELS`].
+    TooLarge { width: u32, height: u32 },
+    /// The image is damaged or incomplete.
+    Broken(Box<dyn Error + Send + Sync>),
+}
+
+impl From<image::ImageError> for DecodeError {
+    fn from(error: image::ImageError) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+impl From<std::io::Error> for DecodeError {
+    fn from(error: std::io::Error) -> Self {
+        if error.kind() == std::io::ErrorKind::UnexpectedEof {
+            return Self::Broken("the file is truncated".into());
+        }
+        Self::Broken(error.into())
+    }
+}
 
 /// Properties of an image that are known before its pixels are decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

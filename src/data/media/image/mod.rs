@@ -31,13 +31,14 @@ use std::path::{Path, PathBuf};
 use config::Settings;
 pub(in crate::data) use config::Size;
 pub use config::{ImageConfig, ImageConfigError};
+pub(in crate::data) use decode::Rgb;
+use decode::decode;
 #[cfg(feature = "video")]
 pub(in crate::data) use decode::upright;
-use decode::{DecodeError, decode};
-pub(in crate::data) use decode::{MAX_PIXELS, Rgb};
-use header::Header;
+pub(in crate::data) use header::MAX_PIXELS;
 #[cfg(feature = "video")]
 pub(in crate::data) use header::swaps_sides;
+use header::{DecodeError, Header};
 use patchify::resize_and_patchify;
 pub(in crate::data) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(in crate::data) use resize::resize;

@@ -158,47 +158,8 @@ impl Settings {
         images: &ImageProcessor,
     ) -> Result<Self, VideoConfigError> {
         let (path, file) = read_file(folder)?;
-        let File {
-            size,
-            min_pixels,
-            max_pixels,
-            fps,
-            min_frames,
-            max_frames,
-            patch_size,
-            temporal_patch_size,
-            merge_size,
-            image_mean,
-            image_std,
-            rescale_factor,
-            cap_pixels_per_frame,
-        } = file;
-        let bad = |key, found: String, expected: String| {
-            Err(VideoConfigError::Value { path: path.clone(), key, found, expected })
-        };
-        for (key, found, expected) in [
-            ("patch_size", patch_size, images.patch_size()),
-            ("temporal_patch_size", temporal_patch_size, images.temporal_patch_size()),
-            ("merge_size", merge_size, images.merge_size()),
-        ] {
-            if let Some(found) = found.filter(|found| *found != expected) {
-                return bad(key, found.to_string(), format!("`{expected}` as for images"));
-            }
-        }
-        if cap_pixels_per_frame == Some(true) {
-            let expected = "`false` (limit pixels by `data.video.max_pixels` instead)".to_owned();
-            return bad("cap_pixels_per_frame", "true".to_owned(), expected);
-        }
-        let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
-        if !(rescale.is_finite() && rescale > 0.0) {
-            return bad("rescale_factor", rescale.to_string(), "a number above 0".to_owned());
-        }
-        let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
-        if !mean.iter().chain(&std).all(|value| value.is_finite()) || std.iter().any(|v| *v <= 0.0)
-        {
-            let expected = "finite numbers, above 0 for `image_std`".to_owned();
-            return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
-        }
+        let normalise = check_file(&path, &file, images)?;
+        let File { size, min_pixels, max_pixels, fps, min_frames, max_frames, .. } = file;
         let size = size.unwrap_or_default();
         let VideoConfig {
             fps: config_fps,
@@ -245,10 +206,53 @@ impl Settings {
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
         let sampling = Sampling { fps, min_frames, max_frames };
-        let normalise = Normalise::new(mean, std, (1.0 / rescale) as f32);
         let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
         Ok(Self { sampling, budget, normalise, marks, limits })
     }
+}
+
+/// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
+fn check_file(
+    path: &Path,
+    file: &File,
+    images: &ImageProcessor,
+) -> Result<Normalise, VideoConfigError> {
+    let File {
+        patch_size,
+        temporal_patch_size,
+        merge_size,
+        image_mean,
+        image_std,
+        rescale_factor,
+        cap_pixels_per_frame,
+        ..
+    } = *file;
+    let bad = |key, found: String, expected: String| {
+        Err(VideoConfigError::Value { path: path.to_owned(), key, found, expected })
+    };
+    for (key, found, expected) in [
+        ("patch_size", patch_size, images.patch_size()),
+        ("temporal_patch_size", temporal_patch_size, images.temporal_patch_size()),
+        ("merge_size", merge_size, images.merge_size()),
+    ] {
+        if let Some(found) = found.filter(|found| *found != expected) {
+            return bad(key, found.to_string(), format!("`{expected}` as for images"));
+        }
+    }
+    if cap_pixels_per_frame == Some(true) {
+        let expected = "`false` (limit pixels by `data.video.max_pixels` instead)".to_owned();
+        return bad("cap_pixels_per_frame", "true".to_owned(), expected);
+    }
+    let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
+    if !(rescale.is_finite() && rescale > 0.0) {
+        return bad("rescale_factor", rescale.to_string(), "a number above 0".to_owned());
+    }
+    let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
+    if !mean.iter().chain(&std).all(|value| value.is_finite()) || std.iter().any(|v| *v <= 0.0) {
+        let expected = "finite numbers, above 0 for `image_std`".to_owned();
+        return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
+    }
+    Ok(Normalise::new(mean, std, (1.0 / rescale) as f32))
 }
 
 /// Reads the video settings and returns them with the path of their file.

@@ -7,7 +7,6 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::Tokens;
 use super::added::{AddedTokens, Piece};
 use super::classes::Classes;
 use super::cuts::Cuts;
@@ -15,6 +14,16 @@ use super::file::{Vocabulary, byte_to_char};
 use super::merges::{Merges, Workspace};
 use super::normalise::{is_nfc, nfc};
 use super::split::word_end;
+
+/// A tokenised text of `T` tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct Tokens {
+    /// Token ids, `[T]`.
+    pub ids: Vec<u32>,
+    /// Start and end byte of each token in the text before normalisation, `[T]`. Tokens that share
+    /// a character all span the whole character.
+    pub offsets: Vec<(usize, usize)>,
+}
 
 /// Number of cached words per thread.
 const CACHED_WORDS: usize = 1 << 15;

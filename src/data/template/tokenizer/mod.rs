@@ -18,6 +18,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use engine::Engine;
+pub(in crate::data) use engine::Tokens;
 use tokenizers::{PostProcessorWrapper, Tokenizer};
 
 /// A tokenizer. Special tokens that occur in a text are encoded as their ids.
@@ -28,16 +29,6 @@ pub(in crate::data) struct TextTokenizer {
 enum Inner {
     Ours(Box<Engine>),
     Reference(Box<Tokenizer>),
-}
-
-/// A tokenised text of `T` tokens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::data) struct Tokens {
-    /// Token ids, `[T]`.
-    pub ids: Vec<u32>,
-    /// Start and end byte of each token in the text before normalisation, `[T]`. Tokens that share
-    /// a character all span the whole character.
-    pub offsets: Vec<(usize, usize)>,
 }
 
 /// The reason why a tokenizer cannot be loaded or used.

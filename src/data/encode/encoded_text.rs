@@ -1,0 +1,59 @@
+//! The tokens of a sample and their truncation.
+
+use std::ops::Range;
+
+use super::truncate::{TokenCounts, TruncationRule, kept_tokens};
+use crate::batch::SampleId;
+use crate::data::source::error::SampleError;
+
+/// The tokens of a sample, before positions and media.
+pub(super) struct EncodedText {
+    pub(super) input_ids: Vec<u32>,      // [T]
+    pub(super) labels: Vec<i64>,         // [T]
+    pub(super) vision_rows: Vec<u32>,    // [M]
+    pub(super) spans: Vec<Range<usize>>, // one per medium, ascending: all of its tokens
+}
+
+impl EncodedText {
+    /// Truncates the tokens; an error if no target is left.
+    pub(super) fn cut(
+        self,
+        id: &SampleId,
+        cut: Option<TruncationRule>,
+    ) -> Result<Self, SampleError> {
+        let token_counts = TokenCounts::of(&self.labels, &self.spans);
+        let kept = kept_text(id, &token_counts, cut)?;
+        if kept.len() == token_counts.text_tokens {
+            return Ok(self);
+        }
+        let Self { input_ids, labels, vision_rows, spans } = self;
+        let ranges = kept_tokens(input_ids.len(), &spans, &kept);
+        let mut moved = Vec::with_capacity(vision_rows.len()); // truncation keeps all of them
+        let mut num_kept = 0;
+        for range in &ranges {
+            let inside = |row: &&u32| range.contains(&(**row as usize));
+            let shift = (range.start - num_kept) as u32;
+            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
+            num_kept += range.len();
+        }
+        Ok(Self {
+            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
+            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
+            vision_rows: moved,
+            spans: Vec::new(), // not used after truncation
+        })
+    }
+}
+
+/// The text tokens that truncation keeps; an error if no target is left.
+pub(super) fn kept_text(
+    id: &SampleId,
+    token_counts: &TokenCounts,
+    cut: Option<TruncationRule>,
+) -> Result<Range<usize>, SampleError> {
+    if token_counts.num_targets == 0 {
+        let num_tokens = token_counts.num_tokens();
+        return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
+    }
+    token_counts.kept_text(cut).map_err(|cause| SampleError::Truncation { id: id.clone(), cause })
+}
