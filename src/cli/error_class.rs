@@ -110,7 +110,7 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {
         error.hint().to_owned()
     } else {
-        error.downcast_ref::<GroupError>()?.hint().to_owned()
+        error.downcast_ref::<GroupError>()?.hint()
     };
     Some(ErrorClass::new(Exit::Usage, hint))
 }
