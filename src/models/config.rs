@@ -170,7 +170,7 @@ impl Section<'_> {
             );
             return Err(ModelConfigError::Shape { what });
         }
-        if config.head_dim % 2 != 0 {
+        if !config.head_dim.is_multiple_of(2) {
             let what = format!("`head_dim` {} is odd", config.head_dim);
             return Err(ModelConfigError::Shape { what });
         }

@@ -39,8 +39,9 @@ impl Stage for DecoderLayer {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let dy = self.mlp.backward(mlp, dy, grads)?; // [T, D]
-        self.attention.backward(attention, &dy, context, grads, input_grad)
+        let dx = self.mlp.backward(mlp, &dy, grads)?; // [T, D]
+        drop(dy); // a layer's peak has one gradient of the residual stream
+        self.attention.backward(attention, &dx, context, grads, input_grad)
     }
 }
 
@@ -164,15 +165,12 @@ impl Decoder {
         let mut saved = tape.layers;
         for (k, layer) in self.layers.iter().enumerate().rev() {
             let dy = dh.take().filter(|_| input_grads[k + 1] == InputGrad::Needed);
-            dh = match (dy, saved.pop()) {
-                (Some(dy), Some(saved)) => {
-                    before_layer(k, &dy)?;
-                    saved.backward(layer, dy, context, grads, input_grads[k])?
-                }
-                _ => {
-                    grads.finished(&layer.params());
-                    None
-                }
+            dh = if let (Some(dy), Some(saved)) = (dy, saved.pop()) {
+                before_layer(k, &dy)?;
+                saved.backward(layer, dy, context, grads, input_grads[k])?
+            } else {
+                grads.finished(&layer.params());
+                None
             };
         }
         Ok(dh.filter(|_| below == InputGrad::Needed))

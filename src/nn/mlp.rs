@@ -57,20 +57,20 @@ impl MlpBlock {
     pub(super) fn backward(
         &self,
         SavedMlp { x, rstd, gate, up }: SavedMlp,
-        dy: Tensor,
+        dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
-        let d_activated = self.down.backward_input(&dy)?; // [T, F]
+        let d_activated = self.down.backward_input(dy)?; // [T, F]
         let recompute = self.down.recompute_input(grads);
         let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
         if let Some(activated) = activated {
-            self.down.backward_params(&activated, &dy, grads)?;
+            self.down.backward_params(&activated, dy, grads)?;
         }
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]
         drop(d_gate);
         let d_normed = self.up.backward_add(&normed, &d_up, d_normed, grads)?;
         drop((normed, d_up));
-        self.norm.backward_add(&x, &rstd, &d_normed, Some(&dy), grads) // [T, D]
+        self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads) // [T, D]
     }
 }

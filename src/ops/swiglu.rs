@@ -80,7 +80,7 @@ pub fn swiglu_backward(
         RecomputeInput::Yes => {
             let [gate, up] = inputs;
             change(op, [gate, up, ("dy", &dy)], |_, [gate, up, dy]| {
-                backward_recompute(gate, up, dy)
+                backward_recompute(gate, up, dy);
             })?;
         }
     }

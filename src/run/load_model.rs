@@ -1,7 +1,6 @@
 //! Loads a model folder.
 
 use crate::checkpoint::{CheckpointError, WeightFiles};
-use crate::metrics::ModelWork;
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
 use crate::nn::{ParamSpec, WeightError, random_tensor};
 use crate::optim::{GroupError, Named, ParamGroups};
@@ -160,11 +159,6 @@ impl LoadedModel {
             })
             .collect();
         ParamGroups::new(&named, freeze, lr_multipliers)
-    }
-
-    /// Numbers of operations of a step, by component of the model.
-    pub fn work(&self) -> ModelWork {
-        ModelWork(self.model.work())
     }
 }
 

@@ -1,22 +1,22 @@
-//! Numbers of a step and of a run by data set.
+//! Counts and losses of a step and of a run by data set.
 
 use crate::data::{DataState, Rejection, SampleSize};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// What was seen of a data set.
+/// Counts of a data set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatasetCounts {
-    /// Samples.
+    /// Number of samples.
     pub num_samples: u64,
-    /// Tokens.
+    /// Number of tokens.
     pub num_tokens: u64,
-    /// Supervised targets.
+    /// Number of supervised targets.
     pub num_target_tokens: u64,
 }
 
-/// What was seen of a data set, and its loss.
+/// Counts and loss of a data set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DatasetLoss {
     /// Counts.
@@ -34,14 +34,14 @@ impl DatasetLoss {
         self.nll_sum += nll_sum;
     }
 
-    /// Mean over its targets; `None` without any.
+    /// Mean over its targets; `None` without targets.
     pub fn loss(&self) -> Option<f64> {
         let targets = self.counts.num_target_tokens;
         (targets > 0).then(|| self.nll_sum / targets as f64)
     }
 }
 
-/// Rows and texts that could not be used, in the two ways in which `metrics.jsonl` counts them.
+/// Counts of rejected rows and texts, as `metrics.jsonl` reports them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rejected {
     /// By reason.
@@ -51,7 +51,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Counts the texts of corpora: each once, as they are read before the first step.
+    /// Counts texts of corpora, each once: they are read before the first step.
     pub fn of_texts<'a>(texts: impl IntoIterator<Item = &'a Rejection>) -> Self {
         let mut counts = DataState::default();
         for Rejection { file, reason, .. } in texts {
@@ -60,7 +60,7 @@ impl Rejected {
         Self { by_reason: counts.rejected, by_file: counts.rejected_by_file }
     }
 
-    /// Together with the rows that a run has met as of `data`.
+    /// Adds the rows that a run had rejected at `data`.
     #[must_use]
     pub fn with_rows(&self, data: &DataState) -> Self {
         let mut counts = self.clone();
@@ -71,7 +71,7 @@ impl Rejected {
         counts
     }
 
-    /// All of them.
+    /// Number of rejected rows and texts.
     pub fn total(&self) -> u64 {
         self.by_reason.values().sum()
     }
@@ -83,8 +83,8 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
     }
 }
 
-/// Splits the losses of a step by data set. `nll` has one list a micro-batch that has targets; end to
-/// end they are the targets of `samples`, in order.
+/// Splits the losses of a step by data set. `nll` has one list per micro-batch that has targets.
+/// Concatenated, the lists have the targets of `samples` in order.
 pub fn by_dataset(
     num_datasets: usize,
     samples: &[SampleSize],
@@ -102,8 +102,8 @@ pub fn by_dataset(
     sets
 }
 
-/// Keys of `metrics.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. None for a single data set,
-/// whose numbers are those of the row.
+/// Keys of `metrics.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. Empty for a single data set,
+/// whose values equal those of the whole row.
 pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, Value> {
     let mut keys = BTreeMap::new();
     if names.len() < 2 {
@@ -133,7 +133,7 @@ pub(super) fn count(
     }
 }
 
-/// A log line a data set: what was seen of it, and its share of all rows. None for a single one.
+/// Logs one line per data set: its counts, and its share of all rows. Nothing for a single one.
 pub fn log_shares(seen: &BTreeMap<String, DatasetCounts>) {
     let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
     for (name, counts) in seen.iter().filter(|_| seen.len() > 1) {

@@ -1,7 +1,7 @@
-//! Loss and exact answers on rows that are not trained on.
+//! Loss and exact answers on held-out rows.
 //!
-//! An answer counts as exact when each of its tokens is the most likely one given those before it:
-//! greedy decoding would then produce exactly this answer. One forward pass tells both.
+//! An answer is exact if each of its tokens is the most likely one after the tokens before it, so
+//! that greedy decoding would produce it. One forward pass computes both.
 
 use super::datasets::DatasetLoss;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
@@ -19,20 +19,20 @@ pub struct SampleScore {
     /// `file:line`.
     #[serde(serialize_with = "as_text")]
     pub id: SampleId,
-    /// Index of the data set that it is of.
+    /// Index of its data set.
     #[serde(skip)]
     pub dataset: u32,
-    /// Whether it is a chat: a sample of a corpus is no answer.
+    /// Whether it is a chat. Samples of a corpus have no answer.
     #[serde(skip)]
     pub is_chat: bool,
-    /// Tokens.
+    /// Number of tokens.
     #[serde(skip)]
     pub num_tokens: u64,
     /// Sum of the negative log likelihoods of its targets.
     pub nll_sum: f64,
-    /// Supervised targets.
+    /// Number of supervised targets.
     pub num_targets: u64,
-    /// Whether greedy decoding gives every supervised token.
+    /// Whether greedy decoding produces every supervised token.
     pub exact: bool,
 }
 
@@ -40,10 +40,10 @@ fn as_text<S: serde::Serializer>(id: &SampleId, serializer: S) -> Result<S::Ok, 
     serializer.collect_str(id)
 }
 
-/// What an evaluation found.
+/// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct EvalReport {
-    /// In row order.
+    /// Scores in row order.
     pub samples: Vec<SampleScore>,
     /// Rows that could not be scored.
     pub rejected: Vec<Rejection>,
@@ -56,12 +56,12 @@ impl EvalReport {
         sum / self.num_targets().max(1) as f64
     }
 
-    /// Supervised targets of all samples.
+    /// Number of supervised targets of all samples.
     pub fn num_targets(&self) -> u64 {
         self.samples.iter().map(|sample| sample.num_targets).sum()
     }
 
-    /// The samples of each of so many data sets.
+    /// Counts and losses of each data set.
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {
@@ -79,14 +79,14 @@ impl EvalReport {
         self.samples.iter().filter(|sample| sample.is_chat)
     }
 
-    /// Share of chats whose answers are exact; `None` without any.
+    /// Fraction of chats whose answers are exact; `None` without chats.
     pub fn accuracy(&self) -> Option<f64> {
         let (total, exact) = (self.chats().count(), self.chats().filter(|chat| chat.exact).count());
         (total > 0).then(|| exact as f64 / total as f64)
     }
 }
 
-/// Why an evaluation stopped.
+/// Why an evaluation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
     /// Samples that do not form a batch.
@@ -102,21 +102,21 @@ pub enum EvalError {
 
 /// Scores rows in packs of at most `max_tokens`.
 pub struct Evaluator<'a> {
-    /// Where the rows are.
+    /// The rows to score.
     pub rows: &'a JsonlRows,
-    /// Tokens of one forward pass; a longer sample goes alone.
+    /// Maximum number of tokens of one forward pass; a longer sample is scored alone.
     pub max_tokens: usize,
     /// Compute dtype.
     pub dtype: DType,
-    /// Where the model is.
+    /// Device of the model.
     pub device: &'a Device,
 }
 
-/// Rows encoded at a time: enough to keep all cores busy, few enough to stay small.
+/// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
 const ROWS_AT_A_TIME: usize = 8;
 
 impl Evaluator<'_> {
-    /// Scores every row; `progress` is told how many are done.
+    /// Scores every row; `progress` receives the number of rows done.
     pub fn run(
         &self,
         model: &dyn Model,

@@ -1,4 +1,4 @@
-//! Answers, token by token.
+//! Generates answers token by token.
 
 use crate::batch::{EncodedSample, Pack, PaddingSide};
 use crate::data::collate;
@@ -8,16 +8,16 @@ use crate::train::eval::EvalError;
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 
-/// How tokens are chosen.
+/// Settings of generation.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Tokens after which an answer is cut.
+    /// Maximum number of tokens of an answer.
     pub max_new_tokens: usize,
-    /// Greedy, or a temperature with top-k and top-p.
+    /// Greedy, or random with a temperature, top-k and top-p.
     pub sampling: Sampling,
-    /// For sampling.
+    /// Seed of random sampling.
     pub seed: u64,
-    /// Ids that end an answer; they are not part of it.
+    /// Ids that end an answer. They are not part of it.
     pub stop_ids: Vec<u32>,
 }
 
@@ -54,7 +54,7 @@ fn next_token(
     sampling: &Sampling,
 ) -> candle_core::Result<u32> {
     if matches!(sampling, Sampling::ArgMax) {
-        // The same kernel as evaluation, so that both see the same ties.
+        // The kernel of evaluation, so that ties are resolved alike.
         let any = Targets { rows: vec![0], ids: vec![0] };
         return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
     }

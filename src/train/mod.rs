@@ -1,5 +1,4 @@
-//! The loop, and everything that meets in it: the only place where data, model, loss and optimizer
-//! know each other.
+//! The training loop: the only module that uses data, model, loss and optimizer together.
 
 mod config;
 mod datasets;

@@ -1,4 +1,4 @@
-//! What a checkpoint says besides tensors: together with weights and moments, all of resume.
+//! The part of a checkpoint that is not tensors. Resume needs this, the weights and the moments.
 
 use super::datasets::DatasetCounts;
 use crate::data::DataState;
@@ -8,41 +8,41 @@ use std::collections::BTreeMap;
 /// Contents of `trainer_state.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainState {
-    /// Version of this layout.
+    /// Version of the file's layout.
     pub version: u32,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
-    /// Steps of the whole run.
+    /// Number of steps of the whole run.
     pub total_steps: u64,
-    /// Steps until the data ends; absent when it is repeated until `max_steps`.
+    /// Number of steps until the data ends; `None` if it is repeated until `max_steps`.
     pub planned: Option<Planned>,
-    /// Supervised targets seen.
+    /// Number of supervised targets so far.
     pub targets_seen: u64,
-    /// Tokens seen, padding not counted.
+    /// Number of tokens so far, without padding.
     pub tokens_seen: u64,
-    /// Samples seen.
+    /// Number of samples so far.
     pub samples_seen: u64,
-    /// The same by data set.
+    /// These counts by data set.
     #[serde(default)]
     pub datasets_seen: BTreeMap<String, DatasetCounts>,
-    /// Hash of the settings that decide what is learned: a resumed run must have the same.
+    /// Hash of the settings that change the result of training. A resumed run must have the same.
     pub fingerprint: String,
     /// Hash of the training files.
     pub data_fingerprint: String,
-    /// Where the loader stands; order and shuffle are functions of it and the seed.
+    /// Position of the loader. Order and shuffle depend only on it and the seed.
     pub data: DataState,
 }
 
-/// What measuring every row once has found.
+/// The plan of a run, from the lengths of all rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
-    /// For this many epochs.
+    /// Number of epochs.
     pub epochs: u64,
-    /// There are this many optimizer steps.
+    /// Number of optimizer steps of these epochs.
     pub steps: u64,
 }
 
 impl TrainState {
-    /// Version written by this program.
+    /// The version that this program writes.
     pub const VERSION: u32 = 1;
 }

@@ -1,4 +1,4 @@
-//! The loop: steps, evaluations, checkpoints, and the end.
+//! The training loop: steps, evaluations, checkpoints.
 
 use super::config::EvalConfig;
 use super::datasets::{Rejected, by_dataset, count, log_shares, metric_keys};
@@ -18,51 +18,51 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Everything a run needs, put together by the command.
+/// Everything a run needs.
 pub struct TrainerParts {
     /// Model, gradients, optimizer.
     pub runner: StepRunner,
-    /// Steps of data, from where `state` stands.
+    /// Steps of data, from the position in `state` on.
     pub loader: Loader,
     /// Learning rate of each step.
     pub schedule: Schedule,
-    /// Where the run stands.
+    /// Progress of the run.
     pub state: TrainState,
-    /// Writes checkpoints and `final/`.
+    /// Writes checkpoints and the folder `final`.
     pub checkpointer: Checkpointer,
-    /// Steps after which the run ends though there is data left.
+    /// Maximum number of steps, even if there is more data.
     pub max_steps: u64,
-    /// Steps between checkpoints; 0: only at the end.
+    /// Number of steps between checkpoints; 0 writes one at the end only.
     pub checkpoint_every: u64,
-    /// The tokenizer and processor files of the model, which go into checkpoints.
+    /// Tokenizer and processor files of the model, copied to checkpoints.
     pub carried: CarriedFiles,
     /// `config.json` of checkpoints.
     pub config_json: serde_json::Value,
-    /// Rows to evaluate on.
+    /// Rows of the evaluation.
     pub eval_rows: Option<JsonlRows>,
-    /// Names of the data sets that are trained on.
+    /// Names of the training data sets.
     pub dataset_names: Vec<String>,
-    /// Texts of the corpora that are trained on that could not be used.
+    /// Rejected texts of the training corpora.
     pub rejected_texts: Rejected,
-    /// When to.
+    /// When to evaluate.
     pub eval: EvalConfig,
-    /// Tokens of one forward pass of an evaluation.
+    /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
     /// `metrics.jsonl`.
     pub metrics: JsonlSink,
     /// `rejects.jsonl`.
     pub rejects: JsonlSink,
-    /// Set by a signal: save and stop after the current step.
+    /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
 }
 
-/// Watches a run from outside: the command's progress bar, or nothing.
+/// Receives the progress of a run, for example to draw a bar. `()` ignores it.
 pub trait Observer {
-    /// After each optimizer step.
+    /// Called after each optimizer step.
     fn step(&mut self, metrics: &StepMetrics, total_steps: u64);
-    /// While an evaluation runs.
+    /// Called during an evaluation, with the number of scored rows.
     fn evaluating(&mut self, done: usize, total: usize);
-    /// After an evaluation.
+    /// Called after an evaluation.
     fn evaluated(&mut self, metrics: &EvalMetrics);
 }
 
@@ -75,36 +75,36 @@ impl Observer for () {
 /// How a run ended.
 #[derive(Debug)]
 pub enum Outcome {
-    /// All steps are done and `final/` is written.
+    /// All steps are done, and the folder `final` is written.
     Finished {
         /// The last evaluation, if there is eval data.
         eval: Option<EvalReport>,
         /// `<output_dir>/final`.
         folder: PathBuf,
     },
-    /// A signal asked for it; the same command goes on from the checkpoint.
+    /// A signal stopped the run. The same command resumes from the checkpoint.
     Stopped {
         /// The checkpoint.
         folder: PathBuf,
     },
 }
 
-/// Why a run ended early.
+/// Why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The data.
+    /// Data could not be loaded.
     #[error(transparent)]
     Data(#[from] LoaderError),
-    /// The step.
+    /// A step failed.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// The evaluation.
+    /// An evaluation failed.
     #[error("evaluation")]
     Eval(#[from] EvalError),
-    /// The disk.
+    /// A checkpoint could not be written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// `metrics.jsonl` or `rejects.jsonl`.
+    /// `metrics.jsonl` or `rejects.jsonl` could not be written.
     #[error(transparent)]
     Sink(#[from] JsonlError),
     /// An op failed outside of a step.
@@ -112,7 +112,7 @@ pub enum TrainError {
     Candle(#[from] candle_core::Error),
 }
 
-/// Whether gradients are still to be looked at.
+/// The next audit of the gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Audit {
     Due,
@@ -121,7 +121,7 @@ enum Audit {
 }
 
 impl Audit {
-    /// Whether this step is to be audited; the answer is remembered.
+    /// Whether this step must be audited. Moves on to the next audit.
     fn is_due(&mut self, has_images: bool) -> bool {
         let before = *self;
         if has_images {
@@ -133,7 +133,7 @@ impl Audit {
     }
 }
 
-/// A run.
+/// A run in progress.
 pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
@@ -144,7 +144,7 @@ pub struct Trainer {
     ahead: Option<Result<ReadyStep, TrainError>>,
 }
 
-/// A step of data, its first micro-batch on the way to the device.
+/// A step of data. The upload of its first micro-batch has begun.
 struct ReadyStep {
     data: StepData,
     prepared: PreparedStep,
@@ -160,13 +160,13 @@ impl ReadyStep {
 }
 
 impl Trainer {
-    /// Takes over what the command has put together.
+    /// Starts or resumes a run; steps are trained by [`Self::run`].
     pub fn new(parts: TrainerParts) -> Self {
         let audit = match parts.state.step {
             0 => Audit::Due,
-            _ => Audit::Done, // a resumed run has been audited when it began
+            _ => Audit::Done, // a resumed run was audited at its first start
         };
-        // A run that goes on from another folder's checkpoint has none here.
+        // A run resumed from the checkpoint of another folder has no checkpoint here.
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
         let saved_at = is_here.then_some(step);
@@ -181,24 +181,24 @@ impl Trainer {
         }
     }
 
-    /// Where the run stands.
+    /// Progress of the run.
     pub fn state(&self) -> &TrainState {
         &self.parts.state
     }
 
-    /// The trained model, for showing answers.
+    /// The model in training.
     pub fn runner(&self) -> &StepRunner {
         &self.parts.runner
     }
 
-    /// The eval rows, for showing answers.
+    /// The rows of the evaluation.
     pub fn eval_rows(&self) -> Option<&JsonlRows> {
         self.parts.eval_rows.as_ref()
     }
 
-    /// Trains until the planned steps are done, the data ends, or a signal comes.
+    /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        // Not the planned number: a step of nothing but broken images is left out.
+        // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
             let asked = Instant::now();
             let ready = match self.ahead.take() {
@@ -220,24 +220,24 @@ impl Trainer {
                 return Ok(Outcome::Stopped { folder: self.save()? });
             }
         }
-        let last = self.save()?; // first, so that nothing in an evaluation can lose it
+        let last = self.save()?; // before the evaluation, which may fail
         self.evaluate(observer)?;
         let folder = self.parts.checkpointer.save_final(&last)?;
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
     }
 
-    /// Waits for the data of `step`, and takes it over; `None` at the end.
+    /// Waits for the data of `step`; `None` at the end of the data.
     fn next_step(&mut self, step: u64) -> Result<Option<ReadyStep>, TrainError> {
         let Some(data) = self.parts.loader.next_step() else { return Ok(None) };
-        let data = data.or_else(|error| self.give_up(step, error))?;
+        let data = data.or_else(|error| self.fail(step, error))?;
         ReadyStep::new(&self.parts.runner, data).map(Some)
     }
 
-    /// While the GPU computes a step, the next is read and its upload begun, if its data is there. What is read ahead
-    /// is not trained on yet: a checkpoint says where the last step ended.
+    /// While the GPU computes a step, reads the next one, if its data is ready, and begins its
+    /// upload. The state does not include it: a checkpoint has the position after the last step.
     fn look_ahead(&mut self) {
         let parts = &mut self.parts;
-        let next = parts.state.step + 2; // that of the state is done when this one is
+        let next = parts.state.step + 2; // the current step is not yet counted in the state
         let is_last = next > parts.max_steps;
         if parts.runner.device.is_cpu() || is_last || !parts.loader.is_ready() {
             return;
@@ -245,8 +245,8 @@ impl Trainer {
         self.ahead = self.next_step(next).transpose();
     }
 
-    /// The rows that led to the error go to `rejects.jsonl`, as those of any step do.
-    fn give_up<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
+    /// Writes the rows that caused the error to `rejects.jsonl` and returns the error.
+    fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
         write_rejects(&mut self.parts.rejects, step, error.unreported())?;
         Err(error.into())
     }
@@ -307,7 +307,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Scores the eval rows, once a step at most.
+    /// Scores the eval rows, at most once per step.
     fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
         let parts = &mut self.parts;
         let step = parts.state.step;
@@ -334,7 +334,7 @@ impl Trainer {
         }
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
-            // A loss of nothing would read as a perfect one.
+            // A loss over no rows would look like a perfect loss.
             tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
             return Ok(());
         }
@@ -350,7 +350,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes the checkpoint of the current step, once.
+    /// Writes the checkpoint of the current step unless it exists.
     fn save(&mut self) -> Result<PathBuf, TrainError> {
         let parts = &self.parts;
         let step = parts.state.step;
@@ -401,7 +401,7 @@ struct RejectRow<'a> {
     rejection: &'a Rejection,
 }
 
-/// Appends the rows that were found unusable on the way to `step` to `rejects.jsonl`.
+/// Appends to `rejects.jsonl` the rows that were rejected while `step` was prepared.
 pub fn write_rejects<'a>(
     sink: &mut JsonlSink,
     step: u64,

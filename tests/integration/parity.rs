@@ -214,6 +214,14 @@ fn text_only_qwen3_follows_the_reference_in_every_layout() {
 }
 
 #[test]
+fn a_text_only_model_rejects_rows_with_images() {
+    let rows = rows_for(TEXT_ONLY, "image_exact");
+    let rejection = rows.read(rows.rows().next().unwrap()).unwrap_err();
+    assert_eq!(rejection.reason, "not_supported");
+    assert!(rejection.message.contains("the model is text-only"), "{}", rejection.message);
+}
+
+#[test]
 fn text_only_qwen3_gradient_norms_equal_the_references() {
     let golden = &golden_json("qwen3_text.json")["per-sample"]["grad_norms_step1"];
     let (rows, runner) = (rows_for(TEXT_ONLY, "text"), runner(TEXT_ONLY, PLAIN, Precision::F32));

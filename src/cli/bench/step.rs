@@ -108,7 +108,7 @@ struct Bench {
     loader: Loader,
     memory: MemoryModel,
     work: ModelWork,
-    passes: Vec<f64>,
+    passes: Vec<f64>, // operations per weight and row of each part of the model
 }
 
 impl Bench {
@@ -121,10 +121,9 @@ impl Bench {
         options.epochs = None;
         let loaded = load_model(&config.model, config.seed, device)?;
         let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let work = loaded.work();
-        let trained: Vec<bool> = groups.iter().map(|group| !group.frozen).collect();
-        let passes = work.passes(|index| trained[index]);
         let (runner, _) = step_runner(config, loaded, &groups, None, device)?;
+        let work = ModelWork(runner.model.work());
+        let passes = work.passes(|index| runner.grads.get(index).is_some());
         let memory = memory_model(&runner)?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })

@@ -42,10 +42,8 @@ impl ModelConfig for Config {
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
         let map = ParamMap::new(params);
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
-        let lm_head = match self.tie_word_embeddings {
-            true => decoder.embed_tokens.clone(),
-            false => map.get(LM_HEAD)?,
-        };
+        let lm_head =
+            if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
         Ok(Box::new(Qwen3 { config: self.clone(), decoder, lm_head }))
     }
 }
@@ -55,14 +53,11 @@ fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
     let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
     let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
     for [position, ..] in position_ids {
-        frequencies.iter().for_each(|frequency| table.push(frequency * *position as f32));
+        for frequency in &frequencies {
+            table.push(frequency * *position as f32);
+        }
     }
     table
-}
-
-/// Layers change nothing but their own output.
-fn after_layer(_: usize, _: &Tensor) -> Result<()> {
-    Ok(())
 }
 
 impl Qwen3 {
@@ -113,14 +108,14 @@ impl Model for Qwen3 {
         let h = self.decoder.embed(&input.input_ids)?; // [T, D]
         let below = InputGrad::needed_if(grads.buffer(&self.decoder.embed_tokens).is_some());
         let (context, llm) = (&input.context, recompute.llm);
-        let (hidden, tape) = self.decoder.forward(h, context, llm, grads, below, &after_layer)?;
+        let (hidden, tape) = self.decoder.forward(h, context, llm, grads, below, &|_, _| Ok(()))?;
         Ok((hidden, Tape::new(tape)))
     }
 
     fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [T, D]
-        self.decoder.hidden(h, &input.context, &after_layer)
+        self.decoder.hidden(h, &input.context, &|_, _| Ok(()))
     }
 
     fn backward(
@@ -134,8 +129,9 @@ impl Model for Qwen3 {
         self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
         let d_table = grads.buffer(&self.decoder.embed_tokens);
         let below = InputGrad::needed_if(d_table.is_some());
-        let (context, mut before_layer) = (&input.context, after_layer);
-        let dh = self.decoder.backward(tape, d_hidden, context, grads, below, &mut before_layer)?;
+        let context = &input.context;
+        let dh =
+            self.decoder.backward(tape, d_hidden, context, grads, below, &mut |_, _| Ok(()))?;
         if let (Some(d_table), Some(dh)) = (d_table, dh) {
             ops::embedding_backward(&input.input_ids, &dh, d_table)?;
         }
@@ -146,7 +142,7 @@ impl Model for Qwen3 {
     fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [N, D]
-        self.decoder.decode(h, &input.context, cache, &after_layer)
+        self.decoder.decode(h, &input.context, cache, &|_, _| Ok(()))
     }
 
     fn work(&self) -> Vec<PartWork> {

@@ -172,14 +172,11 @@ impl VisionEncoder {
                 }
             }
             // A frozen block with nothing trained below it is not run; its merger still is.
-            dh = match (dh, below[i + 1]) {
-                (Some(dy), InputGrad::Needed) => {
-                    saved.backward(&self.blocks[i], dy, &input.context, grads, below[i])?
-                }
-                _ => {
-                    grads.finished(&self.blocks[i].params());
-                    None
-                }
+            dh = if let (Some(dy), InputGrad::Needed) = (dh, below[i + 1]) {
+                saved.backward(&self.blocks[i], dy, &input.context, grads, below[i])?
+            } else {
+                grads.finished(&self.blocks[i].params());
+                None
             };
         }
         match dh.filter(|_| below[0] == InputGrad::Needed) {

@@ -24,7 +24,7 @@ pub(super) struct VisionInput {
 
 /// One micro-batch on the device.
 pub(super) struct Input {
-    pub(super) input_ids: Tensor, // [T] u32
+    pub(super) ids: Tensor, // [T] u32
     pub(super) text: DecoderContext,
     pub(super) vision: Option<VisionInput>, // None: a batch without images
 }
@@ -38,12 +38,13 @@ impl Input {
     ) -> Result<Self> {
         let rope = positions::mrope_table(&config.text, config.mrope_section, &batch.position_ids);
         let vocab_size = config.text.vocab_size;
-        let (input_ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
-        let vision = match batch.media.is_empty() {
-            true => None,
-            false => Some(VisionInput::upload(batch, config, dtype, device)?),
+        let (ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
+        let vision = if batch.media.is_empty() {
+            None
+        } else {
+            Some(VisionInput::upload(batch, config, dtype, device)?)
         };
-        Ok(Self { input_ids, text, vision })
+        Ok(Self { ids, text, vision })
     }
 }
 

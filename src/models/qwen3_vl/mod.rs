@@ -1,4 +1,4 @@
-//! Dense Qwen3-VL: a vision encoder whose features enter the embedding and the first decoder layers.
+//! Dense Qwen3-VL: features of a vision encoder enter the embedding and the first decoder layers.
 //!
 //! Shapes: `T` tokens, `P` patches, `M` merged vision tokens, `D` and `Dv` hidden sizes of the
 //! decoder and the vision encoder, `H` heads, `Dh` head dim, `F` intermediate size, `V` vocabulary.

@@ -51,10 +51,8 @@ impl ModelConfig for Config {
         let map = ParamMap::new(params);
         let vision = VisionEncoder::new(&map, self, attention)?;
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
-        let lm_head = match self.tie_word_embeddings {
-            true => decoder.embed_tokens.clone(),
-            false => map.get(LM_HEAD)?,
-        };
+        let lm_head =
+            if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
         Ok(Box::new(Qwen3Vl { config: self.clone(), vision, decoder, lm_head }))
     }
 }
@@ -154,7 +152,7 @@ impl Model for Qwen3Vl {
             if let Some(vision) = &input.vision {
                 ops::zero_rows(dh, &vision.rows)?; // features replaced these rows of the embedding
             }
-            ops::embedding_backward(&input.input_ids, dh, d_table)?;
+            ops::embedding_backward(&input.ids, dh, d_table)?;
         }
         drop(dh);
         grads.finished(&[embed_tokens]);
@@ -202,7 +200,7 @@ impl Qwen3Vl {
 
     /// Token embeddings, with the main features in their rows, `[T, D]`.
     fn embed(&self, input: &Input, features: Option<&Features>) -> Result<Tensor> {
-        let h = self.decoder.embed(&input.input_ids)?;
+        let h = self.decoder.embed(&input.ids)?;
         if let (Some(vision), Some(features)) = (&input.vision, features) {
             ops::index_copy(&h, &vision.rows, &features.main)?;
         }

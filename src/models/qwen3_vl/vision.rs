@@ -138,7 +138,7 @@ impl Stage for VisionBlock {
         dy: Tensor,
         context: &VisionContext,
         grads: &dyn GradSink,
-        _input_grad: InputGrad, // the input's gradient is one of eight matmuls: not worth a second path
+        _input_grad: InputGrad, // one of eight matmuls: not worth a second path
     ) -> Result<Option<Tensor>> {
         let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
         let d_activated = self.fc2.backward_input(&dy)?; // [P, F]
