@@ -24,7 +24,8 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return Some(ErrorClass::new(error.exit, error.hint.clone().or_else(inner)));
     }
     if is_stdout_error(error) {
-        let hint = "free space where the output goes, or send it elsewhere";
+        let hint =
+            "free space on the disk that stdout is redirected to, or redirect it to another disk";
         return Some(ErrorClass::new(Exit::CannotWrite, hint.to_owned()));
     }
     if let Some(error) = error.downcast_ref() {

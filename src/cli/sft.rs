@@ -21,7 +21,7 @@ use std::sync::atomic::AtomicBool;
 pub(super) struct SftArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// `auto`: resume from the newest good checkpoint of this run, or start if there is none;
+    /// `auto`: resume from the newest good checkpoint of this run, or start from step 0;
     /// `never`: start from step 0; DIR: resume from this checkpoint
     #[arg(long, value_name = "auto|never|DIR", default_value = "auto")]
     resume: String,

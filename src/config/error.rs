@@ -215,7 +215,7 @@ impl ConfigError {
                 "check indentation, brackets and quotes here and in the line above".to_owned()
             }
             Self::DuplicateKey { .. } => "remove one of the two".to_owned(),
-            Self::UnknownKey { valid, .. } if valid.is_empty() => "there are no keys here".to_owned(),
+            Self::UnknownKey { valid, .. } if valid.is_empty() => "this section has no keys".to_owned(),
             Self::UnknownKey { valid, .. } => format!("valid keys here: {}", listed(valid)),
             Self::MissingKey { key, section, .. } => {
                 let path = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };

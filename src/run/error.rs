@@ -192,14 +192,14 @@ impl RunError {
                 "set another `output_dir` for the run that starts from these weights"
             }
             Self::OtherConfig { .. } => {
-                "only the length of the run, layout, attention, recompute, eval, log and checkpoint settings may change; \
-                 to start from its weights, set `model.path` to it"
+                "restore the config; docs/config.md lists the keys that a resumed run may change. \
+                 To start a new run from its weights, set `model.path` to the checkpoint"
             }
             Self::NoOptimizer { .. } => {
-                "name a folder below `checkpoints/`; to start from weights alone, set `model.path` to this folder"
+                "pass a folder in `checkpoints/` to `--resume`; to start from the weights alone, set `model.path` to this folder"
             }
             Self::DataChanged { .. } => {
-                "restore them, or start a new run with `--resume never` (for example with `model.path` set to that checkpoint)"
+                "restore them, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
             Self::ImageSetting { problem, .. } => return Some(problem.hint().into()),
             Self::VideoSetting { problem, .. } => return Some(problem.hint().into()),

@@ -49,7 +49,7 @@ pub enum SetupError {
         first: String,
     },
     /// A tensor has another shape than `config.json` implies.
-    #[error("model folder `{}`: `{name}` has shape {found:?}, config.json says {expected:?}", .folder.display())]
+    #[error("model folder `{}`: `{name}` has shape {found:?}, expected {expected:?} according to `config.json`", .folder.display())]
     Shape {
         /// The model folder.
         folder: PathBuf,

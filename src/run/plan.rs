@@ -93,7 +93,9 @@ fn without_epochs(
             match plan(&reader, order, options, 1, &|_, _| {}) {
                 Ok(plan) => log_plan(&plan, "an epoch"),
                 // The run may reach `train.max_steps` before that row.
-                Err(error) => tracing::warn!(%error, "planning: the first epoch would fail"),
+                Err(error) => {
+                    tracing::warn!(%error, "plan: the first epoch would stop with an error")
+                }
             }
         }
         Err(error) => {

@@ -51,11 +51,11 @@ impl StepError {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
                 "no step was trained yet: the weights of the model folder have values that are not \
-                 finite",
+                 finite; copy them from the published model again",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
-                "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before \
-                 in metrics.jsonl; checkpoints of earlier steps are intact",
+                "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
+                 and their checkpoints are intact",
             ),
             Self::Candle(_) => None,
         }

@@ -99,7 +99,7 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
     /// An evaluation failed.
-    #[error("evaluation")]
+    #[error("the evaluation failed")]
     Eval(#[from] EvalError),
     /// A checkpoint could not be written.
     #[error(transparent)]
@@ -328,7 +328,7 @@ impl Trainer {
             .run(&*parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
         if self.evaluated_at.is_none() && !self.resumed {
             for rejection in &report.rejected {
-                tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
+                tracing::warn!(row = %rejection.message, "cannot score an eval row");
             }
             write_rejects(&mut parts.rejects, step, &report.rejected)?;
         }

@@ -183,7 +183,9 @@ pub enum DataConfigError {
         weight: f64,
     },
     /// `balance: cost` needs `packing_strategy: best_fit`.
-    #[error("`data.balance` is `cost`, but packs are not chosen by `packing_strategy: best_fit`")]
+    #[error(
+        "`data.balance` is `cost`, which requires `packing: true` and `packing_strategy: best_fit`"
+    )]
     Balance,
     /// A value of a data set contradicts the rest.
     #[error("`{key}` is `{found}`, expected {expected}")]
@@ -227,11 +229,13 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
-            Self::Balance => "leave `balance` out, or pack with `packing_strategy: best_fit`",
-            Self::Entry { .. } => "docs/corpora.md says what goes together",
-            Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
+            Self::Balance => "remove `data.balance`, or set both packing keys",
+            Self::Entry { .. } => "docs/corpora.md and docs/config.md list the valid combinations",
+            Self::MaxRejected { .. } => {
+                "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
+            }
             Self::NoLimit { .. } => {
-                "set `data.max_length` to the most tokens that a sample may have"
+                "set `data.max_length` to the maximum number of tokens of a sample"
             }
         }
     }
@@ -298,7 +302,7 @@ impl DataConfig {
                     return fault(
                         "data.truncation".to_owned(),
                         &"split",
-                        "another value: a chat cannot be split, its later parts would lack what they answer",
+                        "another value: a chat cannot be split, because its later parts would lack the question",
                     );
                 }
                 continue;
@@ -322,12 +326,12 @@ impl DataConfig {
             let ordered = corpus.sampling == Sampling::Sequential && list == "train";
             if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
                 let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
-                                each row of a batch goes on where that of the batch before ended";
+                                each row of a batch continues the same row of the previous batch";
                 return fault(key("corpus.sampling"), &"sequential", expected);
             }
         }
         if self.truncation == Truncation::Split {
-            let expected = "the most tokens of a sample, 2 or more, for `truncation: split`";
+            let expected = "a number of tokens of 2 or more, for `truncation: split`";
             match self.max_length {
                 None => return fault("data.max_length".to_owned(), &"null", expected),
                 Some(NonZeroU32::MIN) => {

@@ -33,7 +33,7 @@ pub enum EncoderError {
         expected: &'static str,
     },
     /// A token is not in the vocabulary of the tokenizer.
-    #[error("`{}`: `{key}` is `{token}`, which `tokenizer.json` does not have", .path.display())]
+    #[error("`{}`: `{key}` is `{token}`, which is not in `tokenizer.json`", .path.display())]
     UnknownToken {
         /// Path of the file.
         path: PathBuf,
@@ -43,7 +43,7 @@ pub enum EncoderError {
         token: String,
     },
     /// The tokenizer has more ids than the embedding has rows.
-    #[error("`tokenizer.json` has ids up to {max_id} but `{}` says a `vocab_size` of {vocab_size}", .path.display())]
+    #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]
     VocabSize {
         /// The config.
         path: PathBuf,
@@ -53,7 +53,7 @@ pub enum EncoderError {
         vocab_size: usize,
     },
     /// No file gives the end-of-text token.
-    #[error("`{}` names no token that ends a text", .folder.display())]
+    #[error("`{}` has no end-of-text token", .folder.display())]
     NoStopToken {
         /// The model folder.
         folder: PathBuf,
@@ -89,10 +89,10 @@ impl EncoderError {
         let hint = match self {
             Self::File(error) => error.hint(),
             Self::NoChatTemplate { .. } => {
-                "put one into chat_template.jinja: base models have none, their instruct versions do"
+                "copy `chat_template.jinja` from the instruct version of the model; base models have none"
             }
             Self::NoStopToken { .. } => "write `eos_token_id` into generation_config.json",
-            Self::VocabSize { .. } => "tokenizer.json and config.json are of two models",
+            Self::VocabSize { .. } => "copy tokenizer.json and config.json from the same model",
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
             Self::Video(error) => error.hint(),

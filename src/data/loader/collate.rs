@@ -54,7 +54,7 @@ pub enum CollateError {
         num_merged: usize,
     },
     /// The batch has more tokens than `u32` can count.
-    #[error("a batch of {rows} rows of {length} tokens: at most {} places fit", u32::MAX)]
+    #[error("a batch has {rows} rows of {length} tokens, expected at most {} tokens", u32::MAX)]
     TooLarge {
         /// `B`.
         rows: usize,

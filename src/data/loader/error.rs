@@ -116,7 +116,7 @@ impl LoaderError {
             }
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
-                "this is a bug in the trainer: please report it with the row"
+                "this is a bug in trainer: please report it with the row"
             }
         }
     }

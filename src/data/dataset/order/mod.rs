@@ -41,10 +41,7 @@ pub enum OrderError {
         weight: f64,
     },
     /// An epoch has more rows than `u32` can count.
-    #[error(
-        "data set {dataset}: an epoch would see {rows} rows up to it, at most {} fit",
-        u32::MAX
-    )]
+    #[error("an epoch has {rows} rows up to data set {dataset}, expected at most {}", u32::MAX)]
     TooManyRows {
         /// Index of the data set that exceeds the limit.
         dataset: usize,
