@@ -37,7 +37,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     }
 }
 
-/// The error in a transparent one.
+/// Returns the error inside a variant that only wraps another error.
 fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'static)> {
     Some(if let Some(error) = error.downcast_ref::<TrainError>() {
         match error {

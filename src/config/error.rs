@@ -1,4 +1,4 @@
-//! Errors of a config, with their place.
+//! Errors of a config, with file, line and column.
 
 use super::excerpt::Excerpt;
 use std::fmt;
@@ -74,7 +74,7 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// The error of the operating system.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The file is not UTF-8 text.
@@ -96,7 +96,7 @@ pub enum ConfigError {
     /// The text is not valid YAML.
     #[error("{place}: {message}{}", .place.excerpt())]
     Syntax {
-        /// Where.
+        /// Position at which the parser stopped.
         place: Place,
         /// Message of the YAML parser.
         message: String,
@@ -161,7 +161,7 @@ pub enum ConfigError {
         /// The values that the key accepts.
         expected: String,
     },
-    /// The check of a value's type rejected it.
+    /// A value has the right form, but its type does not allow it.
     #[error("{place}: `{key}`: {message}{}", .place.excerpt())]
     Refused {
         /// The value in the file, or the `--set`.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-/// Why a file of a model folder cannot be used.
+/// The reason why a file of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFileError {
     /// The file is missing or cannot be read.
@@ -13,7 +13,7 @@ pub enum ModelFileError {
     Read {
         /// The file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the operating system.
         cause: io::Error,
     },
     /// The file is not JSON.
@@ -35,7 +35,7 @@ pub enum ModelFileError {
 }
 
 impl ModelFileError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Read { .. } => {

@@ -93,7 +93,7 @@ pub struct Rejection {
     pub row: u64,
     /// Short snake_case key under which rejections are counted.
     pub reason: String,
-    /// What is wrong, with a hint.
+    /// The error message with its hint.
     pub message: String,
 }
 

@@ -90,7 +90,7 @@ pub trait Model: Send + Sync {
     /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`.
     fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor>;
 
-    /// Operations of each part, from the input to the head.
+    /// Sizes that decide the number of operations of each part, from the input to the head.
     fn work(&self) -> Vec<PartWork>;
 
     /// Memory of activations, for elements of `element` bytes.

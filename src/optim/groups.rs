@@ -70,7 +70,7 @@ impl GroupError {
         }
     }
 
-    /// How to fix it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self {
             Self::NoMatch { components, .. } => {
@@ -93,7 +93,7 @@ impl GroupError {
     }
 }
 
-/// What patterns are matched against.
+/// The properties of a parameter that a pattern or a rule depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Named<'a> {
     /// Published name of the parameter.

@@ -60,7 +60,7 @@ pub struct Run {
     _lock: File,
 }
 
-/// How a run is assembled, beyond its config.
+/// Options of [`Run::with_options`] that are not part of the config.
 pub struct RunOptions<'a> {
     /// The checkpoint to resume from; the newest good one by default.
     pub resume: Resume,
@@ -110,7 +110,7 @@ impl Run {
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
 
         let loaded = load_for_run(&model_section(config, found), config.seed, &device)?;
-        // Before the rows are measured, which takes longer.
+        // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
         take_over(config, &checkpointer, found, observer)?;
@@ -154,7 +154,7 @@ impl Run {
         Ok(Self { trainer, background, _lock: lock })
     }
 
-    /// Trains until all steps are done, the data ends, or the stop flag is set.
+    /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let outcome = self.trainer.run(observer);
         self.background = None;

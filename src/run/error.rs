@@ -35,7 +35,7 @@ pub enum RunError {
     /// A file or folder below `output_dir` cannot be changed.
     #[error("cannot {action} `{}`: {problem}", .path.display())]
     OutputFile {
-        /// What was tried: `open`, `move`, ..
+        /// The action that failed: `open`, `move`, ..
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -140,7 +140,7 @@ pub enum RunError {
     /// The length cache cannot be written.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The rows do not make the steps that the config asks for.
+    /// The loader cannot make the steps that the config requires from the rows.
     #[error(transparent)]
     Plan(#[from] LoaderError),
     /// A checkpoint or a file of the run cannot be read or written.

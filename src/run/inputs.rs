@@ -19,7 +19,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A list of data sets in the section `data`.
+/// `data.train` or `data.eval`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DataList {
     Train,
@@ -84,7 +84,7 @@ pub(crate) fn open_data(
         let mut report = report.borrow_mut();
         report.get_or_insert_with(|| observer.begin(SetupWork::TokeniseBytes, total))(done);
         if done == total {
-            *report = None; // the next corpus begins anew
+            *report = None; // the next corpus starts a new report
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Everything a run needs.
+/// Arguments of [`Trainer::new`].
 pub struct TrainerParts {
     /// Model, gradients, optimizer.
     pub runner: StepRunner,
@@ -121,7 +121,7 @@ enum Audit {
 }
 
 impl Audit {
-    /// Whether this step must be audited. Moves on to the next audit.
+    /// Returns whether this step must be audited, and records the audit.
     fn is_due(&mut self, has_images: bool) -> bool {
         let before = *self;
         if has_images {
@@ -144,7 +144,7 @@ pub struct Trainer {
     ahead: Option<Result<ReadyStep, TrainError>>,
 }
 
-/// A step of data. The upload of its first micro-batch has begun.
+/// The data of a step. The upload of its first micro-batch has started.
 struct ReadyStep {
     data: StepData,
     prepared: PreparedStep,
@@ -334,7 +334,7 @@ impl Trainer {
         }
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
-            // A loss over no rows would look like a perfect loss.
+            // The loss of no rows would be 0, like a perfect loss.
             tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
             return Ok(());
         }

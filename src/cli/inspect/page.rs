@@ -12,7 +12,7 @@ use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, Row};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
-/// Number of pixels that each image may have even if the page exceeds its limit.
+/// Minimum limit on the pixels of an image, even if the page then exceeds [`PAGE_PIXELS`].
 const LEAST_PIXELS: u64 = 64 * 64;
 /// Maximum number of packs shown.
 const MAX_PACKS: usize = 16;

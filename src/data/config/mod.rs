@@ -19,43 +19,46 @@ use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW
 pub struct DataConfig {
     /// Training data sets.
     pub train: Vec<DatasetConfig>,
-    /// Evaluation data sets.
+    /// Evaluation data sets; none by default.
     #[serde(default)]
     pub eval: Vec<DatasetConfig>,
-    /// Meaning of the weights of `train`.
+    /// Meaning of the weights of `train`; `repeat` by default.
     #[serde(default)]
     pub mixture: Mixture,
-    /// When an epoch ends, with `mixture: share`.
+    /// When an epoch ends, with `mixture: share`; `all_exhausted` by default.
     #[serde(default)]
     pub stopping_strategy: StoppingStrategy,
-    /// Whether samples are joined into packs of at most `packing_length` tokens; false: one sample per row.
+    /// Whether samples are joined into packs of at most `packing_length` tokens (the default);
+    /// false: one sample per row.
     #[serde(default = "default_true")]
     pub packing: bool,
-    /// Maximum length of a pack in tokens, vision tokens included.
+    /// Maximum length of a pack in tokens, vision tokens included; 8192 by default.
     #[serde(default = "default_packing_length")]
     pub packing_length: NonZeroU32,
-    /// Which samples share a pack.
+    /// How samples are assigned to packs; `best_fit` by default.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
-    /// Number of samples that `packing_strategy: best_fit` packs together.
+    /// Number of samples that `packing_strategy: best_fit` packs together; 1000 by default.
     #[serde(default = "default_packing_window")]
     pub packing_window: NonZeroUsize,
-    /// Maximum number of visual patches of a pack, before merging; null: no limit.
+    /// Maximum number of visual patches of a pack, before merging; null (the default): no limit.
     #[serde(default)]
     pub max_patches_per_pack: Option<NonZeroU32>,
-    /// Whether packs are ordered so that the packs of a step have similar costs.
+    /// Whether packs are ordered so that the packs of a step have similar costs; `none` by default.
     #[serde(default)]
     pub balance: Balance,
-    /// Whether packing rejects samples longer than `packing_length`; false: each is a pack of its own.
+    /// Whether packing rejects samples longer than `packing_length` (the default); false: each of
+    /// them is a pack of its own.
     #[serde(default = "default_true")]
     pub filter_overlong: bool,
-    /// Maximum length of a sample in tokens, with and without packing; null: no limit.
+    /// Maximum length of a sample in tokens, with and without packing; null (the default): no
+    /// limit.
     #[serde(default)]
     pub max_length: Option<NonZeroU32>,
-    /// What happens to a sample longer than `max_length`.
+    /// How a sample longer than `max_length` is handled; `delete` by default.
     #[serde(default)]
     pub truncation: Truncation,
-    /// Whether each epoch has a new random order; false: the order of the files.
+    /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
     /// Limits on the size of images.
@@ -67,14 +70,14 @@ pub struct DataConfig {
     /// Folder of the length caches, which runs may share; null: `cache` in `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
-    /// Number of threads that prefetch rows, and of threads that read pixels. Only the speed depends on
-    /// it.
+    /// Number of threads that prefetch rows, and of threads that read pixels; 2 by default. It
+    /// affects the speed only.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
-    /// What happens when a row is rejected.
+    /// How a rejected row is handled; `skip` by default.
     #[serde(default)]
     pub on_error: OnError,
-    /// Maximum share of rejected rows, from 0 to 1.
+    /// Maximum share of rejected rows, from 0 to 1; 0.01 by default.
     #[serde(default = "default_max_rejected")]
     pub max_rejected: f64,
 }
@@ -91,8 +94,9 @@ pub struct DatasetConfig {
     /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// How often an epoch uses each row. 2.5 means each row twice and half of the rows a third time.
-    /// With `mixture: share`, its share of the rows relative to the sum of all weights.
+    /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
+    /// rows a third time. With `mixture: share`, the data set's share of the rows, relative to the
+    /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
     /// Settings for plain text; null: the rows are chats.
@@ -138,7 +142,7 @@ pub enum Balance {
     Cost,
 }
 
-/// What happens to a sample longer than `max_length`.
+/// How a sample longer than `max_length` is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
@@ -155,7 +159,7 @@ pub enum Truncation {
     Split,
 }
 
-/// What happens when a row is rejected.
+/// How a rejected row is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
@@ -187,7 +191,7 @@ pub enum DataConfigError {
         "`data.balance` is `cost`, which requires `packing: true` and `packing_strategy: best_fit`"
     )]
     Balance,
-    /// A value of a data set contradicts the rest.
+    /// A value contradicts another value of the section.
     #[error("`{key}` is `{found}`, expected {expected}")]
     Entry {
         /// The key, with dots.
@@ -270,7 +274,7 @@ impl DataConfig {
         self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
     }
 
-    /// How samples longer than `max_length` are truncated; `None` if they are not.
+    /// The rule for samples longer than `max_length`; `None` if they are not truncated.
     pub fn cut(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
             Truncation::Left => KeptEnd::End,
@@ -354,7 +358,7 @@ impl DataConfig {
         self.max_length.filter(|_| self.truncation == Truncation::Split)
     }
 
-    /// The packing keys as one value.
+    /// `packing`, `packing_length`, `packing_strategy` and `filter_overlong` as one value.
     pub fn packing(&self) -> Packing {
         if !self.packing {
             return Packing::Off;
@@ -366,7 +370,8 @@ impl DataConfig {
         }
     }
 
-    /// The other packing keys, for steps of `step` packs and patches of `patch_bytes` bytes.
+    /// The packing keys that [`Self::packing`] lacks, for steps of `step` packs and patches of
+    /// `patch_bytes` bytes.
     pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
         PackRules {
             window: self.packing_window,

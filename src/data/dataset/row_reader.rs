@@ -4,14 +4,14 @@ use crate::batch::{EncodedSample, SampleId};
 use crate::data::encode::TextSample;
 use crate::data::row::{Length, Rejection, Row};
 
-/// A row before its pixels are read: what packing needs, and what has been computed on the way.
+/// A row before its pixels are read: its length for packing, and the results computed so far.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Prefetched {
     /// The whole sample: it has no media.
     Sample(EncodedSample),
     /// The sample without the pixels of its media.
     Text(TextSample),
-    /// The length alone: it was known before the row was read.
+    /// The length alone, from a cache; the row has not been read.
     Length(Length),
 }
 

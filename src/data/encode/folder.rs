@@ -138,7 +138,7 @@ pub(super) struct VideoTokens {
     pub(super) pad_id: u32,
     /// Precedes the tokens of each group of frames.
     pub(super) start: String,
-    /// Follows them.
+    /// Follows the tokens of each group of frames.
     pub(super) end: String,
 }
 
@@ -222,7 +222,7 @@ impl TextFolder {
         let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
         key.update(format!("{source:?} {special_tokens:?} {media:?}"));
         if source.contains("strftime_now") {
-            // the text of the template depends on the day
+            // a template may print the date, so the hash must change with the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             key.update((now.as_secs() / 86_400).to_le_bytes());
         }

@@ -102,7 +102,7 @@ impl CacheError {
 /// The data file and the limits of a cache, in its footer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Footer {
-    /// For users who read the file.
+    /// Path of the data file. Only users read it.
     data_file: String,
     rows: u64,
     bytes: u64,

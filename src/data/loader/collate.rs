@@ -173,7 +173,7 @@ mod tests {
         prop::collection::vec(pack, 1..5)
     }
 
-    /// The ids and positions of the vision rows of a sample or a stream.
+    /// Id and position of each vision row of a sample or a stream.
     fn seen(rows: &[u32], ids: &[u32], positions: &[[u32; 3]]) -> Vec<(u32, [u32; 3])> {
         rows.iter().map(|row| (ids[*row as usize], positions[*row as usize])).collect()
     }

@@ -10,7 +10,7 @@ use crate::data::row::Rejection;
 /// The reason why a loader stops before the end of its data.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LoaderError {
-    /// A row is rejected, and the config requires that this stops the run.
+    /// A row is rejected, and `data.on_error` or `data.truncation` stops the run.
     #[error("{rejection}")]
     Rejected {
         /// The row and the reason.

@@ -1,4 +1,4 @@
-//! How often rows are read, and which of them are in memory.
+//! Checks how often rows are read, and how many of them are in memory.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -99,7 +99,7 @@ fn a_window_is_packed_without_its_pixels() {
     let step = loader.next_step().unwrap().unwrap();
     assert_eq!(step.fill, 1.0);
     std::thread::sleep(Duration::from_millis(200));
-    // 256 MiB ahead, a row a worker, and the steps on their way
+    // 16 images (256 MiB) ahead, one row per worker, and four steps in progress
     let read = reader.1.load(Ordering::SeqCst);
     assert!(read <= 16 + 2 + 4 * 20, "{read} images decoded for a step of {}", step.num_samples);
 }

@@ -1,4 +1,4 @@
-//! Laws of the order.
+//! Properties of the row order.
 
 use proptest::prelude::*;
 
@@ -21,7 +21,7 @@ fn without_shuffle_the_order_is_that_of_config_and_file() {
     assert_eq!(order.epoch(0), order.epoch(5));
 }
 
-/// The numbers must never change: runs of older builds are resumed with them.
+/// The numbers must not change, because runs of older builds are resumed.
 #[test]
 fn the_shuffle_is_the_same_on_every_machine() {
     let order = order(&[(8, 1.0)], RowOrder::Shuffled, 42);
