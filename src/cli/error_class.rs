@@ -148,7 +148,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     Some(class)
 }
 
-/// Errors of the model folder and of checkpoints.
+/// The class of an error of the model folder or of a checkpoint.
 fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     let hint = if let Some(SetupError::MaskedOnGpu) = error.downcast_ref() {
         return Some(ErrorClass::new(Exit::Usage, SetupError::MaskedOnGpu.hint()));

@@ -67,7 +67,7 @@ impl Failure {
         Self { exit, message: String::new(), hint: None, wrapped: Some(Box::new(error)) }
     }
 
-    /// Adds what the user can do about it.
+    /// Adds the fix that the error message suggests.
     #[must_use]
     pub(super) fn hint(self, hint: impl Into<String>) -> Self {
         Self { hint: Some(hint.into()), ..self }

@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// What a terminal of 120 columns would show.
+    /// The content of a terminal with 120 columns.
     #[derive(Debug, Clone, Default)]
     struct Screen(Arc<Mutex<Shown>>);
 

@@ -27,7 +27,7 @@ pub(super) struct SftArgs {
     resume: String,
 }
 
-/// Trains.
+/// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let resume = match args.resume.as_str() {

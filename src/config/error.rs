@@ -72,7 +72,7 @@ pub enum ConfigError {
     /// The file could not be read.
     #[error("cannot read config `{}`", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the operating system.
         source: io::Error,
@@ -80,7 +80,7 @@ pub enum ConfigError {
     /// The file is not UTF-8 text.
     #[error("{}:{line}:{column}: not UTF-8 text", .path.display())]
     NotUtf8 {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Line of the first invalid byte, from 1.
         line: usize,
@@ -90,7 +90,7 @@ pub enum ConfigError {
     /// The file is empty or contains only comments.
     #[error("{}: the config is empty", .path.display())]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// The text is not valid YAML.
@@ -178,7 +178,7 @@ pub enum ConfigError {
         place: Place,
         /// The key, the value that was found and the values that are expected.
         problem: String,
-        /// What the user can do about it.
+        /// The fix that the error message suggests.
         hint: String,
     },
     /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a
@@ -187,7 +187,7 @@ pub enum ConfigError {
     Set {
         /// The argument.
         argument: String,
-        /// What is wrong with the argument.
+        /// The fault of the argument.
         message: String,
     },
     /// The resolved config could not be written as YAML.
@@ -199,7 +199,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self {
             Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {

@@ -16,7 +16,7 @@ pub(super) struct Fault {
     path: Vec<String>,
 }
 
-/// What is wrong.
+/// The kinds of errors, with the values that their messages show.
 #[derive(Debug)]
 pub(super) enum Kind {
     UnknownKey { key: String, valid: &'static [&'static str] },

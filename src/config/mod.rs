@@ -70,7 +70,7 @@ pub struct ValueError {
 }
 
 impl ValueError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self.key {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {

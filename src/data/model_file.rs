@@ -11,7 +11,7 @@ pub enum ModelFileError {
     /// The file is missing or cannot be read.
     #[error("cannot read `{}`: {cause}", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the operating system.
         cause: io::Error,
@@ -19,7 +19,7 @@ pub enum ModelFileError {
     /// The file is not JSON.
     #[error("`{}` is not JSON: {cause}", .path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The parser's error, with line and column.
         cause: serde_json::Error,
@@ -27,7 +27,7 @@ pub enum ModelFileError {
     /// A value of the file has the wrong type.
     #[error("cannot parse `{}`: {cause}", .path.display())]
     Type {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The parser's error, with line and column.
         cause: serde_json::Error,

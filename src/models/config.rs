@@ -10,7 +10,7 @@ pub enum ModelConfigError {
     /// The file cannot be read.
     #[error("cannot read `{}`", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The operating system's error.
         source: std::io::Error,
@@ -18,7 +18,7 @@ pub enum ModelConfigError {
     /// The file is not JSON.
     #[error("`{}` is not JSON", .path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Position and reason.
         source: serde_json::Error,

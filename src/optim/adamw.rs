@@ -142,8 +142,8 @@ impl AdamW {
         &mut self.states
     }
 
-    /// Begins a step: computes what the gradient norm needs. Does not wait for a GPU, unless state
-    /// is on the host. Ranks that share the optimizer state add up the result before the update.
+    /// Starts a step: computes the sums for the gradient norm. Does not wait for a GPU, unless the
+    /// state is on the host. Ranks that share the optimizer state add up the result before the update.
     pub fn norm(&self, grads: &Gradients) -> Result<GradNorm> {
         let on_device = self.states.iter().map(|state| gradient(grads, state));
         let on_device: Vec<&Tensor> = on_device.collect::<Result<_>>()?;

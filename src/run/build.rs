@@ -1,4 +1,4 @@
-//! A run: everything that training needs, assembled from a config.
+//! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::device::device_name;
 use super::error::RunError;

@@ -13,7 +13,7 @@ pub struct DeviceError {
 }
 
 impl DeviceError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         if CUDA_BUILD {
             "run `nvidia-smi`: it must list a GPU of this number and a driver of version 580 or later; `CUDA_VISIBLE_DEVICES` may hide GPUs. \

@@ -69,7 +69,7 @@ pub enum SavedStage<S: Stage> {
 }
 
 impl<S: Stage> SavedStage<S> {
-    /// Runs `stage` forward and keeps what `recompute` demands.
+    /// Runs `stage` forward, and keeps its activations or its input, depending on `recompute`.
     pub fn forward(
         stage: &S,
         x: Tensor,

@@ -89,7 +89,7 @@ pub enum Outcome {
     },
 }
 
-/// Why a run failed.
+/// The reason why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// Data could not be loaded.

@@ -28,7 +28,7 @@ pub(super) struct Page<'a> {
     side: Option<&'static str>,
     /// Number of truncated samples, and number of tokens removed from them.
     cut: (u64, usize),
-    /// Items of the list at the top.
+    /// HTML of the list at the top of the page.
     head: String,
     body: String,
 }
@@ -187,7 +187,7 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// The whole document.
+    /// Returns the HTML document.
     pub(super) fn finish(self) -> String {
         // The browser must not load or run anything, even if escaping failed.
         let policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";

@@ -17,7 +17,7 @@ use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Training data sets.
+    /// Training data sets; at least one.
     pub train: Vec<DatasetConfig>,
     /// Evaluation data sets; none by default.
     #[serde(default)]
@@ -82,13 +82,13 @@ pub struct DataConfig {
     pub max_rejected: f64,
 }
 
-/// One data set.
+/// A data file and how it is used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
     /// A JSONL file, or with `corpus` also a `.txt` file.
     pub path: PathBuf,
-    /// Its name in the metrics; null: the file name without extension.
+    /// Name of the data set in the metrics; null (the default): the file name without extension.
     #[serde(default)]
     pub name: Option<String>,
     /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
@@ -246,7 +246,7 @@ impl DataConfigError {
 }
 
 impl DataConfig {
-    /// Checks the values.
+    /// Checks the values and the rules between them.
     pub fn validate(&self) -> Result<(), DataConfigError> {
         if self.train.is_empty() {
             return Err(DataConfigError::NoTrainData);

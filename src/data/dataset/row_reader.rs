@@ -25,7 +25,7 @@ impl Prefetched {
         }
     }
 
-    /// Memory in bytes, within a few dozen.
+    /// Memory in bytes, accurate to a few dozen bytes.
     pub(in crate::data) fn bytes(&self) -> u64 {
         match self {
             Self::Sample(sample) => Length::of(sample).bytes(),
@@ -58,7 +58,7 @@ pub trait RowReader: Send + Sync {
         self.length(row).map(Prefetched::Length)
     }
 
-    /// The rest of [`RowReader::read`], given what [`RowReader::prefetch`] returned for this row.
+    /// The rest of [`RowReader::read`], given the result of [`RowReader::prefetch`] for this row.
     fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
         match prefetched {
             Prefetched::Sample(sample) => Ok(sample),

@@ -45,7 +45,7 @@ pub enum EncoderError {
     /// The tokenizer has more ids than the embedding has rows.
     #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]
     VocabSize {
-        /// The config.
+        /// Path of `config.json`.
         path: PathBuf,
         /// Largest id of the tokenizer.
         max_id: u32,
@@ -120,7 +120,7 @@ pub(super) struct TextFolder {
     pub(super) key: [u8; 32],
 }
 
-/// Tokens of media.
+/// The special tokens of images and videos.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
     /// Placeholder of an image and its id; `None` for a text-only model.
@@ -131,7 +131,7 @@ pub(super) struct MediaTokens {
     pub(super) video: Option<VideoTokens>,
 }
 
-/// Tokens of videos.
+/// The special tokens of a video.
 #[derive(Debug)]
 pub(super) struct VideoTokens {
     pub(super) pad: String,

@@ -153,7 +153,7 @@ fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
     rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
 }
 
-/// `2 overlong, 1 json`
+/// Displays the counts as `2 overlong, 1 json`.
 struct Counts<'a>(&'a BTreeMap<String, u64>);
 
 impl fmt::Display for Counts<'_> {
@@ -169,7 +169,7 @@ impl fmt::Display for Counts<'_> {
     }
 }
 
-/// One line per row.
+/// Displays one line per rejected row.
 struct Examples<'a>(&'a [Rejection]);
 
 impl fmt::Display for Examples<'_> {

@@ -20,12 +20,12 @@ const JUDGED_ROWS: u64 = 100;
 /// Number of rejections listed in an error.
 pub(in crate::data) const NUM_EXAMPLES: usize = 5;
 
-/// How rows become steps.
+/// Options of a loader that decide how rows become steps.
 #[derive(Debug, Clone, Copy)]
 pub struct LoaderOptions {
     /// Whether and how samples share a pack.
     pub packing: Packing,
-    /// Further rules of packing.
+    /// Packing window, limit on patches, and order of the packs.
     pub pack_rules: PackRules,
     /// Maximum length of a sample in tokens.
     pub max_length: Option<NonZeroU32>,
@@ -37,7 +37,7 @@ pub struct LoaderOptions {
     pub gradient_accumulation_steps: NonZeroUsize,
     /// Number of threads of the header pool, and of the pixel pool. It does not change the steps.
     pub workers: NonZeroUsize,
-    /// Padding token.
+    /// Id of the padding token.
     pub pad_id: u32,
     /// Side, in patches, of the square that is merged into one vision token.
     pub merge_size: NonZeroU32,
