@@ -123,7 +123,7 @@ impl de::Error for Fault {
     }
 }
 
-/// Replaces Rust's names of types by descriptions.
+/// Replaces names of Rust types by words for users, for example `u64` by a whole number.
 fn readable(expected: &str) -> String {
     match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => {

@@ -143,7 +143,8 @@ impl AdamW {
     }
 
     /// Starts a step: computes the sums for the gradient norm. Does not wait for a GPU, unless the
-    /// state is on the host. Ranks that share the optimizer state add up the result before the update.
+    /// state is on the host. Ranks that share the optimizer state add up the result before the
+    /// update.
     pub fn norm(&self, grads: &Gradients) -> Result<GradNorm> {
         let on_device = self.states.iter().map(|state| gradient(grads, state));
         let on_device: Vec<&Tensor> = on_device.collect::<Result<_>>()?;

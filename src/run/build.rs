@@ -167,7 +167,7 @@ impl Run {
     }
 }
 
-/// The model to load: that of the config, or that of the checkpoint to resume from.
+/// Returns the model to load: the model of the config, or the checkpoint to resume from.
 fn model_section(config: &RunConfig, found: Option<&Found>) -> ModelSection {
     let mut section = config.model.clone();
     if let Some(found) = found {
@@ -317,7 +317,8 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
     );
 }
 
-/// Attention kernel of the decoder, and those of other components that differ from it.
+/// Returns the name of the decoder's attention kernel, and the kernels of other components if they
+/// differ.
 fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
     let backend = config.model.attention.backend();
     let mut kernels = String::new();

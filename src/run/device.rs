@@ -1,4 +1,4 @@
-//! Opening the device that `device` names.
+//! Opens the device of the config key `device`.
 
 use crate::ops::{CUDA_BUILD, open_gpu};
 use crate::train::DeviceChoice;

@@ -96,7 +96,7 @@ pub enum RunError {
         /// The underlying error.
         problem: VideoConfigError,
     },
-    /// An entry of `data.train` or `data.eval` names something that cannot be used.
+    /// A file or token in an entry of `data.train` or `data.eval` cannot be used.
     #[error("`data.{list}.{index}.{key}`: {problem}")]
     DataSet {
         /// `train` or `eval`.

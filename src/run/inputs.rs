@@ -95,14 +95,14 @@ pub(crate) fn open_data(
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 (index(path), format!("corpus.{key}"))
             }
-            // The key names a readable file, and the content of the file is wrong.
+            // The file can be read, but its content is wrong: no config key is the cause.
             _ => return problem.into(),
         };
         RunError::DataSet { list: name, index, key, problem }
     })
 }
 
-/// The order in which epochs visit the rows.
+/// The order of the rows in each epoch.
 pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunError> {
     let shares = config
         .data
@@ -143,7 +143,7 @@ pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
     }
 }
 
-/// Reads the model at `section`; names the config key if the folder has no weights.
+/// Reads the model at `section`. If the folder has no weights, the error names the config key.
 pub(crate) fn load_for_run(
     section: &ModelSection,
     seed: u64,

@@ -55,7 +55,7 @@ pub enum Weights {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AttentionChoice {
-    /// The fastest exact kernel of the device; the log names it.
+    /// The fastest exact kernel of the device. The log shows its name.
     #[default]
     Auto,
     /// Tiled, for variable lengths, without a score matrix in memory.

@@ -91,7 +91,8 @@ pub struct DatasetConfig {
     /// Name of the data set in the metrics; null (the default): the file name without extension.
     #[serde(default)]
     pub name: Option<String>,
-    /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
+    /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
+    /// default): the folder of `path`.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
     /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
@@ -112,8 +113,8 @@ impl DatasetConfig {
     }
 }
 
-/// The name of each data set: its own, or that of its file. Later data sets with the same file name
-/// get a number.
+/// Returns the name of each data set: `name`, or the file name without extension. Later data sets
+/// with the same file name get a number.
 pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(datasets.len());
     for set in datasets {
@@ -370,7 +371,7 @@ impl DataConfig {
         }
     }
 
-    /// The packing keys that [`Self::packing`] lacks, for steps of `step` packs and patches of
+    /// The packing keys that `packing()` does not return, for steps of `step` packs and patches of
     /// `patch_bytes` bytes.
     pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
         PackRules {

@@ -49,7 +49,7 @@ pub trait RowReader: Send + Sync {
     /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
     /// alone.
     ///
-    /// It rejects the rows that `read` rejects, except those that only decoding an image can reject.
+    /// It rejects the rows that `read` rejects, unless only decoding an image finds the error.
     fn length(&self, row: Row) -> Result<Length, Rejection>;
 
     /// The part of [`RowReader::read`] that needs no pixels. It rejects the rows that

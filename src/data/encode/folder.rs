@@ -52,7 +52,7 @@ pub enum EncoderError {
         /// Number of rows of the embedding.
         vocab_size: usize,
     },
-    /// No file gives the end-of-text token.
+    /// No file defines an end-of-text token.
     #[error("`{}` has no end-of-text token", .folder.display())]
     NoStopToken {
         /// The model folder.

@@ -54,7 +54,7 @@ pub struct LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Rejects a sample that is empty or longer than a limit; `id` names it.
+    /// Rejects a sample that is empty or longer than a limit. `id` returns its file and line.
     pub fn check_length(
         &self,
         length: Length,

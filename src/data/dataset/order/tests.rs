@@ -99,7 +99,7 @@ proptest! {
             prop_assert!(seen.iter().all(|times| *times == whole || *times == whole + 1));
             let extra = seen.iter().filter(|times| **times > whole).count();
             let share = (weight.fract() * *num_rows as f64).round() as usize;
-            let fewest = usize::from(*weight < 1.0 && *num_rows > 0); // listed is seen
+            let fewest = usize::from(*weight < 1.0 && *num_rows > 0); // at least one row
             prop_assert_eq!(extra, share.max(fewest));
         }
     }
