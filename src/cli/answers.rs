@@ -17,7 +17,7 @@ pub(super) fn show_answers(
     eval: &crate::train::EvalReport,
 ) -> anyhow::Result<()> {
     let Some(rows) = trainer.eval_rows() else { return Ok(()) };
-    // `None` if all eval rows are of corpora, which have no answers.
+    // `None` if all eval rows come from corpora, which have no answers.
     let Some(accuracy) = eval.accuracy() else { return Ok(()) };
     let exact = eval.chats().filter(|sample| sample.exact).count();
     let total = eval.chats().count();

@@ -30,7 +30,7 @@ impl ConfigArgs {
         Ok(config)
     }
 
-    /// The error of the value under `keys`, with its place in the file.
+    /// Returns an error about the value under `keys` that shows its line in the config file.
     pub(super) fn refuse<K: AsRef<str>>(
         &self,
         keys: &[K],
@@ -41,7 +41,7 @@ impl ConfigArgs {
         config::refuse(&self.config, &self.overrides, &keys, problem.into(), hint.into())
     }
 
-    /// Adds the place in the file to an error that a config key caused.
+    /// Adds the line in the config file to an error that a config key caused.
     pub(super) fn located(&self, error: RunError) -> anyhow::Error {
         let Some(keys) = error.keys() else { return error.into() };
         let exit = match error {

@@ -24,7 +24,8 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return Some(ErrorClass::new(error.exit, error.hint.clone().or_else(inner)));
     }
     if is_stdout_error(error) {
-        let hint = "free space where the output goes, or send it elsewhere";
+        let hint =
+            "free space on the disk that stdout is redirected to, or redirect it to another disk";
         return Some(ErrorClass::new(Exit::CannotWrite, hint.to_owned()));
     }
     if let Some(error) = error.downcast_ref() {
@@ -36,7 +37,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     }
 }
 
-/// The error in a transparent one.
+/// Returns the error inside a variant that only wraps another error.
 fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'static)> {
     Some(if let Some(error) = error.downcast_ref::<TrainError>() {
         match error {
@@ -147,7 +148,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     Some(class)
 }
 
-/// Errors of the model folder and of checkpoints.
+/// The class of an error of the model folder or of a checkpoint.
 fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     let hint = if let Some(SetupError::MaskedOnGpu) = error.downcast_ref() {
         return Some(ErrorClass::new(Exit::Usage, SetupError::MaskedOnGpu.hint()));

@@ -59,7 +59,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let report = evaluator.run(&*loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
     for rejection in &report.rejected {
-        tracing::warn!(row = %rejection.message, "cannot score a row");
+        tracing::warn!(row = %rejection.message, "cannot score an eval row");
     }
     if report.samples.is_empty() {
         let first = report.rejected.first().map_or(String::new(), |row| format!(": {row}"));

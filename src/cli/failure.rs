@@ -8,7 +8,7 @@ use std::process::ExitCode;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Exit {
-    /// An error of no other class.
+    /// Any error without a class below.
     Unknown = 1,
     /// Wrong arguments or config.
     Usage = 64,
@@ -67,7 +67,7 @@ impl Failure {
         Self { exit, message: String::new(), hint: None, wrapped: Some(Box::new(error)) }
     }
 
-    /// Adds what the user can do about it.
+    /// Adds the fix that the error message suggests.
     #[must_use]
     pub(super) fn hint(self, hint: impl Into<String>) -> Self {
         Self { hint: Some(hint.into()), ..self }
@@ -84,7 +84,7 @@ impl fmt::Display for Failure {
 }
 
 impl Error for Failure {
-    /// The message of a wrapped error is already that of the failure, so its cause comes next.
+    /// Skips the wrapped error, whose message is already the message of this error.
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.wrapped.as_deref().and_then(Error::source)
     }

@@ -36,16 +36,16 @@ pub(super) struct GenerateArgs {
     /// Maximum number of tokens of the answer
     #[arg(long, default_value_t = 128)]
     max_new_tokens: usize,
-    /// Sampling temperature; 0 decodes greedily
+    /// Sampling temperature; 0 decodes greedily, and then `--top-k` and `--top-p` have no effect
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Sample from the smallest set of tokens whose probabilities add up to this
+    /// Sample from the most likely tokens whose probabilities add up to P
     #[arg(long, value_name = "P", value_parser = probability)]
     top_p: Option<f64>,
     /// Sample from the K most likely tokens
     #[arg(long, value_name = "K", value_parser = positive)]
     top_k: Option<usize>,
-    /// Device: auto, cpu, cuda:N
+    /// Device: `auto`, `cpu` or `cuda:N`
     #[arg(long, default_value_t)]
     device: DeviceChoice,
     /// Seed for sampling

@@ -192,7 +192,7 @@ impl Published {
     }
 }
 
-/// Writes the folder.
+/// Writes `config.json`, and weights and tokenizer files if the arguments require them.
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if args.out.join("config.json").exists() || WeightFiles::open(&args.out).is_ok() {
         let message = format!("`{}` already contains a model", args.out.display());

@@ -171,7 +171,7 @@ fn show_text(
     Ok(())
 }
 
-/// The object of a row in `--format jsonl`.
+/// The JSON object that `--format jsonl` prints for a row.
 fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);

@@ -14,14 +14,14 @@ use tracing_subscriber::{EnvFilter, fmt};
 /// Maximum number of bytes of log lines kept in memory before the log file is known.
 const MAX_EARLY_BYTES: usize = 1 << 20;
 
-/// The log of this process.
+/// Handle to the log of this process and its progress bars.
 #[derive(Debug, Clone)]
 pub(super) struct Logging {
     bars: MultiProgress,
     file: Arc<Mutex<LogTarget>>,
 }
 
-/// The log file, or the lines for it while it is not known yet.
+/// The log file, or the lines logged so far if the log file is not known yet.
 #[derive(Debug)]
 enum LogTarget {
     Early(Vec<u8>),
@@ -77,7 +77,7 @@ impl Logging {
     }
 }
 
-/// The log filter, and what is wrong with `requested` if it is not used.
+/// Returns the log filter, and the reason if `requested` is not used.
 fn filter(requested: Option<&str>) -> (EnvFilter, Option<String>) {
     let default = || EnvFilter::new("info");
     match requested.filter(|text| !text.trim().is_empty()).map(EnvFilter::try_new) {

@@ -1,7 +1,8 @@
 //! The command line: parses arguments, draws progress, prints, and picks exit codes.
 //!
-//! One file per command; [`crate::run`] assembles what they work with. Only this module prints, and
-//! only this module reads the environment, except for `TRAINER_SIMD`, which `ops` reads.
+//! One file per command; [`crate::run`] loads their model, data and optimizer. Only this module
+//! prints, and only this module reads the environment, except for `TRAINER_SIMD`, which `ops`
+//! reads.
 
 mod answers;
 mod args;

@@ -1,4 +1,4 @@
-//! Progress of long work: a bar on a terminal, a log line now and then elsewhere.
+//! Progress of long work: a bar on a terminal, otherwise a log line at most every 20 s.
 
 use super::logging::Logging;
 use crate::metrics::StepMetrics;
@@ -21,7 +21,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// A bar over optimizer steps, `done` of which an earlier process did.
+    /// A bar over `total` optimizer steps, which starts at `done` if a run is resumed.
     pub(super) fn steps(bars: &MultiProgress, total: u64, done: u64) -> Self {
         let progress = Self::new(bars, total, STEPS);
         progress.bar.set_position(done);
@@ -30,7 +30,7 @@ impl Progress {
         progress
     }
 
-    /// A bar over `total` items; `label` is what is done with them: `rows measured`.
+    /// A bar over `total` items. `label` describes finished items, for example `rows measured`.
     pub(super) fn items(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
         let progress = Self::new(bars, total, ITEMS);
         progress.bar.set_prefix(label);
@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// What a terminal of 120 columns would show.
+    /// The content of a terminal with 120 columns.
     #[derive(Debug, Clone, Default)]
     struct Screen(Arc<Mutex<Shown>>);
 

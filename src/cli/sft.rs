@@ -21,13 +21,13 @@ use std::sync::atomic::AtomicBool;
 pub(super) struct SftArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// `auto`: resume from the newest good checkpoint of this run, or start if there is none;
+    /// `auto`: resume from the newest good checkpoint of this run, or start from step 0;
     /// `never`: start from step 0; DIR: resume from this checkpoint
     #[arg(long, value_name = "auto|never|DIR", default_value = "auto")]
     resume: String,
 }
 
-/// Trains.
+/// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let resume = match args.resume.as_str() {

@@ -1,4 +1,4 @@
-//! Writing to stdout, with errors that can be told from those of other files.
+//! Writes to stdout. Its errors can be distinguished from errors of other files.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -26,12 +26,12 @@ impl Write for Stdout {
     }
 }
 
-/// Marks an error as one of stdout.
+/// Marks an error as an error of stdout.
 pub(super) fn wrap(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), StdoutError(error))
 }
 
-/// The error of the operating system, if `error` is one of stdout.
+/// Returns the error of the operating system if `error` is an error of stdout.
 fn cause<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e io::Error> {
     let inner = error.downcast_ref::<io::Error>()?.get_ref()?;
     Some(&inner.downcast_ref::<StdoutError>()?.0)

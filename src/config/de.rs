@@ -53,7 +53,7 @@ impl<'a> De<'a> {
     fn map<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, Fault> {
         self.located(match &self.node.value {
             Value::Map(entries) => visitor.visit_map(Map { entries: entries.iter(), last: None }),
-            // A section of which every line is commented out.
+            // A section whose lines are all commented out is null and reads as an empty mapping.
             value if value.is_null() => visitor.visit_map(Map { entries: [].iter(), last: None }),
             _ => Err(Fault::wrong_type(self.node, "a mapping")),
         })

@@ -1,4 +1,4 @@
-//! Errors of a config, with their place.
+//! Errors of a config, with file, line and column.
 
 use super::excerpt::Excerpt;
 use std::fmt;
@@ -72,15 +72,15 @@ pub enum ConfigError {
     /// The file could not be read.
     #[error("cannot read config `{}`", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The error of the operating system.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The file is not UTF-8 text.
     #[error("{}:{line}:{column}: not UTF-8 text", .path.display())]
     NotUtf8 {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Line of the first invalid byte, from 1.
         line: usize,
@@ -90,13 +90,13 @@ pub enum ConfigError {
     /// The file is empty or contains only comments.
     #[error("{}: the config is empty", .path.display())]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// The text is not valid YAML.
     #[error("{place}: {message}{}", .place.excerpt())]
     Syntax {
-        /// Where.
+        /// Position at which the parser stopped.
         place: Place,
         /// Message of the YAML parser.
         message: String,
@@ -161,7 +161,7 @@ pub enum ConfigError {
         /// The values that the key accepts.
         expected: String,
     },
-    /// The check of a value's type rejected it.
+    /// A value has the right form, but its type does not allow it.
     #[error("{place}: `{key}`: {message}{}", .place.excerpt())]
     Refused {
         /// The value in the file, or the `--set`.
@@ -178,7 +178,7 @@ pub enum ConfigError {
         place: Place,
         /// The key, the value that was found and the values that are expected.
         problem: String,
-        /// What the user can do about it.
+        /// The fix that the error message suggests.
         hint: String,
     },
     /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a
@@ -187,7 +187,7 @@ pub enum ConfigError {
     Set {
         /// The argument.
         argument: String,
-        /// What is wrong with the argument.
+        /// The fault of the argument.
         message: String,
     },
     /// The resolved config could not be written as YAML.
@@ -199,7 +199,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self {
             Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -215,7 +215,7 @@ impl ConfigError {
                 "check indentation, brackets and quotes here and in the line above".to_owned()
             }
             Self::DuplicateKey { .. } => "remove one of the two".to_owned(),
-            Self::UnknownKey { valid, .. } if valid.is_empty() => "there are no keys here".to_owned(),
+            Self::UnknownKey { valid, .. } if valid.is_empty() => "this section has no keys".to_owned(),
             Self::UnknownKey { valid, .. } => format!("valid keys here: {}", listed(valid)),
             Self::MissingKey { key, section, .. } => {
                 let path = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };

@@ -16,7 +16,7 @@ pub(super) struct Fault {
     path: Vec<String>,
 }
 
-/// What is wrong.
+/// The kinds of errors, with the values that their messages show.
 #[derive(Debug)]
 pub(super) enum Kind {
     UnknownKey { key: String, valid: &'static [&'static str] },
@@ -123,7 +123,7 @@ impl de::Error for Fault {
     }
 }
 
-/// Replaces Rust's names of types by descriptions.
+/// Replaces names of Rust types by words for users, for example `u64` by a whole number.
 fn readable(expected: &str) -> String {
     match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => {

@@ -18,10 +18,10 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
     read(&tree(path, overrides)?)
 }
 
-/// The error for a value that [`load`] accepted and the run cannot use, at the place of the value.
+/// Returns an error about a value that [`load`] accepted but the run cannot use.
 ///
-/// `keys` lead to the value, list items by number. If the key is not in the file, the place is that
-/// of its section.
+/// `keys` lead to the value, list items by number. The error has the position of the value, or of
+/// its section if the key is not in the file.
 pub fn refuse(
     path: &Path,
     overrides: &[String],

@@ -32,11 +32,11 @@ pub struct RunConfig {
     /// Device to train on; `auto` by default.
     #[serde(default)]
     pub device: DeviceChoice,
-    /// The model and how it is computed.
+    /// The model, its precision and its kernels.
     pub model: ModelSection,
     /// The data to train and evaluate on.
     pub data: DataConfig,
-    /// The size and the number of steps.
+    /// Size of a step, number of steps, and gradient clipping.
     #[serde(default)]
     pub train: TrainConfig,
     /// The optimizer and its learning rates.
@@ -70,7 +70,7 @@ pub struct ValueError {
 }
 
 impl ValueError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self.key {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
@@ -173,7 +173,7 @@ impl RunConfig {
         (same.train.epochs, same.train.max_steps) = (None, None);
         let json = serde_json::to_string(&same).expect("a config of plain values");
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
-        hash.truncate(32); // 128 bits are enough to tell runs apart
+        hash.truncate(32); // 128 bits are enough to distinguish runs
         hash
     }
 }

@@ -1,4 +1,4 @@
-//! JSONL to token streams, on host threads.
+//! Reads JSONL and plain text, and turns rows into token streams, on threads of the host.
 
 mod config;
 mod dataset;

@@ -5,21 +5,21 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-/// Why a file of a model folder cannot be used.
+/// The reason why a file of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFileError {
     /// The file is missing or cannot be read.
     #[error("cannot read `{}`: {cause}", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the operating system.
         cause: io::Error,
     },
     /// The file is not JSON.
     #[error("`{}` is not JSON: {cause}", .path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The parser's error, with line and column.
         cause: serde_json::Error,
@@ -27,7 +27,7 @@ pub enum ModelFileError {
     /// A value of the file has the wrong type.
     #[error("cannot parse `{}`: {cause}", .path.display())]
     Type {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The parser's error, with line and column.
         cause: serde_json::Error,
@@ -35,7 +35,7 @@ pub enum ModelFileError {
 }
 
 impl ModelFileError {
-    /// What to do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Read { .. } => {

@@ -32,7 +32,7 @@ impl Length {
         Self { tokens: sample.len(), pixel_bytes: (values * size_of::<f32>()) as u64 }
     }
 
-    /// Memory of the encoded sample in bytes, to within a few dozen.
+    /// Memory of the encoded sample in bytes, accurate to a few dozen bytes.
     pub(super) fn bytes(self) -> u64 {
         self.pixel_bytes + self.token_bytes()
     }
@@ -93,7 +93,7 @@ pub struct Rejection {
     pub row: u64,
     /// Short snake_case key under which rejections are counted.
     pub reason: String,
-    /// What is wrong, with a hint.
+    /// The error message with its hint.
     pub message: String,
 }
 

@@ -10,7 +10,7 @@ pub enum ModelConfigError {
     /// The file cannot be read.
     #[error("cannot read `{}`", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The operating system's error.
         source: std::io::Error,
@@ -18,7 +18,7 @@ pub enum ModelConfigError {
     /// The file is not JSON.
     #[error("`{}` is not JSON", .path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Position and reason.
         source: serde_json::Error,
@@ -50,7 +50,7 @@ pub enum ModelConfigError {
 }
 
 impl ModelConfigError {
-    /// How to fix it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Read { .. } => "`model.path` must be a model folder with a config.json",
@@ -127,8 +127,8 @@ impl Section<'_> {
         Err(ModelConfigError::Unsupported { key, found, known })
     }
 
-    /// The settings of rotary positions: transformers 5 writes `rope_parameters`; older files have
-    /// `rope_scaling`, with `rope_theta` beside it.
+    /// The settings of rotary positions. transformers 5 writes them to `rope_parameters`; older
+    /// files have `rope_scaling`, and `rope_theta` in this section.
     pub(super) fn rope(&self) -> Section<'_> {
         let name = |key: &'static str| if self.name.is_empty() { "" } else { key };
         if self.value["rope_parameters"].is_object() {

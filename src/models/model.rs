@@ -65,8 +65,8 @@ pub trait Model: Send + Sync {
     /// outside of the vocabulary or if the images do not match their tokens.
     fn upload(&self, batch: VarlenBatch, dtype: DType, device: &Device) -> Result<ModelInput>;
 
-    /// Hidden states after the final norm, `[T, D]`, and what backward into `grads` needs. Nothing
-    /// is kept of stages before the first trained parameter.
+    /// Returns hidden states after the final norm, `[T, D]`, and the tape for backward into
+    /// `grads`. The tape keeps nothing of stages before the first trained parameter.
     fn forward(
         &self,
         input: &ModelInput,
@@ -90,7 +90,7 @@ pub trait Model: Send + Sync {
     /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`.
     fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor>;
 
-    /// Operations of each part, from the input to the head.
+    /// Sizes that decide the number of operations of each part, from the input to the head.
     fn work(&self) -> Vec<PartWork>;
 
     /// Memory of activations, for elements of `element` bytes.

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Reads the config of one family.
+/// Function that reads the config of one family from a parsed `config.json`.
 pub type ReadConfig = fn(&Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError>;
 
 /// The families by `model_type`.

@@ -26,8 +26,8 @@ pub(super) struct AttentionBlock {
     backend: Arc<dyn AttentionBackend>,
 }
 
-/// What the block keeps for backward. Backward rotates q and k again from their projections: this
-/// is one cheap pass.
+/// The tensors that backward needs. Backward computes the rotated q and k again from their
+/// projections, which is cheap.
 pub(super) struct SavedAttention {
     x: Tensor,      // [T, D]
     rstd: Tensor,   // [T]
@@ -39,7 +39,7 @@ pub(super) struct SavedAttention {
 }
 
 impl AttentionBlock {
-    /// `name` is the name of the layer.
+    /// `name` is the prefix of the layer's parameter names.
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
@@ -121,7 +121,7 @@ impl AttentionBlock {
         Ok((y, SavedAttention { x: x.clone(), rstd, q_proj, k_proj, v, o, lse }))
     }
 
-    /// `dx: [T, D]`. Each buffer is dropped after its last use, to keep the peak low.
+    /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
     pub(super) fn backward(
         &self,
         saved: SavedAttention,

@@ -3,19 +3,19 @@
 /// Sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// `V`.
+    /// Vocabulary size, `V`.
     pub vocab_size: usize,
-    /// `D`.
+    /// Hidden size, `D`.
     pub hidden_size: usize,
-    /// `F`.
+    /// Width of the MLP, `F`.
     pub intermediate_size: usize,
     /// Number of layers.
     pub num_hidden_layers: usize,
-    /// `H`.
+    /// Number of query heads, `H`.
     pub num_attention_heads: usize,
-    /// `Hkv`; divides `H`.
+    /// Number of key and value heads, `Hkv`; divides `H`.
     pub num_key_value_heads: usize,
-    /// `Dh`. `H * Dh` may differ from `D`.
+    /// Size of a head, `Dh`. `H * Dh` may differ from `D`.
     pub head_dim: usize,
     /// Added to the mean square of every RMS norm.
     pub rms_norm_eps: f64,

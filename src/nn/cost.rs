@@ -4,19 +4,20 @@ use super::config::DecoderConfig;
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::tape::{Param, Recompute};
 
-/// Number of elements of the matrices among `params`, without `table`, which is only looked up.
+/// Number of elements of the matrices among `params`, without `table`, an embedding that is not
+/// multiplied.
 pub(crate) fn matrix_elements(params: &[&Param], table: &Param) -> f64 {
     let is_matrix = |p: &&&Param| p.tensor().rank() > 1 && p.index() != table.index();
     params.iter().filter(is_matrix).map(|p| p.tensor().elem_count()).sum::<usize>() as f64
 }
 
-/// Indexes of `params`, as a part of the work lists them.
+/// Indexes of `params`, for [`PartWork::params`].
 pub(crate) fn indexes(params: &[&Param]) -> Vec<usize> {
     params.iter().map(|param| param.index()).collect()
 }
 
 impl DecoderConfig {
-    /// Work of the decoder and of its head.
+    /// Sizes that decide the number of operations of the decoder and of the head.
     pub(crate) fn work(
         &self,
         decoder: &[&Param],
@@ -49,8 +50,8 @@ impl DecoderConfig {
         2.0 * element * (hidden + wide + intermediate) + statistics
     }
 
-    /// Memory of activations without images, for elements of `element` bytes. Counts all layers:
-    /// normally the embedding, something before it, or the first layer is trained.
+    /// Memory of activations without images, for elements of `element` bytes. Counts all layers,
+    /// as if a parameter of the first layer or before it is trained.
     pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
         let (hidden, saved) = (self.hidden_size as f64, self.saved_bytes(element));
         let (layer, again) = match recompute {

@@ -52,7 +52,7 @@ pub(crate) struct Decoder {
     norm: RmsNorm,
 }
 
-/// What the forward pass of a decoder keeps.
+/// The tensors that the forward pass of the decoder saves for backward.
 pub(crate) struct DecoderTape {
     layers: Vec<SavedStage<DecoderLayer>>, // from the first that backward visits
     norm: SavedStage<RmsNorm>,
@@ -143,8 +143,8 @@ impl Decoder {
     }
 
     /// Adds the gradients of layers and norm to `grads` and reports these stages as finished.
-    /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer` sees
-    /// the gradient of each layer's output.
+    /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
+    /// receives the gradient of each layer's output.
     pub(crate) fn backward(
         &self,
         tape: DecoderTape,

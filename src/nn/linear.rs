@@ -1,5 +1,5 @@
-//! A linear layer and its backward. `Linear` asks the sink which parameter gradients are needed, so
-//! that no other block has to.
+//! A linear layer and its backward. `Linear` skips the gradients of frozen parameters, so other
+//! blocks need no check.
 
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, RecomputeInput};
@@ -14,7 +14,7 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    /// `<name>.weight` and `<name>.bias`.
+    /// A layer with the parameters `<name>.weight` and `<name>.bias`.
     pub(crate) fn with_bias(
         params: &ParamMap<'_>,
         name: &str,
@@ -23,7 +23,7 @@ impl Linear {
         Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias })
     }
 
-    /// `<name>.weight` without a bias.
+    /// A layer with the parameter `<name>.weight` and no bias.
     pub(crate) fn without_bias(
         params: &ParamMap<'_>,
         name: &str,
@@ -39,7 +39,7 @@ impl Linear {
         self.bias.as_ref().map(Param::tensor)
     }
 
-    /// `x: [N, K]` to `[N, M]`.
+    /// Returns `y: [N, M]` for `x: [N, K]`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::linear(x, &self.weight.tensor(), self.bias().as_ref())
     }
@@ -56,12 +56,12 @@ impl Linear {
         if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
-    /// `dx: [N, K]` without parameter gradients.
+    /// Returns `dx: [N, K]`, without parameter gradients.
     pub(crate) fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         ops::linear_backward_input(dy, &self.weight.tensor())
     }
 
-    /// Parameter gradients without `dx`, for `x: [N, K]` and `dy: [N, M]`.
+    /// Adds the parameter gradients for `x: [N, K]` and `dy: [N, M]`, without `dx`.
     pub(crate) fn backward_params(
         &self,
         x: &Tensor,
@@ -77,13 +77,13 @@ impl Linear {
         Ok(())
     }
 
-    /// Parameter gradients, and `dx: [N, K]`.
+    /// Adds the parameter gradients and returns `dx: [N, K]`.
     pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
         self.backward_params(x, dy, grads)?;
         self.backward_input(dy)
     }
 
-    /// Parameter gradients, and `dx + dy W` in the memory of `dx`.
+    /// Adds the parameter gradients, and adds `dy W` to `dx` in place.
     pub(crate) fn backward_add(
         &self,
         x: &Tensor,

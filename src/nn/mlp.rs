@@ -15,7 +15,7 @@ pub(super) struct MlpBlock {
     down: Linear,
 }
 
-/// What the block keeps for backward.
+/// The tensors that backward needs.
 pub(super) struct SavedMlp {
     x: Tensor,    // [T, D]
     rstd: Tensor, // [T]
@@ -24,7 +24,7 @@ pub(super) struct SavedMlp {
 }
 
 impl MlpBlock {
-    /// `name` is the name of the layer.
+    /// `name` is the prefix of the layer's parameter names.
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
@@ -53,7 +53,7 @@ impl MlpBlock {
         Ok((y, SavedMlp { x: x.clone(), rstd, gate, up }))
     }
 
-    /// `dx: [T, D]`. Each buffer is dropped after its last use, to keep the peak low.
+    /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
     pub(super) fn backward(
         &self,
         SavedMlp { x, rstd, gate, up }: SavedMlp,

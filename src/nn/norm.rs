@@ -24,12 +24,12 @@ impl RmsNorm {
         &self.weight
     }
 
-    /// The normed rows, and `rstd: [T]` for backward.
+    /// Returns the normalised rows, and `rstd: [T]` for backward.
     pub(super) fn normed(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         ops::rms_norm(x, &self.weight.tensor(), self.eps)
     }
 
-    /// The normed rows again, from a saved `rstd`.
+    /// Recomputes the normalised rows from a saved `rstd`.
     pub(super) fn apply(&self, x: &Tensor, rstd: &Tensor) -> Result<Tensor> {
         ops::rms_norm_apply(x, rstd, &self.weight.tensor())
     }
@@ -100,7 +100,7 @@ impl LayerNorm {
         ops::layer_norm(x, &self.weight.tensor(), &self.bias.tensor(), self.eps)
     }
 
-    /// The output again, from saved statistics.
+    /// Recomputes the output from saved statistics.
     pub(crate) fn apply(&self, x: &Tensor, stats: &Tensor) -> Result<Tensor> {
         ops::layer_norm_apply(x, stats, &self.weight.tensor(), &self.bias.tensor())
     }

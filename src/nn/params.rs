@@ -33,7 +33,7 @@ pub struct ParamSpec {
     pub component: Component,
 }
 
-/// The list of parameters does not fit the model.
+/// The reason why a model cannot be built from a list of parameters.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WeightError {
     /// The model needs a tensor that is not in the list.

@@ -32,7 +32,7 @@ pub struct AdamW {
     states: Vec<ParamState>,
 }
 
-/// Where state is kept and updates run.
+/// The device on which the state is stored and updates run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     /// On the device of the parameters.
@@ -41,7 +41,7 @@ enum Place {
     Host,
 }
 
-/// What the norm of a step's gradients is computed from.
+/// The values from which the gradient norm of a step is computed.
 #[derive(Debug)]
 pub struct GradNorm {
     /// Sum of the squares of each trained gradient, `f64`, in the order of [`AdamW::states`].
@@ -56,7 +56,7 @@ pub struct Update {
     squares: Tensor,
 }
 
-/// Gradients that must not become an update.
+/// The reason why an update changes nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum OptimError {
     /// Gradients are infinite or not a number.
@@ -142,8 +142,9 @@ impl AdamW {
         &mut self.states
     }
 
-    /// Begins a step: computes what the gradient norm needs. Does not wait for a GPU, unless state
-    /// is on the host. Ranks that share the optimizer state add up the result before the update.
+    /// Starts a step: computes the sums for the gradient norm. Does not wait for a GPU, unless the
+    /// state is on the host. Ranks that share the optimizer state add up the result before the
+    /// update.
     pub fn norm(&self, grads: &Gradients) -> Result<GradNorm> {
         let on_device = self.states.iter().map(|state| gradient(grads, state));
         let on_device: Vec<&Tensor> = on_device.collect::<Result<_>>()?;

@@ -34,7 +34,7 @@ pub enum GroupError {
         components: Vec<String>,
     },
     /// The pattern is not a valid glob.
-    #[error("`{key}`: `{pattern}` is not a glob: {reason}")]
+    #[error("`{key}`: `{pattern}` is not a valid glob: {reason}")]
     NotAGlob {
         /// Config key.
         key: &'static str,
@@ -70,7 +70,7 @@ impl GroupError {
         }
     }
 
-    /// How to fix it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self {
             Self::NoMatch { components, .. } => {
@@ -85,7 +85,7 @@ impl GroupError {
                 "`*` stands for any text, `?` for one character, `[ab]` for one of them"
             }
             Self::Factor { .. } => {
-                "1.0 is the plain learning rate; to leave a component untrained, use `model.freeze`"
+                "1.0 keeps the learning rate; to freeze a component, use `model.freeze`"
             }
             Self::AllFrozen => "remove at least one component from `model.freeze`",
         }
@@ -93,7 +93,7 @@ impl GroupError {
     }
 }
 
-/// What patterns are matched against.
+/// The properties of a parameter that a pattern or a rule depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Named<'a> {
     /// Published name of the parameter.

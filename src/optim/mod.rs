@@ -15,30 +15,30 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimConfig {
-    /// Learning rate at the end of warm-up.
+    /// Learning rate at the end of warm-up; 1e-5 by default.
     pub lr: f64,
-    /// Decay rates of the first and the second moment.
+    /// Decay rates of the first and the second moment; 0.9 and 0.999 by default.
     pub betas: [f64; 2],
-    /// Added to the square root of the second moment.
+    /// Added to the square root of the second moment; 1e-8 by default.
     pub eps: f64,
-    /// Decoupled weight decay, of tensors with two or more dimensions.
+    /// Decoupled weight decay of tensors with two or more dimensions; 0 by default.
     pub weight_decay: f64,
-    /// How the learning rate changes after warm-up.
+    /// How the learning rate changes after warm-up; `cosine` by default.
     pub schedule: ScheduleConfig,
-    /// Steps of linear warm-up.
+    /// Number of steps of linear warm-up; none by default.
     pub warmup_steps: Option<u64>,
-    /// Warm-up as a fraction of all steps, rounded up. Excludes `warmup_steps`.
+    /// Warm-up as a fraction of all steps, rounded up. Cannot be combined with `warmup_steps`.
     pub warmup_ratio: Option<f64>,
-    /// Learning rate at the end of the schedule.
+    /// Learning rate at the end of the schedule; 0 by default.
     pub min_lr: f64,
-    /// Where the moments are kept, and in which dtype.
+    /// Device and dtype of the moments; `f32` on the device of the weights by default.
     pub moments: Moments,
     /// Factors of the learning rate by component (`vision`, `merger`, `llm`) or by glob over
     /// parameter names. If several match, the last one applies.
     pub lr_multipliers: IndexMap<String, f64>,
 }
 
-/// Where the moments are kept, and in which dtype.
+/// Device and dtype of the moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Moments {

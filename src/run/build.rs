@@ -1,4 +1,4 @@
-//! A run: everything that training needs, assembled from a config.
+//! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::device::device_name;
 use super::error::RunError;
@@ -60,7 +60,7 @@ pub struct Run {
     _lock: File,
 }
 
-/// How a run is assembled, beyond its config.
+/// Options of [`Run::with_options`] that are not part of the config.
 pub struct RunOptions<'a> {
     /// The checkpoint to resume from; the newest good one by default.
     pub resume: Resume,
@@ -110,7 +110,7 @@ impl Run {
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
 
         let loaded = load_for_run(&model_section(config, found), config.seed, &device)?;
-        // Before the rows are measured, which takes longer.
+        // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
         take_over(config, &checkpointer, found, observer)?;
@@ -154,7 +154,7 @@ impl Run {
         Ok(Self { trainer, background, _lock: lock })
     }
 
-    /// Trains until all steps are done, the data ends, or the stop flag is set.
+    /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let outcome = self.trainer.run(observer);
         self.background = None;
@@ -167,7 +167,7 @@ impl Run {
     }
 }
 
-/// The model to load: that of the config, or that of the checkpoint to resume from.
+/// Returns the model to load: the model of the config, or the checkpoint to resume from.
 fn model_section(config: &RunConfig, found: Option<&Found>) -> ModelSection {
     let mut section = config.model.clone();
     if let Some(found) = found {
@@ -317,7 +317,8 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
     );
 }
 
-/// Attention kernel of the decoder, and those of other components that differ from it.
+/// Returns the name of the decoder's attention kernel, and the kernels of other components if they
+/// differ.
 fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
     let backend = config.model.attention.backend();
     let mut kernels = String::new();

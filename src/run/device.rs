@@ -1,4 +1,4 @@
-//! Opening the device that `device` names.
+//! Opens the device of the config key `device`.
 
 use crate::ops::{CUDA_BUILD, open_gpu};
 use crate::train::DeviceChoice;
@@ -13,7 +13,7 @@ pub struct DeviceError {
 }
 
 impl DeviceError {
-    /// What the user can do about it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         if CUDA_BUILD {
             "run `nvidia-smi`: it must list a GPU of this number and a driver of version 580 or later; `CUDA_VISIBLE_DEVICES` may hide GPUs. \

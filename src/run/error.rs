@@ -1,4 +1,4 @@
-//! Why a run cannot be assembled, and which config key caused it.
+//! Errors of assembling a run, with the config key that caused them.
 
 use super::device::DeviceError;
 use super::load_model::SetupError;
@@ -13,7 +13,7 @@ use crate::optim::GroupError;
 use std::io;
 use std::path::PathBuf;
 
-/// Why a run cannot be assembled.
+/// The reason why a run cannot be assembled.
 ///
 /// Where a config key is the cause, [`RunError::keys`] returns it.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +35,7 @@ pub enum RunError {
     /// A file or folder below `output_dir` cannot be changed.
     #[error("cannot {action} `{}`: {problem}", .path.display())]
     OutputFile {
-        /// What was tried: `open`, `move`, ..
+        /// The action that failed: `open`, `move`, ..
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -63,7 +63,7 @@ pub enum RunError {
     /// The checkpoint to resume from has no optimizer state.
     #[error("{problem}")]
     NoOptimizer {
-        /// Why the optimizer state cannot be read.
+        /// The underlying error.
         problem: CheckpointError,
     },
     /// `trainer_state.json` of the checkpoint is not valid.
@@ -71,7 +71,7 @@ pub enum RunError {
     State {
         /// The checkpoint.
         folder: PathBuf,
-        /// What is wrong with it.
+        /// Error of the JSON parser.
         source: serde_json::Error,
     },
     /// The training files are not those that the checkpoint was trained on.
@@ -85,7 +85,7 @@ pub enum RunError {
     ImageSetting {
         /// Key in `data.image`.
         key: &'static str,
-        /// What is wrong.
+        /// The underlying error.
         problem: ImageConfigError,
     },
     /// A video setting contradicts the model folder.
@@ -93,10 +93,10 @@ pub enum RunError {
     VideoSetting {
         /// Key in `data.video`.
         key: &'static str,
-        /// What is wrong.
+        /// The underlying error.
         problem: VideoConfigError,
     },
-    /// An entry of `data.train` or `data.eval` names something that cannot be used.
+    /// A file or token in an entry of `data.train` or `data.eval` cannot be used.
     #[error("`data.{list}.{index}.{key}`: {problem}")]
     DataSet {
         /// `train` or `eval`.
@@ -105,7 +105,7 @@ pub enum RunError {
         index: usize,
         /// Dotted key in the entry.
         key: String,
-        /// What is wrong.
+        /// The underlying error.
         problem: SourceError,
     },
     /// The model folder has no weights.
@@ -119,7 +119,7 @@ pub enum RunError {
     Groups {
         /// Keys that lead to the pattern.
         keys: Vec<String>,
-        /// What is wrong.
+        /// The underlying error.
         problem: GroupError,
     },
     /// The device cannot be used.
@@ -140,7 +140,7 @@ pub enum RunError {
     /// The length cache cannot be written.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The rows do not make the steps that the config asks for.
+    /// The loader cannot make the steps that the config requires from the rows.
     #[error(transparent)]
     Plan(#[from] LoaderError),
     /// A checkpoint or a file of the run cannot be read or written.
@@ -157,7 +157,7 @@ pub enum RunError {
     Candle(#[from] candle_core::Error),
 }
 
-/// What to do when `output_dir` cannot be written.
+/// Hint if `output_dir` cannot be written.
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
 impl RunError {
@@ -181,7 +181,7 @@ impl RunError {
         }
     }
 
-    /// What the user can do about it; `None` where the wrapped error has the hint.
+    /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::Value(error) => return Some(error.hint()),
@@ -192,14 +192,14 @@ impl RunError {
                 "set another `output_dir` for the run that starts from these weights"
             }
             Self::OtherConfig { .. } => {
-                "only the length of the run, layout, attention, recompute, eval, log and checkpoint settings may change; \
-                 to start from its weights, set `model.path` to it"
+                "restore the config; docs/config.md lists the keys that a resumed run may change. \
+                 To start a new run from its weights, set `model.path` to the checkpoint"
             }
             Self::NoOptimizer { .. } => {
-                "name a folder below `checkpoints/`; to start from weights alone, set `model.path` to this folder"
+                "pass a folder in `checkpoints/` to `--resume`; to start from the weights alone, set `model.path` to this folder"
             }
             Self::DataChanged { .. } => {
-                "restore them, or start a new run with `--resume never` (for example with `model.path` set to that checkpoint)"
+                "restore them, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
             Self::ImageSetting { problem, .. } => return Some(problem.hint().into()),
             Self::VideoSetting { problem, .. } => return Some(problem.hint().into()),

@@ -19,7 +19,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A list of data sets in the section `data`.
+/// `data.train` or `data.eval`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DataList {
     Train,
@@ -84,7 +84,7 @@ pub(crate) fn open_data(
         let mut report = report.borrow_mut();
         report.get_or_insert_with(|| observer.begin(SetupWork::TokeniseBytes, total))(done);
         if done == total {
-            *report = None; // the next corpus begins anew
+            *report = None; // the next corpus starts a new report
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
@@ -95,14 +95,14 @@ pub(crate) fn open_data(
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 (index(path), format!("corpus.{key}"))
             }
-            // The key names a readable file, and the content of the file is wrong.
+            // The file can be read, but its content is wrong: no config key is the cause.
             _ => return problem.into(),
         };
         RunError::DataSet { list: name, index, key, problem }
     })
 }
 
-/// The order in which epochs visit the rows.
+/// The order of the rows in each epoch.
 pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunError> {
     let shares = config
         .data
@@ -143,7 +143,7 @@ pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
     }
 }
 
-/// Reads the model at `section`; names the config key if the folder has no weights.
+/// Reads the model at `section`. If the folder has no weights, the error names the config key.
 pub(crate) fn load_for_run(
     section: &ModelSection,
     seed: u64,

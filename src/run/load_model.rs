@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why a model cannot be loaded.
+/// The reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// `model.attention: masked` has no GPU kernel.
@@ -25,7 +25,7 @@ pub enum SetupError {
     Config {
         /// The model folder.
         folder: PathBuf,
-        /// What is wrong.
+        /// The underlying error.
         source: ModelConfigError,
     },
     /// The weight files cannot be read.
@@ -33,7 +33,7 @@ pub enum SetupError {
     Files {
         /// The model folder.
         folder: PathBuf,
-        /// What is wrong; boxed because of its size.
+        /// The underlying error; boxed because of its size.
         source: Box<CheckpointError>,
     },
     /// The files lack tensors that a model of this `config.json` has.
@@ -49,7 +49,7 @@ pub enum SetupError {
         first: String,
     },
     /// A tensor has another shape than `config.json` implies.
-    #[error("model folder `{}`: `{name}` has shape {found:?}, config.json says {expected:?}", .folder.display())]
+    #[error("model folder `{}`: `{name}` has shape {found:?}, expected {expected:?} according to `config.json`", .folder.display())]
     Shape {
         /// The model folder.
         folder: PathBuf,
@@ -72,7 +72,7 @@ pub enum SetupError {
 }
 
 impl SetupError {
-    /// What the user can do about it; `None` where the wrapped error has the hint.
+    /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::MissingTensors { .. } => {

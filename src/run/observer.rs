@@ -20,7 +20,7 @@ pub trait SetupObserver {
         Box::new(|_| ())
     }
 
-    /// Called once the files of an earlier run are out of the way: from now on, log lines may be
+    /// Called when the files of an earlier run have been moved. From then on, log lines may be
     /// appended to `log_file`.
     fn log_to(&self, _log_file: &Path) -> io::Result<()> {
         Ok(())

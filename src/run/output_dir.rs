@@ -1,4 +1,4 @@
-//! The folder of a run: one process at a time, and files of an earlier run are moved, not mixed.
+//! The folder of a run. One process at a time uses it, and files of an earlier run are moved.
 
 use super::error::RunError;
 use super::observer::SetupObserver;
@@ -21,8 +21,8 @@ pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
     }
 }
 
-/// Moves the files of an earlier run out of the way and writes `config.yaml`. Called once the model
-/// and the data are loaded, so that a config that cannot run moves nothing.
+/// Moves the files of an earlier run to `previous-N` and writes `config.yaml`. Call this after the
+/// model and the data are loaded, so that a run that cannot start moves no file.
 pub(super) fn take_over(
     config: &RunConfig,
     checkpointer: &Checkpointer,

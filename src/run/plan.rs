@@ -11,8 +11,8 @@ use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
 
-/// Maximum number of rows that a run of `train.max_steps` alone measures at its start. Measuring so
-/// many takes a few seconds.
+/// Maximum number of rows that a run with `train.max_steps` alone measures at its start. This
+/// takes a few seconds.
 const MAX_ROWS_AT_START: usize = 32_768;
 
 /// The result of [`plan_run`].
@@ -27,9 +27,9 @@ pub(super) struct RunPlan {
 
 /// Measures the rows that no length cache has, and counts the steps of the run.
 ///
-/// A run of `train.max_steps` alone needs no plan. If lengths are cached or measuring takes
-/// seconds, it logs what an epoch would be; otherwise it starts at once and a background thread
-/// measures the rows for the next start. The run trains on the same data in each case.
+/// A run with `train.max_steps` alone needs no plan. If the lengths are cached or can be measured
+/// in seconds, it logs the size of an epoch. Otherwise it starts at once, and a background thread
+/// measures the rows for the next start. The run trains on the same data in both cases.
 pub(super) fn plan_run(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
@@ -42,7 +42,7 @@ pub(super) fn plan_run(
     let Some(epochs) = config.train.epoch_limit() else {
         return Ok(without_epochs(config, rows, order, options, resumed, observer));
     };
-    // A resumed run of the same length was planned when it began.
+    // The first start of a run has planned it, and the length has not changed since.
     let same = |plan: &Planned| plan.epochs == epochs;
     if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
         return Ok(unmeasured(Some(plan)));
@@ -51,7 +51,7 @@ pub(super) fn plan_run(
     let reader = log_lengths(config, cached, work, options);
     let plan = match (plan(&reader, order, options, epochs, &|_, _| {}), resumed) {
         (Ok(plan), _) => plan,
-        // Training would have reported these rows step by step.
+        // Training does not start, so it cannot report these rows.
         (Err(error), None) => {
             let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
             write_rejects(&mut rejects, 1, error.unreported())?;
@@ -63,7 +63,7 @@ pub(super) fn plan_run(
     Ok(RunPlan { planned: Some(Planned { epochs, steps: plan.steps }), reader, background: None })
 }
 
-/// Plans a run that ends at `train.max_steps`. Nothing here stops the run.
+/// Plans a run that ends at `train.max_steps`. Errors are logged and do not stop the run.
 fn without_epochs(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
@@ -93,7 +93,9 @@ fn without_epochs(
             match plan(&reader, order, options, 1, &|_, _| {}) {
                 Ok(plan) => log_plan(&plan, "an epoch"),
                 // The run may reach `train.max_steps` before that row.
-                Err(error) => tracing::warn!(%error, "planning: the first epoch would fail"),
+                Err(error) => {
+                    tracing::warn!(%error, "plan: the first epoch would stop with an error")
+                }
             }
         }
         Err(error) => {
@@ -118,8 +120,8 @@ pub(crate) fn update_cache(
     Ok(CachedRows::update(rows, &config.cache_dir(), &*report)?)
 }
 
-/// Does the same if it is quick: each cache is of these rows, no process is writing it, and at most
-/// [`MAX_ROWS_AT_START`] rows have changed images. `None` otherwise.
+/// Like [`update_cache`], but returns `None` if it would take long: if a cache has other rows, if
+/// another process is writing it, or if more than [`MAX_ROWS_AT_START`] rows have changed images.
 fn update_cache_if_quick(
     config: &RunConfig,
     rows: Arc<JsonlRows>,

@@ -1,8 +1,8 @@
 //! Stages with a hand-written backward, gradient sinks, parameter handles, and recomputation.
 //!
-//! A model is a list of stages. A step runs them forward and keeps what the recompute policy
-//! demands. It then runs them backward from the last to the first and frees memory on the way. This
-//! module does not depend on any model.
+//! A model is a list of stages. A step runs them forward and keeps either the activations or the
+//! input of each, depending on the recompute policy. It then runs them backward from the last to
+//! the first and frees memory on the way. This module does not depend on any model.
 
 mod param;
 mod stage;

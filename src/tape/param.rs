@@ -1,4 +1,4 @@
-//! Parameters, and where their gradients go.
+//! Parameters and the buffers of their gradients.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 ///
 /// All clones of a handle share one tensor: a tied weight is one `Param` in two places, and
 /// [`Param::set_tensor`] replaces the tensor of all clones. Stages read [`Param::tensor`] when they
-/// run, so a weight may be put in place just before its stage.
+/// run, so a weight may be set just before its stage runs.
 #[derive(Debug, Clone)]
 pub struct Param {
     name: Arc<str>,
@@ -55,7 +55,7 @@ impl Param {
     }
 }
 
-/// Receives parameter gradients. It is also the only place that knows which parameters are frozen.
+/// Receives parameter gradients. It alone decides which parameters are frozen.
 pub trait GradSink {
     /// The `f32` buffer that an op adds the gradient of `param` to, or `None` if `param` is frozen.
     fn buffer(&self, param: &Param) -> Option<&Tensor>;

@@ -1,12 +1,12 @@
-//! The stage, and what is kept of it between forward and backward.
+//! The trait [`Stage`], and the tensors that are kept between its forward and its backward.
 
 use super::{GradSink, Param};
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// One piece of the model: a function with an explicit backward.
+/// A part of a model, such as a decoder layer, with an explicit backward.
 pub trait Stage {
-    /// Inputs without a gradient: positions, boundaries.
+    /// Inputs without a gradient, such as positions and segment boundaries.
     type Context;
     /// Tensors that backward needs. Backward consumes them, so that memory is freed stage by stage.
     type Saved;
@@ -14,7 +14,7 @@ pub trait Stage {
     /// The parameters of the stage.
     fn params(&self) -> Vec<&Param>;
 
-    /// Output, and what backward needs.
+    /// Returns the output, and the tensors that backward needs.
     fn forward(&self, x: &Tensor, context: &Self::Context) -> Result<(Tensor, Self::Saved)>;
 
     /// Adds the gradients of the stage's parameters to `grads` and returns the input's gradient.
@@ -34,7 +34,7 @@ pub trait Stage {
     }
 }
 
-/// Whether anything before a stage needs a gradient.
+/// Whether backward must compute the gradient of a stage's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputGrad {
     /// A parameter of an earlier stage is trained.
@@ -44,32 +44,32 @@ pub enum InputGrad {
 }
 
 impl InputGrad {
-    /// Needed if `trained_below`.
+    /// Returns `Needed` if a parameter of an earlier stage is trained.
     pub fn needed_if(trained_below: bool) -> Self {
         if trained_below { Self::Needed } else { Self::Skip }
     }
 }
 
-/// What the forward pass keeps of a stage.
+/// Whether backward recomputes the activations of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
-    /// Everything that backward needs.
+    /// The forward pass keeps all tensors that backward needs.
     No,
-    /// The input only. The stage runs forward again before its backward: less memory, one more
-    /// forward.
+    /// The forward pass keeps the input only, and the stage runs forward again before its backward.
+    /// This needs less memory and one more forward.
     Yes,
 }
 
 /// A stage between its forward and its backward.
 pub enum SavedStage<S: Stage> {
-    /// Everything that backward needs.
+    /// All tensors that backward needs.
     Activations(S::Saved),
-    /// The input: forward runs again first.
+    /// The input only. Backward runs the stage forward again first.
     Input(Tensor),
 }
 
 impl<S: Stage> SavedStage<S> {
-    /// Runs `stage` forward and keeps what `recompute` demands.
+    /// Runs `stage` forward, and keeps its activations or its input, depending on `recompute`.
     pub fn forward(
         stage: &S,
         x: Tensor,

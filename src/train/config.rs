@@ -9,7 +9,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The model and how it is computed.
+/// The model, its precision and its kernels.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSection {
@@ -55,7 +55,7 @@ pub enum Weights {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AttentionChoice {
-    /// The fastest exact kernel of the device; the log names it.
+    /// The fastest exact kernel of the device. The log shows its name.
     #[default]
     Auto,
     /// Tiled, for variable lengths, without a score matrix in memory.
@@ -69,7 +69,7 @@ pub enum AttentionChoice {
 }
 
 impl AttentionChoice {
-    /// The kernels of this choice.
+    /// Returns the kernels that this choice selects.
     pub fn backend(self) -> Arc<dyn AttentionBackend> {
         match self {
             Self::Auto | Self::Flash => Arc::new(Flash),
@@ -125,7 +125,7 @@ pub enum RecomputeChoice {
 }
 
 impl RecomputeChoice {
-    /// The policy that the model takes.
+    /// The stages of the model that this choice recomputes.
     pub fn policy(self) -> RecomputePolicy {
         let (vision, llm) = match self {
             Self::None => (Recompute::No, Recompute::No),
@@ -137,7 +137,7 @@ impl RecomputeChoice {
     }
 }
 
-/// The size and the number of steps.
+/// Size of a step, number of steps, and gradient clipping.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainConfig {
@@ -145,10 +145,10 @@ pub struct TrainConfig {
     pub batch_size: NonZeroUsize,
     /// Micro-batches per optimizer step; 1 by default.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Passes over the data; 1 if neither this nor `max_steps` is set. With both, the run ends at
+    /// Number of epochs; 1 if neither this nor `max_steps` is set. With both, the run ends at
     /// whichever comes first.
     pub epochs: Option<NonZeroU64>,
-    /// Optimizer steps; the data is repeated as needed if `epochs` is not set.
+    /// Number of optimizer steps; the data is repeated as needed if `epochs` is not set.
     pub max_steps: Option<NonZeroU64>,
     /// Maximum L2 norm of the gradient; larger gradients are scaled down to it. 1.0 by default; 0
     /// disables clipping.

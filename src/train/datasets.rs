@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Counts of a data set.
+/// Number of samples, tokens and targets of a data set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatasetCounts {
     /// Number of samples.
@@ -19,14 +19,14 @@ pub struct DatasetCounts {
 /// Counts and loss of a data set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DatasetLoss {
-    /// Counts.
+    /// Number of samples, tokens and targets.
     pub counts: DatasetCounts,
     /// Sum of the negative log likelihoods of its targets.
     pub nll_sum: f64,
 }
 
 impl DatasetLoss {
-    /// Adds a sample.
+    /// Adds the counts and the loss of a sample.
     pub fn add(&mut self, num_tokens: u64, num_targets: u64, nll_sum: f64) {
         self.counts.num_samples += 1;
         self.counts.num_tokens += num_tokens;
@@ -44,9 +44,9 @@ impl DatasetLoss {
 /// Counts of rejected rows and texts, as `metrics.jsonl` reports them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rejected {
-    /// By reason.
+    /// Number of rejections for each reason.
     pub by_reason: BTreeMap<String, u64>,
-    /// By data file and reason.
+    /// Number of rejections for each data file and reason.
     pub by_file: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
@@ -60,7 +60,7 @@ impl Rejected {
         Self { by_reason: counts.rejected, by_file: counts.rejected_by_file }
     }
 
-    /// Adds the rows that a run had rejected at `data`.
+    /// Adds the rejected rows of a run whose position in the data is `data`.
     #[must_use]
     pub fn with_rows(&self, data: &DataState) -> Self {
         let mut counts = self.clone();
@@ -133,7 +133,8 @@ pub(super) fn count(
     }
 }
 
-/// Logs one line per data set: its counts, and its share of all rows. Nothing for a single one.
+/// Logs one line per data set: its counts, and its share of all rows. Logs nothing if there is only
+/// one data set.
 pub fn log_shares(seen: &BTreeMap<String, DatasetCounts>) {
     let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
     for (name, counts) in seen.iter().filter(|_| seen.len() > 1) {

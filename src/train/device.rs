@@ -16,7 +16,7 @@ pub enum DeviceChoice {
     Cuda(usize),
 }
 
-/// A text that names no device.
+/// The value of `device` is not a valid device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a device, expected `auto`, `cpu` or `cuda:N`, for example `cuda:0`")]
 pub struct UnknownDevice(String);

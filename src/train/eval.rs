@@ -86,7 +86,7 @@ impl EvalReport {
     }
 }
 
-/// Why an evaluation failed.
+/// The reason why an evaluation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
     /// Samples that do not form a batch.

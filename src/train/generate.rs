@@ -54,7 +54,7 @@ fn next_token(
     sampling: &Sampling,
 ) -> candle_core::Result<u32> {
     if matches!(sampling, Sampling::ArgMax) {
-        // The kernel of evaluation, so that ties are resolved alike.
+        // The same kernel as in evaluation, so that both resolve ties in the same way.
         let any = Targets { rows: vec![0], ids: vec![0] };
         return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
     }

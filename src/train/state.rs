@@ -1,4 +1,5 @@
-//! The part of a checkpoint that is not tensors. Resume needs this, the weights and the moments.
+//! The training state in a checkpoint, except for tensors. A resumed run reads it together with the
+//! weights and the moments.
 
 use super::datasets::DatasetCounts;
 use crate::data::DataState;
@@ -22,7 +23,7 @@ pub struct TrainState {
     pub tokens_seen: u64,
     /// Number of samples so far.
     pub samples_seen: u64,
-    /// These counts by data set.
+    /// Counts of each data set so far, by its name.
     #[serde(default)]
     pub datasets_seen: BTreeMap<String, DatasetCounts>,
     /// Hash of the settings that change the result of training. A resumed run must have the same.

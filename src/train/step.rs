@@ -21,7 +21,7 @@ pub struct StepOutcome {
     pub nll: Vec<Vec<f32>>,
 }
 
-/// A step that must not become an update.
+/// The reason why a step does not update the weights.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     /// The loss is infinite or not a number.
@@ -37,7 +37,7 @@ pub enum StepError {
     NonFiniteGradient {
         /// Optimizer step, from 1.
         step: u64,
-        /// Names the parameters.
+        /// Number of parameters concerned, and the name of the first one.
         source: OptimError,
     },
     /// An op failed.
@@ -46,16 +46,16 @@ pub enum StepError {
 }
 
 impl StepError {
-    /// How to fix it.
+    /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
                 "no step was trained yet: the weights of the model folder have values that are not \
-                 finite",
+                 finite; copy them from the published model again",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
-                "lower `optim.lr`, use a longer `optim.warmup_steps`, and look at the steps before \
-                 in metrics.jsonl; checkpoints of earlier steps are intact",
+                "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
+                 and their checkpoints are intact",
             ),
             Self::Candle(_) => None,
         }
@@ -72,7 +72,7 @@ pub struct StepRunner {
     pub optimizer: AdamW,
     /// Sum of the gradients of the step's micro-batches so far.
     pub grads: Gradients,
-    /// What backward runs forward again.
+    /// The stages whose activations backward recomputes.
     pub recompute: RecomputePolicy,
     /// Compute dtype.
     pub dtype: DType,
@@ -96,7 +96,7 @@ impl StepCounts {
     }
 }
 
-/// The micro-batches of a step. The upload of the first has begun.
+/// The micro-batches of a step. The upload of the first one has started.
 pub struct PreparedStep {
     /// Counts of the step.
     pub counts: StepCounts,
@@ -170,7 +170,8 @@ impl StepRunner {
         Ok(losses)
     }
 
-    /// Accumulates, clips, updates. An error leaves weights and moments unchanged.
+    /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
+    /// moments unchanged.
     ///
     /// On a GPU the work is queued, and [`Self::finish`] waits for it. An update with gradients that
     /// are not finite changes nothing there either.
@@ -228,7 +229,7 @@ impl StepRunner {
     }
 }
 
-/// Sum over all targets, by micro-batch first.
+/// Sum over all targets. Each micro-batch is summed first.
 fn sum(nll: &[Vec<f32>]) -> f64 {
     nll.iter().map(|nll| nll.iter().map(|nll| f64::from(*nll)).sum::<f64>()).sum()
 }

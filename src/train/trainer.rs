@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Everything a run needs.
+/// Arguments of [`Trainer::new`].
 pub struct TrainerParts {
     /// Model, gradients, optimizer.
     pub runner: StepRunner,
@@ -89,7 +89,7 @@ pub enum Outcome {
     },
 }
 
-/// Why a run failed.
+/// The reason why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// Data could not be loaded.
@@ -99,7 +99,7 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
     /// An evaluation failed.
-    #[error("evaluation")]
+    #[error("the evaluation failed")]
     Eval(#[from] EvalError),
     /// A checkpoint could not be written.
     #[error(transparent)]
@@ -121,7 +121,7 @@ enum Audit {
 }
 
 impl Audit {
-    /// Whether this step must be audited. Moves on to the next audit.
+    /// Returns whether this step must be audited, and records the audit.
     fn is_due(&mut self, has_images: bool) -> bool {
         let before = *self;
         if has_images {
@@ -144,7 +144,7 @@ pub struct Trainer {
     ahead: Option<Result<ReadyStep, TrainError>>,
 }
 
-/// A step of data. The upload of its first micro-batch has begun.
+/// The data of a step. The upload of its first micro-batch has started.
 struct ReadyStep {
     data: StepData,
     prepared: PreparedStep,
@@ -328,13 +328,13 @@ impl Trainer {
             .run(&*parts.runner.model, &|done| watch.borrow_mut().evaluating(done, total))?;
         if self.evaluated_at.is_none() && !self.resumed {
             for rejection in &report.rejected {
-                tracing::warn!(row = %rejection.message, "an eval row cannot be scored");
+                tracing::warn!(row = %rejection.message, "cannot score an eval row");
             }
             write_rejects(&mut parts.rejects, step, &report.rejected)?;
         }
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
-            // A loss over no rows would look like a perfect loss.
+            // The loss of no rows would be 0, like a perfect loss.
             tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
             return Ok(());
         }

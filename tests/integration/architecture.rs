@@ -17,7 +17,7 @@ const MAY_IMPORT: [(&str, &[&str]); 14] = [
     ("optim", &["ops", "tape"]),
     // Neither models nor devices; of `ops`, only the SIMD dispatcher.
     ("data", &["batch", "ops"]),
-    // Neither data files nor tokenizers nor the config; `nn` knows no model family.
+    // No data files, no tokenizers, no config of a run; `nn` contains no model family.
     ("nn", &["batch", "metrics", "ops", "tape"]),
     ("models", &["batch", "metrics", "nn", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),

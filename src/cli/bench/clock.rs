@@ -22,7 +22,7 @@ pub(super) struct Clock {
     batch_s: f64,
     min_rounds: usize,
     min_s: f64,
-    /// After this time, in seconds, three batches are enough.
+    /// Seconds after which timing stops, if at least three batches were timed.
     max_s: f64,
 }
 
@@ -42,7 +42,7 @@ impl Clock {
         }
     }
 
-    /// Runs everything as few times as possible: for tests, not for timing.
+    /// A clock for tests, which runs each op a few times only. Its times are not meaningful.
     pub(super) fn hasty(device: &Device) -> Self {
         let device = device.clone();
         Self { device, batch_s: 1e-9, min_rounds: 1, min_s: 0.0, max_s: 0.0 }

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 /// Maximum number of rows with images, and of rows without, on which each stage is timed.
 const MAX_ROWS: usize = 2000;
-/// Number of passes over these rows; the fastest one is reported.
+/// Number of times that each stage reads these rows; the fastest time is reported.
 const ROUNDS: usize = 3;
 
 /// Rows of a pass, their tokens and pixels.

@@ -313,7 +313,7 @@ impl Bench {
     }
 }
 
-/// Name, number of tensors read and written, and what is recomputed. Training recomputes the output
+/// Name, number of tensors read and written, and recomputed input. Training recomputes the output
 /// where the weight behind the op is trained.
 const SWIGLU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
     [("backward", 5.0, RecomputeInput::No), ("backward and output", 6.0, RecomputeInput::Yes)];

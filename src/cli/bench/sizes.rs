@@ -3,7 +3,7 @@
 use crate::ops::Masking;
 use clap::ValueEnum;
 
-/// Choice of sizes.
+/// The sizes that `bench --ops` uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum SizeChoice {
     /// For CPUs: takes a minute on two cores
@@ -33,20 +33,20 @@ pub(super) struct Sizes {
     pub(super) matmul: usize,
     /// Number of floats whose copy measures the peak memory rate.
     pub(super) copy: usize,
-    /// `N`, inputs, outputs.
+    /// Rows `N`, inputs, outputs.
     pub(super) linears: &'static [[usize; 3]],
-    /// `N`, width.
+    /// Rows `N`, width.
     pub(super) rms_norms: &'static [[usize; 2]],
     pub(super) layer_norms: &'static [[usize; 2]],
-    /// `N`, `H`, `Dh`.
+    /// Rows `N`, heads `H`, head size `Dh`.
     pub(super) rotations: &'static [[usize; 3]],
     pub(super) vision_rotations: &'static [[usize; 3]],
     pub(super) swiglus: &'static [[usize; 2]],
     pub(super) gelus: &'static [[usize; 2]],
-    /// `N`, `D`, `V`.
+    /// Rows `N`, hidden size `D`, vocabulary `V`.
     pub(super) embeddings: &'static [[usize; 3]],
     pub(super) attention: &'static [AttentionSizes],
-    /// `S`, `D`, `V`.
+    /// Supervised rows `S`, hidden size `D`, vocabulary `V`.
     pub(super) head: [usize; 3],
     /// Number of parameters.
     pub(super) optimizer: usize,

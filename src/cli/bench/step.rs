@@ -67,7 +67,7 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     })
 }
 
-/// A step whose data is being uploaded, and its sizes.
+/// A step whose upload has started, and its sizes.
 struct Ready {
     prepared: PreparedStep,
     sizes: StepSizes,

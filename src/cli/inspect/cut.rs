@@ -39,7 +39,7 @@ pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
 
-/// The side at which truncation removes text, as `data.truncation` names it.
+/// The side at which truncation removes text: `left` or `right`, as in `data.truncation`.
 pub(super) fn side(keep: KeptEnd) -> &'static str {
     match keep {
         KeptEnd::Beginning => "right",

@@ -8,7 +8,7 @@ use crate::data::Pixels;
 
 /// Maximum number of groups of frames shown per video.
 pub(super) const MAX_GROUPS: usize = 8;
-/// Side, in CSS pixels, to which the browser enlarges a small image.
+/// Minimum side of a shown image, in CSS pixels; the browser enlarges smaller images.
 const LEAST_SIDE: u32 = 128;
 
 /// An image or a group of frames to show.

@@ -1,4 +1,4 @@
-//! Escaping text for a page.
+//! Escapes text for an HTML page.
 
 use std::fmt::Write as _;
 

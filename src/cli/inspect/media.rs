@@ -11,7 +11,7 @@ pub(super) struct ShownMedium<'a> {
     pub(super) rows: &'a [u32],
 }
 
-/// The images and videos of a sample, in order. The token at the first position tells which it is.
+/// The images and videos of a sample, in order. The first token of a medium determines its kind.
 pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
     let mut rest = sample.vision_rows.as_slice();
     let show = |patches: &'a Patches| {

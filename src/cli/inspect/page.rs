@@ -12,7 +12,7 @@ use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, Row};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
-/// Number of pixels that each image may have even if the page exceeds its limit.
+/// Minimum limit on the pixels of an image, even if the page then exceeds [`PAGE_PIXELS`].
 const LEAST_PIXELS: u64 = 64 * 64;
 /// Maximum number of packs shown.
 const MAX_PACKS: usize = 16;
@@ -28,7 +28,7 @@ pub(super) struct Page<'a> {
     side: Option<&'static str>,
     /// Number of truncated samples, and number of tokens removed from them.
     cut: (u64, usize),
-    /// Items of the list at the top.
+    /// HTML of the list at the top of the page.
     head: String,
     body: String,
 }
@@ -187,7 +187,7 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// The whole document.
+    /// Returns the HTML document.
     pub(super) fn finish(self) -> String {
         // The browser must not load or run anything, even if escaping failed.
         let policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";

@@ -308,7 +308,7 @@ fn invalid_yaml_is_an_error_at_its_place() {
     assert!(message(&error).starts_with("config.yaml:2:"), "{error}");
     let error = load_text("a: 1\n---\nb: 1\n", &[]).unwrap_err();
     assert_eq!(message(&error), "config.yaml:3:1: a second document begins here, expected one");
-    let error = load_text("a: *nobody\n", &[]).unwrap_err();
+    let error = load_text("a: *anchor\n", &[]).unwrap_err();
     assert!(message(&error).starts_with("config.yaml:1:4: "), "{error}");
 }
 

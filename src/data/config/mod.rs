@@ -17,45 +17,48 @@ use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Training data sets.
+    /// Training data sets; at least one.
     pub train: Vec<DatasetConfig>,
-    /// Evaluation data sets.
+    /// Evaluation data sets; none by default.
     #[serde(default)]
     pub eval: Vec<DatasetConfig>,
-    /// Meaning of the weights of `train`.
+    /// Meaning of the weights of `train`; `repeat` by default.
     #[serde(default)]
     pub mixture: Mixture,
-    /// When an epoch ends, with `mixture: share`.
+    /// When an epoch ends, with `mixture: share`; `all_exhausted` by default.
     #[serde(default)]
     pub stopping_strategy: StoppingStrategy,
-    /// Whether samples are joined into packs of at most `packing_length` tokens; false: one sample per row.
+    /// Whether samples are joined into packs of at most `packing_length` tokens (the default);
+    /// false: one sample per row.
     #[serde(default = "default_true")]
     pub packing: bool,
-    /// Maximum length of a pack in tokens, vision tokens included.
+    /// Maximum length of a pack in tokens, vision tokens included; 8192 by default.
     #[serde(default = "default_packing_length")]
     pub packing_length: NonZeroU32,
-    /// Which samples share a pack.
+    /// How samples are assigned to packs; `best_fit` by default.
     #[serde(default)]
     pub packing_strategy: PackingStrategy,
-    /// Number of samples that `packing_strategy: best_fit` packs together.
+    /// Number of samples that `packing_strategy: best_fit` packs together; 1000 by default.
     #[serde(default = "default_packing_window")]
     pub packing_window: NonZeroUsize,
-    /// Maximum number of visual patches of a pack, before merging; null: no limit.
+    /// Maximum number of visual patches of a pack, before merging; null (the default): no limit.
     #[serde(default)]
     pub max_patches_per_pack: Option<NonZeroU32>,
-    /// Whether packs are ordered so that the packs of a step have similar costs.
+    /// Whether packs are ordered so that the packs of a step have similar costs; `none` by default.
     #[serde(default)]
     pub balance: Balance,
-    /// Whether packing rejects samples longer than `packing_length`; false: each is a pack of its own.
+    /// Whether packing rejects samples longer than `packing_length` (the default); false: each of
+    /// them is a pack of its own.
     #[serde(default = "default_true")]
     pub filter_overlong: bool,
-    /// Maximum length of a sample in tokens, with and without packing; null: no limit.
+    /// Maximum length of a sample in tokens, with and without packing; null (the default): no
+    /// limit.
     #[serde(default)]
     pub max_length: Option<NonZeroU32>,
-    /// What happens to a sample longer than `max_length`.
+    /// How a sample longer than `max_length` is handled; `delete` by default.
     #[serde(default)]
     pub truncation: Truncation,
-    /// Whether each epoch has a new random order; false: the order of the files.
+    /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
     /// Limits on the size of images.
@@ -67,32 +70,34 @@ pub struct DataConfig {
     /// Folder of the length caches, which runs may share; null: `cache` in `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
-    /// Number of threads that prefetch rows, and of threads that read pixels. Only the speed depends on
-    /// it.
+    /// Number of threads that prefetch rows, and of threads that read pixels; 2 by default. It
+    /// affects the speed only.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
-    /// What happens when a row is rejected.
+    /// How a rejected row is handled; `skip` by default.
     #[serde(default)]
     pub on_error: OnError,
-    /// Maximum share of rejected rows, from 0 to 1.
+    /// Maximum share of rejected rows, from 0 to 1; 0.01 by default.
     #[serde(default = "default_max_rejected")]
     pub max_rejected: f64,
 }
 
-/// One data set.
+/// A data file and how it is used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
     /// A JSONL file, or with `corpus` also a `.txt` file.
     pub path: PathBuf,
-    /// Its name in the metrics; null: the file name without extension.
+    /// Name of the data set in the metrics; null (the default): the file name without extension.
     #[serde(default)]
     pub name: Option<String>,
-    /// Folder of the images; relative paths start here and must not leave it; null: that of the file.
+    /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
+    /// default): the folder of `path`.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
-    /// How often an epoch uses each row. 2.5 means each row twice and half of the rows a third time.
-    /// With `mixture: share`, its share of the rows relative to the sum of all weights.
+    /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
+    /// rows a third time. With `mixture: share`, the data set's share of the rows, relative to the
+    /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
     /// Settings for plain text; null: the rows are chats.
@@ -108,8 +113,8 @@ impl DatasetConfig {
     }
 }
 
-/// The name of each data set: its own, or that of its file. Later data sets with the same file name
-/// get a number.
+/// Returns the name of each data set: `name`, or the file name without extension. Later data sets
+/// with the same file name get a number.
 pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(datasets.len());
     for set in datasets {
@@ -138,7 +143,7 @@ pub enum Balance {
     Cost,
 }
 
-/// What happens to a sample longer than `max_length`.
+/// How a sample longer than `max_length` is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
@@ -155,7 +160,7 @@ pub enum Truncation {
     Split,
 }
 
-/// What happens when a row is rejected.
+/// How a rejected row is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
@@ -183,9 +188,11 @@ pub enum DataConfigError {
         weight: f64,
     },
     /// `balance: cost` needs `packing_strategy: best_fit`.
-    #[error("`data.balance` is `cost`, but packs are not chosen by `packing_strategy: best_fit`")]
+    #[error(
+        "`data.balance` is `cost`, which requires `packing: true` and `packing_strategy: best_fit`"
+    )]
     Balance,
-    /// A value of a data set contradicts the rest.
+    /// A value contradicts another value of the section.
     #[error("`{key}` is `{found}`, expected {expected}")]
     Entry {
         /// The key, with dots.
@@ -227,18 +234,20 @@ impl DataConfigError {
         match self {
             Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
             Self::Weight { .. } => "to leave a data set out, remove its entry",
-            Self::Balance => "leave `balance` out, or pack with `packing_strategy: best_fit`",
-            Self::Entry { .. } => "docs/corpora.md says what goes together",
-            Self::MaxRejected { .. } => "0.01 stops above 1 % of the rows, 1.0 never does",
+            Self::Balance => "remove `data.balance`, or set both packing keys",
+            Self::Entry { .. } => "docs/corpora.md and docs/config.md list the valid combinations",
+            Self::MaxRejected { .. } => {
+                "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
+            }
             Self::NoLimit { .. } => {
-                "set `data.max_length` to the most tokens that a sample may have"
+                "set `data.max_length` to the maximum number of tokens of a sample"
             }
         }
     }
 }
 
 impl DataConfig {
-    /// Checks the values.
+    /// Checks the values and the rules between them.
     pub fn validate(&self) -> Result<(), DataConfigError> {
         if self.train.is_empty() {
             return Err(DataConfigError::NoTrainData);
@@ -266,7 +275,7 @@ impl DataConfig {
         self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
     }
 
-    /// How samples longer than `max_length` are truncated; `None` if they are not.
+    /// The rule for samples longer than `max_length`; `None` if they are not truncated.
     pub fn cut(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
             Truncation::Left => KeptEnd::End,
@@ -298,7 +307,7 @@ impl DataConfig {
                     return fault(
                         "data.truncation".to_owned(),
                         &"split",
-                        "another value: a chat cannot be split, its later parts would lack what they answer",
+                        "another value: a chat cannot be split, because its later parts would lack the question",
                     );
                 }
                 continue;
@@ -322,12 +331,12 @@ impl DataConfig {
             let ordered = corpus.sampling == Sampling::Sequential && list == "train";
             if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
                 let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
-                                each row of a batch goes on where that of the batch before ended";
+                                each row of a batch continues the same row of the previous batch";
                 return fault(key("corpus.sampling"), &"sequential", expected);
             }
         }
         if self.truncation == Truncation::Split {
-            let expected = "the most tokens of a sample, 2 or more, for `truncation: split`";
+            let expected = "a number of tokens of 2 or more, for `truncation: split`";
             match self.max_length {
                 None => return fault("data.max_length".to_owned(), &"null", expected),
                 Some(NonZeroU32::MIN) => {
@@ -350,7 +359,7 @@ impl DataConfig {
         self.max_length.filter(|_| self.truncation == Truncation::Split)
     }
 
-    /// The packing keys as one value.
+    /// `packing`, `packing_length`, `packing_strategy` and `filter_overlong` as one value.
     pub fn packing(&self) -> Packing {
         if !self.packing {
             return Packing::Off;
@@ -362,7 +371,8 @@ impl DataConfig {
         }
     }
 
-    /// The other packing keys, for steps of `step` packs and patches of `patch_bytes` bytes.
+    /// The packing keys that `packing()` does not return, for steps of `step` packs and patches of
+    /// `patch_bytes` bytes.
     pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
         PackRules {
             window: self.packing_window,

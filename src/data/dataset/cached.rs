@@ -68,7 +68,7 @@ impl CachedRows {
         })
     }
 
-    /// `update` receives the work done for the previous files.
+    /// Calls `update` for each file of chats, with the total work for the previous files.
     fn of_each(
         rows: Arc<JsonlRows>,
         progress: &dyn Fn(u64),

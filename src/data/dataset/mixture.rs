@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mixture {
-    /// How often an epoch uses each row of a data set.
+    /// A weight is how often an epoch uses each row of the data set.
     #[default]
     Repeat,
-    /// Shares of the rows of an epoch.
+    /// A weight is the data set's share of the rows of an epoch.
     Share,
 }
 
@@ -20,14 +20,15 @@ pub enum Mixture {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StoppingStrategy {
-    /// When each row has been used. Smaller data sets are repeated until then.
+    /// When each row has been used at least once. Smaller data sets are repeated until then.
     #[default]
     AllExhausted,
     /// Before any data set is repeated.
     FirstExhausted,
 }
 
-/// Approximate sum of the units of all shares. Rounding to units does not show in an epoch.
+/// Approximate sum of the units of all shares. It is so large that rounding to units does not
+/// change an epoch.
 const TOTAL: f64 = (1u64 << 32) as f64;
 
 /// Shares in integer units.
@@ -38,7 +39,7 @@ pub(in crate::data) struct Shares {
 }
 
 impl Shares {
-    /// The weights must be finite and positive.
+    /// Computes the shares from weights, which must be finite and positive.
     pub(in crate::data) fn new(weights: &[f64]) -> Self {
         let largest = weights.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
         // Division by the largest weight first, because the sum may be infinite.
@@ -60,15 +61,15 @@ impl Shares {
         rows.unwrap_or(0).max(1)
     }
 
-    /// The data set of each row. Endless.
+    /// Returns an endless iterator over the data set of each row.
     pub(in crate::data) fn interleave(&self) -> Interleave {
         let jobs = self.units.iter().map(|units| Job::new(*units, self.total)).collect();
         Interleave { jobs, total: self.total, slot: 0 }
     }
 }
 
-/// The next row of a data set. Before `release` the data set would be a row ahead of its share, after
-/// `deadline` a row behind.
+/// The next row of a data set. If it comes before `release`, the data set is a row ahead of its
+/// share; if it comes after `deadline`, the data set is a row behind.
 #[derive(Debug, Clone)]
 struct Job {
     units: u64,
@@ -91,7 +92,7 @@ impl Job {
     }
 }
 
-/// The data set of each slot: of the released rows, the one with the earliest deadline.
+/// Iterator over the data set of each slot: the released row with the earliest deadline is next.
 ///
 /// All data sets together have one row per slot, so a fractional schedule exists. Earliest deadline
 /// first is optimal for unit jobs, so it meets every deadline.

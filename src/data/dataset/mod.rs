@@ -68,7 +68,7 @@ impl DataSet {
         }
     }
 
-    /// Hash of its content.
+    /// Hash of the content of the data set.
     pub fn fingerprint(&self) -> [u8; 32] {
         match self {
             Self::Chats(file) => file.fingerprint(),
@@ -99,8 +99,8 @@ impl JsonlRows {
         Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
     }
 
-    /// Opens and indexes every data set, and tokenises corpora. `progress` receives the bytes of text
-    /// that are tokenised, and all of them.
+    /// Opens and indexes every data set, and tokenises corpora. `progress` receives the number
+    /// of bytes of text that are tokenised, and the total number.
     pub fn open_with(
         datasets: &[DatasetConfig],
         encoder: Arc<Encoder>,
@@ -112,13 +112,13 @@ impl JsonlRows {
         Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
     }
 
-    /// The same rows; chats that are too long are truncated.
+    /// Sets the truncation rule for chats. `None` truncates no chat.
     #[must_use]
     pub fn cut(self, cut: Option<TruncationRule>) -> Self {
         Self { cut, ..self }
     }
 
-    /// How chats that are too long are truncated.
+    /// The truncation rule for chats; `None` if they are not truncated.
     pub fn cut_of_rows(&self) -> Option<TruncationRule> {
         self.cut
     }
@@ -128,7 +128,7 @@ impl JsonlRows {
         &self.sets
     }
 
-    /// Their names in the metrics.
+    /// The names of the data sets in the metrics.
     pub fn names(&self) -> &[String] {
         &self.names
     }

@@ -4,14 +4,14 @@ use crate::batch::{EncodedSample, SampleId};
 use crate::data::encode::TextSample;
 use crate::data::row::{Length, Rejection, Row};
 
-/// A row before its pixels are read: what packing needs, and what has been computed on the way.
+/// A row before its pixels are read: its length for packing, and the results computed so far.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Prefetched {
     /// The whole sample: it has no media.
     Sample(EncodedSample),
     /// The sample without the pixels of its media.
     Text(TextSample),
-    /// The length alone: it was known before the row was read.
+    /// The length alone, from a cache; the row has not been read.
     Length(Length),
 }
 
@@ -25,7 +25,7 @@ impl Prefetched {
         }
     }
 
-    /// Memory in bytes, within a few dozen.
+    /// Memory in bytes, accurate to a few dozen bytes.
     pub(in crate::data) fn bytes(&self) -> u64 {
         match self {
             Self::Sample(sample) => Length::of(sample).bytes(),
@@ -49,7 +49,7 @@ pub trait RowReader: Send + Sync {
     /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
     /// alone.
     ///
-    /// It rejects the rows that `read` rejects, except those that only decoding an image can reject.
+    /// It rejects the rows that `read` rejects, unless only decoding an image finds the error.
     fn length(&self, row: Row) -> Result<Length, Rejection>;
 
     /// The part of [`RowReader::read`] that needs no pixels. It rejects the rows that
@@ -58,7 +58,7 @@ pub trait RowReader: Send + Sync {
         self.length(row).map(Prefetched::Length)
     }
 
-    /// The rest of [`RowReader::read`], given what [`RowReader::prefetch`] returned for this row.
+    /// The rest of [`RowReader::read`], given the result of [`RowReader::prefetch`] for this row.
     fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
         match prefetched {
             Prefetched::Sample(sample) => Ok(sample),

@@ -51,7 +51,7 @@ fn only_the_images_of_a_prefetched_row_are_read_later() {
         assert!(prefetched.bytes() < 24 * sample.len() as u64 + 1000); // no pixels, no data URI
         assert_eq!(rows.load_pixels(row, prefetched.clone()).as_ref(), Ok(sample));
     }
-    // nothing can be parsed any more
+    // after this, no row can be parsed
     File::options().write(true).open(folder.path().join("rows.jsonl")).unwrap().set_len(0).unwrap();
     assert!(rows.rows().all(|row| rows.read(row).is_err()));
     for (row, prefetched) in rows.rows().zip(prefetched) {
@@ -72,7 +72,7 @@ fn an_image_that_is_replaced_after_its_row_was_prefetched_is_noticed() {
     fs::copy(golden("data/images/exact_moon_96x64.png"), folder.path().join("a.png")).unwrap();
     let rejection = rows.load_pixels(row, prefetched.clone()).unwrap_err();
     assert_eq!(rejection.reason, "changed");
-    // of another shape, but as long
+    // another shape with the same number of tokens
     let wide = rows.prefetch(row).unwrap();
     let moon = image::open(golden("data/images/exact_moon_96x64.png")).unwrap();
     moon.rotate90().save(folder.path().join("a.png")).unwrap();

@@ -33,7 +33,7 @@ pub enum EncoderError {
         expected: &'static str,
     },
     /// A token is not in the vocabulary of the tokenizer.
-    #[error("`{}`: `{key}` is `{token}`, which `tokenizer.json` does not have", .path.display())]
+    #[error("`{}`: `{key}` is `{token}`, which is not in `tokenizer.json`", .path.display())]
     UnknownToken {
         /// Path of the file.
         path: PathBuf,
@@ -43,17 +43,17 @@ pub enum EncoderError {
         token: String,
     },
     /// The tokenizer has more ids than the embedding has rows.
-    #[error("`tokenizer.json` has ids up to {max_id} but `{}` says a `vocab_size` of {vocab_size}", .path.display())]
+    #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]
     VocabSize {
-        /// The config.
+        /// Path of `config.json`.
         path: PathBuf,
         /// Largest id of the tokenizer.
         max_id: u32,
         /// Number of rows of the embedding.
         vocab_size: usize,
     },
-    /// No file gives the end-of-text token.
-    #[error("`{}` names no token that ends a text", .folder.display())]
+    /// No file defines an end-of-text token.
+    #[error("`{}` has no end-of-text token", .folder.display())]
     NoStopToken {
         /// The model folder.
         folder: PathBuf,
@@ -89,10 +89,10 @@ impl EncoderError {
         let hint = match self {
             Self::File(error) => error.hint(),
             Self::NoChatTemplate { .. } => {
-                "put one into chat_template.jinja: base models have none, their instruct versions do"
+                "copy `chat_template.jinja` from the instruct version of the model; base models have none"
             }
             Self::NoStopToken { .. } => "write `eos_token_id` into generation_config.json",
-            Self::VocabSize { .. } => "tokenizer.json and config.json are of two models",
+            Self::VocabSize { .. } => "copy tokenizer.json and config.json from the same model",
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
             Self::Video(error) => error.hint(),
@@ -120,7 +120,7 @@ pub(super) struct TextFolder {
     pub(super) key: [u8; 32],
 }
 
-/// Tokens of media.
+/// The special tokens of images and videos.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
     /// Placeholder of an image and its id; `None` for a text-only model.
@@ -131,14 +131,14 @@ pub(super) struct MediaTokens {
     pub(super) video: Option<VideoTokens>,
 }
 
-/// Tokens of videos.
+/// The special tokens of a video.
 #[derive(Debug)]
 pub(super) struct VideoTokens {
     pub(super) pad: String,
     pub(super) pad_id: u32,
     /// Precedes the tokens of each group of frames.
     pub(super) start: String,
-    /// Follows them.
+    /// Follows the tokens of each group of frames.
     pub(super) end: String,
 }
 
@@ -222,7 +222,7 @@ impl TextFolder {
         let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
         key.update(format!("{source:?} {special_tokens:?} {media:?}"));
         if source.contains("strftime_now") {
-            // the text of the template depends on the day
+            // a template may print the date, so the hash must change with the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             key.update((now.as_secs() / 86_400).to_le_bytes());
         }

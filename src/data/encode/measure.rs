@@ -15,7 +15,7 @@ use crate::data::encode::truncate::{
 use crate::data::row::Length;
 use crate::data::source::SampleError;
 
-/// The counts of a row before any limit on images.
+/// The size of a row before any limit on images is applied.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Its `media_tokens` are those of videos, and the start and end tokens of images.

@@ -72,7 +72,7 @@ impl MediaReader {
         })
     }
 
-    /// Reads the pixels.
+    /// Decodes the media and returns their grids and patches.
     pub(super) fn load(
         &self,
         id: &SampleId,

@@ -156,12 +156,12 @@ impl Encoder {
         self.text.tokenizer.decode_with_specials(ids)
     }
 
-    /// Tokens that end a generated text. There is at least one.
+    /// Ids of the tokens that end a generated text; at least one.
     pub fn stop_ids(&self) -> &[u32] {
         &self.text.stop_ids
     }
 
-    /// Padding token.
+    /// Id of the padding token.
     pub fn pad_id(&self) -> u32 {
         self.text.pad_id
     }

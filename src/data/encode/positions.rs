@@ -17,7 +17,7 @@ pub(in crate::data) fn position_ids(
 ) -> Vec<[u32; 3]> {
     let mut positions = Vec::with_capacity(num_tokens); // [T]
     let mut next = 0;
-    let mut first = 0; // of the current run, in vision_rows
+    let mut first = 0; // index of the current run in `vision_rows`
     let frames = grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n([h, w], *t as usize));
     for [height, width] in frames {
         let (rows, columns) = (height / merge_size, width / merge_size);

@@ -36,18 +36,18 @@ impl TextSample {
         self.length.token_bytes() + 200 * images
     }
 
-    /// Whether it has no media, so that it is complete.
+    /// Whether the sample is complete because it has no media.
     pub(in crate::data) fn is_complete(&self) -> bool {
         self.grids.is_empty()
     }
 
-    /// The sample, whose media have no pixels.
+    /// Returns the sample, whose media have no pixels.
     pub(in crate::data) fn into_sample(self) -> EncodedSample {
         self.sample
     }
 }
 
-/// The images of a medium: itself, or the listed frames of a video.
+/// The image files of a medium: the image, or the frames of a video that is a list of frames.
 fn images(medium: &Medium) -> &[MediaRef] {
     match medium {
         Medium::Image(image) => std::slice::from_ref(image),

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most a
 /// batch of rows is measured again; the cache file is always complete.
-const PATIENCE: Duration = Duration::from_secs(1);
+const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// Updates caches on one thread of low priority, until they are complete or this is dropped.
 ///
@@ -61,7 +61,7 @@ impl Drop for BackgroundCacheWriter {
     fn drop(&mut self) {
         self.stop.store(true, Relaxed);
         // after the timeout the process may end at any time
-        let _ = self.ended.recv_timeout(PATIENCE);
+        let _ = self.ended.recv_timeout(MAX_WAIT);
     }
 }
 
@@ -149,7 +149,7 @@ mod tests {
         let begin = Instant::now();
         drop(writer);
         // either it was cancelled in time, or the end of the run did not wait for it
-        assert!(begin.elapsed() < 2 * PATIENCE);
+        assert!(begin.elapsed() < 2 * MAX_WAIT);
         let is_done = CachedRows::exist(&rows, &caches);
         let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
         assert_eq!(work.measured + work.reused, 100_000);

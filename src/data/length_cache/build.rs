@@ -32,7 +32,8 @@ const MOST_THREADS: usize = 256;
 /// Number of permitted open files per thread: a thread has an image and a folder open, and the rest
 /// of the process needs files too.
 const OPEN_FILES_A_THREAD: u64 = 4;
-/// Number of batches whose images are checked together, so that cores do not wait at the end of each.
+/// Number of batches whose images are checked together, so that cores do not wait at the end of
+/// each batch.
 const TOGETHER: usize = 8;
 
 /// The work of a [`LengthCache::update`].

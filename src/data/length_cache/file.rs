@@ -68,7 +68,7 @@ pub enum CacheError {
         path: PathBuf,
     },
     /// The data file was changed while it was measured.
-    #[error("`{}` was written to while its rows were measured", .path.display())]
+    #[error("`{}` was modified while its rows were measured", .path.display())]
     DataChanged {
         /// The path in the config.
         path: PathBuf,
@@ -83,9 +83,9 @@ impl CacheError {
                 "check free space and permissions, or set `data.cache_dir` to another folder"
             }
             Self::Exhausted { .. } => "raise the limit of open files (`ulimit -n`), or free memory",
-            Self::Lost { .. } => "run it again: the missing rows are measured again",
+            Self::Lost { .. } => "run the command again: it measures the missing rows",
             Self::DataChanged { .. } => {
-                "run it again when the file is complete: known rows are not measured again"
+                "run the command again when the file is complete: it reuses the rows measured so far"
             }
         }
     }
@@ -102,7 +102,7 @@ impl CacheError {
 /// The data file and the limits of a cache, in its footer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Footer {
-    /// For users who read the file.
+    /// Path of the data file. Only users read it.
     data_file: String,
     rows: u64,
     bytes: u64,

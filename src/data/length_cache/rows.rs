@@ -1,4 +1,4 @@
-//! The rows of the cache as Arrow columns, for the program and for users of pandas or polars.
+//! The rows of the cache as Arrow columns, which pandas and polars can read too.
 
 use std::sync::Arc;
 

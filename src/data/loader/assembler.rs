@@ -41,13 +41,13 @@ const AHEAD_SAMPLES: usize = 16;
 /// A row in a pack.
 struct Planned {
     row: Row,
-    /// `None` while the pixel pool has it.
+    /// `None` after it was passed to the pixel pool.
     prefetched: Option<Prefetched>,
 }
 
 type Tagged = (u32, EncodedSample); // with the index of its data set
 
-/// Makes the steps of a loader.
+/// Packs rows, reads their pixels and sends the steps of a loader.
 pub(super) struct Assembler<'a> {
     reader: &'a dyn RowReader,
     pools: &'a Pools,
@@ -57,7 +57,7 @@ pub(super) struct Assembler<'a> {
     planned: VecDeque<Step<Planned>>,
     num_planned: usize, // number of samples in `planned`
     num_unread: usize,  // of these, in the pixel pool
-    /// Set when planning has ended: the end of the data, or an error.
+    /// `None` while planning continues; then `Ok` at the end of the data, or the error.
     end: Option<Result<(), LoaderError>>,
     /// A finished step. It is sent once it is certain whether it ends its epoch.
     finished: Option<StepData>,

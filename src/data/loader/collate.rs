@@ -54,7 +54,7 @@ pub enum CollateError {
         num_merged: usize,
     },
     /// The batch has more tokens than `u32` can count.
-    #[error("a batch of {rows} rows of {length} tokens: at most {} places fit", u32::MAX)]
+    #[error("a batch has {rows} rows of {length} tokens, expected at most {} tokens", u32::MAX)]
     TooLarge {
         /// `B`.
         rows: usize,
@@ -173,7 +173,7 @@ mod tests {
         prop::collection::vec(pack, 1..5)
     }
 
-    /// The ids and positions of the vision rows of a sample or a stream.
+    /// Id and position of each vision row of a sample or a stream.
     fn seen(rows: &[u32], ids: &[u32], positions: &[[u32; 3]]) -> Vec<(u32, [u32; 3])> {
         rows.iter().map(|row| (ids[*row as usize], positions[*row as usize])).collect()
     }

@@ -10,7 +10,7 @@ use crate::data::row::Rejection;
 /// The reason why a loader stops before the end of its data.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LoaderError {
-    /// A row is rejected, and the config requires that this stops the run.
+    /// A row is rejected, and `data.on_error` or `data.truncation` stops the run.
     #[error("{rejection}")]
     Rejected {
         /// The row and the reason.
@@ -116,7 +116,7 @@ impl LoaderError {
             }
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
-                "this is a bug in the trainer: please report it with the row"
+                "this is a bug in trainer: please report it with the row"
             }
         }
     }
@@ -153,7 +153,7 @@ fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
     rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
 }
 
-/// `2 overlong, 1 json`
+/// Displays the counts as `2 overlong, 1 json`.
 struct Counts<'a>(&'a BTreeMap<String, u64>);
 
 impl fmt::Display for Counts<'_> {
@@ -169,7 +169,7 @@ impl fmt::Display for Counts<'_> {
     }
 }
 
-/// One line per row.
+/// Displays one line per rejected row.
 struct Examples<'a>(&'a [Rejection]);
 
 impl fmt::Display for Examples<'_> {

@@ -72,7 +72,7 @@ fn rows(order: &Order, epoch: u64) -> Vec<u32> {
     order.epoch(epoch).iter().map(|row| row.row).collect()
 }
 
-/// The numbers may never change: a resumed run of an older build relies on them.
+/// The numbers must not change, because runs of older builds are resumed.
 #[test]
 fn thirty_five_tokens_in_shuffled_windows_of_five() {
     let order = order_of(tiled(35, 5), &[], 1.0, RowOrder::Shuffled);
@@ -168,7 +168,7 @@ proptest! {
             }
         }
         for times in times {
-            // passes go on where the epoch before ended
+            // passes continue where the previous epoch ended
             let (least, most) = (times.iter().min().unwrap(), times.iter().max().unwrap());
             prop_assert!(most - least <= 1, "{times:?}");
         }

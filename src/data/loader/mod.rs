@@ -4,9 +4,9 @@
 //! lengths and passes the samples of the next steps, in the order of the packs, to the pixel pool.
 //! Then it collates and unpads them. The steps depend only on order, options and start.
 //!
-//! Memory holds: prefetched rows ahead of packing (bounded by bytes), the tokens of one packing
-//! window, complete samples ahead of their step (bounded by bytes), and a few steps. Pixels are read
-//! after packing, so a window may have any number of images.
+//! These parts are in memory: prefetched rows before packing (a limited number of bytes), the
+//! tokens of one packing window, complete samples before their step (a limited number of bytes),
+//! and a few steps. Pixels are read after packing, so a window may have any number of images.
 
 mod assembler;
 pub(in crate::data) mod collate;

@@ -35,10 +35,10 @@ pub struct Plan {
 
 /// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
 ///
-/// The numbers are exact, except that images may be found broken by decoding. These leave gaps in
-/// their packs; there are fewer steps only if a step has no other row. The function fails where the
-/// loader would fail, and the error has the rejections of all previous steps. `epochs` replaces
-/// `options.epochs`. `progress` receives the number of measured rows and of all rows.
+/// The numbers are exact unless an image turns out to be broken when it is decoded. Its row leaves
+/// a gap in its pack; there are fewer steps only if a step has no other row. The function fails
+/// where the loader would fail, and the error has the rejections of all previous steps. `epochs`
+/// replaces `options.epochs`. `progress` receives the number of measured rows and of all rows.
 pub fn plan(
     reader: &Arc<dyn RowReader>,
     order: &Order,

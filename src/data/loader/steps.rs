@@ -20,16 +20,16 @@ const JUDGED_ROWS: u64 = 100;
 /// Number of rejections listed in an error.
 pub(in crate::data) const NUM_EXAMPLES: usize = 5;
 
-/// How rows become steps.
+/// Options of a loader that decide how rows become steps.
 #[derive(Debug, Clone, Copy)]
 pub struct LoaderOptions {
     /// Whether and how samples share a pack.
     pub packing: Packing,
-    /// Further rules of packing.
+    /// Packing window, limit on patches, and order of the packs.
     pub pack_rules: PackRules,
     /// Maximum length of a sample in tokens.
     pub max_length: Option<NonZeroU32>,
-    /// What happens to a longer sample.
+    /// How a longer sample is handled.
     pub truncation: Truncation,
     /// Number of packs per micro-batch.
     pub batch_size: NonZeroUsize,
@@ -37,7 +37,7 @@ pub struct LoaderOptions {
     pub gradient_accumulation_steps: NonZeroUsize,
     /// Number of threads of the header pool, and of the pixel pool. It does not change the steps.
     pub workers: NonZeroUsize,
-    /// Padding token.
+    /// Id of the padding token.
     pub pad_id: u32,
     /// Side, in patches, of the square that is merged into one vision token.
     pub merge_size: NonZeroU32,
@@ -47,14 +47,14 @@ pub struct LoaderOptions {
     pub side: PaddingSide,
     /// Number of epochs; `None`: no limit.
     pub epochs: Option<NonZeroU64>,
-    /// What happens when a row is rejected.
+    /// How a rejected row is handled.
     pub on_error: OnError,
     /// Maximum share of rejected rows.
     pub max_rejected: f64,
 }
 
 impl LoaderOptions {
-    /// Rejects a sample that is empty or longer than a limit; `id` names it.
+    /// Rejects a sample that is empty or longer than a limit. `id` returns its file and line.
     pub fn check_length(
         &self,
         length: Length,
@@ -78,9 +78,9 @@ impl LoaderOptions {
         }
     }
 
-    /// Whether more rows than allowed are rejected. In the first epoch the share is taken of all its
-    /// rows, so that bad rows at the beginning do not weigh more than others. `without` of the
-    /// rejected rows do not count.
+    /// Whether more rows than allowed are rejected. In the first epoch this is the share of all its
+    /// rows, so that bad rows at the beginning do not weigh more than others. `without` is the
+    /// number of rejected rows to leave out.
     pub(in crate::data) fn too_many_rejected(
         &self,
         state: &DataState,
@@ -97,9 +97,9 @@ impl LoaderOptions {
 /// Whether the model receives padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rmpad {
-    /// No padding: real tokens only.
+    /// The model receives no padding, only real tokens.
     Unpad,
-    /// The padded batch.
+    /// The model receives the padded batch.
     KeepPadding,
 }
 
@@ -124,7 +124,7 @@ pub struct DataState {
     /// Number of rejected rows by data file and reason.
     #[serde(default)]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Number of rows, of those rejected, whose error was found only when their step was filled.
+    /// Number of rejected rows whose error was found only when their step was filled.
     #[serde(default)]
     pub rejected_late: u64,
 }
@@ -234,8 +234,8 @@ pub(in crate::data) type EpochRows = Box<dyn Fn(u64) -> u64 + Send>;
 
 /// Collects rows, epoch by epoch, and returns steps. No step crosses the end of an epoch.
 ///
-/// A full step is held back until another sample of its epoch is packed or the epoch has ended. So
-/// the last step of an epoch is recognised, and it reports the rows rejected after its own.
+/// A full step is held back until another sample of its epoch is packed or the epoch has ended. The
+/// last step of an epoch is known in this way, and it reports the rows rejected after its own.
 pub(in crate::data) struct Assembly<T> {
     options: LoaderOptions,
     rows_of: EpochRows,

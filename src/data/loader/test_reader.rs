@@ -17,7 +17,7 @@ use crate::data::packing::PackingStrategy;
 use crate::data::packing::{Overlong, PackRules, Packing};
 use crate::data::row::{Length, Rejection, Row};
 
-/// What a made-up row is.
+/// The behaviour of a made-up row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::data) enum Kind {
     /// A sample with this number of tokens.

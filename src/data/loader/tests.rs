@@ -1,4 +1,4 @@
-//! Laws of the loader.
+//! Properties of the loader.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::time::{Duration, Instant};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
-/// How far the pool may run ahead of the consumer of its results.
+/// Limits on the results that wait for the consumer.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::data) struct Limits {
     /// Number of threads.
@@ -238,7 +238,7 @@ impl<K: Copy, J, O> Shared<K, J, O> {
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(in crate::data) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))

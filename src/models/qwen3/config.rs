@@ -24,7 +24,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// From the parsed `config.json`.
+    /// Reads the sizes from the parsed `config.json`.
     pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
         let top = Section { value: json, name: "" };
         top.expect("use_sliding_window", &Value::Bool(false), "`false`")?;

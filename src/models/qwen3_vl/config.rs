@@ -53,7 +53,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// From the parsed `config.json`.
+    /// Reads the sizes from the parsed `config.json`.
     pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
         let top = Section { value: json, name: "" };
         let text = Section::of(json, "text_config")?;

@@ -24,7 +24,7 @@ pub(super) struct VisionEncoder {
     deepstack: Vec<(usize, Merger)>, // the block whose output it reads
 }
 
-/// What forward keeps of the vision encoder.
+/// The tensors that the forward pass of the vision encoder saves for backward.
 pub(super) struct VisionTape {
     patch_embed: SavedStage<PatchEmbed>,
     blocks: Vec<SavedStage<VisionBlock>>,
@@ -142,7 +142,8 @@ impl VisionEncoder {
         Ok(Features { main: self.merger.forward(&h, &())?.0, deepstack })
     }
 
-    /// `d_deepstack` has the gradient of the last feature first. Reports all stages as finished.
+    /// Runs backward of all stages and reports them as finished. `d_deepstack` lists the gradient
+    /// of the last deepstack feature first.
     pub(super) fn backward(
         &self,
         tape: VisionTape,
@@ -151,7 +152,7 @@ impl VisionEncoder {
         input: &VisionInput,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        // The gradients that the output of each block needs, from the patch embedding on.
+        // Whether the output of the patch embedding, and then of each block, needs a gradient.
         let mut trained = self.patch_embed.is_trained(grads);
         let mut below = vec![InputGrad::needed_if(trained)];
         for block in &self.blocks {
@@ -171,7 +172,7 @@ impl VisionEncoder {
                     ops::add_in_place(dh, d_block)?;
                 }
             }
-            // A frozen block with nothing trained below it is not run; its merger still is.
+            // A block with no trained parameter in it or before it is skipped; its merger is not.
             dh = if let (Some(dy), InputGrad::Needed) = (dh, below[i + 1]) {
                 saved.backward(&self.blocks[i], dy, &input.context, grads, below[i])?
             } else {

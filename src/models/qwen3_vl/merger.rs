@@ -27,7 +27,7 @@ pub(super) struct Merger {
     patches_per_token: usize,
 }
 
-/// What a merger keeps for backward.
+/// The tensors that the backward of a merger needs.
 pub(super) struct SavedMerger {
     x: Tensor, // [P, Dv] or [M, 4 * Dv], the norm's input
     stats: Tensor,

@@ -72,7 +72,7 @@ pub(super) struct VisionBlock {
     attention: Arc<dyn AttentionBackend>,
 }
 
-/// What a block keeps for backward.
+/// The tensors that the backward of a block needs.
 pub(super) struct SavedVisionBlock {
     x: Tensor,      // [P, Dv]
     stats1: Tensor, // [P, 2]

@@ -188,7 +188,7 @@ fn cached_tokens_are_reused_unless_text_or_separators_differ() {
     let first = open(&path, DOCUMENTS, &options);
     let before = cached();
     assert_eq!(before.len(), 1);
-    // another sampling uses the same tokens
+    // another `sampling` uses the same cached tokens
     let again = open(&path, r#"{"sampling": "random", "length": 3}"#, &options);
     assert_eq!(cached(), before);
     assert_eq!(first.tokens.index, again.tokens.index);

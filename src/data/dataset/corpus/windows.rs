@@ -17,7 +17,7 @@ pub struct Windows {
 /// How windows are spaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spacing {
-    /// A window starts every this many tokens, from the first token on.
+    /// Windows start at the first token and then after each stride, in tokens.
     Stride(u32),
     /// Windows are placed end to end, from an offset that each pass draws.
     Tiled,

@@ -29,7 +29,7 @@ pub struct DatasetShare {
     pub weight: f64,
 }
 
-/// The reason why data sets have no order.
+/// The reason why the order of the rows cannot be computed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum OrderError {
     /// A weight is not a positive number.
@@ -41,10 +41,7 @@ pub enum OrderError {
         weight: f64,
     },
     /// An epoch has more rows than `u32` can count.
-    #[error(
-        "data set {dataset}: an epoch would see {rows} rows up to it, at most {} fit",
-        u32::MAX
-    )]
+    #[error("an epoch has {rows} rows up to data set {dataset}, expected at most {}", u32::MAX)]
     TooManyRows {
         /// Index of the data set that exceeds the limit.
         dataset: usize,
@@ -125,7 +122,7 @@ impl Order {
         Ok(order)
     }
 
-    /// Declares that the rows of `dataset` are windows of a corpus, at another offset in each pass.
+    /// Sets the rows of `dataset` to windows of a corpus, which have another offset in each pass.
     pub fn with_windows(mut self, dataset: usize, windows: Windows) -> Result<Self, OrderError> {
         self.datasets[dataset].windows = Some(windows);
         self.check_size()?;
@@ -267,7 +264,8 @@ impl Order {
         }
     }
 
-    /// The rows of a data set, pass after pass, without the first `skipped`. Endless.
+    /// Returns an endless iterator over the rows of a data set, pass after pass, without the first
+    /// `skipped` rows.
     fn later_rows(&self, dataset: u32, skipped: u64) -> impl Iterator<Item = Row> + '_ {
         let (mut first, mut left) = (0, skipped);
         if self.datasets[dataset as usize].windows.is_none() {
@@ -293,7 +291,7 @@ impl Order {
         self.rng_of(&[self.seed, pass, u64::from(dataset), purpose])
     }
 
-    /// An independent random number generator for each purpose.
+    /// Returns a random number generator for `epoch` that is independent for each `purpose`.
     fn rng(&self, epoch: u64, purpose: u64) -> ChaCha8Rng {
         self.rng_of(&[self.seed, epoch, purpose])
     }

@@ -1,4 +1,4 @@
-//! Laws of the order.
+//! Properties of the row order.
 
 use proptest::prelude::*;
 
@@ -21,7 +21,7 @@ fn without_shuffle_the_order_is_that_of_config_and_file() {
     assert_eq!(order.epoch(0), order.epoch(5));
 }
 
-/// The numbers must never change: runs of older builds are resumed with them.
+/// The numbers must not change, because runs of older builds are resumed.
 #[test]
 fn the_shuffle_is_the_same_on_every_machine() {
     let order = order(&[(8, 1.0)], RowOrder::Shuffled, 42);
@@ -99,7 +99,7 @@ proptest! {
             prop_assert!(seen.iter().all(|times| *times == whole || *times == whole + 1));
             let extra = seen.iter().filter(|times| **times > whole).count();
             let share = (weight.fract() * *num_rows as f64).round() as usize;
-            let fewest = usize::from(*weight < 1.0 && *num_rows > 0); // listed is seen
+            let fewest = usize::from(*weight < 1.0 && *num_rows > 0); // at least one row
             prop_assert_eq!(extra, share.max(fewest));
         }
     }

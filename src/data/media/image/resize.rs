@@ -314,7 +314,7 @@ pub(super) mod tests {
         Rgb { width, height, data }
     }
 
-    /// Reference resize by its definition: two passes over the whole image, one sum per value.
+    /// Reference resize by its definition: two passes through the whole image, one sum per value.
     pub(in super::super) fn by_definition(image: &Rgb, [height, width]: [u32; 2]) -> Rgb {
         let pass = |image: &Rgb, height: usize, width: usize| {
             let [across, down] =
