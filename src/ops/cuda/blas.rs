@@ -5,7 +5,6 @@
 
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
-use super::gemm::{Addend, Form, Matrix, Product};
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::address;
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;

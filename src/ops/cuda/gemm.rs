@@ -102,6 +102,7 @@ fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
 
 #[cfg(not(feature = "cuda"))]
 fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    use crate::ops::cpu::gemm::{Into, nn, nt, tn};
     use crate::ops::cpu::{self, Element as _, read};
     use half::bf16;
 

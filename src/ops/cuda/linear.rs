@@ -1,6 +1,5 @@
 //! Linear layers: matrix products, and launches of `bias.cu`.
 
-use super::gemm::{Addend, Form, Matrix, Product};
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;

@@ -5,7 +5,6 @@
 //! logits would be off by several percent. The gradient overwrites the logits. In `bf16` it fills
 //! the second half of each row, where the next products read it.
 
-use super::gemm::{Addend, Form, Matrix, Product};
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use candle_core::{DType, Result, Tensor};
