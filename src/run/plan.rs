@@ -94,7 +94,7 @@ fn without_epochs(
                 Ok(plan) => log_plan(&plan, "an epoch"),
                 // The run may reach `train.max_steps` before that row.
                 Err(error) => {
-                    tracing::warn!(%error, "plan: the first epoch would stop with an error")
+                    tracing::warn!(%error, "plan: the first epoch would stop with an error");
                 }
             }
         }

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::config::{RunConfig, load};
-use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader};
 use trainer::data::JsonlRows;
+use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader};
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -11,12 +11,12 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use trainer::batch::{EncodedSample, PaddingSide};
+use trainer::data::{CachedRows, JsonlRows};
 use trainer::data::{
     DataState, DatasetConfig, DatasetShare, Encoder, ImageConfig, KeptEnd, Length, Loader,
     LoaderOptions, OnError, Order, Overlong, PackRules, Packing, PackingStrategy, Rmpad, RowOrder,
     RowReader, StepData, Truncation, TruncationRule, plan,
 };
-use trainer::data::{CachedRows, JsonlRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

@@ -10,13 +10,13 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
-use trainer::data::{DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
+use trainer::data::{JsonlRows, DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
-    AttentionChoice, Evaluator, JsonlRows, ModelSection, Precision, RecomputeChoice, StepOutcome,
-    StepRunner, Weights,
+    AttentionChoice, Evaluator, ModelSection, Precision, RecomputeChoice, StepOutcome, StepRunner,
+    Weights,
 };
 
 const SAMPLES_A_STEP: usize = 8;

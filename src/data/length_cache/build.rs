@@ -109,7 +109,16 @@ impl LengthCache {
     ) -> Result<Option<CacheWork>, CacheError> {
         let place = Place::of(file, encoder, folder);
         let Some(lock) = place.try_lock()? else { return Ok(None) };
-        let should_go_on = || !place.is_wanted() && should_go_on();
+        // A check opens a file, which takes a round trip on NFS, so it is not done for every row.
+        let next_check = Cell::new(Instant::now());
+        let is_wanted = || {
+            let due = Instant::now() >= next_check.get();
+            due && {
+                next_check.set(Instant::now() + BETWEEN_CHECKS);
+                place.is_wanted()
+            }
+        };
+        let should_go_on = || !is_wanted() && should_go_on();
         let pass =
             Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
         let (cache, work) = pass.run(&should_go_on, &|_| ())?;

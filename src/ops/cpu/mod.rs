@@ -3,7 +3,6 @@
 
 mod attention;
 pub(in crate::ops) mod blocks;
-mod caching_allocator;
 pub(in crate::ops) mod column_sums;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
@@ -15,7 +14,6 @@ pub(crate) mod simd_level;
 pub(in crate::ops) use attention::{
     Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
 };
-pub use caching_allocator::CachingAllocator;
 pub use in_place::RecomputeInput;
 pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
