@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks formatting, lints and documentation, in the release profile. A warning is an error.
+# Checks prose, formatting, lints and documentation, in the release profile. A warning is an error.
 #   scripts/check.sh
+# FEATURES=hub,video also lints the feature `video`, which needs FFmpeg's development files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +12,8 @@ step() {
   echo "== $((SECONDS - before)) s"
 }
 
+step sh scripts/check_prose.sh
 step cargo fmt --check
 step cargo clippy --release --all-targets -- -D warnings
-step cargo clippy --release --all-targets --features hub -- -D warnings
+step cargo clippy --release --all-targets --features "${FEATURES:-hub}" -- -D warnings
 RUSTDOCFLAGS="-D warnings" step cargo doc --release --no-deps

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Lints the code with `--features video` and runs the tests of videos. Needs FFmpeg's development
-# files (Debian: libavcodec-dev libavformat-dev libavutil-dev libswscale-dev libclang-dev
-# pkg-config).
+# Runs the tests of videos with `--features video`. Needs FFmpeg's development files (Debian:
+# libavcodec-dev libavformat-dev libavutil-dev libswscale-dev libclang-dev pkg-config).
+#   scripts/video_test.sh
+# MORE_FEATURES=cuda-emulation builds with more features, so that CI compiles the crate once for
+# these tests and for those of the emulated kernels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo clippy --release --features video --all-targets -- -D warnings
-cargo test --release --features video --lib -- video
-cargo test --release --features video --test integration -- video
+features=video${MORE_FEATURES:+,$MORE_FEATURES}
+cargo test --release --features "$features" --lib -- video
+cargo test --release --features "$features" --test integration -- video

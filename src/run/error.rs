@@ -61,7 +61,7 @@ pub enum RunError {
         folder: PathBuf,
     },
     /// The checkpoint to resume from has no optimizer state.
-    #[error("{problem}")]
+    #[error(transparent)]
     NoOptimizer {
         /// The underlying error.
         problem: CheckpointError,

@@ -9,7 +9,6 @@ mod state;
 mod step;
 mod trainer;
 
-pub use crate::data::{CachedRows, DataSet, JsonlRows, LengthSummary};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::config::{RunConfig, load};
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader};
-use trainer::train::JsonlRows;
+use trainer::data::JsonlRows;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

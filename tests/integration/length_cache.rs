@@ -17,7 +17,7 @@ use trainer::data::{
     CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection, Row,
     RowReader, TruncationRule, VideoConfig, open_indexed,
 };
-use trainer::train::{CachedRows, DataSet, JsonlRows};
+use trainer::data::{CachedRows, DataSet, JsonlRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, SystemTime};
 use trainer::data::{CacheError, CacheWork, Encoder, JsonlFile, LengthCache};
-use trainer::train::{CachedRows, DataSet, JsonlRows};
+use trainer::data::{CachedRows, DataSet, JsonlRows};
 
 fn file(rows: &JsonlRows) -> &JsonlFile {
     let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };

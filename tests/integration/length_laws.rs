@@ -16,7 +16,7 @@ use trainer::data::{
     LoaderOptions, OnError, Order, Overlong, PackRules, Packing, PackingStrategy, Rmpad, RowOrder,
     RowReader, StepData, Truncation, TruncationRule, plan,
 };
-use trainer::train::{CachedRows, JsonlRows};
+use trainer::data::{CachedRows, JsonlRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

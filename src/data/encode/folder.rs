@@ -166,6 +166,19 @@ impl MediaTokens {
         Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
+    /// The part of the length cache's key. Changing this text makes all caches useless, so it keeps
+    /// the form in which `Debug` printed an earlier version of this struct.
+    fn key(&self) -> String {
+        let Self { image, marks, video } = self;
+        match image {
+            Some((image, image_id)) => format!(
+                "MediaTokens {{ image: {image:?}, image_id: {image_id:?}, marks: {marks:?}, \
+                 video: {video:?} }}"
+            ),
+            None => "text only".to_owned(),
+        }
+    }
+
     /// The texts of the placeholder tokens.
     pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
         let image = self.image.as_ref().map(|(pad, _)| pad.as_str());
@@ -220,7 +233,7 @@ impl TextFolder {
             .unwrap_or(first_stop);
         let (path, source) = chat_template(folder, &tokenizer_config)?;
         let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
-        key.update(format!("{source:?} {special_tokens:?} {media:?}"));
+        key.update(format!("{source:?} {special_tokens:?} {}", media.key()));
         if source.contains("strftime_now") {
             // a template may print the date, so the hash must change with the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -174,7 +174,11 @@ impl Place {
             return Ok(lock);
         }
         tracing::info!("waiting for `{}`, which another process writes", self.path.display());
-        let waiting = File::create(self.beside(".wanted"));
+        // NFS grants a shared lock only on a file open for reading, and an exclusive one only on a
+        // file open for writing.
+        let mut wanted = File::options();
+        wanted.read(true).write(true).create(true).truncate(false);
+        let waiting = wanted.open(self.beside(".wanted"));
         let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
         let path = self.beside(".lock");
         let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
@@ -192,7 +196,7 @@ impl Place {
 
     /// Whether another process waits in [`Self::lock`].
     pub(super) fn is_wanted(&self) -> bool {
-        let file = File::open(self.beside(".wanted"));
+        let file = File::options().read(true).write(true).open(self.beside(".wanted"));
         file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 

@@ -28,6 +28,7 @@ impl Config {
     pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
         let top = Section { value: json, name: "" };
         top.expect("use_sliding_window", &Value::Bool(false), "`false`")?;
+        top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
         Ok(Self {
             text: top.decoder()?,
             tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
@@ -65,13 +66,14 @@ mod tests {
             ("use_sliding_window", json!(true)),
             ("attention_bias", json!(true)),
             ("rope_scaling", json!({"rope_type": "yarn"})),
+            ("rope_scaling", json!({"type": "yarn"})),
             ("num_key_value_heads", json!(3)),
             ("hidden_size", json!("big")),
         ] {
             let mut json = published.clone();
             json[key] = value;
             let error = Config::from_json(&json).unwrap_err().to_string();
-            let named = if key == "rope_scaling" { "rope_type" } else { key };
+            let named = if key == "rope_scaling" { "type`" } else { key };
             assert!(error.contains(named), "{error}");
         }
     }
