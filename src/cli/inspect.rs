@@ -120,14 +120,14 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
         }
         write_atomically(path, page.finish().as_bytes()).map_err(|error| {
             let message = format!("cannot write `{}`: {error}", path.display());
-            Failure::new(Exit::CannotWrite, message).hint("check `--html`")
+            Failure::new(Exit::CannotWrite, message).hint("check the path given to `--html`")
         })?;
     }
     if let Some(path) = &args.tensors {
         let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
         candle_core::safetensors::save(&tensors, path).map_err(|error| {
             let message = format!("cannot write `{}`: {error}", path.display());
-            Failure::new(Exit::CannotWrite, message).hint("check `--tensors`")
+            Failure::new(Exit::CannotWrite, message).hint("check the path given to `--tensors`")
         })?;
     }
     Ok(())

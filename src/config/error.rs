@@ -104,11 +104,11 @@ pub enum ConfigError {
     /// A mapping has the same key twice.
     #[error("{place}: duplicate key `{key}`, first used at {first}{}", .place.excerpt())]
     DuplicateKey {
-        /// The second occurrence.
+        /// Position of the second occurrence.
         place: Place,
         /// The key.
         key: String,
-        /// The first occurrence.
+        /// Position of the first occurrence.
         first: Place,
     },
     /// The section has no such key.

@@ -23,7 +23,7 @@ impl DecoderContext {
         let num_rows = batch.input_ids.len();
         let mut ids = batch.input_ids.iter().enumerate();
         if let Some((at, id)) = ids.find(|(_, id)| **id as usize >= vocab_size) {
-            bail!("id `{id}` at {at} is outside of the table of {vocab_size} rows");
+            bail!("token id `{id}` at position {at} is not below the vocabulary size {vocab_size}");
         }
         let context = Self {
             rope: rope.upload(num_rows, device)?,

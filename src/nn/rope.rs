@@ -1,7 +1,7 @@
 //! Rotary tables, computed on the host for one micro-batch.
 //!
 //! Angles are computed in `f32` like in transformers (frequency times position), so that long
-//! positions round alike.
+//! positions are rounded in the same way.
 
 use crate::ops::{self, RopeTable};
 use candle_core::{Device, Result};

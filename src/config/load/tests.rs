@@ -69,7 +69,7 @@ enum Schedule {
     },
 }
 
-/// A value whose type checks it.
+/// A value that its type validates.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(try_from = "f64", into = "f64")]
 struct Share(f64);

@@ -1,4 +1,4 @@
-//! Mixing data sets by share: decides, without randomness, which data set the next row comes from.
+//! Mixes data sets by share. The data set of the next row is chosen without randomness.
 //!
 //! In every prefix of an epoch, the number of rows of each data set differs from its share by less
 //! than one row. All computations use integers: a share is a number of units of the sum.

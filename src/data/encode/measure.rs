@@ -66,7 +66,7 @@ impl Encoder {
         TokenCounts { media_tokens: text.media_tokens + visual, ..text }
     }
 
-    /// The size, under `cut`, of a row with these results of [`Encoder::measure`].
+    /// The size of a row after truncation by `cut`, from the results of [`Encoder::measure`].
     pub fn length_under(
         &self,
         text: TokenCounts,

@@ -38,7 +38,7 @@ pub(super) struct Walk<'a> {
 
 /// The folder of the previous image.
 enum Opened {
-    /// Only one image of the folder so far, which does not justify opening it.
+    /// Only one image of the folder has been read so far, so the folder is not opened.
     NotYet,
     /// The folder cannot be opened; its files may still be readable.
     Refused,

@@ -145,8 +145,7 @@ impl LoaderError {
     }
 }
 
-const OVERLONG: &str =
-    "raise `data.packing_length`, or let long samples go alone with `data.filter_overlong: false`";
+const OVERLONG: &str = "raise `data.packing_length`, or put each long sample in a pack of its own with `data.filter_overlong: false`";
 
 /// The most frequent reason.
 fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {

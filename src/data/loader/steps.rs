@@ -265,7 +265,7 @@ impl<T> Assembly<T> {
             pack.len() > 1 && options.packing.max_tokens().is_some_and(|max| tokens > max)
         };
         if packed.iter().any(overfull) {
-            let problem = "rows that share a pack have become longer than it".to_owned();
+            let problem = "the rows of a pack have become longer than the pack".to_owned();
             return Err(LoaderError::State { problem });
         }
         let pending = std::mem::take(&mut from.pending);

@@ -91,13 +91,13 @@ impl Config {
         }
         if vision.hidden_size % (4 * vision.num_heads) != 0 {
             return fail(format!(
-                "vision `hidden_size` {} is not a multiple of 4 * `num_heads` {}",
+                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
                 vision.hidden_size, vision.num_heads
             ));
         }
         if vision.out_hidden_size != text.hidden_size {
             return fail(format!(
-                "vision `out_hidden_size` {} is not the text `hidden_size` {}",
+                "vision `out_hidden_size` is {}, expected the text `hidden_size` {}",
                 vision.out_hidden_size, text.hidden_size
             ));
         }

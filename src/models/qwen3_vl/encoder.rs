@@ -129,7 +129,7 @@ impl VisionEncoder {
         Ok((Features { main, deepstack: features }, tape))
     }
 
-    /// Features without a tape.
+    /// Computes the features without saving activations.
     pub(super) fn features(&self, input: &VisionInput) -> Result<Features> {
         let mut h = self.patch_embed.forward(&input.pixel_values, &input.context)?.0;
         let mut deepstack = Vec::with_capacity(self.deepstack.len());
