@@ -508,6 +508,7 @@ fn a_checkpoint_that_cannot_be_resumed_is_refused_and_stays_as_it_is() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of commands and their errors")]
 fn other_commands_refuse_bad_input_as_well() {
     let folder = TempDir::new().unwrap();
     let folder = folder.path();

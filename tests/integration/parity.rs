@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
-use trainer::data::{JsonlRows, DatasetConfig, Encoder, ImageConfig, Row, RowReader, collate};
+use trainer::data::{DatasetConfig, Encoder, ImageConfig, JsonlRows, Row, RowReader, collate};
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};

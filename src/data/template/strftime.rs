@@ -53,7 +53,10 @@ mod tests {
     fn the_error_for_an_unsupported_directive_names_it() {
         for format in ["%Q", "%f", "at %c", "50%", "%%%x"] {
             let error = strftime(format, UNIX_EPOCH).unwrap_err().to_string();
-            assert!(error.contains(&format!("does not support a directive in `{format}`")), "{error}");
+            assert!(
+                error.contains(&format!("does not support a directive in `{format}`")),
+                "{error}"
+            );
         }
     }
 }
