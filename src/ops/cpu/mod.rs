@@ -1,5 +1,4 @@
-//! Shared code of the CPU kernels: access to tensor memory, SIMD levels, matrix products, and an
-//! allocator.
+//! Shared code of the CPU kernels: access to tensor memory, SIMD levels and matrix products.
 
 mod attention;
 pub(in crate::ops) mod blocks;
