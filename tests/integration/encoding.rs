@@ -393,7 +393,7 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
             replace("config.json", r#"{"image_token_id": 2029}"#),
             "`text_config.vocab_size` is missing",
         ),
-        (replace("config.json", config), "ids up to 2042 but"),
+        (replace("config.json", config), "ids up to 2042, but"),
         (
             replace("tokenizer_config.json", r#"{"eos_token": "</s>"}"#),
             "`eos_token` is `</s>`, which",

@@ -2,11 +2,10 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use std::panic::resume_unwind;
 
@@ -33,8 +32,6 @@ const MOST_THREADS: usize = 256;
 /// Number of permitted open files per thread: a thread has an image and a folder open, and the rest
 /// of the process needs files too.
 const OPEN_FILES_A_THREAD: u64 = 4;
-/// Time between two checks whether another process waits for the cache.
-const BETWEEN_CHECKS: Duration = Duration::from_millis(50);
 /// Number of batches whose images are checked together, so that cores do not wait at the end of
 /// each batch.
 const TOGETHER: usize = 8;
@@ -112,17 +109,7 @@ impl LengthCache {
     ) -> Result<Option<CacheWork>, CacheError> {
         let place = Place::of(file, encoder, folder);
         let Some(lock) = place.try_lock()? else { return Ok(None) };
-        // A check opens a file, which takes a round trip on NFS, so it is not done for every row.
-        let next_check = Mutex::new(Instant::now());
-        let is_wanted = || {
-            let mut next_check = next_check.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_due = Instant::now() >= *next_check;
-            if is_due {
-                *next_check = Instant::now() + BETWEEN_CHECKS;
-            }
-            is_due && place.is_wanted()
-        };
-        let should_go_on = || !is_wanted() && should_go_on();
+        let should_go_on = || !place.is_wanted() && should_go_on();
         let pass =
             Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
         let (cache, work) = pass.run(&should_go_on, &|_| ())?;

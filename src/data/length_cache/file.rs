@@ -182,7 +182,10 @@ impl Place {
         let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
         let path = self.beside(".lock");
         let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
-        drop(waiting); // if this failed, the process only waits longer
+        if waiting.is_ok() {
+            // Without the file, `is_wanted` is only a failed `open` for each row.
+            let _ = fs::remove_file(self.beside(".wanted"));
+        }
         file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
     }
 
