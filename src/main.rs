@@ -9,7 +9,7 @@ fn main() -> ExitCode {
 
 /// Configures glibc to keep freed memory, so that each step reuses the memory of the step before it.
 ///
-/// By default glibc maps every large buffer anew and the kernel zeroes its pages, which takes up to a
+/// By default glibc maps new pages for every large buffer and the kernel zeroes them, which takes up to a
 /// third of the time of a small step: see docs/decisions/0013-what-stayed.md.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[expect(unsafe_code, reason = "a function of the C library")]
