@@ -16,7 +16,7 @@ use super::stdout::stdout;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{Encoder, JsonlRows, Length, Row, RowReader, first_epoch_packs};
+use crate::data::{Encoder, JsonlRows, Length, RowReader, SampleIndex, first_epoch_packs};
 use crate::run::{self, DataList};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
@@ -252,7 +252,10 @@ fn show_packs(
 }
 
 /// The packs of the first epoch: rows and their numbers of tokens. Measures every row.
-fn packs_of(config: &RunConfig, rows: &Arc<JsonlRows>) -> anyhow::Result<Vec<Vec<(Row, usize)>>> {
+fn packs_of(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+) -> anyhow::Result<Vec<Vec<(SampleIndex, usize)>>> {
     let order = run::order(config, rows)?;
     let options = run::loader_options(config, rows.encoder());
     let reader: Arc<dyn RowReader> = rows.clone();

@@ -38,6 +38,6 @@ pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor
 pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
-pub use row::{Length, Rejection, Row, SampleSize};
+pub use row::{Length, Rejection, SampleIndex, SampleSize};
 pub use source::{JsonlFile, RowForm, SampleError, SourceError};
 pub use template::tokenizer::TokenizerError;

@@ -9,7 +9,7 @@ use crate::data::source::error::SampleError;
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Row {
+pub struct SampleIndex {
     /// Index of the data set, in the order of the config.
     pub dataset: u32,
     /// Index of the row in it, blank lines not counted.

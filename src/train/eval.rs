@@ -6,7 +6,7 @@
 use super::datasets::DatasetLoss;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
-use crate::data::{CollateError, Rejection, Row, RowReader, collate};
+use crate::data::{CollateError, Rejection, RowReader, SampleIndex, collate};
 use crate::loss::{Targets, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
@@ -123,7 +123,7 @@ impl Evaluator<'_> {
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
-        let rows: Vec<Row> = self.rows.rows().collect();
+        let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {

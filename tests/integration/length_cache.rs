@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection, Row,
-    RowReader, TruncationRule, VideoConfig, open_indexed,
+    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection,
+    RowReader, SampleIndex, TruncationRule, VideoConfig, open_indexed,
 };
 use trainer::data::{CachedRows, DataSet, JsonlRows};
 
@@ -151,7 +151,7 @@ fn a_row_rejected_by_its_cached_length_has_the_same_error_and_is_not_read() {
     let most = lengths[lengths.len() / 2];
     let refuse = |length: Length| match length.tokens {
         tokens if tokens > most => {
-            let id = rows.id(Row { dataset: 0, row: 0 });
+            let id = rows.id(SampleIndex { dataset: 0, row: 0 });
             Err(Rejection::new(&id, "too_long", format!("{tokens} tokens")))
         }
         _ => Ok(()),
@@ -213,7 +213,7 @@ fn a_changed_or_repaired_image_is_measured_again() {
     let place = Place::new(&rows);
     let tokens = |cached: &CachedRows, row| {
         cached
-            .length(Row { dataset: 0, row })
+            .length(SampleIndex { dataset: 0, row })
             .map(|length| length.tokens)
             .map_err(|rejection| rejection.reason)
     };
@@ -277,7 +277,7 @@ fn a_killed_update_is_continued_and_a_damaged_cache_is_rebuilt() {
     for damaged in [&whole[..whole.len() / 2], &whole[..whole.len() - 9], b"nothing of the kind"] {
         File::create(place.cache()).unwrap().write_all(damaged).unwrap();
         let (cached, _) = place.update(&encoder);
-        let row = Row { dataset: 0, row: 8999 };
+        let row = SampleIndex { dataset: 0, row: 8999 };
         assert_eq!(cached.length(row), place.rows(&encoder).length(row));
         assert_eq!(place.update(&encoder).1, CacheWork { measured: 0, reused: 9000 });
     }

@@ -10,7 +10,9 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
-use trainer::data::{DatasetConfig, Encoder, ImageConfig, JsonlRows, Row, RowReader, collate};
+use trainer::data::{
+    DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
+};
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
@@ -121,7 +123,7 @@ fn curve_of(
     steps: u64,
 ) -> Vec<StepOutcome> {
     let (rows, runner) = (rows_for(model, data), runner(model, variant, precision));
-    let all: Vec<Row> = rows.rows().collect();
+    let all: Vec<SampleIndex> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
         let samples = next.by_ref().take(SAMPLES_A_STEP).map(|row| rows.read(*row).unwrap());
@@ -318,7 +320,7 @@ fn samples_by_id(wanted: &Value) -> Vec<EncodedSample> {
         let has_id =
             |line: &str| serde_json::from_str::<Value>(line).unwrap()["id"] == wanted["id"];
         let row = text.lines().position(has_id).unwrap() as u32;
-        rows.read(Row { dataset: 0, row }).unwrap()
+        rows.read(SampleIndex { dataset: 0, row }).unwrap()
     };
     wanted.as_array().unwrap().iter().map(row).collect()
 }

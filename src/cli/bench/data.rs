@@ -3,7 +3,7 @@
 use super::table::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, JsonlRows, Loader, Row, RowReader};
+use crate::data::{DataState, Encoder, JsonlRows, Loader, RowReader, SampleIndex};
 use crate::metrics::cpu_seconds;
 use crate::run::{loader_options, order};
 use rayon::prelude::*;
@@ -66,18 +66,18 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let all: Vec<_> = rows.rows().collect();
     table.row("index", &[("rows/s", all.len() as f64 / seconds), ("s", seconds)])?;
 
-    let length = |row: &Row| {
+    let length = |row: &SampleIndex| {
         let length = rows.length(*row).ok()?;
         Some(Totals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
     };
     // Pixels of one frame: the frames of an image patch are copies of each other.
     let patch = f64::from(encoder.image_processor().patch_size()).powi(2);
-    let encode = |row: &Row| {
+    let encode = |row: &SampleIndex| {
         let sample = rows.read(*row).ok()?;
         let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
         Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
-    let has_images = |row: &Row| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
+    let has_images = |row: &SampleIndex| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
     let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_images).collect();
     for (name, images) in [("text", false), ("images", true)] {
         let of_kind = kinds.iter().filter(|kind| kind.0 == images).map(|kind| kind.1);

@@ -8,7 +8,7 @@ use super::media::{ShownMedium, media_of};
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, Row};
+use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -144,7 +144,7 @@ impl<'a> Page<'a> {
     }
 
     /// Adds the first packs of an epoch: rows and their numbers of tokens.
-    pub(super) fn packs(&mut self, packs: &[Vec<(Row, usize)>], rows: &JsonlRows) {
+    pub(super) fn packs(&mut self, packs: &[Vec<(SampleIndex, usize)>], rows: &JsonlRows) {
         let limit = self.packing_length as usize;
         let total: usize = packs.iter().flatten().map(|(_, length)| length).sum();
         let fill = total as f64 / (packs.len().max(1) * limit) as f64;

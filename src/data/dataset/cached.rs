@@ -4,7 +4,7 @@ use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
     CacheError, CacheWork, Encoder, JsonlFile, Length, LengthCache, LoaderOptions, Prefetched,
-    Rejection, Row, RowReader,
+    Rejection, RowReader, SampleIndex,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -113,7 +113,7 @@ impl CachedRows {
         let summary = |(dataset, (set, cache)): (u32, (&DataSet, &Option<LengthCache>))| {
             let cache = cache.as_ref()?;
             let rows = (0..cache.len() as u32).into_par_iter();
-            let add = |sum, row| self.add(sum, Row { dataset, row }, cache, options);
+            let add = |sum, row| self.add(sum, SampleIndex { dataset, row }, cache, options);
             let summary = rows.fold(LengthSummary::default, add);
             let summary = summary.reduce(LengthSummary::default, LengthSummary::join);
             let (file, cache) = (set.path().to_owned(), cache.path().to_owned());
@@ -125,7 +125,7 @@ impl CachedRows {
     fn add(
         &self,
         mut sum: LengthSummary,
-        row: Row,
+        row: SampleIndex,
         cache: &LengthCache,
         options: &LoaderOptions,
     ) -> LengthSummary {
@@ -171,23 +171,27 @@ impl LengthSummary {
 }
 
 impl RowReader for CachedRows {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         self.rows.read(row)
     }
 
     /// Does not read a row that has a cached length.
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
         match self.caches[row.dataset as usize] {
             Some(_) => self.length(row).map(Prefetched::Length),
             None => self.rows.prefetch(row),
         }
     }
 
-    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+    fn load_pixels(
+        &self,
+        row: SampleIndex,
+        prefetched: Prefetched,
+    ) -> Result<EncodedSample, Rejection> {
         self.rows.load_pixels(row, prefetched)
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         match &self.caches[row.dataset as usize] {
             Some(cache) => {
                 let (encoder, cut) = (self.rows.encoder(), self.rows.cut_of_rows());
@@ -201,7 +205,7 @@ impl RowReader for CachedRows {
         self.rows.uniform_length(dataset)
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         self.rows.id(row)
     }
 }

@@ -11,8 +11,8 @@ mod tests;
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
     Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, JsonlFile, Length, Prefetched,
-    Rejection, Row, RowForm, RowReader, SampleError, SourceError, TextSample, TruncationRule,
-    dataset_names, open_indexed,
+    Rejection, RowForm, RowReader, SampleError, SampleIndex, SourceError, TextSample,
+    TruncationRule, dataset_names, open_indexed,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -144,13 +144,13 @@ impl JsonlRows {
     }
 
     /// All rows of all data sets, in order. A corpus has the rows of a pass at the first offset.
-    pub fn rows(&self) -> impl Iterator<Item = Row> + '_ {
+    pub fn rows(&self) -> impl Iterator<Item = SampleIndex> + '_ {
         (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
             let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
                 DataSet::Chats(file) => Box::new(0..file.len() as u32),
                 DataSet::Corpus(corpus) => corpus.rows(),
             };
-            rows.map(move |row| Row { dataset, row })
+            rows.map(move |row| SampleIndex { dataset, row })
         })
     }
 
@@ -160,7 +160,7 @@ impl JsonlRows {
     }
 
     /// The parsed row; `None` for a row of a corpus.
-    pub fn sample(&self, row: Row) -> Option<Result<Sample, SampleError>> {
+    pub fn sample(&self, row: SampleIndex) -> Option<Result<Sample, SampleError>> {
         match self.set(row) {
             DataSet::Chats(file) => Some(file.read(row.row as usize)),
             DataSet::Corpus(_) => None,
@@ -168,7 +168,7 @@ impl JsonlRows {
     }
 
     /// The tokens that truncation removes from a row, with their positions in the truncated row.
-    pub fn dropped(&self, row: Row) -> Result<Vec<DroppedTokens>, Rejection> {
+    pub fn dropped(&self, row: SampleIndex) -> Result<Vec<DroppedTokens>, Rejection> {
         Ok(match (self.set(row), self.cut) {
             (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
             (DataSet::Chats(file), Some(cut)) => {
@@ -179,7 +179,7 @@ impl JsonlRows {
     }
 
     /// A unique label of a row: file and line, and for a corpus its first token.
-    pub fn label(&self, row: Row) -> String {
+    pub fn label(&self, row: SampleIndex) -> String {
         let id = self.id(row);
         match self.set(row) {
             DataSet::Chats(_) => id.to_string(),
@@ -198,7 +198,7 @@ impl JsonlRows {
     }
 
     /// [`RowReader::read`], but reads no pixels if the size of the row is not `length`.
-    fn read_unchanged(&self, row: Row, length: Length) -> Result<EncodedSample, Rejection> {
+    fn read_unchanged(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
         let prefetched = self.prefetch(row)?;
         length.check_unchanged(prefetched.length(), || self.id(row))?;
         Ok(match prefetched {
@@ -208,19 +208,19 @@ impl JsonlRows {
         })
     }
 
-    fn complete(&self, row: Row, text: TextSample) -> Result<EncodedSample, SampleError> {
+    fn complete(&self, row: SampleIndex, text: TextSample) -> Result<EncodedSample, SampleError> {
         self.encoder.load_pixels(text, || {
             self.sample(row).map_or(Ok(Vec::new()), |sample| Ok(sample?.media))
         })
     }
 
-    fn set(&self, row: Row) -> &DataSet {
+    fn set(&self, row: SampleIndex) -> &DataSet {
         &self.sets[row.dataset as usize]
     }
 }
 
 impl RowReader for JsonlRows {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         Ok(match self.set(row) {
             DataSet::Corpus(corpus) => corpus.read(row.row)?,
             DataSet::Chats(file) => {
@@ -229,7 +229,7 @@ impl RowReader for JsonlRows {
         })
     }
 
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
         Ok(match self.set(row) {
             DataSet::Corpus(corpus) => Prefetched::Sample(corpus.read(row.row)?),
             DataSet::Chats(file) => {
@@ -238,7 +238,11 @@ impl RowReader for JsonlRows {
         })
     }
 
-    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+    fn load_pixels(
+        &self,
+        row: SampleIndex,
+        prefetched: Prefetched,
+    ) -> Result<EncodedSample, Rejection> {
         let length = prefetched.length();
         match prefetched {
             Prefetched::Sample(sample) => Ok(sample),
@@ -251,7 +255,7 @@ impl RowReader for JsonlRows {
         }
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         let length = match self.set(row) {
             DataSet::Corpus(corpus) => corpus.length(row.row),
             DataSet::Chats(file) => file
@@ -265,7 +269,7 @@ impl RowReader for JsonlRows {
         self.sets[dataset as usize].corpus()?.uniform_length()
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         match self.set(row) {
             DataSet::Chats(file) => file.id(row.row as usize),
             DataSet::Corpus(corpus) => corpus.id(row.row),

@@ -2,7 +2,7 @@
 
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::encode::TextSample;
-use crate::data::row::{Length, Rejection, Row};
+use crate::data::row::{Length, Rejection, SampleIndex};
 
 /// A row before its pixels are read: its length for packing, and the results computed so far.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,22 +44,26 @@ impl From<TextSample> for Prefetched {
 /// Reads and encodes single rows. The same row gives the same result each time.
 pub trait RowReader: Send + Sync {
     /// The encoded sample of a row.
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection>;
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection>;
 
     /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
     /// alone.
     ///
     /// It rejects the rows that `read` rejects, unless only decoding an image finds the error.
-    fn length(&self, row: Row) -> Result<Length, Rejection>;
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection>;
 
     /// The part of [`RowReader::read`] that needs no pixels. It rejects the rows that
     /// [`RowReader::length`] rejects.
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
         self.length(row).map(Prefetched::Length)
     }
 
     /// The rest of [`RowReader::read`], given the result of [`RowReader::prefetch`] for this row.
-    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+    fn load_pixels(
+        &self,
+        row: SampleIndex,
+        prefetched: Prefetched,
+    ) -> Result<EncodedSample, Rejection> {
         match prefetched {
             Prefetched::Sample(sample) => Ok(sample),
             Prefetched::Text(_) | Prefetched::Length(_) => self.read(row),
@@ -72,5 +76,5 @@ pub trait RowReader: Send + Sync {
     }
 
     /// File and line of a row, for messages.
-    fn id(&self, row: Row) -> SampleId;
+    fn id(&self, row: SampleIndex) -> SampleId;
 }

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::JsonlRows;
 use super::row_reader::{Prefetched, RowReader};
-use crate::data::{DatasetConfig, Encoder, ImageConfig, Row};
+use crate::data::{DatasetConfig, Encoder, ImageConfig, SampleIndex};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -67,7 +67,7 @@ fn only_the_images_of_a_prefetched_row_are_read_later() {
 fn an_image_that_is_replaced_after_its_row_was_prefetched_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
     let rows = rows(folder.path());
-    let row = Row { dataset: 0, row: 0 };
+    let row = SampleIndex { dataset: 0, row: 0 };
     let prefetched = rows.prefetch(row).unwrap();
     fs::copy(golden("data/images/exact_moon_96x64.png"), folder.path().join("a.png")).unwrap();
     let rejection = rows.load_pixels(row, prefetched.clone()).unwrap_err();

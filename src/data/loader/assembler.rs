@@ -20,14 +20,14 @@ use crate::data::loader::steps::{
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
-use crate::data::row::{Rejection, Row, SampleSize};
+use crate::data::row::{Rejection, SampleIndex, SampleSize};
 
 /// The threads that read rows.
 pub(super) struct Pools {
     /// Prefetches rows in the order of the epoch: text, and headers of media.
-    pub(super) headers: Workers<Row, (), Result<Prefetched, Rejection>>,
+    pub(super) headers: Workers<SampleIndex, (), Result<Prefetched, Rejection>>,
     /// Loads the pixels of the rows of planned steps.
-    pub(super) pixels: Workers<Row, Prefetched, Result<EncodedSample, Rejection>>,
+    pub(super) pixels: Workers<SampleIndex, Prefetched, Result<EncodedSample, Rejection>>,
 }
 
 /// Receives the steps, and the error that ends them.
@@ -40,7 +40,7 @@ const AHEAD_SAMPLES: usize = 16;
 
 /// A row in a pack.
 struct Planned {
-    row: Row,
+    row: SampleIndex,
     /// `None` after it was passed to the pixel pool.
     prefetched: Option<Prefetched>,
 }
@@ -199,7 +199,7 @@ impl<'a> Assembler<'a> {
 
     fn plan(
         &mut self,
-        (row, result): Done<Row, Result<Prefetched, Rejection>>,
+        (row, result): Done<SampleIndex, Result<Prefetched, Rejection>>,
     ) -> Result<(), LoaderError> {
         let result = result.map_err(|message| panicked(self.reader, row, message))?;
         let outcome = result
@@ -331,7 +331,7 @@ impl<'a> Assembler<'a> {
     }
 }
 
-fn panicked(reader: &dyn RowReader, row: Row, message: String) -> LoaderError {
+fn panicked(reader: &dyn RowReader, row: SampleIndex, message: String) -> LoaderError {
     let id = reader.id(row);
     LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
 }
@@ -379,7 +379,7 @@ mod tests {
         };
         for (kind, most) in [(Kind::Text(60), 16), (Kind::Image(58), 2)] {
             let reader = || TestReader(vec![kind; num_rows]);
-            let rows = (0..num_rows as u32).map(|row| Row { dataset: 0, row });
+            let rows = (0..num_rows as u32).map(|row| SampleIndex { dataset: 0, row });
             let limits = Limits { workers: one, items: num_rows, bytes: u64::MAX };
             let [prefetcher, completer] = [reader(), reader()];
             let prefetch = move |row, ()| prefetcher.prefetch(row);

@@ -16,29 +16,29 @@ use crate::data::loader::plan::plan;
 use crate::data::loader::test_reader::{any_options, options, sample};
 use crate::data::loader::{DataState, Loader, LoaderOptions, StepData};
 use crate::data::packing::PackingStrategy;
-use crate::data::row::{Length, Rejection, Row};
+use crate::data::row::{Length, Rejection, SampleIndex};
 
 /// Windows of three tokens in data set 0, whose first id is their row; in data set 1 chats of
 /// `1 + row % 7` tokens, one in eleven unusable.
 struct MixedReader;
 
 impl RowReader for MixedReader {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         let length = self.length(row)?.tokens;
         Ok(sample(self.id(row), length, row.row, &[]))
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         let tokens = match row {
-            Row { dataset: 0, .. } => 3,
-            Row { row, .. } if row % 11 == 5 => {
+            SampleIndex { dataset: 0, .. } => 3,
+            SampleIndex { row, .. } if row % 11 == 5 => {
                 return Err(Rejection::new(
                     &self.id(row_of(1, row)),
                     "broken",
                     "broken".to_owned(),
                 ));
             }
-            Row { row, .. } => 1 + row as usize % 7,
+            SampleIndex { row, .. } => 1 + row as usize % 7,
         };
         Ok(Length { tokens, ..Length::default() })
     }
@@ -47,14 +47,14 @@ impl RowReader for MixedReader {
         (dataset == 0).then_some(Length { tokens: 3, ..Length::default() })
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         let file = Path::new(["corpus.txt", "chats.jsonl"][row.dataset as usize]).into();
         SampleId { file, line: u64::from(row.row) + 1 }
     }
 }
 
-fn row_of(dataset: u32, row: u32) -> Row {
-    Row { dataset, row }
+fn row_of(dataset: u32, row: u32) -> SampleIndex {
+    SampleIndex { dataset, row }
 }
 
 fn tiled(tokens: u32, length: u32) -> Windows {

@@ -34,7 +34,7 @@ use crate::batch::EncodedSample;
 use crate::data::dataset::order::Order;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::workers::{Limits, Workers, panic_message};
-use crate::data::row::{Length, Rejection, Row};
+use crate::data::row::{Length, Rejection, SampleIndex};
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
 pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions, StepData};
@@ -160,9 +160,9 @@ fn rows_from(
     order: Order,
     from: &DataState,
     epochs: Option<NonZeroU64>,
-) -> impl Iterator<Item = Row> + Send + 'static {
+) -> impl Iterator<Item = SampleIndex> + Send + 'static {
     let rows = order.epoch(from.epoch);
-    let held: Vec<Row> = from.held().map(|position| rows[position as usize]).collect();
+    let held: Vec<SampleIndex> = from.held().map(|position| rows[position as usize]).collect();
     let rest = rows.into_iter().skip(from.next as usize);
     let later = from.epoch + 1..epochs.map_or(u64::MAX, NonZeroU64::get);
     held.into_iter().chain(rest).chain(later.flat_map(move |epoch| order.epoch(epoch)))
@@ -171,7 +171,7 @@ fn rows_from(
 /// Completes a row. Rejects it if its length is not the one that it was packed with.
 fn load_pixels(
     reader: &dyn RowReader,
-    row: Row,
+    row: SampleIndex,
     prefetched: Prefetched,
 ) -> Result<EncodedSample, Rejection> {
     let length = prefetched.length();

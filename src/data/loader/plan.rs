@@ -9,7 +9,7 @@ use crate::data::loader::steps::{Assembly, Step};
 use crate::data::loader::workers::{Limits, Workers};
 use crate::data::loader::{DataState, LoaderError, LoaderOptions};
 use crate::data::packing::Item;
-use crate::data::row::{Length, Rejection, Row};
+use crate::data::row::{Length, Rejection, SampleIndex};
 
 /// Maximum number of rows measured ahead of the next stored one.
 const AHEAD_ROWS: usize = 1024;
@@ -68,7 +68,7 @@ pub fn first_epoch_packs(
     order: &Order,
     options: &LoaderOptions,
     progress: &dyn Fn(u64, u64),
-) -> Result<Vec<Vec<(Row, usize)>>, LoaderError> {
+) -> Result<Vec<Vec<(SampleIndex, usize)>>, LoaderError> {
     let rows = order.epoch(0);
     let mut packs = Vec::new();
     simulate(reader, order, options, 1, progress, |step| {
@@ -155,7 +155,7 @@ fn measured_rows(order: &Order, varying: &dyn Fn(u32) -> bool) -> impl Iterator<
 }
 
 /// The distinct rows of these epochs in the order of the files, from data sets with varying lengths.
-fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<Row> {
+fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<SampleIndex> {
     let mut seen: Vec<Vec<bool>> =
         measured_rows(order, varying).map(|rows| vec![false; rows as usize]).collect();
     let mut unseen: u64 = measured_rows(order, varying).map(u64::from).sum();
@@ -172,7 +172,7 @@ fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> V
     }
     let rows = |(dataset, seen): (u32, Vec<bool>)| {
         let seen = (0u32..).zip(seen).filter(|(_, seen)| *seen);
-        seen.map(move |(row, _)| Row { dataset, row })
+        seen.map(move |(row, _)| SampleIndex { dataset, row })
     };
     (0u32..).zip(seen).flat_map(rows).collect()
 }

@@ -21,25 +21,29 @@ struct Calls {
 }
 
 impl RowReader for Calls {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         panic!("row {row:?} is read at once, with its pixels")
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         panic!("row {row:?} is measured, and not kept")
     }
 
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
         self.prefetched[row.row as usize].fetch_add(1, Ordering::SeqCst);
         TestReader(self.rows.clone()).prefetch(row)
     }
 
-    fn load_pixels(&self, row: Row, prefetched: Prefetched) -> Result<EncodedSample, Rejection> {
+    fn load_pixels(
+        &self,
+        row: SampleIndex,
+        prefetched: Prefetched,
+    ) -> Result<EncodedSample, Rejection> {
         self.completed[row.row as usize].fetch_add(1, Ordering::SeqCst);
         TestReader(self.rows.clone()).load_pixels(row, prefetched)
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         TestReader(Vec::new()).id(row)
     }
 }
@@ -63,19 +67,19 @@ fn a_loader_prefetches_each_row_once_and_completes_each_row_with_images_once() {
 struct Counting(TestReader, AtomicUsize);
 
 impl RowReader for Counting {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         self.1.fetch_add(1, Ordering::SeqCst);
         let mut sample = self.0.read(row)?;
         sample.media[0].pixel_values = vec![0.0; 4 << 20]; // 16 MiB, as measured
         Ok(sample)
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         let length = self.0.length(row)?;
         Ok(Length { pixel_bytes: 16 << 20, ..length })
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         self.0.id(row)
     }
 }

@@ -15,7 +15,7 @@ use crate::data::loader::LoaderOptions;
 use crate::data::loader::steps::Rmpad;
 use crate::data::packing::PackingStrategy;
 use crate::data::packing::{Overlong, PackRules, Packing};
-use crate::data::row::{Length, Rejection, Row};
+use crate::data::row::{Length, Rejection, SampleIndex};
 
 /// The behaviour of a made-up row.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,13 +44,13 @@ pub(in crate::data) enum Kind {
 pub(in crate::data) struct TestReader(pub(in crate::data) Vec<Kind>);
 
 impl TestReader {
-    fn rejection(&self, row: Row) -> Rejection {
+    fn rejection(&self, row: SampleIndex) -> Rejection {
         Rejection::new(&self.id(row), "broken", "the row is broken".to_owned())
     }
 }
 
 impl RowReader for TestReader {
-    fn read(&self, row: Row) -> Result<EncodedSample, Rejection> {
+    fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         let (vision, text) = match self.0[row.row as usize] {
             Kind::Text(tokens) => (0, tokens),
             Kind::Image(tokens) => (2, tokens),
@@ -70,7 +70,7 @@ impl RowReader for TestReader {
         Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
     }
 
-    fn length(&self, row: Row) -> Result<Length, Rejection> {
+    fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         match self.0[row.row as usize] {
             Kind::Image(tokens) | Kind::BrokenPixels(tokens) | Kind::Grown(tokens) => {
                 Ok(Length { tokens: 2 + tokens, pixel_bytes: 8 * 3 * 4 })
@@ -82,14 +82,14 @@ impl RowReader for TestReader {
         }
     }
 
-    fn prefetch(&self, row: Row) -> Result<Prefetched, Rejection> {
+    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
         match self.0[row.row as usize] {
             Kind::Text(_) => self.read(row).map(Prefetched::Sample),
             _ => self.length(row).map(Prefetched::Length),
         }
     }
 
-    fn id(&self, row: Row) -> SampleId {
+    fn id(&self, row: SampleIndex) -> SampleId {
         SampleId { file: Arc::from(Path::new("made-up.jsonl")), line: u64::from(row.row) + 1 }
     }
 }

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::data::dataset::corpus::windows::Windows;
 use crate::data::dataset::mixture::{Mixture, Shares, StoppingStrategy};
-use crate::data::row::Row;
+use crate::data::row::SampleIndex;
 
 /// Whether the rows of an epoch are shuffled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,7 +208,7 @@ impl Order {
     }
 
     /// The rows of an epoch in order.
-    pub fn epoch(&self, epoch: u64) -> Vec<Row> {
+    pub fn epoch(&self, epoch: u64) -> Vec<SampleIndex> {
         let mut order = Vec::with_capacity(self.epoch_len(epoch) as usize);
         if let Mix::Share { shares, epoch_rows, counts } = &self.mixture {
             let rows = (0u32..).zip(counts).map(|(set, count)| self.later_rows(set, epoch * count));
@@ -226,7 +226,7 @@ impl Order {
             let extra_rows = passes_extra(set, u64::from(rows));
             if extra_rows > 0 {
                 let mut rng = self.rng(epoch, u64::from(dataset));
-                let all: Vec<Row> = self.pass(dataset, passes.end).collect();
+                let all: Vec<SampleIndex> = self.pass(dataset, passes.end).collect();
                 let subset = subset(rows, extra_rows, &mut rng);
                 order.extend(subset.into_iter().map(|index| all[index as usize]));
             }
@@ -253,20 +253,20 @@ impl Order {
     }
 
     /// Rows of a pass over a data set, in the order of the file.
-    fn pass(&self, dataset: u32, pass: u64) -> Box<dyn Iterator<Item = Row>> {
+    fn pass(&self, dataset: u32, pass: u64) -> Box<dyn Iterator<Item = SampleIndex>> {
         let set = &self.datasets[dataset as usize];
         match set.windows {
-            None => Box::new((0..set.rows).map(move |row| Row { dataset, row })),
+            None => Box::new((0..set.rows).map(move |row| SampleIndex { dataset, row })),
             Some(windows) => {
                 let starts = windows.starts(self.offset(dataset, pass));
-                Box::new(starts.map(move |row| Row { dataset, row }))
+                Box::new(starts.map(move |row| SampleIndex { dataset, row }))
             }
         }
     }
 
     /// Returns an endless iterator over the rows of a data set, pass after pass, without the first
     /// `skipped` rows.
-    fn later_rows(&self, dataset: u32, skipped: u64) -> impl Iterator<Item = Row> + '_ {
+    fn later_rows(&self, dataset: u32, skipped: u64) -> impl Iterator<Item = SampleIndex> + '_ {
         let (mut first, mut left) = (0, skipped);
         if self.datasets[dataset as usize].windows.is_none() {
             let rows = self.pass_len(dataset, 0);
@@ -278,7 +278,7 @@ impl Order {
         }
         let is_ordered = self.datasets[dataset as usize].windows.is_some_and(|w| w.are_ordered());
         let passes = (first..).flat_map(move |pass| {
-            let mut rows: Vec<Row> = self.pass(dataset, pass).collect();
+            let mut rows: Vec<SampleIndex> = self.pass(dataset, pass).collect();
             if self.sequence == RowOrder::Shuffled && !is_ordered {
                 shuffle(&mut rows, &mut self.pass_rng(dataset, pass, 1));
             }
@@ -325,7 +325,7 @@ fn passes_extra(set: &DatasetPasses, rows: u64) -> u32 {
     passes(set.weight, rows as u32).1
 }
 
-fn shuffle(rows: &mut [Row], rng: &mut ChaCha8Rng) {
+fn shuffle(rows: &mut [SampleIndex], rng: &mut ChaCha8Rng) {
     for last in (1..rows.len()).rev() {
         rows.swap(last, below(rng, last as u64 + 1) as usize);
     }

@@ -10,7 +10,7 @@ fn order(shares: &[(u64, f64)], row_order: RowOrder, seed: u64) -> Order {
     Order::new(&datasets, row_order, seed, [7; 32]).unwrap()
 }
 
-fn pairs(rows: &[Row]) -> Vec<(u32, u32)> {
+fn pairs(rows: &[SampleIndex]) -> Vec<(u32, u32)> {
     rows.iter().map(|row| (row.dataset, row.row)).collect()
 }
 
