@@ -8,6 +8,7 @@
     reason = "an interrupted build script runs again; `{:?}` quotes a path for Rust source"
 )]
 
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -94,30 +95,31 @@ fn compile_for_the_host(out: &Path) {
     files.push(Path::new(SOURCES).join("emulation/emulation.cpp"));
     let archive = out.join("libemulation.a");
     let _ = std::fs::remove_file(&archive);
-    let mut objects = Vec::new();
-    for file in files {
-        let object = out.join(format!("{}.o", stem(&file)));
-        let mut command = Command::new(&compiler);
-        command.args([
-            "-x",
-            "c++",
-            "-std=c++20",
-            "-O2",
-            "-DEMULATION",
-            "-Wall",
-            "-Wno-unknown-pragmas",
-            "-fno-strict-aliasing", // kernels read vectors of elements as words
-        ]);
-        command
-            .args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"])
-            .arg(&object)
-            .args(includes())
-            .arg(&file);
-        run(&mut command, "install a C++ compiler (g++)");
-        objects.push(object);
-    }
+    // Two files at a time: each takes seconds, and cargo waits for this build script.
+    let compile = |files: &[PathBuf]| -> Vec<PathBuf> {
+        files.iter().map(|file| compile_object(&compiler, file, out)).collect()
+    };
+    let (first, second) = files.split_at(files.len() / 2);
+    let objects = std::thread::scope(|scope| {
+        let first = scope.spawn(|| compile(first));
+        let second = compile(second);
+        [first.join().expect("a panic was printed"), second].concat()
+    });
     run(Command::new("ar").arg("crs").arg(&archive).args(&objects), "install binutils");
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static:+whole-archive=emulation");
     println!("cargo:rustc-link-lib=dylib=stdc++");
+}
+
+/// Compiles one source file for the host, and returns the path of the object file.
+fn compile_object(compiler: &OsStr, file: &Path, out: &Path) -> PathBuf {
+    let object = out.join(format!("{}.o", stem(file)));
+    let mut command = Command::new(compiler);
+    command.args(["-x", "c++", "-std=c++20", "-O2", "-DEMULATION", "-Wall"]);
+    // Kernels read vectors of elements as words.
+    command.args(["-Wno-unknown-pragmas", "-fno-strict-aliasing"]);
+    command.args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"]);
+    command.arg(&object).args(includes()).arg(file);
+    run(&mut command, "install a C++ compiler (g++)");
+    object
 }

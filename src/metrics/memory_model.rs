@@ -3,7 +3,7 @@
 //! All results are bytes. `T` is the number of tokens of the largest micro-batch, with padding if
 //! the model computes on it; `S` are its supervised rows, `P` its patches.
 
-/// The program and its threads, and at most 64 MiB of free memory at the end of the heap.
+/// The program and its threads, and at most 64 MiB of free blocks that the allocator holds.
 const PROCESS: f64 = 78e6;
 /// Measured: bytes per entry of the vocabulary that stay after a tokenizer was read.
 const TOKENIZER_ENTRY: f64 = 1400.0;

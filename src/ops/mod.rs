@@ -61,7 +61,7 @@ pub use attention::{
 #[cfg(test)]
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
-pub use cpu::{RecomputeInput, SimdError, SimdLevel, simd_level};
+pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,

@@ -1,7 +1,9 @@
-//! Shared code of the CPU kernels: access to tensor memory, SIMD levels and matrix products.
+//! Shared code of the CPU kernels: access to tensor memory, SIMD levels, matrix products, and an
+//! allocator.
 
 mod attention;
 pub(in crate::ops) mod blocks;
+mod caching_allocator;
 pub(in crate::ops) mod column_sums;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
@@ -13,6 +15,7 @@ pub(crate) mod simd_level;
 pub(in crate::ops) use attention::{
     Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
 };
+pub use caching_allocator::CachingAllocator;
 pub use in_place::RecomputeInput;
 pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
