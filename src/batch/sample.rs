@@ -41,8 +41,9 @@ pub struct Message {
     pub content: Content,
     /// Tool calls of an assistant message, in the form that the chat template expects.
     pub tool_calls: Option<serde_json::Value>,
-    /// Whether the message contributes to the loss. Only assistant messages do.
-    pub train: bool,
+    /// Factor of the loss of the message, at least 0; 0 excludes it. Only assistant messages
+    /// contribute to the loss.
+    pub weight: f32,
 }
 
 /// Content of a message: plain text, or a list of parts. Chat templates may render the two
@@ -134,4 +135,6 @@ pub enum MediaSource {
     },
     /// A complete `data:` URI.
     DataUri(String),
+    /// The bytes of the image file, stored in the row.
+    Bytes(Arc<[u8]>),
 }

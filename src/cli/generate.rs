@@ -93,7 +93,7 @@ impl GenerateArgs {
             role: role.to_owned(),
             content,
             tool_calls: None,
-            train: true,
+            weight: 1.0,
         };
         let mut messages = Vec::new();
         if let Some(system) = &self.system {

@@ -57,5 +57,5 @@ fn images(medium: &Medium) -> &[MediaRef] {
 }
 
 fn is_inline(image: &MediaRef) -> bool {
-    matches!(image.source, MediaSource::DataUri(_))
+    matches!(image.source, MediaSource::DataUri(_) | MediaSource::Bytes(_))
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::error::SampleError;
+use super::raw_row::blob;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
 
 /// Placeholders in a text for the next image or video that the row lists.
@@ -38,6 +39,7 @@ const UNREAD_VIDEO_KEYS: [&str; 11] = [
 pub(super) struct RowMedia<'a> {
     id: &'a SampleId,
     image_root: &'a Arc<Path>,
+    blobs: &'a [Arc<[u8]>],
     images: List,
     videos: List,
     media: Vec<Medium>,
@@ -91,10 +93,11 @@ impl<'a> RowMedia<'a> {
         id: &'a SampleId,
         image_root: &'a Arc<Path>,
         row: &mut Map<String, Value>,
+        blobs: &'a [Arc<[u8]>],
     ) -> Result<Self, SampleError> {
         refuse_other_media(id, "", row)?;
         let (images, videos) = (List::Absent, List::Absent);
-        let mut this = Self { id, image_root, images, videos, media: Vec::new() };
+        let mut this = Self { id, image_root, blobs, images, videos, media: Vec::new() };
         let images = this.listed(row, ["images", "image"], "`image` together with `images` is")?;
         let images = images.map(|(key, value)| {
             let values = one_or_more(value).into_iter().enumerate();
@@ -253,6 +256,9 @@ impl<'a> RowMedia<'a> {
     /// Parses an image: a path, a data URI, or an object with one of them.
     fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleError> {
         const EXPECTED: &str = "a path or a data URI";
+        if let Some(bytes) = blob(self.blobs, &value) {
+            return Ok(MediaRef { source: MediaSource::Bytes(bytes.clone()) });
+        }
         let text = match value {
             Value::String(text) => text,
             Value::Object(mut object) => match first_of(&mut object, SOURCE_KEYS) {

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::content::{RowMedia, missing, take, type_name, wrong_type};
+use super::content::{RowMedia, missing, take, wrong_type};
 use super::error::SampleError;
+use super::raw_row::RawRow;
 use crate::batch::{Content, Message, Sample, SampleId};
 
 /// Keys of a turn that affect training; they are not supported and must not be ignored.
@@ -48,11 +49,7 @@ impl fmt::Display for RowForm {
 
 impl RowForm {
     /// Detects the form of a row from its keys.
-    pub(super) fn of_row(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
-        Self::of(id, &object(id, bytes)?)
-    }
-
-    fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
+    pub(super) fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
         let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
         if has("messages") {
             let listed = ["images", "image", "videos", "video"].into_iter().any(has);
@@ -74,12 +71,12 @@ impl RowForm {
 /// Parses a row of chats.
 pub(super) fn parse_row(
     id: &SampleId,
-    bytes: &[u8],
+    row: RawRow,
     image_root: &Arc<Path>,
 ) -> Result<Sample, SampleError> {
-    let mut row = object(id, bytes)?;
+    let RawRow { object: mut row, blobs } = row;
     let form = RowForm::of(id, &row)?;
-    let media = RowMedia::of_row(id, image_root, &mut row)?;
+    let media = RowMedia::of_row(id, image_root, &mut row, &blobs)?;
     let tools = tools(id, &take(&mut row, "tools"))?;
     let mut turns = Turns { id, media, messages: Vec::new() };
     if let Some(system) = optional_text(id, "system", take(&mut row, "system"))? {
@@ -103,8 +100,8 @@ pub(super) fn parse_row(
 }
 
 /// Parses the document of a row of a corpus; keys other than `text` are ignored.
-pub(super) fn parse_text(id: &SampleId, bytes: &[u8]) -> Result<String, SampleError> {
-    text(id, "text", take(&mut object(id, bytes)?, "text"))
+pub(super) fn parse_text(id: &SampleId, mut row: RawRow) -> Result<String, SampleError> {
+    text(id, "text", take(&mut row.object, "text"))
 }
 
 /// Function that parses the turn at a JSON path.
@@ -177,8 +174,8 @@ impl Turns<'_> {
             }
             content => self.media.content(&format!("{at}.content"), content)?,
         };
-        let train = self.train(at, &turn)?;
-        Ok(Message { role, content, tool_calls, train })
+        let weight = self.weight(at, &turn)?;
+        Ok(Message { role, content, tool_calls, weight })
     }
 
     /// Parses a turn with `from` and `value`, as in LLaVA and ShareGPT.
@@ -201,8 +198,8 @@ impl Turns<'_> {
         };
         let value = text(self.id, &format!("{at}.value"), take(&mut turn, "value"))?;
         let content = self.media.text(value);
-        let train = self.train(at, &turn)?;
-        Ok(Message { role: role.to_owned(), content, tool_calls: None, train })
+        let weight = self.weight(at, &turn)?;
+        Ok(Message { role: role.to_owned(), content, tool_calls: None, weight })
     }
 
     /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the
@@ -246,10 +243,11 @@ impl Turns<'_> {
         }
     }
 
-    fn train(&self, at: &str, turn: &Map<String, Value>) -> Result<bool, SampleError> {
+    /// The weight of the loss of a turn: 0 with `"train": false`.
+    fn weight(&self, at: &str, turn: &Map<String, Value>) -> Result<f32, SampleError> {
         match turn.get("train") {
-            None | Some(Value::Null) => Ok(true),
-            Some(Value::Bool(train)) => Ok(*train),
+            None | Some(Value::Null) => Ok(1.0),
+            Some(Value::Bool(train)) => Ok(f32::from(u8::from(*train))),
             Some(other) => Err(wrong_type(self.id, &format!("{at}.train"), other, "a boolean")),
         }
     }
@@ -270,23 +268,7 @@ impl Turns<'_> {
 }
 
 fn turn(role: &str, content: Content) -> Message {
-    Message { role: role.to_owned(), content, tool_calls: None, train: true }
-}
-
-fn object(id: &SampleId, bytes: &[u8]) -> Result<Map<String, Value>, SampleError> {
-    match serde_json::from_slice(bytes) {
-        Ok(Value::Object(row)) => Ok(row),
-        Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
-        // the first line of a file that is one pretty-printed array
-        Err(_) if bytes.trim_ascii() == b"[" => {
-            Err(SampleError::NotAnObject { id: id.clone(), found: "the start of an array" })
-        }
-        Err(error) => {
-            let text = error.to_string();
-            let problem = text.split(" at line ").next().unwrap_or(&text).to_owned();
-            Err(SampleError::Json { id: id.clone(), column: error.column(), problem })
-        }
-    }
+    Message { role: role.to_owned(), content, tool_calls: None, weight: 1.0 }
 }
 
 fn text(id: &SampleId, at: &str, value: Value) -> Result<String, SampleError> {

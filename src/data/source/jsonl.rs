@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::SampleError;
 use super::formats::{RowForm, parse_row, parse_text};
+use super::raw_row::RawRow;
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
 use crate::data::dataset::corpus::error::CorpusError;
@@ -183,7 +184,8 @@ impl JsonlFile {
 
     /// Parses `bytes` as row `row < len()`.
     pub(in crate::data) fn parse(&self, row: usize, bytes: &[u8]) -> Result<Sample, SampleError> {
-        parse_row(&self.id(row), bytes, &self.image_root)
+        let id = self.id(row);
+        parse_row(&id, RawRow::from_json(&id, bytes)?, &self.image_root)
     }
 
     /// Byte offset of row `row < len()`.
@@ -217,7 +219,8 @@ impl JsonlFile {
 
     /// Reads the document in row `row < len()` of a corpus.
     pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
-        parse_text(&self.id(row), &self.bytes(row)?)
+        let id = self.id(row);
+        parse_text(&id, RawRow::from_json(&id, &self.bytes(row)?)?)
     }
 
     /// SHA-256 of the bytes of the file when it was scanned.
@@ -246,8 +249,9 @@ impl JsonlFile {
         let checked = self.len().min(DETECTION_ROWS);
         let mut first = None;
         for row in 0..checked {
-            let form = self.bytes(row).and_then(|bytes| RowForm::of_row(&self.id(row), &bytes));
-            match form {
+            let id = self.id(row);
+            let raw = self.bytes(row).and_then(|bytes| RawRow::from_json(&id, &bytes));
+            match raw.and_then(|raw| RowForm::of(&id, &raw.object)) {
                 Ok(form) => return Ok(form),
                 Err(error) => first = first.or(Some(error)),
             }

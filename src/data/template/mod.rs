@@ -153,7 +153,7 @@ impl ChatTemplate {
         let text = chat.render(messages.len(), GenerationPrompt::Omit)?;
         let mut targets = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
-            if message.role == "assistant" && message.train {
+            if message.role == "assistant" && message.weight > 0.0 {
                 let content = chat.content_of(turn, &text)?;
                 targets.push(content.start..content.end + self.tail.trim_end().len());
             }
@@ -276,7 +276,7 @@ impl<'a> Chat<'a> {
 
 fn probe_turn((role, text): (&str, &str)) -> Message {
     let content = Content::Text(text.to_owned());
-    Message { role: role.to_owned(), content, tool_calls: None, train: true }
+    Message { role: role.to_owned(), content, tool_calls: None, weight: 1.0 }
 }
 
 fn message_value(message: &Message) -> Value {

@@ -193,6 +193,7 @@ pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageE
             Header::read(&mut header::for_headers(open(root, path)?))
         }
         MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
+        MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
     };
     Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
 }
@@ -208,6 +209,9 @@ pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageErro
             bytes
         }
         MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
+        MediaSource::Bytes(bytes) => {
+            return decode(bytes).map_err(|error| ImageError::of(media, error));
+        }
     };
     decode(&bytes).map_err(|error| ImageError::of(media, error))
 }
@@ -236,6 +240,8 @@ pub enum ImageName {
     Path(PathBuf),
     /// A data URI; its text is too long for a message.
     DataUri,
+    /// Bytes stored in the row.
+    Bytes,
 }
 
 impl ImageName {
@@ -243,6 +249,7 @@ impl ImageName {
         match &media.source {
             MediaSource::File { path, .. } => Self::Path(path.clone()),
             MediaSource::DataUri(_) => Self::DataUri,
+            MediaSource::Bytes(_) => Self::Bytes,
         }
     }
 }
@@ -252,6 +259,7 @@ impl fmt::Display for ImageName {
         match self {
             Self::Path(path) => write!(f, "`{}`", path.display()),
             Self::DataUri => f.write_str("in a data URI"),
+            Self::Bytes => f.write_str("in the row"),
         }
     }
 }
