@@ -11,6 +11,9 @@ pub struct EncodedSample {
     pub input_ids: Vec<u32>,
     /// `input_ids` at supervised tokens, [`super::IGNORE_INDEX`] elsewhere. Unshifted, `[T]`.
     pub labels: Vec<i64>,
+    /// Factor of the loss of each supervised token, above 0, unshifted like `labels`, `[T]`; `None`:
+    /// 1 for all tokens.
+    pub weights: Option<Vec<f32>>,
     /// Temporal, height and width position of each token, starting at 0; `[T]`.
     pub position_ids: Vec<[u32; 3]>,
     /// Indices into `input_ids` of the tokens that receive visual features, in the order of
@@ -80,6 +83,7 @@ mod tests {
             id: super::super::SampleId { file: std::path::Path::new("a").into(), line: 1 },
             input_ids: vec![7; positions.len()],
             labels: vec![7; positions.len()],
+            weights: None,
             position_ids: positions.iter().map(|position| [*position; 3]).collect(),
             vision_rows: Vec::new(),
             media: Vec::new(),

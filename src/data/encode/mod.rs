@@ -295,7 +295,16 @@ impl Encoder {
         let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
         let merge_size = self.media.images.merge_size();
         let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
-        EncodedSample { id: id.clone(), input_ids, labels, position_ids, vision_rows, media }
+        let weights = None;
+        EncodedSample {
+            id: id.clone(),
+            input_ids,
+            labels,
+            weights,
+            position_ids,
+            vision_rows,
+            media,
+        }
     }
 }
 

@@ -107,6 +107,7 @@ pub(in crate::data) fn sample(
         *id = first;
     }
     EncodedSample {
+        weights: None,
         id,
         labels: input_ids
             .iter()

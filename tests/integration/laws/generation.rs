@@ -15,6 +15,7 @@ fn prefix(whole: &EncodedSample, tokens: usize, images: usize) -> EncodedSample 
         id: whole.id.clone(),
         input_ids: whole.input_ids[..tokens].to_vec(),
         labels: whole.labels[..tokens].to_vec(),
+        weights: None,
         position_ids: whole.position_ids[..tokens].to_vec(),
         vision_rows: vision_rows.collect(),
         media: whole.media[..images].to_vec(),

@@ -352,7 +352,15 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
     if let (Some(label), Some(token)) = (labels.last_mut(), input_ids.last()) {
         *label = i64::from(*token);
     }
-    EncodedSample { id, input_ids, labels, position_ids, vision_rows, media: joined(media, whole) }
+    EncodedSample {
+        weights: None,
+        id,
+        input_ids,
+        labels,
+        position_ids,
+        vision_rows,
+        media: joined(media, whole),
+    }
 }
 
 /// Joins the frames of each video into one medium.

@@ -31,6 +31,7 @@ impl Separators {
             position_ids.push([(at - start) as u32; 3]);
         }
         EncodedSample {
+            weights: None,
             id,
             input_ids: ids,
             labels,
