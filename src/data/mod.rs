@@ -3,6 +3,7 @@
 mod config;
 mod dataset;
 mod encode;
+mod json;
 mod length_cache;
 mod loader;
 mod media;

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::error::SampleError;
 use super::raw_row::blob;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
+use crate::data::json::long_integer;
 
 /// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
@@ -378,6 +379,7 @@ pub(super) fn type_name(value: &Value) -> &'static str {
         Value::Number(_) => "a number",
         Value::String(_) => "a string",
         Value::Array(_) => "an array",
+        Value::Object(_) if long_integer(value).is_some() => "a number",
         Value::Object(_) => "an object",
     }
 }

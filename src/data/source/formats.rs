@@ -10,6 +10,7 @@ use super::content::{RowMedia, missing, take, wrong_type};
 use super::error::SampleError;
 use super::raw_row::RawRow;
 use crate::batch::{Content, Message, Sample, SampleId};
+use crate::data::json;
 
 /// Keys of a turn that affect training; they are not supported and must not be ignored.
 const UNREAD_TURN_KEYS: [(&str, &str); 4] = [
@@ -304,7 +305,7 @@ fn tools(id: &SampleId, value: &Value) -> Result<Option<Value>, SampleError> {
     let parsed = match value {
         Value::Null => return Ok(None),
         Value::String(text) if text.trim().is_empty() => return Ok(None),
-        Value::String(text) => serde_json::from_str(text).unwrap_or(Value::Null),
+        Value::String(text) => json::parse(text.as_bytes()).unwrap_or(Value::Null),
         _ => value.clone(),
     };
     if parsed.is_array() {
