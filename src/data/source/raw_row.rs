@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::content::type_name;
 use super::error::SampleError;
+use super::rows::type_name;
 use crate::batch::SampleId;
 use crate::data::json;
 
