@@ -22,6 +22,7 @@ mod memory;
 mod output_dir;
 mod parity;
 mod resume;
+mod rows;
 mod simd;
 mod video;
 #[cfg(feature = "video")]
