@@ -41,6 +41,8 @@ pub struct Message {
     pub content: Content,
     /// Tool calls of an assistant message, in the form that the chat template expects.
     pub tool_calls: Option<serde_json::Value>,
+    /// The thoughts before the content of an assistant message, for templates that render them.
+    pub reasoning_content: Option<String>,
     /// Factor of the loss of the message, at least 0; 0 excludes it. Only assistant messages
     /// contribute to the loss.
     pub weight: f32,

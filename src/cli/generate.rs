@@ -93,6 +93,7 @@ impl GenerateArgs {
             role: role.to_owned(),
             content,
             tool_calls: None,
+            reasoning_content: None,
             weight: 1.0,
         };
         let mut messages = Vec::new();

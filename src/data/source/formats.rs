@@ -175,7 +175,7 @@ impl Turns<'_> {
             content => self.media.content(&format!("{at}.content"), content)?,
         };
         let weight = self.weight(at, &turn)?;
-        Ok(Message { role, content, tool_calls, weight })
+        Ok(Message { role, content, tool_calls, reasoning_content: None, weight })
     }
 
     /// Parses a turn with `from` and `value`, as in LLaVA and ShareGPT.
@@ -199,7 +199,13 @@ impl Turns<'_> {
         let value = text(self.id, &format!("{at}.value"), take(&mut turn, "value"))?;
         let content = self.media.text(value);
         let weight = self.weight(at, &turn)?;
-        Ok(Message { role: role.to_owned(), content, tool_calls: None, weight })
+        Ok(Message {
+            role: role.to_owned(),
+            content,
+            tool_calls: None,
+            reasoning_content: None,
+            weight,
+        })
     }
 
     /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the
@@ -268,7 +274,13 @@ impl Turns<'_> {
 }
 
 fn turn(role: &str, content: Content) -> Message {
-    Message { role: role.to_owned(), content, tool_calls: None, weight: 1.0 }
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
 }
 
 fn text(id: &SampleId, at: &str, value: Value) -> Result<String, SampleError> {

@@ -276,7 +276,13 @@ impl<'a> Chat<'a> {
 
 fn probe_turn((role, text): (&str, &str)) -> Message {
     let content = Content::Text(text.to_owned());
-    Message { role: role.to_owned(), content, tool_calls: None, weight: 1.0 }
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
 }
 
 fn message_value(message: &Message) -> Value {
