@@ -1,6 +1,7 @@
 //! Parsed rows of a data file: messages, and references to images and videos.
 
 use std::fmt;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -106,6 +107,8 @@ pub enum VideoRef {
         frames: Vec<MediaRef>,
         /// Frames per second of the list. `None` uses the sampling rate of the config.
         fps: Option<f64>,
+        /// Settings of this video.
+        limits: VideoLimits,
     },
     /// A video file.
     File {
@@ -115,6 +118,8 @@ pub enum VideoRef {
         path: PathBuf,
         /// Frames per second to sample. `None` uses the rate of the config.
         fps: Option<f64>,
+        /// Settings of this video.
+        limits: VideoLimits,
     },
 }
 
@@ -123,6 +128,41 @@ pub enum VideoRef {
 pub struct MediaRef {
     /// Location of the encoded image bytes.
     pub source: MediaSource,
+    /// Limits on its size that the row gives.
+    pub limits: ImageLimits,
+}
+
+/// Limits on the size of one image. The default has none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ImageLimits {
+    /// `[height, width]` in pixels to use in place of the size of the image.
+    pub resized: Option<[NonZeroU32; 2]>,
+    /// Limits on its area.
+    pub area: AreaLimits,
+}
+
+/// Limits on the area of an image in pixels, after resizing. They precede those of the config.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AreaLimits {
+    /// Minimum area; a smaller image is enlarged.
+    pub min_pixels: Option<NonZeroU32>,
+    /// Maximum area; a larger image is reduced. At least `min_pixels`.
+    pub max_pixels: Option<NonZeroU32>,
+}
+
+/// Settings of one video that the row gives. They precede those of the config.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct VideoLimits {
+    /// Number of frames to sample, whatever the frame rate.
+    pub num_frames: Option<NonZeroU32>,
+    /// Minimum number of frames to sample.
+    pub min_frames: Option<NonZeroU32>,
+    /// Maximum number of frames to sample. At least `min_frames`.
+    pub max_frames: Option<NonZeroU32>,
+    /// Limits on the area of one frame.
+    pub frame: AreaLimits,
+    /// Maximum number of pixels of all sampled frames together.
+    pub total_pixels: Option<NonZeroU32>,
 }
 
 /// Location of the encoded bytes of an image.
@@ -139,4 +179,11 @@ pub enum MediaSource {
     DataUri(String),
     /// The bytes of the image file, stored in the row.
     Bytes(Arc<[u8]>),
+}
+
+impl From<MediaSource> for MediaRef {
+    /// An image without limits of its own.
+    fn from(source: MediaSource) -> Self {
+        Self { source, limits: ImageLimits::default() }
+    }
 }

@@ -85,7 +85,7 @@ impl GenerateArgs {
                 Failure::new(Exit::Data, message).hint("check the path")
             })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
-            media.push(Medium::Image(MediaRef { source: MediaSource::File { root, path } }));
+            media.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
             parts.push(Part::Image);
         }
         parts.push(Part::Text(self.prompt.clone()));

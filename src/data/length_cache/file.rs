@@ -28,7 +28,7 @@ use crate::data::encode::Encoder;
 use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
 
 /// Version of the file layout and of the measurement.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Alignment of buffers in bytes, and offset of the first message after the magic number.

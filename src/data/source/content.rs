@@ -6,8 +6,11 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::error::SampleError;
+use super::limits::{limit_image, limit_video, refuse_limits};
 use super::raw_row::blob;
-use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoLimits, VideoRef,
+};
 
 /// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
@@ -20,21 +23,6 @@ const SOURCE_KEYS: [&str; 4] = ["image", "image_url", "url", "path"];
 const VIDEO_KEYS: [&str; 4] = ["video", "video_url", "url", "path"];
 /// Keys for the frames per second of a video.
 const RATE_KEYS: [&str; 3] = ["fps", "sample_fps", "raw_fps"];
-/// Keys of a video that select frames or sizes; they are not supported and must not be ignored.
-const UNREAD_VIDEO_KEYS: [&str; 11] = [
-    "nframes",
-    "num_frames",
-    "min_frames",
-    "max_frames",
-    "video_start",
-    "video_end",
-    "min_pixels",
-    "max_pixels",
-    "total_pixels",
-    "resized_height",
-    "resized_width",
-];
-
 /// Collects the images and videos of one row while its turns are parsed.
 pub(super) struct RowMedia<'a> {
     id: &'a SampleId,
@@ -234,7 +222,8 @@ impl<'a> RowMedia<'a> {
                 let Some((key, value)) = first_of(&mut part, SOURCE_KEYS) else {
                     return Ok(self.next_of(MediumKind::Image));
                 };
-                let image = self.image(&format!("{at}.{key}"), value)?;
+                let mut image = self.image(&format!("{at}.{key}"), value)?;
+                limit_image(self.id, at, &part, &mut image)?;
                 self.media.push(Medium::Image(image));
                 Ok(Part::Image)
             }
@@ -257,13 +246,15 @@ impl<'a> RowMedia<'a> {
     fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleError> {
         const EXPECTED: &str = "a path or a data URI";
         if let Some(bytes) = blob(self.blobs, &value) {
-            return Ok(MediaRef { source: MediaSource::Bytes(bytes.clone()) });
+            return Ok(MediaSource::Bytes(bytes.clone()).into());
         }
         let text = match value {
             Value::String(text) => text,
             Value::Object(mut object) => match first_of(&mut object, SOURCE_KEYS) {
                 Some((key, value @ Value::String(_))) => {
-                    return self.image(&format!("{at}.{key}"), value);
+                    let mut image = self.image(&format!("{at}.{key}"), value)?;
+                    limit_image(self.id, at, &object, &mut image)?;
+                    return Ok(image);
                 }
                 Some((key, other)) => {
                     return Err(wrong_type(self.id, &format!("{at}.{key}"), &other, EXPECTED));
@@ -281,7 +272,7 @@ impl<'a> RowMedia<'a> {
             let path = self.path(at, &text, "images by URL are")?;
             MediaSource::File { root: self.image_root.clone(), path }
         };
-        Ok(MediaRef { source })
+        Ok(source.into())
     }
 
     /// Parses a video: a path, a list of frames, or an object with one of them. `fps` is the frame
@@ -295,28 +286,25 @@ impl<'a> RowMedia<'a> {
             }
             Value::String(text) => {
                 let path = self.path(at, &text, "videos by URL are")?;
-                Ok(VideoRef::File { root: self.image_root.clone(), path, fps })
+                let (root, limits) = (self.image_root.clone(), VideoLimits::default());
+                Ok(VideoRef::File { root, path, fps, limits })
             }
             Value::Array(frames) if frames.is_empty() => Err(missing(self.id, at, EXPECTED)),
             Value::Array(frames) => {
                 let frames = frames.into_iter().enumerate();
                 let frame = |(index, value)| self.image(&format!("{at}[{index}]"), value);
-                let frames = frames.map(frame).collect::<Result<_, _>>()?;
-                Ok(VideoRef::Frames { frames, fps })
+                let frames = frames.map(frame).collect::<Result<Vec<_>, _>>()?;
+                refuse_limits(self.id, at, &frames)?;
+                Ok(VideoRef::Frames { frames, fps, limits: VideoLimits::default() })
             }
             Value::Object(mut object) => {
-                let unread = UNREAD_VIDEO_KEYS
-                    .iter()
-                    .find(|key| object.get(**key).is_some_and(|value| !value.is_null()));
-                if let Some(key) = unread {
-                    let what = "settings of a single video (use `data.video` of the config) are";
-                    return Err(self.not_supported(&format!("{at}.{key}"), what));
-                }
                 let fps = self.rate(at, &object)?.or(fps);
-                match first_of(&mut object, VIDEO_KEYS) {
-                    Some((key, value)) => self.video(&format!("{at}.{key}"), value, fps),
-                    None => Err(missing(self.id, &format!("{at}.video"), EXPECTED)),
-                }
+                let Some((key, value)) = first_of(&mut object, VIDEO_KEYS) else {
+                    return Err(missing(self.id, &format!("{at}.video"), EXPECTED));
+                };
+                let mut video = self.video(&format!("{at}.{key}"), value, fps)?;
+                limit_video(self.id, at, &object, &mut video)?;
+                Ok(video)
             }
             other => Err(wrong_type(self.id, at, &other, EXPECTED)),
         }

@@ -5,6 +5,7 @@ mod content;
 pub(in crate::data) mod error;
 mod formats;
 mod jsonl;
+mod limits;
 mod raw_row;
 mod stamp;
 
