@@ -1,6 +1,7 @@
 //! Counts and losses of a step and of a run by data set.
 
 use crate::data::{DataState, Rejection, SampleSize};
+use crate::loss::TargetLosses;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -21,23 +22,29 @@ pub struct DatasetCounts {
 pub struct DatasetLoss {
     /// Number of samples, tokens and targets.
     pub counts: DatasetCounts,
-    /// Sum of the negative log likelihoods of its targets.
+    /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
+    /// Sum of the weights of its targets.
+    pub target_weight: f64,
 }
 
 impl DatasetLoss {
-    /// Adds the counts and the loss of a sample.
-    pub fn add(&mut self, num_tokens: u64, num_targets: u64, nll_sum: f64) {
+    /// Adds the counts of a sample.
+    pub fn count(&mut self, num_tokens: u64, num_targets: u64) {
         self.counts.num_samples += 1;
         self.counts.num_tokens += num_tokens;
         self.counts.num_target_tokens += num_targets;
-        self.nll_sum += nll_sum;
     }
 
-    /// Mean over its targets; `None` without targets.
+    /// Adds the loss of targets: the sum of `weight * nll`, and the sum of the weights.
+    pub fn add_loss(&mut self, nll_sum: f64, target_weight: f64) {
+        self.nll_sum += nll_sum;
+        self.target_weight += target_weight;
+    }
+
+    /// Weighted mean over its targets; `None` without targets.
     pub fn loss(&self) -> Option<f64> {
-        let targets = self.counts.num_target_tokens;
-        (targets > 0).then(|| self.nll_sum / targets as f64)
+        (self.counts.num_target_tokens > 0).then(|| self.nll_sum / self.target_weight)
     }
 }
 
@@ -83,22 +90,26 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
     }
 }
 
-/// Splits the losses of a step by data set. `nll` has one list per micro-batch that has targets.
-/// Concatenated, the lists have the targets of `samples` in order.
+/// Splits the losses of a step by data set. `losses` has one entry per micro-batch that has targets.
+/// Concatenated, the entries have the targets of `samples` in order.
 pub fn by_dataset(
     num_datasets: usize,
     samples: &[SampleSize],
-    nll: &[Vec<f32>],
+    losses: &[TargetLosses],
 ) -> Vec<DatasetLoss> {
     let mut sets = vec![DatasetLoss::default(); num_datasets];
-    let mut nll = nll.iter().flatten();
+    let mut targets = losses.iter().flat_map(TargetLosses::pairs);
     for sample in samples {
-        let of_sample = nll.by_ref().take(sample.num_targets as usize);
-        let sum = of_sample.map(|nll| f64::from(*nll)).sum();
-        let (tokens, targets) = (sample.num_tokens.into(), sample.num_targets.into());
-        sets[sample.dataset as usize].add(tokens, targets, sum);
+        let set = &mut sets[sample.dataset as usize];
+        set.count(sample.num_tokens.into(), sample.num_targets.into());
+        let (mut nll_sum, mut target_weight) = (0.0, 0.0);
+        for (nll, weight) in targets.by_ref().take(sample.num_targets as usize) {
+            nll_sum += nll * weight;
+            target_weight += weight;
+        }
+        set.add_loss(nll_sum, target_weight);
     }
-    debug_assert!(nll.next().is_none(), "a target of no sample");
+    debug_assert!(targets.next().is_none(), "a target of no sample");
     sets
 }
 
@@ -160,8 +171,10 @@ mod tests {
     #[test]
     fn losses_go_to_the_data_sets_of_their_samples() {
         let samples = [size(1, 5, 2), size(0, 4, 0), size(0, 3, 1), size(1, 9, 1)];
-        // the second micro-batch had no targets and so no list
-        let sets = by_dataset(3, &samples, &[vec![1.0, 2.0], vec![4.0, 8.0]]);
+        // the second micro-batch had no targets and so no entry
+        let losses = [vec![1.0, 2.0], vec![4.0, 8.0]];
+        let losses = losses.map(|nll| TargetLosses { nll, weights: None });
+        let sets = by_dataset(3, &samples, &losses);
         assert_eq!(sets.iter().map(|set| set.nll_sum).collect::<Vec<_>>(), [4.0, 11.0, 0.0]);
         let names = ["a", "b", "c"].map(str::to_owned);
         let keys = serde_json::to_value(metric_keys(&names, &sets)).unwrap();
@@ -177,5 +190,17 @@ mod tests {
         count(&mut seen, &names, &sets);
         let counts = DatasetCounts { num_samples: 4, num_tokens: 28, num_target_tokens: 6 };
         assert_eq!(seen["b"], counts);
+    }
+
+    #[test]
+    fn the_loss_of_a_data_set_is_the_mean_under_its_weights() {
+        let losses = [
+            TargetLosses { nll: vec![1.0, 2.0], weights: Some(vec![3.0, 0.5]) },
+            TargetLosses { nll: vec![5.0], weights: None },
+        ];
+        let sets = by_dataset(2, &[size(1, 5, 2), size(0, 3, 1)], &losses);
+        assert_eq!(sets[1].loss(), Some((1.0 * 3.0 + 2.0 * 0.5) / 3.5));
+        assert_eq!(sets[0].loss(), Some(5.0));
+        assert_eq!(sets[1].counts.num_target_tokens, 2);
     }
 }

@@ -7,7 +7,7 @@ use super::datasets::DatasetLoss;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, collate};
-use crate::loss::{Targets, scores};
+use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
@@ -28,10 +28,12 @@ pub struct SampleScore {
     /// Number of tokens.
     #[serde(skip)]
     pub num_tokens: u64,
-    /// Sum of the negative log likelihoods of its targets.
+    /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
     /// Number of supervised targets.
     pub num_targets: u64,
+    /// Sum of the weights of its targets; equals `num_targets` if the row has no weights.
+    pub target_weight: f64,
     /// Whether greedy decoding produces every supervised token.
     pub exact: bool,
 }
@@ -50,10 +52,11 @@ pub struct EvalReport {
 }
 
 impl EvalReport {
-    /// Mean over all supervised targets.
+    /// Weighted mean over all supervised targets; 0 without targets.
     pub fn loss(&self) -> f64 {
         let sum: f64 = self.samples.iter().map(|sample| sample.nll_sum).sum();
-        sum / self.num_targets().max(1) as f64
+        let weight: f64 = self.samples.iter().map(|sample| sample.target_weight).sum();
+        if self.num_targets() == 0 { 0.0 } else { sum / weight }
     }
 
     /// Number of supervised targets of all samples.
@@ -65,11 +68,9 @@ impl EvalReport {
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {
-            sets[sample.dataset as usize].add(
-                sample.num_tokens,
-                sample.num_targets,
-                sample.nll_sum,
-            );
+            let set = &mut sets[sample.dataset as usize];
+            set.count(sample.num_tokens, sample.num_targets);
+            set.add_loss(sample.nll_sum, sample.target_weight);
         }
         sets
     }
@@ -175,12 +176,17 @@ impl Evaluator<'_> {
                 next += 1;
             }
             let range = first..next;
+            let losses = TargetLosses {
+                nll: scores.nll[range.clone()].to_vec(),
+                weights: targets.weights.as_ref().map(|weights| weights[range.clone()].to_vec()),
+            };
             report.samples.push(SampleScore {
                 id,
                 dataset,
                 is_chat: self.rows.sets()[dataset as usize].corpus().is_none(),
                 num_tokens: num_tokens as u64,
-                nll_sum: scores.nll[range.clone()].iter().map(|nll| f64::from(*nll)).sum(),
+                nll_sum: losses.sum(),
+                target_weight: losses.pairs().map(|(_, weight)| weight).sum(),
                 num_targets: range.len() as u64,
                 exact: scores.argmax[range.clone()] == targets.ids[range],
             });

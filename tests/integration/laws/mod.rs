@@ -238,18 +238,18 @@ impl Subject {
         Gradients::zeros(&self.params, &trainable, &device()).unwrap()
     }
 
-    /// Forward and backward of a micro-batch of a step with `num_targets` targets.
+    /// Forward and backward of a micro-batch of a step whose targets have this weight.
     fn accumulate(
         &self,
         batch: &VarlenBatch,
-        num_targets: u64,
+        weight: f64,
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Outcome {
         let input = self.upload(batch).unwrap();
         let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();
         let (head, targets) = (self.model.lm_head(), Targets::of(batch));
-        let loss = loss_and_gradient(&hidden, head, &targets, num_targets, grads).unwrap();
+        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads).unwrap();
         let loss = loss.expect("the samples of these tests have targets");
         let outcome = Outcome { hidden: host(&hidden), nll: host(&loss.nll) };
         self.model.backward(tape, loss.d_hidden, &input, grads).unwrap();
@@ -259,7 +259,7 @@ impl Subject {
     /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
-        let outcome = self.accumulate(batch, num_targets(batch), RecomputePolicy::NONE, &grads);
+        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::NONE, &grads);
         (outcome, self.values(&grads))
     }
 
@@ -288,8 +288,8 @@ impl Subject {
     }
 }
 
-fn num_targets(batch: &VarlenBatch) -> u64 {
-    Targets::of(batch).len() as u64
+fn target_weight(batch: &VarlenBatch) -> f64 {
+    Targets::of(batch).weight()
 }
 
 /// A part of a sample.
@@ -400,6 +400,16 @@ fn samples() -> Vec<EncodedSample> {
         sample(3, &[Text(2), Image([1, 6, 2]), Text(3), Image([1, 2, 4]), Text(5)]),
         sample(4, &[Text(2)]),
     ]
+}
+
+/// The samples with another weight for each token, from a half to two and a half. The first sample
+/// has no weights.
+fn weighted(mut samples: Vec<EncodedSample>) -> Vec<EncodedSample> {
+    for sample in samples.iter_mut().skip(1) {
+        let weight = |token| 0.5 + (token * 7 % 5) as f32 * 0.5;
+        sample.weights = Some((0..sample.len()).map(weight).collect());
+    }
+    samples
 }
 
 fn pad(rows: &[&[EncodedSample]], pad_id: u32, side: PaddingSide) -> Batch {
