@@ -172,6 +172,7 @@ impl Batch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::MediumKind;
 
     /// Two rows of five: samples of 2 and 1 tokens, then one of 5. Padding is on the left, and the
     /// pad id 9 also occurs in real tokens.
@@ -183,7 +184,11 @@ mod tests {
             attention_mask: [[false; 2].as_slice(), &[true; 8]].concat(),
             position_ids: [0, 0, 0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]).to_vec(),
             vision_rows: vec![3, 6, 8],
-            media: vec![Patches { pixel_values: vec![0.5; 12], grid_thw: [1, 2, 6] }],
+            media: vec![Patches {
+                pixel_values: vec![0.5; 12],
+                grid_thw: [1, 2, 6],
+                kind: MediumKind::Image,
+            }],
             segment_lengths: vec![vec![2, 1], vec![5]],
             length: 5,
         }

@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn after_warm_up_the_rates_are_those_of_transformers() {
         let expected =
-            [1.0, 0.9045084971874737, 0.6545084971874737, 0.3454915028125263, 0.09549150281250633];
+            [1.0, 0.9045084971874737, 0.6545084971874737, 0.34549150281252633, 0.09549150281252633];
         let spans = [Span::Steps(3), Span::Steps(0)];
         for (lr, expected) in lrs(ScheduleConfig::Cosine, 0.0, spans, 8)[3..].iter().zip(expected) {
             assert!((lr - expected).abs() < 1e-15, "{lr} {expected}");

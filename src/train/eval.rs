@@ -3,10 +3,10 @@
 //! An answer is exact if each of its tokens is the most likely one after the tokens before it, so
 //! that greedy decoding would produce it. One forward pass computes both.
 
-use super::datasets::DatasetLoss;
+use super::datasets::{DatasetCounts, DatasetLoss};
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
-use crate::data::{CollateError, Rejection, RowReader, SampleIndex, collate};
+use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
 use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
@@ -19,15 +19,12 @@ pub struct SampleScore {
     /// `file:line`.
     #[serde(serialize_with = "as_text")]
     pub id: SampleId,
-    /// Index of its data set.
+    /// Its data set, and its numbers of tokens and media.
     #[serde(skip)]
-    pub dataset: u32,
+    pub size: SampleSize,
     /// Whether it is a chat. Samples of a corpus have no answer.
     #[serde(skip)]
     pub is_chat: bool,
-    /// Number of tokens.
-    #[serde(skip)]
-    pub num_tokens: u64,
     /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
     /// Number of supervised targets.
@@ -68,8 +65,8 @@ impl EvalReport {
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {
-            let set = &mut sets[sample.dataset as usize];
-            set.count(sample.num_tokens, sample.num_targets);
+            let set = &mut sets[sample.size.dataset as usize];
+            set.counts += DatasetCounts::of(&sample.size);
             set.add_loss(sample.nll_sum, sample.target_weight);
         }
         sets
@@ -158,8 +155,9 @@ impl Evaluator<'_> {
         if samples.is_empty() {
             return Ok(());
         }
-        let of =
-            |(dataset, sample): &(u32, EncodedSample)| (*dataset, sample.id.clone(), sample.len());
+        let of = |(dataset, sample): &(u32, EncodedSample)| {
+            (sample.id.clone(), SampleSize::of(*dataset, sample))
+        };
         let origins: Vec<_> = samples.iter().map(of).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();
         let merge = model.merge_size();
@@ -169,9 +167,9 @@ impl Evaluator<'_> {
         let input = model.upload(batch, self.dtype, self.device)?;
         let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
-        for (dataset, id, num_tokens) in origins {
+        for (id, size) in origins {
             let first = next;
-            end += num_tokens;
+            end += size.num_tokens as usize;
             while next < targets.len() && (targets.rows[next] as usize) < end {
                 next += 1;
             }
@@ -182,9 +180,8 @@ impl Evaluator<'_> {
             };
             report.samples.push(SampleScore {
                 id,
-                dataset,
-                is_chat: self.rows.sets()[dataset as usize].corpus().is_none(),
-                num_tokens: num_tokens as u64,
+                size,
+                is_chat: self.rows.sets()[size.dataset as usize].corpus().is_none(),
                 nll_sum: losses.sum(),
                 target_weight: losses.pairs().map(|(_, weight)| weight).sum(),
                 num_targets: range.len() as u64,

@@ -1,7 +1,7 @@
 //! The training loop: steps, evaluations, checkpoints.
 
 use super::config::EvalConfig;
-use super::datasets::{Rejected, by_dataset, count, log_shares, metric_keys};
+use super::datasets::{Rejected, by_dataset, count, log_datasets, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
 use super::state::TrainState;
 use super::step::{PreparedStep, StepError, StepRunner};
@@ -389,7 +389,7 @@ impl Trainer {
             },
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
-        log_shares(&parts.state.datasets_seen);
+        log_datasets(&parts.state.datasets_seen);
         self.saved_at = Some(step);
         Ok(folder)
     }

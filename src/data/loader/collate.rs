@@ -168,6 +168,7 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
+    use crate::batch::MediumKind;
     use proptest::prelude::*;
 
     use super::*;
@@ -181,7 +182,7 @@ mod tests {
     }
 
     fn patches() -> Patches {
-        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4] }
+        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4], kind: MediumKind::Image }
     }
 
     fn any_packs() -> impl Strategy<Value = Vec<Pack>> {

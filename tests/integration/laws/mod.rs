@@ -20,7 +20,8 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
 use trainer::batch::{
-    Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, Patches, SampleId, VarlenBatch,
+    Batch, EncodedSample, IGNORE_INDEX, MediumKind, Pack, PaddingSide, Patches, SampleId,
+    VarlenBatch,
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
@@ -345,7 +346,8 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                 next_position += t.max(h / 2).max(w / 2);
                 let values = (t * h * w) as usize * config(Head::Tied).vision.patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
-                media.push(Patches { pixel_values, grid_thw: grid });
+                let kind = MediumKind::Image; // `joined` sets the kind of videos
+                media.push(Patches { pixel_values, grid_thw: grid, kind });
             }
         }
     }
@@ -374,7 +376,7 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
             Video(grid_thw) => {
                 let values = frames.by_ref().take(grid_thw[0] as usize);
                 let pixel_values = values.flat_map(|patches| patches.pixel_values).collect();
-                media.push(Patches { pixel_values, grid_thw });
+                media.push(Patches { pixel_values, grid_thw, kind: MediumKind::Video });
             }
         }
     }
