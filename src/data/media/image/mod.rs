@@ -50,7 +50,7 @@ use source::open;
 #[cfg(feature = "video")]
 pub(in crate::data) use source::resolve;
 
-use crate::batch::{MediaRef, MediaSource, Patches};
+use crate::batch::{MediaRef, MediaSource, MediumKind, Patches};
 
 /// Loads images as normalised patches, with the settings of one model folder.
 ///
@@ -126,7 +126,7 @@ impl ImageProcessor {
         let size = [image.height as u32, image.width as u32];
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
-        Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
+        Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
     }
 
     /// Converts patches back to the resized image. The result has one element.

@@ -28,7 +28,7 @@ use file::VideoFile;
 use sampling::Sampling;
 use smart_resize::smart_resize;
 
-use crate::batch::{MediaRef, Patches, VideoLimits, VideoRef};
+use crate::batch::{MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use crate::data::media::image::{
     ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
     upright_pixels, upright_size,
@@ -200,7 +200,7 @@ impl VideoProcessor {
         let shape = self.images.patch_shape();
         let pixel_values = patchify(frames, shape, &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
         let grid_thw = plan.clip.grid_thw;
-        (plan.clip, Patches { pixel_values, grid_thw })
+        (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
     }
 }
 
