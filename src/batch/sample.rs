@@ -123,6 +123,15 @@ pub enum VideoRef {
     },
 }
 
+impl VideoRef {
+    /// The settings of this video.
+    pub fn limits_mut(&mut self) -> &mut VideoLimits {
+        match self {
+            Self::Frames { limits, .. } | Self::File { limits, .. } => limits,
+        }
+    }
+}
+
 /// A reference to an image. Parsing a row does not open it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MediaRef {

@@ -3,6 +3,7 @@
 mod config;
 mod dataset;
 mod encode;
+mod json;
 mod length_cache;
 mod loader;
 mod media;
@@ -41,5 +42,5 @@ pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{JsonlFile, RowForm, SampleError, SourceError};
+pub use source::{JsonlFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys};
 pub use template::tokenizer::TokenizerError;

@@ -77,6 +77,7 @@ pub(crate) fn open_data(
         cut,
         // Only a run creates `output_dir`: `inspect` and `eval` must not leave a folder behind.
         cache: config.output_dir.is_dir().then(|| config.cache_dir()),
+        unknown_keys: data.unknown_keys,
         on_error: data.on_error,
         max_rejected: data.max_rejected,
     };

@@ -245,6 +245,21 @@ fn a_tool_call_is_a_target_and_its_result_is_not() {
 }
 
 #[test]
+fn integers_above_64_bits_in_tool_arguments_are_kept_as_written() {
+    let text = r#"{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1000000000000000000000000000000,
+        "b": [-99999999999999999999], "c": 1e30, "d": 999999999999999999999999999999999999999999}}}]}]}"#;
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    write(&path, text.replace('\n', " ").as_bytes());
+    let sample = JsonlFile::open(&path, None).unwrap().read(0).unwrap();
+    let arguments = "{\"a\": 1000000000000000000000000000000, \"b\": [-99999999999999999999], \
+        \"c\": 1e+30, \"d\": 999999999999999999999999999999999999999999}";
+    let rendered = encoder().render(&sample).unwrap();
+    assert!(rendered.contains(arguments), "{rendered}");
+}
+
+#[test]
 fn each_image_fills_its_own_rows() {
     let images = ["images/exact_moon_96x64.png", "images/exact_moon_64x64.png"];
     let messages = [user("<image>a<image>"), assistant("b")];

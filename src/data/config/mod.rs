@@ -13,6 +13,7 @@ use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
+use crate::data::source::UnknownKeys;
 
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,6 +79,9 @@ pub struct DataConfig {
     /// affects the speed only.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
+    /// How keys of rows that the trainer does not know are handled; `warn` by default.
+    #[serde(default)]
+    pub unknown_keys: UnknownKeys,
     /// How a rejected row is handled; `skip` by default.
     #[serde(default)]
     pub on_error: OnError,
@@ -104,6 +108,10 @@ pub struct DatasetConfig {
     /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
+    /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; false
+    /// (the default): such rows are rejected.
+    #[serde(default)]
+    pub literal_placeholders: bool,
     /// Settings for plain text; null: the rows are chats.
     #[serde(default)]
     pub corpus: Option<CorpusConfig>,
@@ -112,8 +120,14 @@ pub struct DatasetConfig {
 impl DatasetConfig {
     /// A data set of chats with default settings.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        let (image_root, name, corpus) = (None, None, None);
-        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+        Self {
+            path: path.into(),
+            name: None,
+            image_root: None,
+            weight: default_weight(),
+            literal_placeholders: false,
+            corpus: None,
+        }
     }
 }
 

@@ -11,7 +11,7 @@ mod tests;
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
     Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, JsonlFile, Length, Prefetched,
-    Rejection, RowForm, RowReader, SampleError, SampleIndex, SourceError, TextSample,
+    Rejection, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError, TextSample,
     TruncationRule, dataset_names, open_indexed,
 };
 use std::path::Path;
@@ -40,9 +40,11 @@ impl DataSet {
             return Err(plain());
         }
         let image_root = set.image_root.as_deref();
+        let literal_placeholders = set.literal_placeholders;
+        let rules = RowRules { literal_placeholders, unknown_keys: options.unknown_keys };
         let file = match &options.cache {
-            Some(folder) => open_indexed(&set.path, image_root, encoder, folder)?,
-            None => JsonlFile::open(&set.path, image_root)?,
+            Some(folder) => open_indexed(&set.path, image_root, rules, encoder, folder)?,
+            None => JsonlFile::open(&set.path, image_root)?.with_rules(rules),
         };
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
     }

@@ -25,7 +25,7 @@ use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::encode::Encoder;
-use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
+use crate::data::source::{JsonlFile, LineIndex, RowRules, SampleError, Stamp};
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 2;
@@ -138,10 +138,18 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The name has a hash of the paths of the data file and of its images, and of `text_key`.
-    pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
+    /// The name has a hash of the paths of the data file and of its images, of `rules` and of
+    /// `text_key`.
+    pub(super) fn new(
+        folder: &Path,
+        data: &Path,
+        image_root: &Path,
+        rules: RowRules,
+        text_key: [u8; 32],
+    ) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);
+        key.update(rules.key());
         for path in [data, image_root] {
             // if it cannot be resolved, reading the file fails too
             let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -157,7 +165,7 @@ impl Place {
 
     /// The path of the cache of `file` in `folder`.
     pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
-        Self::new(folder, file.path(), file.image_root(), encoder.text_key())
+        Self::new(folder, file.path(), file.image_root(), file.rules(), encoder.text_key())
     }
 
     fn beside(&self, ending: &str) -> PathBuf {

@@ -23,12 +23,13 @@ use file::Place;
 pub use table::LengthCache;
 
 use crate::data::encode::Encoder;
-use crate::data::source::{JsonlFile, SourceError, Stamp};
+use crate::data::source::{JsonlFile, RowRules, SourceError, Stamp};
 
 /// Opens a data file. It is not scanned if the cache in `folder` has its index and it is unchanged.
 pub fn open_indexed(
     path: &Path,
     image_root: Option<&Path>,
+    rules: RowRules,
     encoder: &Encoder,
     folder: &Path,
 ) -> Result<JsonlFile, SourceError> {
@@ -36,9 +37,10 @@ pub fn open_indexed(
     let file = File::open(path).map_err(unreadable)?;
     let stamp = Stamp::of(&file).map_err(unreadable)?;
     let root = JsonlFile::image_root_of(path, image_root);
-    let place = Place::new(folder, path, root, encoder.text_key());
-    match place.index(&stamp) {
+    let place = Place::new(folder, path, root, rules, encoder.text_key());
+    let file = match place.index(&stamp) {
         Some(index) => JsonlFile::with_index(file, path, image_root, index, Some(stamp)),
         None => JsonlFile::open(path, image_root),
-    }
+    };
+    Ok(file?.with_rules(rules))
 }

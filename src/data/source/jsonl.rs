@@ -14,14 +14,17 @@ use std::time::SystemTime;
 use sha2::{Digest, Sha256};
 
 use super::error::SampleError;
-use super::formats::{RowForm, parse_row, parse_text};
 use super::raw_row::RawRow;
+use super::rows::{RowForm, RowParser, RowRules};
 use super::stamp::Stamp;
 use crate::batch::{Sample, SampleId};
 use crate::data::dataset::corpus::error::CorpusError;
 
 /// Maximum number of rows that are parsed to detect the form of a file.
 const DETECTION_ROWS: usize = 100;
+/// Maximum number of rows, and of their bytes, that are parsed to find keys that are not read.
+const SURVEY_ROWS: usize = 1000;
+const SURVEY_BYTES: usize = 16 << 20;
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// An open JSONL file. Rows can be read in any order and from several threads.
@@ -29,7 +32,7 @@ const BOM: &[u8] = b"\xef\xbb\xbf";
 pub struct JsonlFile {
     file: File,
     path: Arc<Path>,
-    image_root: Arc<Path>,
+    parser: RowParser,
     index: LineIndex,
     stamp: Option<Stamp>,
     opened: Option<Box<Stamp>>, // metadata when the file was indexed, settled or not
@@ -142,13 +145,32 @@ impl JsonlFile {
             opened: stamp.clone().or_else(|| Stamp::of(&file).ok()).map(Box::new),
             file,
             path: path.into(),
-            image_root: image_root.into(),
+            parser: RowParser::new(image_root, RowRules::default()),
             index,
             stamp,
             form: RowForm::Messages,
         };
         this.form = this.detect()?;
         Ok(this)
+    }
+
+    /// Sets the rules for the rows, and logs which keys of the first rows are not read.
+    #[must_use]
+    pub fn with_rules(mut self, rules: RowRules) -> Self {
+        self.parser = RowParser::new(&self.parser.image_root, rules);
+        let mut left = SURVEY_BYTES;
+        let rows = (0..self.len().min(SURVEY_ROWS)).map_while(|row| {
+            let (id, bytes) = (self.id(row), self.bytes(row).ok()?);
+            left = left.checked_sub(bytes.len())?;
+            Some((RawRow::from_json(&id, &bytes), id))
+        });
+        self.parser.survey(&self.path, rows.filter_map(|(row, id)| Some((id, row.ok()?))));
+        self
+    }
+
+    /// The rules for the rows.
+    pub fn rules(&self) -> RowRules {
+        self.parser.rules
     }
 
     /// Returns the folder for relative image paths: the given one, or the folder of the file.
@@ -185,7 +207,7 @@ impl JsonlFile {
     /// Parses `bytes` as row `row < len()`.
     pub(in crate::data) fn parse(&self, row: usize, bytes: &[u8]) -> Result<Sample, SampleError> {
         let id = self.id(row);
-        parse_row(&id, RawRow::from_json(&id, bytes)?, &self.image_root)
+        self.parser.parse(&id, RawRow::from_json(&id, bytes)?)
     }
 
     /// Byte offset of row `row < len()`.
@@ -200,7 +222,7 @@ impl JsonlFile {
 
     /// Folder that relative image paths are resolved against.
     pub(in crate::data) fn image_root(&self) -> &Path {
-        &self.image_root
+        &self.parser.image_root
     }
 
     /// Metadata of the file when it was scanned; `None` if it cannot prove that the file is
@@ -220,7 +242,7 @@ impl JsonlFile {
     /// Reads the document in row `row < len()` of a corpus.
     pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
         let id = self.id(row);
-        parse_text(&id, RawRow::from_json(&id, &self.bytes(row)?)?)
+        RowParser::parse_text(&id, RawRow::from_json(&id, &self.bytes(row)?)?)
     }
 
     /// SHA-256 of the bytes of the file when it was scanned.

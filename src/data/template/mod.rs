@@ -21,6 +21,7 @@ use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::batch::{Content, Message, Part};
+use crate::data::json::long_integer;
 
 /// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";
@@ -283,6 +284,9 @@ fn part_value(part: &Part) -> Value {
 /// Converts JSON to a template value and keeps the order of keys.
 fn value_of_json(json: &serde_json::Value) -> Value {
     use serde_json::Value as Json;
+    if let Some(digits) = long_integer(json) {
+        return json_dumps::integer(digits);
+    }
     match json {
         Json::Null => Value::from(()),
         Json::Bool(value) => Value::from(*value),
