@@ -31,6 +31,40 @@ pub struct Sample {
     pub media: Vec<Medium>,
     /// Tool definitions for the chat template.
     pub tools: Option<serde_json::Value>,
+    /// Objects that the texts name by placeholders.
+    pub objects: Objects,
+}
+
+/// Objects in the images of a row. If there are any, the texts of the messages have the placeholder
+/// `<ref-object>` for each name and `<bbox>` for each box.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Objects {
+    /// Names in the order of their placeholders.
+    pub names: Vec<String>,
+    /// Boxes in the order of their placeholders.
+    pub boxes: Vec<BoxRef>,
+}
+
+/// A box, or a point.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BoxRef {
+    /// `x1, y1, x2, y2` of a box, or `x, y` of a point, in the upright image.
+    pub coordinates: Vec<f64>,
+    /// Unit of the coordinates.
+    pub unit: BoxUnit,
+    /// Index of the image among the images of the row, from 0; videos do not count.
+    pub image: usize,
+}
+
+/// Unit of the coordinates of a box.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BoxUnit {
+    /// A pixel of the image before any resize.
+    Pixel,
+    /// A side of the image.
+    One,
+    /// A thousandth of a side of the image.
+    Thousandth,
 }
 
 /// One message of a conversation.

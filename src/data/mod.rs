@@ -26,7 +26,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{Encoder, EncoderError, LossScale, TextSample};
+pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use loader::Loader;
@@ -42,5 +42,7 @@ pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{JsonlFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys};
+pub use source::{
+    GroundingError, JsonlFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys,
+};
 pub use template::tokenizer::TokenizerError;

@@ -101,17 +101,18 @@ fn relative(sample: &Sample) -> Result<Vec<Vec<u32>>, SampleError> {
             let cause = GroundingError::NoImage { index, image: *image, images: images.len() };
             return Err(SampleError::Grounding { id: id.clone(), cause });
         }
-        let [height, width] = match (unit, sizes.get(*image).copied().flatten()) {
-            (BoxUnit::One, _) => [1; 2],
-            (BoxUnit::Thousandth, _) => [SIDE; 2],
-            (BoxUnit::Pixel, Some(size)) => size,
-            (BoxUnit::Pixel, None) => {
-                let size = upright_size(images[*image]).map_err(|cause| {
-                    SampleError::Image { id: id.clone(), index: image + 1, cause }
-                })?;
-                *sizes[*image].insert(size)
-            }
-        };
+        let [height, width] =
+            match (unit, sizes.get(*image).copied().flatten()) {
+                (BoxUnit::One, _) => [1; 2],
+                (BoxUnit::Thousandth, _) => [SIDE; 2],
+                (BoxUnit::Pixel, Some(size)) => size,
+                (BoxUnit::Pixel, None) => {
+                    let size = upright_size(images[*image]).map_err(|cause| {
+                        SampleError::Image { id: id.clone(), index: image + 1, cause }
+                    })?;
+                    *sizes[*image].insert(size)
+                }
+            };
         thousandths(id, index, coordinates, [width, height])
     };
     sample.objects.boxes.iter().enumerate().map(&mut relative_of).collect()
@@ -136,8 +137,7 @@ fn thousandths(
     if of_sides.clone().any(|(value, side)| !(0.0..=*side).contains(value)) {
         return fault(GroundingError::Outside { index, found: found(), width, height });
     }
-    let round = |(value, side): (&f64, &f64)| {
-        (value / side * f64::from(SIDE)).round_ties_even() as u32
-    };
+    let round =
+        |(value, side): (&f64, &f64)| (value / side * f64::from(SIDE)).round_ties_even() as u32;
     Ok(of_sides.by_ref().map(round).collect())
 }

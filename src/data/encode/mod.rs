@@ -7,6 +7,7 @@
 
 mod encoded_text;
 mod folder;
+mod grounding;
 pub(in crate::data) mod measure;
 mod media;
 mod plain;
@@ -23,6 +24,8 @@ use std::sync::Once;
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
 use folder::TextFolder;
+pub use grounding::ImageBox;
+use grounding::grounded;
 use media::{MediaReader, MediumGrid, kinds};
 pub use targets::LossScale;
 use targets::Supervision;
@@ -138,6 +141,8 @@ impl Encoder {
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
         let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
@@ -156,6 +161,8 @@ impl Encoder {
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.text
             .template
             .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
@@ -165,7 +172,8 @@ impl Encoder {
     /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
     /// on. Many templates render the thoughts of the last answer only.
     pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
-        let Sample { id, messages, tools, .. } = sample;
+        let sample = grounded(sample)?;
+        let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
         let chat = chat.map_err(|cause| template_error(id, cause))?;
@@ -225,6 +233,8 @@ impl Encoder {
 
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.check_texts(sample)?;
         let Sample { id, messages, tools, media, .. } = sample;
         let chat = self

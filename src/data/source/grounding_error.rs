@@ -32,7 +32,9 @@ pub enum GroundingError {
         images: usize,
     },
     /// The first corner is not above and left of the second.
-    #[error("`objects.bbox[{index}]` is {found}, expected `[x1, y1, x2, y2]` with x1 <= x2 and y1 <= y2")]
+    #[error(
+        "`objects.bbox[{index}]` is {found}, expected `[x1, y1, x2, y2]` with x1 <= x2 and y1 <= y2"
+    )]
     Inverted {
         /// Index of the box.
         index: usize,
@@ -40,7 +42,9 @@ pub enum GroundingError {
         found: String,
     },
     /// A coordinate is outside of the image.
-    #[error("`objects.bbox[{index}]` is {found}, expected 0 <= x <= {width} and 0 <= y <= {height}")]
+    #[error(
+        "`objects.bbox[{index}]` is {found}, expected 0 <= x <= {width} and 0 <= y <= {height}"
+    )]
     Outside {
         /// Index of the box.
         index: usize,

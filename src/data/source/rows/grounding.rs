@@ -4,10 +4,10 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use super::super::grounding_error::GroundingError;
+use super::super::texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts};
 use super::values::{missing, one_or_more, take, text, wrong_type};
 use super::{At, is_given, join};
 use crate::batch::{BoxRef, BoxUnit, Message, Objects};
-use crate::data::source::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts};
 
 const COORDINATES: &str = "a list of four numbers (a box) or two (a point)";
 

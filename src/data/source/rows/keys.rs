@@ -119,8 +119,7 @@ const VIDEO_TOO: [&str; 15] = [
 ];
 
 /// Refused keys of a row: the key, and the feature with `is` or `are`.
-const REFUSED_IN_ROWS: [(&str, &str); 18] = [
-    ("objects", "boxes are"),
+const REFUSED_IN_ROWS: [(&str, &str); 17] = [
     ("label", "labels of preferences or classes are"),
     ("chosen", "pairs of preferences are"),
     ("rejected", "pairs of preferences are"),

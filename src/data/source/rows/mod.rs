@@ -2,6 +2,7 @@
 
 mod content;
 mod exchanges;
+mod grounding;
 mod keys;
 mod limits;
 mod media;
@@ -223,7 +224,8 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     for message in &mut messages {
         message.weight *= weight;
     }
-    Ok(Sample { id: id.clone(), messages, media, tools })
+    let objects = at.objects(row, &messages)?;
+    Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
 /// Parses the tools of a row: a list of definitions, or a string with JSON of one.
