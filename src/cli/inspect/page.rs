@@ -5,6 +5,7 @@ use super::cut::{self, Piece};
 use super::figure::{Figure, MAX_GROUPS};
 use super::html::{escaped, push};
 use super::media::{ShownMedium, media_of};
+use super::notes::Notes;
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
@@ -67,6 +68,7 @@ impl<'a> Page<'a> {
         label: &str,
         sample: &EncodedSample,
         dropped: &[DroppedTokens],
+        notes: &Notes,
     ) -> anyhow::Result<()> {
         self.samples += 1;
         let mut cut_away = String::new();
@@ -79,18 +81,19 @@ impl<'a> Page<'a> {
         push(
             &mut self.body,
             format_args!(
-                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens{cut_away}</p>\n",
+                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens{cut_away}{}</p>\n",
                 self.samples,
                 escaped(label),
                 sample.len(),
                 sample.num_targets(),
                 sample.vision_rows.len(),
+                notes.hidden_thoughts(),
             ),
         );
         let pieces = cut::pieces(runs(sample, &media), dropped);
         self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
-        let shown = media.iter().map(|medium| match medium.kind {
+        let shown = media.iter().map(|medium| match medium.patches.kind {
             MediumKind::Image => 1,
             MediumKind::Video => 2 * MAX_GROUPS.min(medium.patches.grid_thw[0] as usize) as u64,
         });
@@ -119,7 +122,8 @@ impl<'a> Page<'a> {
                     if pixels.0 != index {
                         pixels = (index, pixels_of(self.encoder, &media[index]));
                     }
-                    let figure = Figure { media: &media, index, group, max_pixels };
+                    let boxes = &notes.boxes;
+                    let figure = Figure { media: &media, index, group, max_pixels, boxes };
                     turns.inline(&figure.html(&pixels.1, range.len())?);
                 }
             }
@@ -224,7 +228,7 @@ impl<'a> Page<'a> {
 }
 
 fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
-    match medium.kind {
+    match medium.patches.kind {
         MediumKind::Image => encoder.image_processor().pixels(medium.patches),
         MediumKind::Video => encoder.video_processor().pixels(medium.patches),
     }

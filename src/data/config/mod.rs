@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
+use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
@@ -59,6 +60,9 @@ pub struct DataConfig {
     /// How a sample longer than `max_length` is handled; `delete` by default.
     #[serde(default)]
     pub truncation: Truncation,
+    /// Which tokens of a chat are supervised; `default` by default.
+    #[serde(default)]
+    pub loss_scale: LossScale,
     /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,

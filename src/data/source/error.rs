@@ -1,5 +1,6 @@
 //! Errors of a row. Each message names the file, the line and what was found there.
 
+use super::grounding_error::GroundingError;
 use crate::batch::{MediumKind, SampleId};
 use crate::data::encode::truncate::TruncationError;
 use crate::data::media::image::ImageError;
@@ -184,6 +185,14 @@ pub enum SampleError {
         /// Error of the image.
         cause: ImageError,
     },
+    /// The boxes of the row cannot be rendered.
+    #[error("{id}: {cause}")]
+    Grounding {
+        /// File and line of the row.
+        id: SampleId,
+        /// Error of the boxes.
+        cause: GroundingError,
+    },
     /// The text of a turn contains a token that represents visual features.
     #[error("{id}: the text of turn {turn} contains `{token}`, which is reserved for media")]
     ReservedToken {
@@ -288,6 +297,7 @@ impl SampleError {
             Self::Video { cause, .. } => cause.reason(),
             Self::ReservedToken { .. } | Self::ReservedInText { .. } => "reserved_token",
             Self::Template { cause, .. } => cause.reason(),
+            Self::Grounding { cause, .. } => cause.reason(),
             Self::Tokenizer { .. } => "tokenizer",
             Self::ImageTokens { .. } => "image_tokens",
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
@@ -339,6 +349,7 @@ impl SampleError {
                 "add an assistant turn, or remove `\"train\": false` from one"
             }
             Self::Template { cause, .. } => return cause.hint(),
+            Self::Grounding { cause, .. } => cause.hint(),
             Self::Json { .. } => "write one complete JSON object per line, in UTF-8",
             Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
                 "docs/data-format.md shows each row form"
@@ -375,6 +386,7 @@ impl SampleError {
             | Self::VideoCount { id, .. }
             | Self::Image { id, .. }
             | Self::Video { id, .. }
+            | Self::Grounding { id, .. }
             | Self::ReservedToken { id, .. }
             | Self::ReservedInText { id, .. }
             | Self::RenderedPlaceholders { id, .. }

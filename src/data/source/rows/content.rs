@@ -10,7 +10,9 @@ use super::context::At;
 use super::keys::{Place, is_given};
 use super::media::RowMedia;
 use super::values::{first_of, join, missing, take, wrong_type};
-use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoRef};
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
+};
 
 /// Keys for the image of a part or of a list entry.
 const IMAGE_KEYS: [&str; 8] =
@@ -72,17 +74,24 @@ impl RowMedia<'_> {
                     }
                     Some(Value::Array(images)) => {
                         self.at.check_keys(Place::Image, at, &part)?;
+                        let limits = self.at.image_limits(at, &part)?;
                         for (index, image) in images.into_iter().enumerate() {
-                            let image = self.at.image(&format!("{at}.image[{index}]"), image)?;
+                            let mut image =
+                                self.at.image(&format!("{at}.image[{index}]"), image)?;
+                            image.limits = limits.unwrap_or(image.limits);
                             parts.push(self.add(Medium::Image(image)));
                         }
                     }
                     image => {
                         part.extend(image.map(|image| ("image".to_owned(), image)));
+                        let limits = self.at.image_limits(at, &part)?;
                         parts.push(match self.at.image_of_object(at, part)? {
                             Some(image) => self.add(Medium::Image(image)),
                             None => self.next_of(MediumKind::Image),
                         });
+                        if let (Some(limits), Some(Medium::Image(image))) = (limits, self.last()) {
+                            image.limits = limits;
+                        }
                     }
                 }
             }
@@ -94,7 +103,12 @@ impl RowMedia<'_> {
                     self.add(Medium::Video(video))
                 } else {
                     self.at.check_keys(Place::Video, at, &part)?;
-                    self.next_of(MediumKind::Video)
+                    let given = self.at.video_limits(at, &part)?;
+                    let part = self.next_of(MediumKind::Video);
+                    if let (Some(given), Some(Medium::Video(video))) = (given, self.last()) {
+                        *video.limits_mut() = given;
+                    }
+                    part
                 });
             }
             _ => {
@@ -147,7 +161,7 @@ impl At<'_> {
     pub(super) fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleError> {
         const EXPECTED: &str = "a path or a data URI";
         if let Some(bytes) = blob(self.blobs, &value) {
-            return Ok(MediaRef { source: MediaSource::Bytes(bytes.clone()) });
+            return Ok(MediaSource::Bytes(bytes.clone()).into());
         }
         match value {
             Value::String(text) if text.is_empty() => Err(missing(self.id, at, EXPECTED)),
@@ -176,19 +190,22 @@ impl At<'_> {
             }
         }
         let Some((key, value)) = first_of(&mut object, &IMAGE_KEYS) else { return Ok(None) };
+        let limits = self.image_limits(at, &object)?;
         let at = join(at, key);
         let is_blob = blob(self.blobs, &value).is_some();
-        match (key, value) {
+        let mut image = match (key, value) {
             ("bytes" | "base64" | "data", Value::String(text))
                 if !starts_with_ignoring_case(&text, "data:") =>
             {
-                Ok(Some(MediaRef { source: base64(&text) }))
+                Ok(MediaRef::from(base64(&text)))
             }
             ("bytes" | "base64" | "data", value) if !is_blob && !value.is_string() => {
                 Err(wrong_type(self.id, &at, &value, BASE64))
             }
-            (_, value) => self.image(&at, value).map(Some),
-        }
+            (_, value) => self.image(&at, value),
+        }?;
+        image.limits = limits.unwrap_or(image.limits);
+        Ok(Some(image))
     }
 
     fn image_of_text(&self, at: &str, text: String) -> Result<MediaRef, SampleError> {
@@ -200,7 +217,7 @@ impl At<'_> {
             let path = self.path(at, &text, "images by URL are")?;
             MediaSource::File { root: self.parser.image_root.clone(), path }
         };
-        Ok(MediaRef { source })
+        Ok(source.into())
     }
 
     /// Parses a video: a path, a list of frames, or an object with one of them. `fps` is the frame
@@ -222,14 +239,16 @@ impl At<'_> {
             }
             Value::String(text) => {
                 let path = self.path(at, &text, "videos by URL are")?;
-                Ok(VideoRef::File { root: self.parser.image_root.clone(), path, fps })
+                let (root, limits) = (self.parser.image_root.clone(), VideoLimits::default());
+                Ok(VideoRef::File { root, path, fps, limits })
             }
             Value::Array(frames) if frames.is_empty() => Err(missing(self.id, at, EXPECTED)),
             Value::Array(frames) => {
                 let frames = frames.into_iter().enumerate();
                 let frame = |(index, value)| self.image(&format!("{at}[{index}]"), value);
-                let frames = frames.map(frame).collect::<Result<_, _>>()?;
-                Ok(VideoRef::Frames { frames, fps })
+                let frames = frames.map(frame).collect::<Result<Vec<_>, _>>()?;
+                self.refuse_frame_limits(at, &frames)?;
+                Ok(VideoRef::Frames { frames, fps, limits: VideoLimits::default() })
             }
             Value::Object(mut object) => {
                 self.check_keys(Place::Video, at, &object)?;
@@ -238,10 +257,14 @@ impl At<'_> {
                     let what = "the bytes of a video in a row are";
                     return Err(self.not_supported(&join(at, "bytes"), what));
                 }
-                match first_of(&mut object, &VIDEO_KEYS) {
-                    Some((key, value)) => self.video(&join(at, key), value, fps),
-                    None => Err(missing(self.id, &join(at, "video"), EXPECTED)),
-                }
+                let given = self.video_limits(at, &object)?;
+                let Some((key, value)) = first_of(&mut object, &VIDEO_KEYS) else {
+                    return Err(missing(self.id, &join(at, "video"), EXPECTED));
+                };
+                let mut video = self.video(&join(at, key), value, fps)?;
+                let limits = video.limits_mut();
+                *limits = given.unwrap_or(*limits);
+                Ok(video)
             }
             other => Err(wrong_type(self.id, at, &other, EXPECTED)),
         }

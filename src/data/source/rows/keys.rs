@@ -86,15 +86,40 @@ const TURN_TOO: [&str; 6] =
 const PART: [&str; 6] = ["type", "text", "image", "video", "image_url", "video_url"];
 const PART_TOO: [&str; 6] = ["url", "path", "base64", "bytes", "source", "fps"];
 const IMAGE: [&str; 5] = ["image", "url", "path", "bytes", "base64"];
-const IMAGE_TOO: [&str; 7] =
-    ["type", "image_url", "source", "data", "media_type", "text", "detail"];
+const IMAGE_TOO: [&str; 11] = [
+    "type",
+    "image_url",
+    "source",
+    "data",
+    "media_type",
+    "text",
+    "detail",
+    "min_pixels",
+    "max_pixels",
+    "resized_height",
+    "resized_width",
+];
 const VIDEO: [&str; 4] = ["video", "url", "path", "fps"];
-const VIDEO_TOO: [&str; 8] =
-    ["type", "text", "video_url", "sample_fps", "raw_fps", "bytes", "image", "image_url"];
+const VIDEO_TOO: [&str; 15] = [
+    "type",
+    "text",
+    "video_url",
+    "sample_fps",
+    "raw_fps",
+    "bytes",
+    "image",
+    "image_url",
+    "nframes",
+    "num_frames",
+    "min_frames",
+    "max_frames",
+    "min_pixels",
+    "max_pixels",
+    "total_pixels",
+];
 
 /// Refused keys of a row: the key, and the feature with `is` or `are`.
-const REFUSED_IN_ROWS: [(&str, &str); 18] = [
-    ("objects", "boxes are"),
+const REFUSED_IN_ROWS: [(&str, &str); 17] = [
     ("label", "labels of preferences or classes are"),
     ("chosen", "pairs of preferences are"),
     ("rejected", "pairs of preferences are"),
@@ -131,30 +156,17 @@ const REFUSED_IN_MEDIA: [(&str, &str); 4] = [
     ("audio", "audio is"),
     ("audios", "audio is"),
 ];
-const IMAGE_SIZES: &str =
-    "limits for a single image (use `data.image` of the config or of the row's data set) are";
 /// Refused keys of an image, besides [`REFUSED_IN_MEDIA`].
-const REFUSED_IN_IMAGES: [(&str, &str); 5] = [
-    ("min_pixels", IMAGE_SIZES),
-    ("max_pixels", IMAGE_SIZES),
-    ("resized_height", IMAGE_SIZES),
-    ("resized_width", IMAGE_SIZES),
-    ("total_pixels", IMAGE_SIZES),
-];
-const VIDEO_SETTINGS: &str = "settings of a single video (use `data.video` of the config) are";
+const REFUSED_IN_IMAGES: [(&str, &str); 1] =
+    [("total_pixels", "limits for all images together (use `max_pixels`) are")];
+const VIDEO_PARTS: &str = "parts of a video (cut the file) are";
+const VIDEO_SIZES: &str = "fixed sizes of a video (use `max_pixels`) are";
 /// Refused keys of a video, besides [`REFUSED_IN_MEDIA`].
-const REFUSED_IN_VIDEOS: [(&str, &str); 11] = [
-    ("nframes", VIDEO_SETTINGS),
-    ("num_frames", VIDEO_SETTINGS),
-    ("min_frames", VIDEO_SETTINGS),
-    ("max_frames", VIDEO_SETTINGS),
-    ("video_start", VIDEO_SETTINGS),
-    ("video_end", VIDEO_SETTINGS),
-    ("min_pixels", VIDEO_SETTINGS),
-    ("max_pixels", VIDEO_SETTINGS),
-    ("total_pixels", VIDEO_SETTINGS),
-    ("resized_height", VIDEO_SETTINGS),
-    ("resized_width", VIDEO_SETTINGS),
+const REFUSED_IN_VIDEOS: [(&str, &str); 4] = [
+    ("video_start", VIDEO_PARTS),
+    ("video_end", VIDEO_PARTS),
+    ("resized_height", VIDEO_SIZES),
+    ("resized_width", VIDEO_SIZES),
 ];
 
 /// What an object of a row describes.

@@ -124,6 +124,11 @@ impl<'a> RowMedia<'a> {
         part_of(kind)
     }
 
+    /// The image or video of the last placeholder.
+    pub(super) fn last(&mut self) -> Option<&mut Medium> {
+        self.media.last_mut()
+    }
+
     /// Adds a medium that a part names itself.
     pub(super) fn add(&mut self, medium: Medium) -> Part {
         let part = part_of(medium.kind());

@@ -4,7 +4,9 @@ mod content;
 mod context;
 mod exchanges;
 mod form;
+mod grounding;
 mod keys;
+mod limits;
 mod media;
 mod report;
 mod switches;
@@ -107,7 +109,8 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     for message in &mut messages {
         message.weight *= weight;
     }
-    Ok(Sample { id: id.clone(), messages, media, tools })
+    let objects = at.objects(row, &messages)?;
+    Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
 /// Parses the tools of a row: a list of definitions, or a string with JSON of one.
@@ -119,5 +122,87 @@ fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
         Value::Null => Ok(None),
         list @ Value::Array(_) => Ok(Some(list)),
         other => Err(wrong_type(id, "tools", &other, "a list, or JSON text of a list")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{MediaSource, Medium};
+    use serde_json::json;
+
+    fn row(row: Value) -> RawRow {
+        let Value::Object(object) = row else { panic!("{row}") };
+        RawRow { object, blobs: Vec::new() }
+    }
+
+    fn id(line: u64) -> SampleId {
+        SampleId { file: Path::new("rows.jsonl").into(), line }
+    }
+
+    fn parser(unknown_keys: UnknownKeys) -> RowParser {
+        RowParser::new(Path::new("."), RowRules { literal_placeholders: false, unknown_keys })
+    }
+
+    /// A row with these keys besides its turns.
+    fn with(more: Value) -> RawRow {
+        let turns =
+            json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        let mut row = row(json!({"messages": turns}));
+        row.object.extend(self::row(more).object);
+        row
+    }
+
+    #[test]
+    fn binary_values_are_images_wherever_a_path_may_stand() {
+        let wrap: [fn(Value) -> Value; 4] = [
+            |blob| blob,
+            |blob| json!({"bytes": blob, "path": "a.png"}),
+            |blob| json!([{"bytes": blob, "path": null}]),
+            |blob| json!([blob]),
+        ];
+        for wrap in wrap {
+            let mut row = with(json!({}));
+            let blob = row.blob_value([7u8].as_slice().into());
+            row.object.insert("images".to_owned(), wrap(blob));
+            let sample = parser(UnknownKeys::Error).parse(&id(1), row).unwrap();
+            let [Medium::Image(image)] = sample.media.as_slice() else { panic!("{sample:?}") };
+            assert_eq!(image.source, MediaSource::Bytes([7u8].as_slice().into()));
+        }
+    }
+
+    #[test]
+    fn the_survey_counts_the_rows_with_each_key_that_is_not_read() {
+        let rows = (1..=10).map(|line| {
+            let row = match line {
+                1..=4 => with(json!({"image_path": "a.png", "source": "web"})),
+                5 => with(json!({"image_path": null, "rejected_response": "c"})),
+                _ => with(json!({"messages": [
+                    {"role": "user", "content": "a", "wieght": 1}, {"role": "assistant", "content": "b", "wieght": 1}
+                ]})),
+            };
+            (id(line), row)
+        });
+        let survey = parser(UnknownKeys::Warn).survey_of(rows);
+        let lines: Vec<String> = survey.lines().map(|(_, line)| line).collect();
+        let expected = [
+            "unknown key `image_path` is ignored, did you mean `images`? (4 of the first 10 rows)",
+            "unknown key `wieght` of a turn is ignored, did you mean `weight`? (5 of the first 10 rows)",
+            "key `source` is not used (4 of the first 10 rows)",
+            "rejected answers (`rejected_response`, `rejected_messages`) are not used (1 of the first 10 rows)",
+        ];
+        assert_eq!(lines, expected);
+    }
+
+    #[test]
+    fn a_key_that_the_survey_found_is_not_reported_again_and_a_later_one_is() {
+        let parser = parser(UnknownKeys::Warn);
+        let survey = [(id(1), with(json!({"zebra": 1})))];
+        parser.survey(Path::new("rows.jsonl"), survey.into_iter());
+        parser.parse(&id(2), with(json!({"zebra": 1, "yak": 1}))).unwrap();
+        let place = Place::Row(RowForm::Messages);
+        let known = |key: &str| report::Finding::Unknown(place, key.to_owned());
+        assert_eq!(parser.findings.take(), ["yak", "zebra"].map(known).into());
+        assert!(self::parser(UnknownKeys::Ignore).parse(&id(1), with(json!({"yak": 1}))).is_ok());
     }
 }
