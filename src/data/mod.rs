@@ -1,4 +1,4 @@
-//! Reads JSONL and plain text, and turns rows into token streams, on threads of the host.
+//! Reads data files and plain text, and turns rows into token streams, on threads of the host.
 
 mod config;
 mod dataset;
@@ -13,7 +13,8 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, Truncation, dataset_names,
+    Balance, DataConfig, DataConfigError, DataPath, DatasetConfig, OnError, Truncation,
+    dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
@@ -39,5 +40,5 @@ pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{JsonlFile, RowForm, SampleError, SourceError};
+pub use source::{FileError, RowFile, RowForm, SampleError, SourceError};
 pub use template::tokenizer::TokenizerError;

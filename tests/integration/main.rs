@@ -23,6 +23,7 @@ mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+mod sources;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;

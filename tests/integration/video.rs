@@ -10,7 +10,7 @@ use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
-    Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig, collate, video::VideoMarks,
+    Encoder, ImageConfig, Length, RowFile, SampleError, VideoConfig, collate, video::VideoMarks,
 };
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::{LoadedModel, load_model};
@@ -35,7 +35,7 @@ fn encoder(video: &VideoConfig) -> Encoder {
 /// Every row of the golden file, with its expected values.
 fn rows() -> Vec<(EncodedSample, Value)> {
     let (encoder, golden_rows) = (encoder(&VideoConfig::default()), golden_json());
-    let file = JsonlFile::open(&golden("data/video.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/video.jsonl"), None).unwrap();
     let expected = golden_rows["rows"].as_array().unwrap().clone();
     assert_eq!(file.len(), expected.len());
     let encode = |(row, expected): (usize, Value)| {
@@ -200,7 +200,7 @@ fn encode_with(row: &Value, config: &VideoConfig) -> Result<EncodedSample, Sampl
         format!("{row}\n").as_bytes(),
     )
     .unwrap();
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
     file.read(0).and_then(|sample| encoder(config).encode(&sample))
 }
 
