@@ -1,6 +1,6 @@
 //! CSV and TSV: a header line with the names of the columns, then one record per row.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use csv::{ByteRecord, Reader, ReaderBuilder};
@@ -17,6 +17,33 @@ use crate::data::source::source_error::SourceError;
 pub(super) struct Header {
     names: Vec<String>,
     delimiter: u8,
+}
+
+/// Where the next byte is, by the rules of the csv crate.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    /// At the beginning of a record, or of an empty line.
+    Record,
+    /// At the beginning of a cell.
+    Cell,
+    /// In a cell without quotes.
+    Plain,
+    /// In a cell in quotes.
+    Quoted,
+    /// After a quote in such a cell: its end, or the first of two quotes for one.
+    Quote,
+}
+
+impl Place {
+    fn after(self, byte: u8, delimiter: u8) -> Self {
+        match (self, byte) {
+            (Self::Quoted, b'"') => Self::Quote,
+            (Self::Quoted, _) | (Self::Record | Self::Cell | Self::Quote, b'"') => Self::Quoted,
+            (_, b'\n' | b'\r') => Self::Record,
+            (_, byte) if byte == delimiter => Self::Cell,
+            _ => Self::Plain,
+        }
+    }
 }
 
 fn reader<R: Read>(delimiter: u8, input: R) -> Reader<R> {
@@ -49,19 +76,28 @@ impl Header {
     }
 
     /// Finds the records after the header. Line numbers are those of their first lines.
-    pub(super) fn scan(&self, path: &Path, input: impl Read) -> Result<RowIndex, SourceError> {
-        let mut reader = reader(self.delimiter, Hashing::new(input));
-        let (mut record, mut index) = (ByteRecord::new(), RowIndex::default());
-        let mut is_header = true;
-        while reader.read_byte_record(&mut record).map_err(|error| failed(path, error))? {
-            let position = record.position().expect("a record that was read has a position");
-            if !std::mem::replace(&mut is_header, false) {
-                index.push(position.byte(), position.line());
+    pub(super) fn scan(&self, input: impl Read) -> io::Result<RowIndex> {
+        let (mut input, mut index) = (Hashing::new(input), RowIndex::default());
+        let mut buffer = vec![0; 1 << 18];
+        let (mut offset, mut line, mut is_header) = (0, 1, true);
+        let mut place = Place::Record;
+        loop {
+            let num_read = input.read(&mut buffer)?;
+            if num_read == 0 {
+                break;
+            }
+            for byte in &buffer[..num_read] {
+                let next = place.after(*byte, self.delimiter);
+                let is_first = matches!(place, Place::Record) && !matches!(next, Place::Record);
+                if is_first && !std::mem::replace(&mut is_header, false) {
+                    index.push(offset, line);
+                }
+                offset += 1;
+                line += u64::from(*byte == b'\n');
+                place = next;
             }
         }
-        let finished = reader.into_inner().finish();
-        let (num_bytes, sha256) =
-            finished.map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
+        let (num_bytes, sha256) = input.finish()?;
         Ok(index.finish(num_bytes, sha256))
     }
 
@@ -100,15 +136,17 @@ fn failed(path: &Path, error: csv::Error) -> SourceError {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use proptest::prelude::*;
     use serde_json::json;
+
+    use super::*;
 
     #[test]
     fn records_are_rows_with_the_lines_on_which_they_begin() {
         let text = "\u{feff}instruction,messages,output\r\n\"a \"\"b\"\",\nc\",,d\n\nx,\"[{\"\"role\"\": \"\"user\"\"}]\",[1]\n";
         let path = Path::new("a.csv");
         let header = Header::read(path, b',', text.as_bytes()).unwrap();
-        let index = header.scan(path, text.as_bytes()).unwrap();
+        let index = header.scan(text.as_bytes()).unwrap();
         let row = |row: usize| {
             let bytes = &text.as_bytes()[index.start(row) as usize..index.end(row) as usize];
             Value::Object(header.row(bytes).unwrap().object)
@@ -121,6 +159,26 @@ mod tests {
         );
         assert_eq!(index.line(0), 2);
         assert_eq!(index.num_bytes(), text.len() as u64);
+    }
+
+    proptest! {
+        #[test]
+        fn each_record_found_is_the_record_of_the_csv_crate(
+            text in "[ab,\"\r\n ]{0,30}"
+        ) {
+            let text = format!("h\n{text}");
+            let header = Header { names: vec!["h".to_owned()], delimiter: b',' };
+            let index = header.scan(text.as_bytes()).unwrap();
+            let mut all = reader(b',', text.as_bytes());
+            let expected: Vec<ByteRecord> = all.byte_records().skip(1).map(Result::unwrap).collect();
+            prop_assert_eq!(index.len(), expected.len());
+            for (row, expected) in expected.iter().enumerate() {
+                let bytes = &text.as_bytes()[index.start(row) as usize..index.end(row) as usize];
+                let mut record = ByteRecord::new();
+                reader(b',', bytes).read_byte_record(&mut record).unwrap();
+                prop_assert_eq!(&record, expected);
+            }
+        }
     }
 
     #[test]

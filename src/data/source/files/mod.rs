@@ -266,7 +266,7 @@ fn open_rows(
         Format::Csv(delimiter) => {
             let header = Header::read(path, delimiter, head_or_all(head, &file))?;
             file.rewind().map_err(unreadable)?;
-            let index = known.map_or_else(|| header.scan(path, &file), Ok)?;
+            let index = known.map_or_else(|| header.scan(&file), Ok).map_err(unreadable)?;
             (index, Syntax::Record(header))
         }
         Format::Tar => (known.map_or_else(|| tar::scan(path, buffered()), Ok)?, Syntax::Members),

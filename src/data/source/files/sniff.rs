@@ -34,6 +34,8 @@ pub(super) enum Compression {
     Zstd,
 }
 
+/// Extensions of text files.
+const TEXT: [&str; 6] = ["jsonl", "ndjson", "json", "csv", "tsv", "txt"];
 /// Contents with a beginning of their own that are not rows.
 const OTHERS: [(&[u8], &str); 12] = [
     (b"PK\x03\x04", "a ZIP archive or an office document"),
@@ -102,7 +104,8 @@ fn not_rows(path: &Path, extension: &str, head: &[u8]) -> Option<FileError> {
         Some(FileError::Format { path: path.to_owned(), found, expected, hint })
     };
     let other = OTHERS.iter().find(|(magic, _)| head.starts_with(magic));
-    let is_binary = head.contains(&0);
+    // a text file may have a broken row
+    let is_binary = head.contains(&0) && !TEXT.contains(&extension);
     let found = match other {
         Some((_, found)) => (*found).to_owned(),
         None if is_binary => "binary data".to_owned(),
@@ -160,7 +163,7 @@ mod tests {
             ("a.parquet", b"PARE", "encrypted"),
             ("a.arrow", b"PK\x03\x04", "ZIP"),
             ("a.xlsx", b"PK\x03\x04", "ZIP"),
-            ("a.jsonl", b"ab\0cd", "binary data"),
+            ("a.bin", b"ab\0cd", "binary data"),
             ("a.jsonl", b" <!DOCTYPE html><head>", "HTML"),
             ("a.tar", b"a,b\n", "expected a tar archive"),
             (
