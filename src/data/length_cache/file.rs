@@ -162,7 +162,7 @@ impl Place {
     /// The name has a hash of the paths of the data `files` and of their images, and of `text_key`.
     pub(super) fn new<'a>(
         folder: &Path,
-        files: impl Iterator<Item = &'a Path> + Clone,
+        mut files: impl Iterator<Item = &'a Path> + Clone,
         image_root: &'a Path,
         text_key: [u8; 32],
     ) -> Self {
@@ -176,7 +176,6 @@ impl Place {
             key.update(name);
         }
         let key = format!("{:x}", key.finalize());
-        let mut files = files;
         let mut name = files.next().and_then(Path::file_stem).unwrap_or_default().to_owned();
         name.push(format!("-{}.arrow", &key[..16]));
         Self { path: folder.join(name) }

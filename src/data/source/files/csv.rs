@@ -12,6 +12,8 @@ use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 use crate::data::source::source_error::SourceError;
 
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
 /// The names of the columns, and the byte between cells.
 #[derive(Debug, Clone)]
 pub(super) struct Header {
@@ -86,7 +88,9 @@ impl Header {
             if num_read == 0 {
                 break;
             }
-            for byte in &buffer[..num_read] {
+            let skipped = if offset == 0 && buffer.starts_with(BOM) { BOM.len() } else { 0 };
+            offset += skipped as u64;
+            for byte in &buffer[skipped..num_read] {
                 let next = place.after(*byte, self.delimiter);
                 let is_first = matches!(place, Place::Record) && !matches!(next, Place::Record);
                 if is_first && !std::mem::replace(&mut is_header, false) {
@@ -143,7 +147,7 @@ mod tests {
 
     #[test]
     fn records_are_rows_with_the_lines_on_which_they_begin() {
-        let text = "\u{feff}instruction,messages,output\r\n\"a \"\"b\"\",\nc\",,d\n\nx,\"[{\"\"role\"\": \"\"user\"\"}]\",[1]\n";
+        let text = "\u{feff}\"instruction\",messages,output\r\n\"a \"\"b\"\",\nc\",,d\n\nx,\"[{\"\"role\"\": \"\"user\"\"}]\",[1]\n";
         let path = Path::new("a.csv");
         let header = Header::read(path, b',', text.as_bytes()).unwrap();
         let index = header.scan(text.as_bytes()).unwrap();

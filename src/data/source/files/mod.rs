@@ -10,6 +10,8 @@ pub(in crate::data) mod listing;
 mod parquet;
 mod sniff;
 mod tar;
+#[cfg(test)]
+mod tests;
 mod unpack;
 
 use std::fs::File;
@@ -27,6 +29,7 @@ use index::Hashing;
 pub(in crate::data) use index::RowIndex;
 use parquet::ParquetRows;
 use sniff::{Format, HEAD_BYTES};
+use unpack::Packed;
 
 use super::error::SampleError;
 use super::raw_row::RawRow;
@@ -123,8 +126,9 @@ impl Shard {
         let mut head = head(&file).map_err(unreadable)?;
         let mut content = file.try_clone().map_err(unreadable)?;
         let mut name = path.to_owned();
+        let packed = Packed { path, stamp: &before, is_settled, cache };
         if let Some(compression) = sniff::compression(&head) {
-            content = unpack::unpack(path, &file, compression, (&before, is_settled), cache)?;
+            content = packed.unpack(&file, compression)?;
             head = self::head(&content).map_err(unreadable)?;
             if path.extension().is_some_and(|of| of == "gz" || of == "zst") {
                 name.set_extension("");
@@ -132,7 +136,7 @@ impl Shard {
         }
         let format = sniff::format(path, &name, &head)?;
         let known = known.filter(|known| known.stamp == before);
-        let (index, rows) = open_rows(path, content, format, &head, known)?;
+        let (index, rows) = open_rows(packed, content, format, &head, known)?;
         let unchanged = Stamp::of(&file).map_err(unreadable)? == before;
         let stamp = Some(before.clone()).filter(|_| unchanged && is_settled);
         let (path, opened) = (path.into(), Some(before));
@@ -246,12 +250,13 @@ fn head(file: &File) -> io::Result<Vec<u8>> {
 
 /// Opens the rows of the unpacked `file`. Without an index, the file is read once to its end.
 fn open_rows(
-    path: &Path,
+    packed: Packed<'_>,
     mut file: File,
     format: Format,
     head: &[u8],
     known: Option<&KnownIndex>,
 ) -> Result<(RowIndex, Rows), SourceError> {
+    let path = packed.path;
     let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
     file.rewind().map_err(unreadable)?; // it may have been unpacked through this handle
     let known = known.map(|known| known.index.clone());
@@ -259,6 +264,8 @@ fn open_rows(
         let (num_bytes, sha256) = Hashing::new(&file).finish()?;
         Ok(RowIndex::default().finish(num_bytes, sha256))
     };
+    let without_rows =
+        |known: RowIndex| Ok(RowIndex::default().finish(known.num_bytes(), known.sha256()));
     let buffered = || BufReader::with_capacity(1 << 20, &file);
     let (index, syntax) = match format {
         Format::Lines => (lines(known, buffered()).map_err(unreadable)?, Syntax::Line),
@@ -271,13 +278,20 @@ fn open_rows(
         }
         Format::Tar => (known.map_or_else(|| tar::scan(path, buffered()), Ok)?, Syntax::Members),
         Format::Parquet => {
-            let index = known.map_or_else(hash_all, Ok).map_err(unreadable)?;
-            return Ok((index, Rows::Parquet(ParquetRows::open(path, file)?)));
+            let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
+            let rows = ParquetRows::open(path, file)?;
+            if !rows.is_slow() || packed.cache.is_none() {
+                return Ok((index, Rows::Parquet(rows)));
+            }
+            let why = "writing a Parquet file with large row groups and no page index as Arrow";
+            let file =
+                packed.store(why, ".arrow", |file, failed| rows.write_arrow(file, failed))?;
+            return Ok((index, Rows::Arrow(ArrowRows::open(path, &file, Layout::File)?)));
         }
         Format::ArrowFile | Format::ArrowStream => {
             let layout = if format == Format::ArrowFile { Layout::File } else { Layout::Stream };
             let rows = ArrowRows::open(path, &file, layout)?;
-            let index = known.map_or_else(hash_all, Ok).map_err(unreadable)?;
+            let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
             return Ok((index, Rows::Arrow(rows)));
         }
     };

@@ -4,13 +4,15 @@
 //! where pages of the largest column begin, so that a page is not unpacked for two chunks.
 
 use std::fs::File;
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::RecordBatch;
+use arrow_ipc::writer::FileWriter;
+use arrow_schema::ArrowError;
 use bytes::Bytes;
 use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder, RowSelection,
@@ -31,11 +33,14 @@ use crate::data::source::source_error::SourceError;
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Maximum number of rows of a chunk.
 const CHUNK_ROWS: u64 = 4096;
+/// Maximum size of the decoded data of a row group without a page index, in bytes.
+const SLOW_GROUP_BYTES: i64 = 32 << 20;
 const FORMAT: &str = "a Parquet file";
 
 /// An open Parquet file.
 #[derive(Debug)]
 pub(super) struct ParquetRows {
+    path: PathBuf,
     input: Input,
     metadata: ArrowReaderMetadata,
     chunks: Vec<Chunk>,
@@ -82,7 +87,8 @@ impl ParquetRows {
         check_compression(path, metadata.metadata())?;
         let chunks = chunks(metadata.metadata());
         let num_rows = chunks.last().map_or(0, |last| last.first + last.rows);
-        Ok(Self { input, metadata, chunks, num_rows, decoded: FileChunks::new() })
+        let path = path.to_owned();
+        Ok(Self { path, input, metadata, chunks, num_rows, decoded: FileChunks::new() })
     }
 
     pub(super) fn len(&self) -> usize {
@@ -97,6 +103,40 @@ impl ParquetRows {
             || self.decode(chunk).map_err(|error| format!("row group {}: {error}", chunk.group));
         let batch = self.decoded.get(number, decode, RecordBatch::get_array_memory_size)?;
         Ok(columns::row(&batch, row - chunk.first))
+    }
+
+    /// Whether a row needs much more time than its chunk: to find the chunk in a row group without a
+    /// page index, all pages before it are read.
+    pub(super) fn is_slow(&self) -> bool {
+        let metadata = self.metadata.metadata();
+        metadata.row_groups().iter().enumerate().any(|(number, group)| {
+            let pages = metadata.page_index_for_row_group(number);
+            group.total_byte_size() > SLOW_GROUP_BYTES
+                && (0..group.num_columns()).any(|column| pages.page_locations(column).is_none())
+        })
+    }
+
+    /// Writes all rows as an Arrow IPC file.
+    pub(super) fn write_arrow(
+        &self,
+        file: &File,
+        failed: &dyn Fn(io::Error) -> FileError,
+    ) -> Result<(), FileError> {
+        let broken = |error: ArrowError| match error {
+            ArrowError::IoError(_, cause) => failed(cause),
+            error => FileError::broken(&self.path, FORMAT, error),
+        };
+        let rows = self.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(1);
+        let (input, metadata) = (self.input.clone(), self.metadata.clone());
+        let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(input, metadata);
+        let reader = builder.with_batch_size(rows).build().map_err(|error| broken(error.into()))?;
+        let writer = BufWriter::with_capacity(1 << 20, file);
+        let mut writer = FileWriter::try_new(writer, self.metadata.schema()).map_err(broken)?;
+        for batch in reader {
+            writer.write(&batch.map_err(broken)?).map_err(broken)?;
+        }
+        writer.finish().map_err(broken)?;
+        writer.into_inner().map_err(broken)?.flush().map_err(failed)
     }
 
     fn decode(&self, chunk: Chunk) -> Result<RecordBatch, ParquetError> {

@@ -1,4 +1,5 @@
-//! Unpacks compressed data files once, because rows are read in any order.
+//! Stores files that rows can be read from in any order: unpacked ones, and Arrow files instead of
+//! Parquet files without a page index.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -15,42 +16,62 @@ use crate::data::source::stamp::Stamp;
 /// Folder in the cache folder.
 const FOLDER: &str = "unpacked";
 
-/// Returns the unpacked content of `file`, which is the file at `path` with this `stamp`.
-///
-/// With a cache folder, the content is stored in it under a name made from path and stamp, and a
-/// later call uses it if the stamp `is_settled`. Without, it is in a temporary file without a name.
-pub(super) fn unpack(
-    path: &Path,
-    file: &File,
-    compression: Compression,
-    (stamp, is_settled): (&Stamp, bool),
-    cache: Option<&Path>,
-) -> Result<File, FileError> {
-    let folder = cache.map_or_else(std::env::temp_dir, |cache| cache.join(FOLDER));
-    let failed = |cause| FileError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
-    let target = folder.join(name(path, stamp));
-    if cache.is_some()
-        && is_settled
-        && let Ok(file) = File::open(&target)
-    {
-        return Ok(file);
+/// A data file that must be written in another form to read its rows in any order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packed<'a> {
+    pub(super) path: &'a Path,
+    pub(super) stamp: &'a Stamp,
+    /// Whether the stamp proves that the file is unchanged.
+    pub(super) is_settled: bool,
+    /// The cache folder.
+    pub(super) cache: Option<&'a Path>,
+}
+
+impl Packed<'_> {
+    /// Returns the unpacked content of `file`, which is the file at the path.
+    pub(super) fn unpack(self, file: &File, compression: Compression) -> Result<File, FileError> {
+        self.store("unpacking a compressed data file", "", |unpacked, failed| {
+            copy(self.path, file, compression, unpacked, failed)
+        })
     }
-    fs::create_dir_all(&folder).map_err(failed)?;
-    let into =
-        if cache.is_some() { target.display().to_string() } else { "a temporary file".to_owned() };
-    tracing::info!(file = %path.display(), %into, "unpacking a compressed data file");
-    static FILES: AtomicU64 = AtomicU64::new(0); // numbers the files of this process
-    let number = FILES.fetch_add(1, Ordering::Relaxed);
-    let temporary = Temporary(folder.join(format!(".unpack-{}-{number}", std::process::id())));
-    let mut options = File::options();
-    options.read(true).write(true).create(true).truncate(true);
-    let unpacked = options.open(&temporary.0).map_err(failed)?;
-    copy(path, file, compression, &unpacked, &failed)?;
-    if cache.is_some() {
-        unpacked.sync_all().map_err(failed)?;
-        fs::rename(&temporary.0, &target).map_err(failed)?;
+
+    /// Returns a file that `write` has filled. With a cache folder, it is stored there under a name
+    /// made from path and stamp, and a later call uses it if the stamp is settled. Without, it is
+    /// a temporary file without a name.
+    pub(super) fn store(
+        self,
+        why: &str,
+        ending: &str,
+        write: impl FnOnce(&File, &dyn Fn(io::Error) -> FileError) -> Result<(), FileError>,
+    ) -> Result<File, FileError> {
+        let Self { path, stamp, is_settled, cache } = self;
+        let folder = cache.map_or_else(std::env::temp_dir, |cache| cache.join(FOLDER));
+        let failed =
+            |cause| FileError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
+        let target = folder.join(format!("{}{ending}", name(path, stamp)));
+        if cache.is_some()
+            && is_settled
+            && let Ok(file) = File::open(&target)
+        {
+            return Ok(file);
+        }
+        fs::create_dir_all(&folder).map_err(failed)?;
+        let temporary_file = "a temporary file".to_owned();
+        let into = cache.map_or(temporary_file, |_| target.display().to_string());
+        tracing::info!(file = %path.display(), %into, "{why}");
+        static FILES: AtomicU64 = AtomicU64::new(0); // numbers the files of this process
+        let number = FILES.fetch_add(1, Ordering::Relaxed);
+        let temporary = Temporary(folder.join(format!(".unpack-{}-{number}", std::process::id())));
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let unpacked = options.open(&temporary.0).map_err(failed)?;
+        write(&unpacked, &failed)?;
+        if cache.is_some() {
+            unpacked.sync_all().map_err(failed)?;
+            fs::rename(&temporary.0, &target).map_err(failed)?;
+        }
+        Ok(unpacked)
     }
-    Ok(unpacked)
 }
 
 /// A file that is removed when this is dropped, unless it was renamed.
