@@ -1,4 +1,4 @@
-//! Reads JSONL and plain text, and turns rows into token streams, on threads of the host.
+//! Reads data files and plain text, and turns rows into token streams, on threads of the host.
 
 mod config;
 mod dataset;
@@ -14,7 +14,8 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, Truncation, dataset_names,
+    Balance, DataConfig, DataConfigError, DataPath, DatasetConfig, OnError, Truncation,
+    dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
@@ -43,6 +44,6 @@ pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
 pub use source::{
-    GroundingError, JsonlFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys,
+    FileError, GroundingError, RowFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys,
 };
 pub use template::tokenizer::TokenizerError;

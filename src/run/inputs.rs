@@ -7,9 +7,9 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
-    Corpus, CorpusError, CorpusOptions, DatasetShare, Encoder, EncoderError, ImageConfig,
-    ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
-    VideoConfigError,
+    Corpus, CorpusError, CorpusOptions, DatasetConfig, DatasetShare, Encoder, EncoderError,
+    FileError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad,
+    SourceError, VideoConfigError,
 };
 use crate::optim::ParamGroups;
 use crate::train::ModelSection;
@@ -90,10 +90,19 @@ pub(crate) fn open_data(
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
-    let index = |path: &Path| datasets.iter().position(|set| set.path == path).unwrap_or(0);
+    // of a file in a folder or pattern, the first data set
+    let index = |path: &Path| {
+        let has = |set: &DatasetConfig| set.path.paths().iter().any(|of| path.starts_with(of));
+        datasets.iter().position(has).unwrap_or(0)
+    };
     rows.map(|rows| rows.cut(cut)).map_err(|problem| {
         let (index, key) = match &problem {
-            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::Read { path, .. }
+            | SourceError::File(
+                FileError::NoFiles { path, .. }
+                | FileError::Mixed { path, .. }
+                | FileError::Splits { path, .. },
+            ) => (index(path), "path".to_owned()),
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 (index(path), format!("corpus.{key}"))
             }

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
 use trainer::data::{
-    Encoder, EncoderError, ImageConfig, JsonlFile, KeptEnd, Length, RowRules, SampleError,
+    Encoder, EncoderError, ImageConfig, KeptEnd, Length, RowFile, RowRules, SampleError,
     TruncationRule,
 };
 
@@ -37,13 +37,13 @@ pub(super) fn encoder() -> &'static Encoder {
 }
 
 /// A file with one row per value. Image paths are relative to the golden data.
-pub(super) fn rows(values: &[Value]) -> (TempDir, JsonlFile) {
+pub(super) fn rows(values: &[Value]) -> (TempDir, RowFile) {
     let folder = TempDir::new().unwrap();
     let lines: Vec<String> = values.iter().map(Value::to_string).collect();
     let text = lines.join("\n") + "\n";
     let path = folder.path().join("rows.jsonl");
     write(&path, text.as_bytes());
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
     (folder, file)
 }
 
@@ -120,7 +120,7 @@ pub(super) fn assert_matches(sample: &EncodedSample, expected: &Value) {
 /// The expected values were computed with transformers 5.23.
 #[test]
 fn image_rows_encode_as_in_transformers() {
-    let file = JsonlFile::open(&golden("data/digits_test.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/digits_test.jsonl"), None).unwrap();
     for (row, expected) in golden_json("enc_small-tied_digits_test.json").iter().enumerate() {
         assert_matches(&encoder().encode(&file.read(row).unwrap()).unwrap(), expected);
     }
@@ -147,7 +147,7 @@ fn text_rows_encode_as_in_transformers_with_the_published_tokenizer() {
     write(&folder.path().join("config.json"), config.to_string().as_bytes());
     let encoder = Encoder::from_folder(folder.path(), &ImageConfig::default()).unwrap();
     assert_eq!((encoder.stop_ids(), encoder.pad_id()), (&[151_645][..], 151_643));
-    let file = JsonlFile::open(&golden("data/text.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/text.jsonl"), None).unwrap();
     for (row, expected) in golden_json("enc_tiny-tied_text.json").iter().enumerate() {
         assert_matches(&encoder.encode(&file.read(row).unwrap()).unwrap(), expected);
     }
@@ -254,7 +254,7 @@ fn integers_above_64_bits_in_tool_arguments_are_kept_as_written() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("rows.jsonl");
     write(&path, text.replace('\n', " ").as_bytes());
-    let sample = JsonlFile::open(&path, None).unwrap().read(0).unwrap();
+    let sample = RowFile::open(&path, None).unwrap().read(0).unwrap();
     let arguments = "{\"a\": 1000000000000000000000000000000, \"b\": [-99999999999999999999], \
         \"c\": 1e+30, \"d\": 999999999999999999999999999999999999999999}";
     let rendered = encoder().render(&sample).unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use trainer::batch::EncodedSample;
-use trainer::data::{JsonlFile, Length, RowRules, SampleError};
+use trainer::data::{Length, RowFile, RowRules, SampleError};
 
 use super::encoding::{assistant, encoder, supervised_text, user, write};
 use super::harness::Place;
@@ -17,7 +17,7 @@ fn encode_with(row: &Value, rules: RowRules) -> Result<EncodedSample, SampleErro
     let folder = tempfile::TempDir::new().unwrap();
     let path = folder.path().join("rows.jsonl");
     write(&path, row.to_string().as_bytes());
-    let file = JsonlFile::open(&path, Some(&fixtures())).unwrap().with_rules(rules);
+    let file = RowFile::open(&path, Some(&fixtures())).unwrap().with_rules(rules);
     let sample = file.read(0)?;
     let encoded = encoder().encode(&sample);
     assert_eq!(

@@ -353,14 +353,8 @@ fn a_cached_file_is_opened_without_a_scan_and_a_changed_one_is_scanned_again() {
         + &chat("c", "d").to_string();
     File::create(place.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
     let open = || {
-        open_indexed(
-            &place.path("rows.jsonl"),
-            None,
-            RowRules::default(),
-            &encoder,
-            &place.path("cache"),
-        )
-        .unwrap()
+        let paths = [place.path("rows.jsonl")];
+        open_indexed(&paths, None, RowRules::default(), &encoder, &place.path("cache")).unwrap()
     };
     let settled = SystemTime::now() + Duration::from_millis(2100);
     place.update(&encoder);

@@ -26,6 +26,7 @@ mod parity;
 mod resume;
 mod rows;
 mod simd;
+mod sources;
 mod supervision;
 mod video;
 #[cfg(feature = "video")]

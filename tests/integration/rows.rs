@@ -13,7 +13,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, Message, Sample};
-use trainer::data::{Encoder, ImageConfig, JsonlFile, RowRules, SampleError, UnknownKeys};
+use trainer::data::{Encoder, ImageConfig, RowFile, RowRules, SampleError, UnknownKeys};
 
 fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(path)
@@ -44,7 +44,7 @@ fn rules(case: &Value) -> RowRules {
 /// The parsed and the encoded row, the first of the file.
 fn read(path: &Path, rules: RowRules) -> Result<(Sample, EncodedSample), SampleError> {
     let images = root("fixtures/images");
-    let file = JsonlFile::open(path, Some(&images)).unwrap().with_rules(rules);
+    let file = RowFile::open(path, Some(&images)).unwrap().with_rules(rules);
     let sample = file.read(0)?;
     let encoded = encoder().encode(&sample)?;
     Ok((sample, encoded))

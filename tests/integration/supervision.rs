@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 
 use serde_json::{Value, json};
 use trainer::batch::{EncodedSample, IGNORE_INDEX, Sample};
-use trainer::data::{Encoder, JsonlFile, KeptEnd, Length, LossScale, TruncationRule};
+use trainer::data::{Encoder, KeptEnd, Length, LossScale, RowFile, TruncationRule};
 
 use super::encoding::{
     assert_matches, assistant, encoder, golden, golden_json, load_changed, row, rows,
@@ -85,7 +85,7 @@ fn weighted(sample: &EncodedSample) -> Vec<(String, f32)> {
 #[test]
 fn rows_encode_as_in_transformers_with_a_template_that_rewrites_earlier_turns() {
     let encoder = qwen35();
-    let file = JsonlFile::open(&golden("data/text.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/text.jsonl"), None).unwrap();
     let expected = golden_json("enc_small-qwen35_text.json");
     for (row, expected) in expected.iter().enumerate() {
         assert_matches(&encoder.encode(&file.read(row).unwrap()).unwrap(), expected);

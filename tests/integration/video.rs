@@ -11,7 +11,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
-    Encoder, ImageConfig, JsonlFile, Length, RowRules, SampleError, VideoConfig, collate,
+    Encoder, ImageConfig, Length, RowFile, RowRules, SampleError, VideoConfig, collate,
     video::VideoMarks,
 };
 use trainer::optim::{AdamW, OptimConfig};
@@ -37,7 +37,7 @@ fn encoder(video: &VideoConfig) -> Encoder {
 /// Every row of the golden file, with its expected values.
 fn rows() -> Vec<(EncodedSample, Value)> {
     let (encoder, golden_rows) = (encoder(&VideoConfig::default()), golden_json());
-    let file = JsonlFile::open(&golden("data/video.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/video.jsonl"), None).unwrap();
     let expected = golden_rows["rows"].as_array().unwrap().clone();
     assert_eq!(file.len(), expected.len());
     let encode = |(row, expected): (usize, Value)| {
@@ -202,7 +202,7 @@ fn encode_with(row: &Value, config: &VideoConfig) -> Result<EncodedSample, Sampl
         format!("{row}\n").as_bytes(),
     )
     .unwrap();
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
     file.read(0).and_then(|sample| encoder(config).encode(&sample))
 }
 
@@ -245,7 +245,7 @@ fn a_literal_placeholder_is_replaced_only_if_the_row_lists_media_of_its_kind() {
     let path = folder.path().join("rows.jsonl");
     std::fs::File::create(&path).and_then(|mut file| writeln!(file, "{row}")).unwrap();
     let rules = RowRules { literal_placeholders: true, ..RowRules::default() };
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap().with_rules(rules);
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap().with_rules(rules);
     let encoder = encoder(&VideoConfig::default());
     let sample = encoder.encode(&file.read(0).unwrap()).unwrap();
     let text = encoder.decode_with_specials(&sample.input_ids).unwrap();

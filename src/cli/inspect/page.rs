@@ -40,8 +40,7 @@ impl<'a> Page<'a> {
         let data = &config.data;
         let mut head = String::new();
         let or_none = |limit: Option<String>| limit.unwrap_or_else(|| "none".to_owned());
-        let files: Vec<String> =
-            data.train.iter().map(|set| set.path.display().to_string()).collect();
+        let files: Vec<String> = data.train.iter().map(|set| set.path.to_string()).collect();
         for (name, value) in [
             ("model", config.model.path.display().to_string()),
             ("data", files.join(", ")),

@@ -1,5 +1,7 @@
 //! The `data` section of the config.
 
+mod path;
+
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -14,6 +16,8 @@ use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
 use crate::data::source::UnknownKeys;
+
+pub use path::DataPath;
 
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -90,17 +94,19 @@ pub struct DataConfig {
     pub max_rejected: f64,
 }
 
-/// A data file and how it is used.
+/// A data set and how it is used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// A JSONL file, or with `corpus` also a `.txt` file.
-    pub path: PathBuf,
-    /// Name of the data set in the metrics; null (the default): the file name without extension.
+    /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
+    /// with `corpus` also a `.txt` file.
+    pub path: DataPath,
+    /// Name of the data set in the metrics; null (the default): the name of the first file without
+    /// extension, or of the folder.
     #[serde(default)]
     pub name: Option<String>,
     /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
-    /// default): the folder of `path`.
+    /// default): the folder of the files.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
     /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
@@ -119,7 +125,7 @@ pub struct DatasetConfig {
 
 impl DatasetConfig {
     /// A data set of chats with default settings.
-    pub fn new(path: impl Into<PathBuf>) -> Self {
+    pub fn new(path: impl Into<DataPath>) -> Self {
         Self {
             path: path.into(),
             name: None,
@@ -132,15 +138,14 @@ impl DatasetConfig {
 }
 
 /// Returns the name of each data set: `name`, or the file name without extension. Later data sets
-/// with the same file name get a number.
+/// with the same name get a number.
 pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(datasets.len());
     for set in datasets {
-        let stem = || set.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let given = datasets.iter().filter_map(|set| set.name.as_ref());
         let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
         let name = set.name.clone().unwrap_or_else(|| {
-            let stem = stem();
+            let stem = set.path.name();
             let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
             let first = Some(stem.clone()).filter(|stem| !taken(stem));
             first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)

@@ -10,8 +10,8 @@ mod tests;
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, JsonlFile, Length, Prefetched,
-    Rejection, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError, TextSample,
+    Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, Length, Prefetched, Rejection,
+    RowFile, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError, TextSample,
     TruncationRule, dataset_names, open_indexed,
 };
 use std::path::Path;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// A data set, open for reading.
 pub enum DataSet {
     /// Chats, one per row.
-    Chats(JsonlFile),
+    Chats(RowFile),
     /// Plain text.
     Corpus(Corpus),
 }
@@ -33,18 +33,20 @@ impl DataSet {
         progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
         if let Some(corpus) = &set.corpus {
-            return Corpus::open(&set.path, corpus, encoder, options, progress).map(Self::Corpus);
+            return Corpus::open(set.path.paths(), corpus, encoder, options, progress)
+                .map(Self::Corpus);
         }
-        let plain = || SourceError::PlainText { path: set.path.clone() };
-        if Corpus::is_text_file(&set.path) {
+        let (paths, first) = (set.path.paths(), set.path.first());
+        let plain = || SourceError::PlainText { path: first.to_owned() };
+        if Corpus::is_text_file(first) {
             return Err(plain());
         }
         let image_root = set.image_root.as_deref();
         let literal_placeholders = set.literal_placeholders;
         let rules = RowRules { literal_placeholders, unknown_keys: options.unknown_keys };
         let file = match &options.cache {
-            Some(folder) => open_indexed(&set.path, image_root, rules, encoder, folder)?,
-            None => JsonlFile::open(&set.path, image_root)?.with_rules(rules),
+            Some(folder) => open_indexed(paths, image_root, rules, encoder, folder)?,
+            None => RowFile::open_all(paths, image_root)?.with_rules(rules),
         };
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
     }
@@ -62,7 +64,7 @@ impl DataSet {
         self.len() == 0
     }
 
-    /// The path in the config.
+    /// The first path in the config.
     pub fn path(&self) -> &Path {
         match self {
             Self::Chats(file) => file.path(),

@@ -2,17 +2,21 @@
 //! videos.
 
 pub(in crate::data) mod error;
+mod file_error;
+pub(in crate::data) mod files;
 mod grounding_error;
-mod jsonl;
 mod raw_row;
+mod row_file;
 mod rows;
+mod source_error;
 mod stamp;
 mod texts;
 
 pub use error::SampleError;
+pub use file_error::FileError;
 pub use grounding_error::GroundingError;
-pub(in crate::data) use jsonl::LineIndex;
-pub use jsonl::{JsonlFile, SourceError};
+pub use row_file::RowFile;
 pub use rows::{RowForm, RowRules, UnknownKeys};
+pub use source_error::SourceError;
 pub(in crate::data) use stamp::{ImageStamp, Stamp};
 pub(in crate::data) use texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};

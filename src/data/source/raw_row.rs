@@ -41,7 +41,6 @@ impl RawRow {
     }
 
     /// Adds binary data, and returns the value that stands for it in [`RawRow::object`].
-    #[cfg_attr(not(test), expect(dead_code, reason = "used by binary formats"))]
     pub(in crate::data) fn blob_value(&mut self, bytes: Arc<[u8]>) -> Value {
         self.blobs.push(bytes);
         let index = Value::from(self.blobs.len() - 1);
