@@ -235,7 +235,8 @@ fn weights_stay_with_their_tokens_when_a_chat_is_truncated() {
         }
     }
     sample.messages[1].weight = 1.0; // all that is left of the chat below
-    let cut = TruncationRule { max_length: NonZeroU32::new(9).unwrap(), keep: KeptEnd::Beginning };
+    let max_length = NonZeroU32::new(whole.len() as u32 / 2).unwrap();
+    let cut = TruncationRule { max_length, keep: KeptEnd::Beginning };
     assert_eq!(encoder().encode_cut(&sample, Some(cut)).unwrap().weights, None);
 }
 
