@@ -12,7 +12,8 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
 use trainer::data::{
-    Encoder, EncoderError, ImageConfig, JsonlFile, KeptEnd, Length, SampleError, TruncationRule,
+    Encoder, EncoderError, ImageConfig, JsonlFile, KeptEnd, Length, RowRules, SampleError,
+    TruncationRule,
 };
 
 pub(super) fn golden(name: &str) -> PathBuf {
@@ -167,7 +168,8 @@ fn nasty_chats_render_tokenise_and_label_as_in_transformers() {
             row["images"] = counts.map(|n| images[usize::from(*n == 4)]).collect();
         }
         let (_folder, file) = rows(&[row]);
-        let sample = file.read(0).unwrap();
+        let rules = RowRules { literal_placeholders: true, ..RowRules::default() };
+        let sample = file.with_rules(rules).read(0).unwrap();
         let encoded = encoder().encode(&sample).unwrap();
         if case.get("counts").is_none() {
             assert_eq!(

@@ -24,6 +24,7 @@ mod memory;
 mod output_dir;
 mod parity;
 mod resume;
+mod rows;
 mod simd;
 mod supervision;
 mod video;

@@ -316,7 +316,7 @@ pub enum ImageError {
         problem: String,
     },
     /// The bytes are not in a supported format.
-    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
+    #[error("image {image} is not a PNG, JPEG, WebP, GIF, BMP or TIFF image")]
     UnknownFormat {
         /// The image.
         image: ImageName,

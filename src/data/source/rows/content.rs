@@ -6,10 +6,10 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use super::super::raw_row::blob;
+use super::context::At;
 use super::keys::{Place, is_given};
 use super::media::RowMedia;
-use super::values::{first_of, missing, take, wrong_type};
-use super::{At, join};
+use super::values::{first_of, join, missing, take, wrong_type};
 use crate::batch::{
     Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
 };
@@ -69,6 +69,9 @@ impl RowMedia<'_> {
                 self.refuse_second(at, &part, &["text", "video", "video_url"])?;
                 match part.get_mut("image").map(Value::take) {
                     // Qwen's format: several images in one part
+                    Some(Value::Array(images)) if images.is_empty() => {
+                        return Err(missing(self.at.id, &join(at, "image"), "a list of images"));
+                    }
                     Some(Value::Array(images)) => {
                         self.at.check_keys(Place::Image, at, &part)?;
                         let limits = self.at.image_limits(at, &part)?;

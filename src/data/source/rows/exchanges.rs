@@ -3,9 +3,8 @@
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::list_in_text;
 use super::turns::Turns;
-use super::values::{optional_text, take, text, wrong_type};
+use super::values::{list_in_text, optional_text, take, text, wrong_type};
 
 impl Turns<'_> {
     /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the

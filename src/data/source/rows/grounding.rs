@@ -5,8 +5,9 @@ use serde_json::{Map, Value};
 use super::super::error::SampleError;
 use super::super::grounding_error::GroundingError;
 use super::super::texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts};
-use super::values::{missing, one_or_more, take, text, wrong_type};
-use super::{At, is_given, join};
+use super::context::At;
+use super::keys::is_given;
+use super::values::{join, missing, one_or_more, take, text, wrong_type};
 use crate::batch::{BoxRef, BoxUnit, Message, Objects};
 
 const COORDINATES: &str = "a list of four numbers (a box) or two (a point)";

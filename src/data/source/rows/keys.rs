@@ -7,7 +7,7 @@
 use serde_json::{Map, Value};
 use strsim::jaro_winkler;
 
-use super::RowForm;
+use super::form::RowForm;
 
 /// Minimum similarity of a misspelt key and its suggestion, from 0 to 1.
 const SIMILAR: f64 = 0.8;
@@ -189,7 +189,7 @@ pub(in crate::data) enum Place {
 pub(super) enum Use {
     /// The parser reads it, or the key is refused where it is read.
     Known,
-    /// The row is rejected: the feature that it asks for is not supported.
+    /// The row is rejected: it would affect training, and is not supported.
     Refused(&'static str),
     /// It does not affect training.
     Metadata,

@@ -5,8 +5,8 @@ use std::num::NonZeroU32;
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::values::wrong_type;
-use super::{At, join};
+use super::context::At;
+use super::values::{join, wrong_type};
 use crate::batch::{AreaLimits, ImageLimits, MediaRef, SampleId, VideoLimits};
 use crate::data::media::image::MAX_PIXELS;
 

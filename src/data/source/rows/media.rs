@@ -3,8 +3,8 @@
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::values::{one_or_more, take};
-use super::{At, list_in_text};
+use super::context::At;
+use super::values::{list_in_text, one_or_more, take};
 use crate::batch::{Content, Medium, MediumKind, Message, Part};
 
 /// Placeholders in a text for the next image or video that the row lists.

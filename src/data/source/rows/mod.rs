@@ -1,7 +1,9 @@
 //! Parses rows of all supported forms to [`Sample`].
 
 mod content;
+mod context;
 mod exchanges;
+mod form;
 mod grounding;
 mod keys;
 mod limits;
@@ -11,142 +13,25 @@ mod switches;
 mod turns;
 mod values;
 
-use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::SampleError;
 use super::raw_row::RawRow;
 use crate::batch::{Sample, SampleId};
-use crate::data::json;
-use keys::{Place, Use, is_given, misnamed_media};
+use context::At;
+pub(in crate::data) use context::RowParser;
+pub use context::{RowRules, UnknownKeys};
+pub use form::RowForm;
+use keys::{Place, is_given, misnamed_media};
 use media::RowMedia;
-use report::{Finding, Findings, Survey};
+use report::{Findings, Survey};
 use turns::Turns;
 pub(super) use values::type_name;
-use values::{take, text, wrong_type};
-
-/// Layout of a row, determined by its keys. `docs/data-format.md` describes each form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum RowForm {
-    /// Key `messages` with `role` and `content`; images and videos are parts of the content.
-    Messages,
-    /// Key `messages`, and `images` or `videos` for the placeholders `<image>` and `<video>` in the
-    /// texts.
-    MessagesWithImages,
-    /// Key `conversations` with `from` and `value`.
-    Conversations,
-    /// Keys `prompt` and `completion`: texts, or lists of messages.
-    PromptCompletion,
-    /// Keys `query` and `response`.
-    QueryResponse,
-    /// Keys `instruction`, `input` and `output`.
-    Alpaca,
-    /// Key `text`: a document of a corpus.
-    Text,
-}
-
-impl fmt::Display for RowForm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Messages => "messages",
-            Self::MessagesWithImages => "messages with a list of media",
-            Self::Conversations => "conversations",
-            Self::PromptCompletion => "prompt and completion",
-            Self::QueryResponse => "query and response",
-            Self::Alpaca => "alpaca",
-            Self::Text => "plain text",
-        })
-    }
-}
-
-impl RowForm {
-    /// Detects the form of a row from its keys.
-    pub(super) fn of(id: &SampleId, row: &Map<String, Value>) -> Result<Self, SampleError> {
-        let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
-        if has("messages") {
-            let listed = ["images", "image", "videos", "video"].into_iter().any(has);
-            Ok(if listed { Self::MessagesWithImages } else { Self::Messages })
-        } else if has("conversations") {
-            Ok(Self::Conversations)
-        } else if has("prompt") && has("completion") {
-            Ok(Self::PromptCompletion)
-        } else if has("query") && has("response") {
-            Ok(Self::QueryResponse)
-        } else if has("instruction") && has("output") {
-            Ok(Self::Alpaca)
-        } else if has("text") {
-            Ok(Self::Text)
-        } else {
-            let keys: Vec<_> = row.keys().take(8).map(|key| format!("`{key}`")).collect();
-            let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
-            Err(SampleError::UnknownForm { id: id.clone(), keys })
-        }
-    }
-
-    /// The keys that only this form has.
-    fn keys(self) -> &'static [&'static str] {
-        match self {
-            Self::Messages | Self::MessagesWithImages => &["messages"],
-            Self::Conversations => &["conversations"],
-            Self::PromptCompletion => &["prompt", "completion"],
-            Self::QueryResponse => &["query", "response", "history"],
-            Self::Alpaca => &["instruction", "input", "output", "history"],
-            Self::Text => &["text"],
-        }
-    }
-}
-
-/// How an unknown key of a row is handled.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum UnknownKeys {
-    /// Each key is reported once per file.
-    #[default]
-    Warn,
-    /// The row is rejected.
-    Error,
-    /// The key is ignored.
-    Ignore,
-}
-
-/// How the rows of a data set are understood.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RowRules {
-    /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; by
-    /// default such rows are rejected.
-    pub literal_placeholders: bool,
-    /// How unknown keys are handled.
-    pub unknown_keys: UnknownKeys,
-}
-
-impl RowRules {
-    /// A text that differs between rules that accept different rows.
-    pub(in crate::data) fn key(self) -> String {
-        let Self { literal_placeholders, unknown_keys } = self;
-        format!("literal {literal_placeholders}, strict {}", unknown_keys == UnknownKeys::Error)
-    }
-}
-
-/// Parses the rows of one data file.
-#[derive(Debug)]
-pub(in crate::data) struct RowParser {
-    /// Folder that relative paths of images and videos start from.
-    pub(in crate::data) image_root: Arc<Path>,
-    /// How rows are understood.
-    pub(in crate::data) rules: RowRules,
-    findings: Findings,
-}
+use values::{list_in_text, take, text, wrong_type};
 
 impl RowParser {
-    /// A parser without findings.
-    pub(in crate::data) fn new(image_root: &Path, rules: RowRules) -> Self {
-        Self { image_root: image_root.into(), rules, findings: Findings::default() }
-    }
-
     /// Parses a row of chats.
     pub(in crate::data) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleError> {
         let RawRow { object: mut row, blobs } = row;
@@ -240,64 +125,84 @@ fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
     }
 }
 
-/// The list in a JSON text; every other value unchanged. Files without nested columns store lists
-/// as text.
-fn list_in_text(value: Value) -> Value {
-    match value {
-        Value::String(text) if text.trim_start().starts_with('[') => {
-            match json::parse(text.as_bytes()) {
-                Ok(list @ Value::Array(_)) => list,
-                _ => Value::String(text),
-            }
-        }
-        other => other,
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{MediaSource, Medium};
+    use serde_json::json;
+
+    fn row(row: Value) -> RawRow {
+        let Value::Object(object) = row else { panic!("{row}") };
+        RawRow { object, blobs: Vec::new() }
     }
-}
 
-/// The row that is being parsed.
-struct At<'a> {
-    parser: &'a RowParser,
-    id: &'a SampleId,
-    blobs: &'a [Arc<[u8]>],
-}
+    fn id(line: u64) -> SampleId {
+        SampleId { file: Path::new("rows.jsonl").into(), line }
+    }
 
-impl At<'_> {
-    /// Refuses and reports keys of the object at JSON path `at` that are not read.
-    fn check_keys(
-        &self,
-        place: Place,
-        at: &str,
-        object: &Map<String, Value>,
-    ) -> Result<(), SampleError> {
-        for (key, value) in object.iter().filter(|(_, value)| !value.is_null()) {
-            let finding = match place.use_of(key) {
-                Use::Known => continue,
-                Use::Refused(_) if !is_given(value) => continue,
-                Use::Refused(what) => return Err(self.not_supported(&join(at, key), what)),
-                _ if self.parser.rules.unknown_keys == UnknownKeys::Ignore => continue,
-                Use::Metadata => Finding::Metadata(place, key.clone()),
-                Use::Unknown if self.parser.rules.unknown_keys == UnknownKeys::Error => {
-                    let (id, at, nearest) = (self.id.clone(), join(at, key), place.nearest(key));
-                    return Err(SampleError::UnknownKey { id, at, nearest });
-                }
-                Use::Unknown => Finding::Unknown(place, key.clone()),
+    fn parser(unknown_keys: UnknownKeys) -> RowParser {
+        RowParser::new(Path::new("."), RowRules { literal_placeholders: false, unknown_keys })
+    }
+
+    /// A row with these keys besides its turns.
+    fn with(more: Value) -> RawRow {
+        let turns =
+            json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        let mut row = row(json!({"messages": turns}));
+        row.object.extend(self::row(more).object);
+        row
+    }
+
+    #[test]
+    fn binary_values_are_images_wherever_a_path_may_stand() {
+        let wrap: [fn(Value) -> Value; 4] = [
+            |blob| blob,
+            |blob| json!({"bytes": blob, "path": "a.png"}),
+            |blob| json!([{"bytes": blob, "path": null}]),
+            |blob| json!([blob]),
+        ];
+        for wrap in wrap {
+            let mut row = with(json!({}));
+            let blob = row.blob_value([7u8].as_slice().into());
+            row.object.insert("images".to_owned(), wrap(blob));
+            let sample = parser(UnknownKeys::Error).parse(&id(1), row).unwrap();
+            let [Medium::Image(image)] = sample.media.as_slice() else { panic!("{sample:?}") };
+            assert_eq!(image.source, MediaSource::Bytes([7u8].as_slice().into()));
+        }
+    }
+
+    #[test]
+    fn the_survey_counts_the_rows_with_each_key_that_is_not_read() {
+        let rows = (1..=10).map(|line| {
+            let row = match line {
+                1..=4 => with(json!({"image_path": "a.png", "source": "web"})),
+                5 => with(json!({"image_path": null, "rejected_response": "c"})),
+                _ => with(json!({"messages": [
+                    {"role": "user", "content": "a", "wieght": 1}, {"role": "assistant", "content": "b", "wieght": 1}
+                ]})),
             };
-            self.parser.findings.report(self.id, finding);
-        }
-        Ok(())
+            (id(line), row)
+        });
+        let survey = parser(UnknownKeys::Warn).survey_of(rows);
+        let lines: Vec<String> = survey.lines().map(|(_, line)| line).collect();
+        let expected = [
+            "unknown key `image_path` is ignored, did you mean `images`? (4 of the first 10 rows)",
+            "unknown key `wieght` of a turn is ignored, did you mean `weight`? (5 of the first 10 rows)",
+            "key `source` is not used (4 of the first 10 rows)",
+            "rejected answers (`rejected_response`, `rejected_messages`) are not used (1 of the first 10 rows)",
+        ];
+        assert_eq!(lines, expected);
     }
 
-    /// Reports how the row was understood.
-    fn note(&self, note: &'static str) {
-        self.parser.findings.report(self.id, Finding::Note(note));
+    #[test]
+    fn a_key_that_the_survey_found_is_not_reported_again_and_a_later_one_is() {
+        let parser = parser(UnknownKeys::Warn);
+        let survey = [(id(1), with(json!({"zebra": 1})))];
+        parser.survey(Path::new("rows.jsonl"), survey.into_iter());
+        parser.parse(&id(2), with(json!({"zebra": 1, "yak": 1}))).unwrap();
+        let place = Place::Row(RowForm::Messages);
+        let known = |key: &str| report::Finding::Unknown(place, key.to_owned());
+        assert_eq!(parser.findings.take(), ["yak", "zebra"].map(known).into());
+        assert!(self::parser(UnknownKeys::Ignore).parse(&id(1), with(json!({"yak": 1}))).is_ok());
     }
-
-    fn not_supported(&self, at: &str, what: &'static str) -> SampleError {
-        SampleError::NotSupported { id: self.id.clone(), at: at.to_owned(), what }
-    }
-}
-
-/// The JSON path of a key of the object at `at`, which is empty for the row itself.
-fn join(at: &str, key: &str) -> String {
-    if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
 }

@@ -3,8 +3,8 @@
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::values::{take, wrong_type};
-use super::{At, join};
+use super::context::At;
+use super::values::{join, take, wrong_type};
 
 /// Keys that say whether to train.
 const TRAIN_KEYS: [&str; 3] = ["train", "loss", "trainable"];
@@ -36,7 +36,7 @@ impl At<'_> {
         Ok(weight)
     }
 
-    /// Checks the keys of a turn that is not trained on: they must not ask for training.
+    /// Checks the keys of a turn that is not trained on: they must not request training.
     pub(super) fn no_weight(
         &self,
         at: &str,

@@ -3,10 +3,10 @@
 use serde_json::{Map, Value, json};
 
 use super::super::error::SampleError;
+use super::context::At;
 use super::keys::{Place, is_given};
 use super::media::RowMedia;
-use super::values::{missing, optional_text, take, text, wrong_type};
-use super::{At, join, list_in_text};
+use super::values::{join, list_in_text, missing, optional_text, take, text, wrong_type};
 use crate::batch::{Content, Medium, Message};
 use crate::data::json;
 

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use crate::batch::SampleId;
-use crate::data::json::long_integer;
+use crate::data::json::{self, long_integer};
 
 /// Takes a value from an object; null if the key is missing.
 pub(super) fn take(object: &mut Map<String, Value>, key: &str) -> Value {
@@ -70,4 +70,23 @@ pub(super) fn one_or_more(value: Value) -> Vec<Value> {
         Value::Array(values) => values,
         one => vec![one],
     }
+}
+
+/// The list in a JSON text; every other value unchanged. Files without nested columns store lists
+/// as text.
+pub(super) fn list_in_text(value: Value) -> Value {
+    match value {
+        Value::String(text) if text.trim_start().starts_with('[') => {
+            match json::parse(text.as_bytes()) {
+                Ok(list @ Value::Array(_)) => list,
+                _ => Value::String(text),
+            }
+        }
+        other => other,
+    }
+}
+
+/// The JSON path of a key of the object at `at`, which is empty for the row itself.
+pub(super) fn join(at: &str, key: &str) -> String {
+    if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
 }
