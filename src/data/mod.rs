@@ -39,5 +39,5 @@ pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{JsonlFile, RowForm, SampleError, SourceError};
+pub use source::{DatasetInfo, DatasetInfoError, JsonlFile, RowForm, SampleError, SourceError};
 pub use template::tokenizer::TokenizerError;

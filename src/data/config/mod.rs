@@ -1,7 +1,7 @@
 //! The `data` section of the config.
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -86,8 +86,12 @@ pub struct DataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// A JSONL file, or with `corpus` also a `.txt` file.
+    /// A JSONL file, or with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
+    #[serde(default, skip_serializing_if = "is_empty")]
     pub path: PathBuf,
+    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dataset_info: Option<String>,
     /// Name of the data set in the metrics; null (the default): the file name without extension.
     #[serde(default)]
     pub name: Option<String>,
@@ -108,8 +112,9 @@ pub struct DatasetConfig {
 impl DatasetConfig {
     /// A data set of chats with default settings.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        let (image_root, name, corpus) = (None, None, None);
-        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+        let (image_root, name, corpus, dataset_info) = (None, None, None, None);
+        let weight = default_weight();
+        Self { path: path.into(), dataset_info, name, image_root, weight, corpus }
     }
 }
 
@@ -296,6 +301,26 @@ impl DataConfig {
         };
         for (index, set) in datasets.iter().enumerate() {
             let key = |key: &str| format!("data.{list}.{index}.{key}");
+            match (&set.dataset_info, is_empty(&set.path)) {
+                (None, true) => {
+                    return fault(key("path"), &"missing", "a path, or else `dataset_info`");
+                }
+                (Some(info), false) => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `path` beside it: the entry names the file",
+                    );
+                }
+                (Some(info), true) if set.corpus.is_some() => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `corpus` beside it: the entry describes chats",
+                    );
+                }
+                _ => {}
+            }
             if let Some(name) = &set.name {
                 let twice = datasets[..index].iter().any(|other| other.name == set.name);
                 if twice || name.is_empty() {
@@ -386,6 +411,10 @@ impl DataConfig {
     pub fn row_order(&self) -> RowOrder {
         if self.shuffle { RowOrder::Shuffled } else { RowOrder::File }
     }
+}
+
+fn is_empty(path: &Path) -> bool {
+    path.as_os_str().is_empty()
 }
 
 fn default_true() -> bool {

@@ -2,12 +2,15 @@
 //! videos.
 
 mod content;
+mod dataset_info;
 pub(in crate::data) mod error;
 mod formats;
 mod jsonl;
 mod raw_row;
 mod stamp;
 
+pub(in crate::data) use dataset_info::Mapping;
+pub use dataset_info::{DatasetInfo, DatasetInfoError};
 pub use error::SampleError;
 pub use formats::RowForm;
 pub(in crate::data) use jsonl::LineIndex;
