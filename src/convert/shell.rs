@@ -71,11 +71,16 @@ impl Reader<'_> {
                 Some(c) if c.is_whitespace() => {
                     self.bump();
                 }
+                Some('\\') if self.continues() => {
+                    self.bump();
+                    self.bump();
+                }
                 Some(_) => {
                     let word = self.word();
-                    let is_descriptor = word.text.chars().all(|c| c.is_ascii_digit())
+                    let is_descriptor = !word.text.is_empty()
+                        && word.text.chars().all(|c| c.is_ascii_digit())
                         && matches!(self.chars.peek(), Some('>' | '<'));
-                    if !std::mem::take(&mut redirects) && !is_descriptor && !word.text.is_empty() {
+                    if !std::mem::take(&mut redirects) && !is_descriptor {
                         words.push(word);
                     }
                 }
@@ -89,6 +94,11 @@ impl Reader<'_> {
         Some(c)
     }
 
+    /// Whether the next line continues this one.
+    fn continues(&self) -> bool {
+        self.chars.clone().nth(1) == Some('\n')
+    }
+
     fn word(&mut self) -> Word {
         let mut word = Word { text: String::new(), line: self.line, unknown: None };
         let mut quote = None;
@@ -99,10 +109,6 @@ impl Reader<'_> {
                 ('\\', None | Some('"')) => {
                     self.bump();
                     match self.bump() {
-                        Some('\n') if word.text.is_empty() && quote.is_none() => {
-                            word.line = self.line;
-                            return word; // a continued line between two words
-                        }
                         Some('\n') | None => {}
                         Some(escaped) => word.text.push(escaped),
                     }
@@ -205,7 +211,7 @@ mod tests {
             MAX_PIXELS=1003520 \\\nNPROC_PER_NODE=2 \\\nswift sft \\\n  --model \"$MODEL\" \\\n  \
             --args '{\"a\": 1}' --dir out/${NAME:-run} # a comment\n  > log 2>&1 &\nnext $UNSET\n";
         let found = commands(script);
-        assert_eq!(found.len(), 4, "{found:?}");
+        assert_eq!(found.len(), 3, "{found:?}");
         let swift = &found[1];
         let expected = ["swift", "sft", "--model", "Qwen/Qwen3-VL-4B-Instruct", "--args"];
         assert_eq!(texts(swift)[..5], expected);
@@ -213,13 +219,13 @@ mod tests {
         let env: Vec<_> = swift.env.iter().map(|(k, v)| (k.as_str(), v.text.as_str())).collect();
         assert_eq!(env, [("FPS", "1"), ("MAX_PIXELS", "1003520"), ("NPROC_PER_NODE", "2")]);
         assert_eq!(swift.words[2].line, 8);
-        assert_eq!(found[3].words[1].unknown.as_deref(), Some("$UNSET"));
+        assert_eq!(found[2].words[1].unknown.as_deref(), Some("$UNSET"));
     }
 
     #[test]
     fn a_word_may_have_quotes_and_escapes_inside() {
         let found = commands(r#"a b"c d"e 'f $g' \$h "\"" "" -x=1; i && j 2>&1 | k"#);
-        assert_eq!(texts(&found[0]), ["a", "bc de", "f $g", "$h", "\"", "-x=1"]);
+        assert_eq!(texts(&found[0]), ["a", "bc de", "f $g", "$h", "\"", "", "-x=1"]);
         assert_eq!(found.len(), 4);
         assert_eq!(texts(&found[2]), ["j"]);
     }

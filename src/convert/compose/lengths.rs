@@ -2,6 +2,7 @@
 
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
+use crate::convert::value::Setting;
 use crate::convert::work::Work;
 
 /// Writes the packing keys, `data.max_length` and `data.truncation`. Returns whether it packs.
@@ -28,30 +29,31 @@ pub(super) fn lengths(work: &mut Work) -> bool {
         work.write_from("data.max_length", &length.to_string(), setting);
     }
     truncation(work, max_length.is_some());
-    let length = work.count(Role::PackingLength).or(cutoff).or(max_length);
-    match (is_packing, length) {
-        (true, Some((length, setting))) => {
+    if is_packing {
+        pack(work, cutoff.or(max_length));
+    }
+    is_packing
+}
+
+/// Writes the keys of packs; `longest` is the maximum length of a sample.
+fn pack(work: &mut Work, longest: Option<(u64, Setting)>) {
+    match work.count(Role::PackingLength).or(longest) {
+        Some((length, setting)) => {
             work.write_from("data.packing_length", &length.to_string(), &setting);
         }
-        (true, None) => work.need(
+        None => work.need(
             "max_length",
             "`packing` needs the length of a pack: add `packing_length` or `max_length`",
         ),
-        (false, _) => {}
     }
-    if let Some(setting) = work.take(Role::PackingStrategy).filter(|_| is_packing) {
-        match setting.value.text().unwrap_or_default() {
-            "binpack" | "knapsack" | "best_fit" => {
-                work.write_from("data.packing_strategy", "best_fit", &setting)
-            }
-            // lmms-engine's first_fit only looks at the newest pack
-            "sequential" | "first_fit" => {
-                work.write_from("data.packing_strategy", "sequential", &setting)
-            }
-            _ => work.refuse(&setting, "expected `binpack`, `sequential` or `first_fit`"),
-        }
-    }
-    is_packing
+    let Some(setting) = work.take(Role::PackingStrategy) else { return };
+    let ours = match setting.value.text().unwrap_or_default() {
+        "binpack" | "knapsack" | "best_fit" => "best_fit",
+        // lmms-engine's first_fit only looks at the newest pack
+        "sequential" | "first_fit" => "sequential",
+        _ => return work.refuse(&setting, "expected `binpack`, `sequential` or `first_fit`"),
+    };
+    work.write_from("data.packing_strategy", ours, &setting);
 }
 
 fn truncation(work: &mut Work, has_length: bool) {

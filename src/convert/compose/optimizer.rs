@@ -54,7 +54,7 @@ fn schedule(work: &mut Work, lr: Option<f64>) -> bool {
         "linear" => "linear",
         "constant" | "constant_with_warmup" => "constant",
         _ => {
-            work.refuse(&setting, "the schedules here are cosine, linear and constant");
+            work.refuse(&setting, "convert with `cosine`, `linear` or `constant`; `optim.schedule` also has `wsd`");
             return false;
         }
     };
