@@ -48,7 +48,7 @@ use source::open;
 #[cfg(feature = "video")]
 pub(in crate::data) use source::resolve;
 
-use crate::batch::{MediaRef, MediaSource, Patches};
+use crate::batch::{MediaRef, MediaSource, MediumKind, Patches};
 
 /// Loads images as normalised patches, with the settings of one model folder.
 ///
@@ -125,7 +125,7 @@ impl ImageProcessor {
         let image = upright_pixels(media)?;
         let target = self.target(media, [image.height as u32, image.width as u32])?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
-        Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
+        Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
     }
 
     /// Converts patches back to the resized image. The result has one element.
