@@ -186,7 +186,7 @@ fn one_device_accumulates_what_all_processes_did() {
 }
 
 #[test]
-fn the_number_of_processes_is_asked_for_if_the_files_do_not_say_it() {
+fn the_number_of_processes_is_required_if_the_files_do_not_contain_it() {
     let path = Path::new(FIXTURES).join("llama-factory/02-minimal.yaml");
     let message = convert(Trainer::LlamaFactory, &[path], None).unwrap_err().to_string();
     assert!(message.contains("`--world-size`") && message.contains("1 setting"), "{message}");
@@ -311,7 +311,7 @@ fn a_text_only_model_gets_no_settings_of_images() {
 }
 
 #[test]
-fn a_value_that_only_the_shell_knows_is_refused() {
+fn a_value_that_the_script_does_not_contain_is_refused() {
     let text = "swift sft --model $MODEL --dataset a.jsonl --tuner_type full";
     let message = refusal(resolved(Trainer::MsSwift, "a.sh", text));
     assert!(message.contains("`model`") && message.contains("`$MODEL`"), "{message}");
@@ -327,7 +327,7 @@ fn a_later_file_wins() {
 }
 
 #[test]
-fn config_errors_know_the_names_of_other_trainers() {
+fn config_errors_translate_the_names_of_other_trainers() {
     let base = "output_dir: a\nmodel: {path: m}\ndata: {train: [{path: a.jsonl}]}\n";
     for (line, expected) in [
         ("learning_rate: 1e-5", "unknown key `learning_rate`, here: `optim.lr`"),

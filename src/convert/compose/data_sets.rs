@@ -106,9 +106,10 @@ fn swift(work: &mut Work, role: Role) -> Vec<Source> {
 
 /// Names of `dataset_info.json`.
 fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
-    let folder = work.take(Role::DatasetDir);
-    let folder =
-        folder.and_then(|folder| folder.value.text().map(str::to_owned)).unwrap_or_default();
+    let setting = work.take(Role::DatasetDir);
+    let folder = setting.as_ref().and_then(|setting| setting.value.text()).unwrap_or_default();
+    let folder = folder.to_owned();
+    let beside = setting.filter(Setting::is_given).map(|setting| work.from(&setting));
     let samples = work.count(Role::MaxSamples);
     let samples = samples.map(|(samples, setting)| (samples, work.from(&setting)));
     let mut lists = [Role::Dataset, Role::EvalDataset].map(|role| {
@@ -134,7 +135,10 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
                 image_root: None,
                 samples: samples.clone(),
                 weight: None,
-                comment: work.from(&setting),
+                comment: match &beside {
+                    Some(folder) => format!("{}, {folder}", work.from(&setting)),
+                    None => work.from(&setting),
+                },
             });
         }
         sources

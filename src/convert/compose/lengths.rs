@@ -49,7 +49,7 @@ fn pack(work: &mut Work, longest: Option<(u64, Setting)>) {
     let Some(setting) = work.take(Role::PackingStrategy) else { return };
     let ours = match setting.value.text().unwrap_or_default() {
         "binpack" | "knapsack" | "best_fit" => "best_fit",
-        // lmms-engine's first_fit only looks at the newest pack
+        // lmms-engine's first_fit only fills the newest pack
         "sequential" | "first_fit" => "sequential",
         _ => return work.refuse(&setting, "expected `binpack`, `sequential` or `first_fit`"),
     };

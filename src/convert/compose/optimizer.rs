@@ -54,7 +54,10 @@ fn schedule(work: &mut Work, lr: Option<f64>) -> bool {
         "linear" => "linear",
         "constant" | "constant_with_warmup" => "constant",
         _ => {
-            work.refuse(&setting, "convert with `cosine`, `linear` or `constant`; `optim.schedule` also has `wsd`");
+            work.refuse(
+                &setting,
+                "convert with `cosine`, `linear` or `constant`; `optim.schedule` also has `wsd`",
+            );
             return false;
         }
     };

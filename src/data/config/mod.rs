@@ -90,7 +90,7 @@ pub struct DatasetConfig {
     #[serde(default, skip_serializing_if = "is_empty")]
     pub path: PathBuf,
     /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub dataset_info: Option<String>,
     /// Name of the data set in the metrics; null (the default): the file name without extension.
     #[serde(default)]

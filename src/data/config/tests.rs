@@ -12,7 +12,7 @@ fn the_defaults_are_those_of_the_contract() {
     config.validate().unwrap();
     assert_eq!(
         serde_json::to_string(&config).unwrap(),
-        r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
+        r#"{"train":[{"path":"a.jsonl","dataset_info":null,"name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
             .to_owned()
             + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
             + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
