@@ -77,7 +77,7 @@ impl Work {
                 let flag = setting.value.flag().map(|flag| flag.to_string());
                 let fits = |value: &&str| *value == text || flag.as_deref() == Some(value);
                 match setting.value == Value::Null || values.iter().any(|value| fits(value)) {
-                    true => self.drop(&setting, "it asks for what happens here anyway"),
+                    true => self.drop(&setting, "the same happens here"),
                     false => self.refuse(&setting, reason),
                 }
             }
