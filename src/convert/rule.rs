@@ -10,7 +10,7 @@ pub(super) struct Row {
     pub(super) rule: Rule,
 }
 
-/// What becomes of a setting.
+/// How a setting is converted.
 #[derive(Debug)]
 pub(super) enum Rule {
     /// The value of our key, whose name `config::our_key` gives.

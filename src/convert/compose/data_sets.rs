@@ -293,7 +293,7 @@ fn weight(work: &mut Work, source: &mut Source, is_joined: bool) -> Option<u64> 
     let name = source.value.clone();
     let Some(rows) = rows.filter(|rows| *rows > 0) else {
         work.need(&name, &format!(
-            "{comment} asks for {samples} rows of it, and the rows of the file cannot be counted here: convert where the file is, or leave the limit out and set `weight`"
+            "{comment} limits it to {samples} rows, and the rows of the file cannot be counted here: convert where the file is, or leave the limit out and set `weight`"
         ));
         return None;
     };

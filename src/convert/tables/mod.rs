@@ -1,4 +1,4 @@
-//! What becomes of each setting of the other trainers: one table per trainer.
+//! The rule of each setting of the other trainers: one table per trainer.
 
 mod llama_factory;
 mod lmms_engine;

@@ -309,14 +309,14 @@ impl DataConfig {
                     return fault(
                         key("dataset_info"),
                         info,
-                        "no `path` beside it: the entry names the file",
+                        "no `path` in addition: the entry names the file",
                     );
                 }
                 (Some(info), true) if set.corpus.is_some() => {
                     return fault(
                         key("dataset_info"),
                         info,
-                        "no `corpus` beside it: the entry describes chats",
+                        "no `corpus` in addition: the entry describes chats",
                     );
                 }
                 _ => {}
