@@ -125,6 +125,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<SourceError>() {
         let exit = match error {
             SourceError::Corpus(CorpusError::Write { .. }) => Exit::CannotWrite,
+            SourceError::File(error) if error.is_write() => Exit::CannotWrite,
             _ => Exit::Data,
         };
         ErrorClass::new(exit, error.hint())

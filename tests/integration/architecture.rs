@@ -200,7 +200,7 @@ fn every_config_can_be_loaded() {
 fn the_quickstart_reads_files_of_the_repository_only() {
     let config: RunConfig = load(&root().join("configs/quickstart.yaml"), &[]).unwrap();
     let sets = config.data.train.iter().chain(&config.data.eval);
-    let paths = sets.map(|set| &set.path).chain([&config.model.path]);
+    let paths = sets.flat_map(|set| set.path.paths()).chain([&config.model.path]);
     for path in paths {
         assert!(path.is_relative() && root().join(path).exists(), "{}", path.display());
     }

@@ -174,7 +174,7 @@ pub(super) fn tuner(work: &mut Work) {
 /// Writes `model.freeze` and `model.recompute`.
 pub(super) fn freeze(work: &mut Work, family: Family) {
     let mut frozen: Vec<(String, Setting)> = Vec::new();
-    let tower_has_mergers = work.trainer == Trainer::LlamaFactory;
+    let covers_deepstack = work.trainer == Trainer::LlamaFactory;
     for (role, name) in [
         (Role::FreezeVision, "vision"),
         (Role::FreezeMerger, "merger"),
@@ -186,7 +186,7 @@ pub(super) fn freeze(work: &mut Work, family: Family) {
             work.drop(&setting, "the model has no vision encoder");
         } else if on {
             frozen.push((name.to_owned(), setting.clone()));
-            if name == "vision" && tower_has_mergers {
+            if name == "vision" && covers_deepstack {
                 frozen.push(("*.deepstack_merger_list.*".to_owned(), setting));
             }
         } else {

@@ -106,7 +106,7 @@ pub enum DatasetInfoError {
 }
 
 /// An entry of `dataset_info.json`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DatasetInfo {
     path: PathBuf,
     folder: PathBuf,
@@ -115,7 +115,7 @@ pub struct DatasetInfo {
 }
 
 /// Their names of the keys and roles of a row.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct Mapping {
     /// Their key and ours.
     columns: Vec<(String, &'static str)>,
@@ -124,7 +124,7 @@ pub(in crate::data) struct Mapping {
 }
 
 /// The keys of a turn and the names of roles.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Turns {
     role: String,
     content: String,
@@ -174,6 +174,12 @@ impl DatasetInfo {
 
     pub(in crate::data) fn mapping(&self) -> &Mapping {
         &self.mapping
+    }
+
+    /// Hash of what decides which samples the rows become.
+    pub(in crate::data) fn digest(&self) -> [u8; 32] {
+        let Self { path: _, folder: _, num_samples, mapping } = self;
+        Sha256::digest(format!("{num_samples:?} {mapping:?}").as_bytes()).into()
     }
 }
 
@@ -340,11 +346,6 @@ impl Mapping {
         }
         object.insert("conversations".to_owned(), values);
     }
-
-    /// Hash of everything that decides what a row becomes.
-    pub(in crate::data) fn digest(&self) -> [u8; 32] {
-        Sha256::digest(format!("{self:?}").as_bytes()).into()
-    }
 }
 
 impl Turns {
@@ -462,7 +463,7 @@ mod tests {
 
     #[test]
     fn another_mapping_has_another_digest() {
-        let digest = |entry: Value| info(&entry).unwrap().mapping.digest();
+        let digest = |entry: Value| info(&entry).unwrap().digest();
         let plain = digest(json!({"file_name": "a.json"}));
         assert_eq!(plain, digest(json!({"file_name": "b.json"})));
         let other = json!({"file_name": "a.json", "columns": {"response": "answer"}});
