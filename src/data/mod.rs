@@ -44,6 +44,7 @@ pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
 pub use source::{
-    FileError, GroundingError, RowFile, RowForm, RowRules, SampleError, SourceError, UnknownKeys,
+    DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
+    SampleError, SourceError, UnknownKeys,
 };
 pub use template::tokenizer::TokenizerError;

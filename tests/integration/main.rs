@@ -7,6 +7,7 @@ mod bad_input;
 mod bench;
 mod circles;
 mod cli;
+mod convert;
 mod corpora;
 mod doc_commands;
 mod docs;

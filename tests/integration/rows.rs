@@ -38,6 +38,7 @@ fn rules(case: &Value) -> RowRules {
             Some("error") => UnknownKeys::Error,
             _ => UnknownKeys::Warn,
         },
+        ..RowRules::default()
     }
 }
 

@@ -9,7 +9,7 @@ use super::notes::Notes;
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex};
+use crate::data::{DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -40,7 +40,8 @@ impl<'a> Page<'a> {
         let data = &config.data;
         let mut head = String::new();
         let or_none = |limit: Option<String>| limit.unwrap_or_else(|| "none".to_owned());
-        let files: Vec<String> = data.train.iter().map(|set| set.path.to_string()).collect();
+        let file = |set: &DatasetConfig| set.dataset_info.clone().unwrap_or(set.path.to_string());
+        let files: Vec<String> = data.train.iter().map(file).collect();
         for (name, value) in [
             ("model", config.model.path.display().to_string()),
             ("data", files.join(", ")),

@@ -99,10 +99,14 @@ pub struct DataConfig {
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
     /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
-    /// with `corpus` also a `.txt` file.
+    /// with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
+    #[serde(default, skip_serializing_if = "DataPath::is_empty")]
     pub path: DataPath,
+    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
+    #[serde(default)]
+    pub dataset_info: Option<String>,
     /// Name of the data set in the metrics; null (the default): the name of the first file without
-    /// extension, or of the folder.
+    /// extension, or of the folder, or of the entry.
     #[serde(default)]
     pub name: Option<String>,
     /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
@@ -128,6 +132,7 @@ impl DatasetConfig {
     pub fn new(path: impl Into<DataPath>) -> Self {
         Self {
             path: path.into(),
+            dataset_info: None,
             name: None,
             image_root: None,
             weight: default_weight(),
@@ -145,7 +150,8 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
         let given = datasets.iter().filter_map(|set| set.name.as_ref());
         let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
         let name = set.name.clone().unwrap_or_else(|| {
-            let stem = set.path.name();
+            let entry = set.dataset_info.as_ref().and_then(|info| info.rsplit_once('#'));
+            let stem = entry.map_or_else(|| set.path.name(), |(_, name)| name.to_owned());
             let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
             let first = Some(stem.clone()).filter(|stem| !taken(stem));
             first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
@@ -319,6 +325,26 @@ impl DataConfig {
         };
         for (index, set) in datasets.iter().enumerate() {
             let key = |key: &str| format!("data.{list}.{index}.{key}");
+            match (&set.dataset_info, set.path.is_empty()) {
+                (None, true) => {
+                    return fault(key("path"), &"missing", "a path, or else `dataset_info`");
+                }
+                (Some(info), false) => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `path` in addition: the entry names the file",
+                    );
+                }
+                (Some(info), true) if set.corpus.is_some() => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `corpus` in addition: the entry describes chats",
+                    );
+                }
+                _ => {}
+            }
             if let Some(name) = &set.name {
                 let twice = datasets[..index].iter().any(|other| other.name == set.name);
                 if twice || name.is_empty() {

@@ -165,7 +165,7 @@ impl Place {
         folder: &Path,
         mut files: impl Iterator<Item = &'a Path> + Clone,
         image_root: &'a Path,
-        rules: RowRules,
+        rules: &RowRules,
         text_key: [u8; 32],
     ) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());

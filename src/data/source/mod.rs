@@ -1,6 +1,7 @@
 //! Reads the rows of data files as [`Sample`](crate::batch::Sample). It does not open images or
 //! videos.
 
+mod dataset_info;
 pub(in crate::data) mod error;
 mod file_error;
 pub(in crate::data) mod files;
@@ -12,6 +13,7 @@ mod source_error;
 mod stamp;
 mod texts;
 
+pub use dataset_info::{DatasetInfo, DatasetInfoError};
 pub use error::SampleError;
 pub use file_error::FileError;
 pub use grounding_error::GroundingError;

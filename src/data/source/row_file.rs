@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
+use super::dataset_info::DatasetInfo;
 use super::error::SampleError;
 use super::files::listing::{data_files, image_root};
 use super::files::{KnownIndex, RowContent, Shard};
@@ -44,7 +45,18 @@ impl RowFile {
     /// [`RowFile::open`] for several paths.
     pub fn open_all(paths: &[PathBuf], image_root: Option<&Path>) -> Result<Self, SourceError> {
         let files = data_files(paths)?;
-        Self::open_files(paths, &files, image_root, &[], None)
+        Self::open_files(paths, &files, image_root, RowRules::default(), &[], None)
+    }
+
+    /// [`RowFile::open_all`] with rules for the rows; logs which keys of the first rows are not read.
+    pub fn open_with(
+        paths: &[PathBuf],
+        image_root: Option<&Path>,
+        rules: RowRules,
+    ) -> Result<Self, SourceError> {
+        let files = data_files(paths)?;
+        let file = Self::open_files(paths, &files, image_root, rules.clone(), &[], None)?;
+        Ok(file.with_rules(rules))
     }
 
     /// Opens `files`, the data files of `paths`. A file whose index is in `known` is not scanned if
@@ -53,6 +65,7 @@ impl RowFile {
         paths: &[PathBuf],
         files: &[PathBuf],
         image_root: Option<&Path>,
+        rules: RowRules,
         known: &[KnownIndex],
         cache: Option<&Path>,
     ) -> Result<Self, SourceError> {
@@ -69,11 +82,8 @@ impl RowFile {
             .collect();
         let mut this = Self {
             path: paths.first().cloned().unwrap_or_default(),
-            parser: RowParser::new(
-                &Self::image_root_of(paths, files, image_root),
-                RowRules::default(),
-            ),
-            fingerprint: fingerprint(&shards),
+            fingerprint: fingerprint(&shards, rules.info.as_deref()),
+            parser: RowParser::new(&Self::image_root_of(paths, files, image_root), rules),
             shards,
             ends,
             form: RowForm::Messages,
@@ -93,15 +103,15 @@ impl RowFile {
         let rows = (0..self.len().min(SURVEY_ROWS)).map_while(|row| {
             let (id, content) = (self.id(row), self.content(row).ok()?);
             left = left.checked_sub(content.num_bytes())?;
-            Some((content.into_raw(&id), id))
+            Some((self.raw_of(&id, content), id))
         });
         self.parser.survey(&self.path, rows.filter_map(|(row, id)| Some((id, row.ok()?))));
         self
     }
 
     /// The rules for the rows.
-    pub fn rules(&self) -> RowRules {
-        self.parser.rules
+    pub fn rules(&self) -> &RowRules {
+        &self.parser.rules
     }
 
     /// Returns the folder for relative image paths: the given one, or that of the files.
@@ -162,12 +172,21 @@ impl RowFile {
         content: RowContent,
     ) -> Result<Sample, SampleError> {
         let id = self.id(row);
-        self.parser.parse(&id, content.into_raw(&id)?)
+        self.parser.parse(&id, self.raw_of(&id, content)?)
     }
 
     /// Reads the keys and values of row `row < len()`.
     fn raw(&self, row: usize) -> Result<RawRow, SampleError> {
-        self.content(row)?.into_raw(&self.id(row))
+        self.raw_of(&self.id(row), self.content(row)?)
+    }
+
+    /// The keys and values of a row, under our names.
+    fn raw_of(&self, id: &SampleId, content: RowContent) -> Result<RawRow, SampleError> {
+        let mut raw = content.into_raw(id)?;
+        if let Some(info) = &self.parser.rules.info {
+            info.mapping().apply(&mut raw);
+        }
+        Ok(raw)
     }
 
     /// The place of row `row < len()` in its file: a byte offset, or a number of rows. Rows of
@@ -201,8 +220,9 @@ impl RowFile {
         RowParser::parse_text(&self.id(row), self.raw(row)?)
     }
 
-    /// Hash of the content of the files when they were opened. For a single file it is the SHA-256
-    /// of its bytes, after unpacking.
+    /// Hash of the content of the files when they were opened, and of their entry in
+    /// `dataset_info.json`. For a single file without an entry it is the SHA-256 of its bytes, after
+    /// unpacking.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
@@ -233,13 +253,16 @@ impl RowFile {
     }
 }
 
-fn fingerprint(shards: &[Shard]) -> [u8; 32] {
-    if let [shard] = shards {
+fn fingerprint(shards: &[Shard], info: Option<&DatasetInfo>) -> [u8; 32] {
+    if let ([shard], None) = (shards, info) {
         return shard.sha256();
     }
     let mut hasher = Sha256::new();
     for shard in shards {
         hasher.update(shard.sha256());
+    }
+    if let Some(info) = info {
+        hasher.update(info.digest());
     }
     hasher.finalize().into()
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::super::dataset_info::DatasetInfo;
 use super::super::error::SampleError;
 use super::keys::{Place, Use, is_given};
 use super::report::{Finding, Findings};
@@ -27,20 +28,24 @@ pub enum UnknownKeys {
 }
 
 /// How the rows of a data set are understood.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowRules {
     /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; by
     /// default such rows are rejected.
     pub literal_placeholders: bool,
     /// How unknown keys are handled.
     pub unknown_keys: UnknownKeys,
+    /// The entry of `dataset_info.json` that names the keys and roles of the rows.
+    pub info: Option<Arc<DatasetInfo>>,
 }
 
 impl RowRules {
     /// A text that differs between rules that accept different rows.
-    pub(in crate::data) fn key(self) -> String {
-        let Self { literal_placeholders, unknown_keys } = self;
-        format!("literal {literal_placeholders}, strict {}", unknown_keys == UnknownKeys::Error)
+    pub(in crate::data) fn key(&self) -> String {
+        let Self { literal_placeholders, unknown_keys, info } = self;
+        let info = info.as_ref().map(|info| info.digest());
+        let strict = *unknown_keys == UnknownKeys::Error;
+        format!("literal {literal_placeholders}, strict {strict}, info {info:?}")
     }
 }
 

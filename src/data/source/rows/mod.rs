@@ -141,7 +141,7 @@ mod tests {
     }
 
     fn parser(unknown_keys: UnknownKeys) -> RowParser {
-        RowParser::new(Path::new("."), RowRules { literal_placeholders: false, unknown_keys })
+        RowParser::new(Path::new("."), RowRules { unknown_keys, ..RowRules::default() })
     }
 
     /// A row with these keys besides its turns.
