@@ -35,7 +35,6 @@ pub fn open_indexed(
 ) -> Result<RowFile, SourceError> {
     let files = data_files(paths)?;
     let root = RowFile::image_root_of(paths, &files, image_root);
-    let files_of = files.iter().map(PathBuf::as_path);
-    let known = Place::new(folder, files_of, &root, encoder.text_key()).indexes();
+    let known = Place::new(folder, paths, &root, encoder.text_key()).indexes();
     RowFile::open_files(paths, &files, image_root, &known, Some(folder))
 }
