@@ -70,7 +70,7 @@ impl RowParser {
     }
 
     fn survey_of(&self, rows: impl Iterator<Item = (SampleId, RawRow)>) -> Survey {
-        let (image_root, rules) = (self.image_root.clone(), self.rules);
+        let (image_root, rules) = (self.image_root.clone(), self.rules.clone());
         let silent = Self { image_root, rules, findings: Findings::silent() };
         let mut survey = Survey::default();
         for (id, row) in rows {
