@@ -197,7 +197,7 @@ fn as_json(label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
     let [images, videos] = grids(sample);
-    json!({
+    let mut object = json!({
         "id": label,
         "length": sample.len(),
         "input_ids": sample.input_ids,
@@ -207,7 +207,11 @@ fn as_json(label: &str, sample: &EncodedSample) -> Value {
         "video_grid_thw": videos,
         "pixel_sum": pixels().map(|value| f64::from(*value)).sum::<f64>(),
         "pixel_abs_sum": pixels().map(|value| f64::from(value.abs())).sum::<f64>(),
-    })
+    });
+    if let Some(weights) = &sample.weights {
+        object["weights"] = json!(weights);
+    }
+    object
 }
 
 /// The tensors of a row, named `<id>/input_ids` and so on as in transformers; integers are `i64`.

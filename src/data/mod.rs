@@ -27,7 +27,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample};
+pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use loader::Loader;

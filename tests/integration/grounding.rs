@@ -130,6 +130,19 @@ fn placeholders_without_objects_are_rejected_unless_they_are_literal() {
 }
 
 #[test]
+fn the_example_of_the_manual_is_what_the_model_sees() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/data-format.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let section = page.split("\n## Grounding\n").nth(1).unwrap();
+    let block = |language: &str| {
+        let block = section.split(&format!("```{language}\n")).nth(1).unwrap();
+        block.split("\n```").next().unwrap()
+    };
+    let row: Value = serde_json::from_str(block("jsonl")).unwrap();
+    assert_eq!(answer(&row), block("text"));
+}
+
+#[test]
 fn the_page_of_inspect_draws_each_box_on_its_image() {
     let place = Place::empty();
     let rows = row(

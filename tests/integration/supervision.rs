@@ -2,6 +2,7 @@
 //! `data.loss_scale`.
 
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 use trainer::batch::{EncodedSample, IGNORE_INDEX, Sample};
@@ -11,6 +12,8 @@ use super::encoding::{
     assert_matches, assistant, encoder, golden, golden_json, load_changed, row, rows,
     supervised_text, user, write,
 };
+use super::harness::Place;
+use super::length_cache;
 
 /// A template that writes thoughts as that of Qwen3: the prompt has no `<think>`, and the last turn
 /// always has a block.
@@ -235,7 +238,8 @@ fn weights_stay_with_their_tokens_when_a_chat_is_truncated() {
         }
     }
     sample.messages[1].weight = 1.0; // all that is left of the chat below
-    let cut = TruncationRule { max_length: NonZeroU32::new(9).unwrap(), keep: KeptEnd::Beginning };
+    let max_length = NonZeroU32::new(whole.len() as u32 / 2).unwrap();
+    let cut = TruncationRule { max_length, keep: KeptEnd::Beginning };
     assert_eq!(encoder().encode_cut(&sample, Some(cut)).unwrap().weights, None);
 }
 
@@ -279,4 +283,43 @@ fn the_loss_scale_all_excludes_media_and_their_marks() {
     let encoder = load_changed(|_| ()).unwrap().with_loss_scale(LossScale::All);
     let text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nA moon.<|im_end|>\n";
     assert_eq!(supervised(&encoder, &sample), text);
+}
+
+#[test]
+fn another_loss_scale_has_another_length_cache() {
+    let place = length_cache::Place::new(&[length_cache::chat("a", "b")]);
+    for (loss_scale, measured) in
+        [(LossScale::Default, 1), (LossScale::All, 1), (LossScale::Default, 0), (LossScale::All, 0)]
+    {
+        let encoder = Arc::new(load_changed(|_| ()).unwrap().with_loss_scale(loss_scale));
+        assert_eq!(place.update(&encoder).1.measured, measured, "{loss_scale:?}");
+    }
+}
+
+#[test]
+fn inspect_shows_weights_and_thoughts_that_are_not_rendered() {
+    let place = Place::empty();
+    let answer = |text: &str, more: Value| {
+        let mut turn = assistant(text);
+        turn.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        turn
+    };
+    let row = row(&[
+        user("a"),
+        answer("b", json!({"weight": 0.5})),
+        user("c"),
+        answer("d", json!({"reasoning_content": "hm"})),
+    ]);
+    place.write("rows.jsonl", &row.to_string());
+    let model = golden("models/small-tied");
+    let config = format!(
+        "output_dir: run\nmodel: {{path: '{}'}}\ndata: {{train: [{{path: rows.jsonl}}]}}\n",
+        model.display()
+    );
+    place.write("config.yaml", &config);
+    let output = place.trainer(&["inspect", "--config", "config.yaml"]).ends_with(0);
+    let text = output.stdout;
+    assert!(text.contains(", thoughts not rendered: turns 3\n"), "{text}");
+    assert!(text.contains("[[b<|im_end|>]] * 0.5\n"), "{text}");
+    assert!(text.contains("[[d<|im_end|>]]\n"), "{text}");
 }

@@ -1,6 +1,6 @@
 //! What a row contains besides the tokens of its sample.
 
-use crate::data::{ImageBox, JsonlRows, SampleIndex};
+use crate::data::{ImageBox, JsonlRows, SampleIndex, image_boxes};
 
 /// The boxes of a row, and its thoughts that the model does not see.
 #[derive(Debug, Default)]
@@ -14,11 +14,8 @@ impl Notes {
     /// The notes of a row that can be encoded.
     pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
         let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
-        let encoder = rows.encoder();
-        Self {
-            boxes: encoder.boxes(&sample).unwrap_or_default(),
-            hidden_thoughts: encoder.hidden_thoughts(&sample).unwrap_or_default(),
-        }
+        let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
+        Self { boxes: image_boxes(&sample).unwrap_or_default(), hidden_thoughts }
     }
 
     /// A text about thoughts that are not rendered, to be appended to a list; empty without any.

@@ -6,7 +6,6 @@
 
 use std::borrow::Cow;
 
-use super::Encoder;
 use crate::batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
 use crate::data::media::image::upright_size;
 use crate::data::source::{
@@ -27,26 +26,24 @@ pub struct ImageBox {
     pub name: Option<String>,
 }
 
-impl Encoder {
-    /// The boxes of a row. Reads the headers of images whose boxes are given in pixels.
-    pub fn boxes(&self, sample: &Sample) -> Result<Vec<ImageBox>, SampleError> {
-        let names = &sample.objects.names;
-        let num_boxes = sample.objects.boxes.len();
-        let name = |index: usize| match names.as_slice() {
-            [one] => Some(one.clone()),
-            names if names.len() == num_boxes => names.get(index).cloned(),
-            _ => None,
+/// The boxes of a row. Reads the headers of images whose boxes are given in pixels.
+pub fn image_boxes(sample: &Sample) -> Result<Vec<ImageBox>, SampleError> {
+    let names = &sample.objects.names;
+    let num_boxes = sample.objects.boxes.len();
+    let name = |index: usize| match names.as_slice() {
+        [one] => Some(one.clone()),
+        names if names.len() == num_boxes => names.get(index).cloned(),
+        _ => None,
+    };
+    let shown = |(index, relative): (usize, Vec<u32>)| {
+        let corners = match relative[..] {
+            [x1, y1, x2, y2] => [x1, y1, x2, y2],
+            [x, y, ..] => [x, y, x, y],
+            _ => [0; 4],
         };
-        let shown = |(index, relative): (usize, Vec<u32>)| {
-            let corners = match relative[..] {
-                [x1, y1, x2, y2] => [x1, y1, x2, y2],
-                [x, y, ..] => [x, y, x, y],
-                _ => [0; 4],
-            };
-            ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
-        };
-        Ok(relative(sample)?.into_iter().enumerate().map(shown).collect())
-    }
+        ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
+    };
+    Ok(relative(sample)?.into_iter().enumerate().map(shown).collect())
 }
 
 /// The sample with names and boxes in place of their placeholders.

@@ -24,11 +24,11 @@ use std::sync::Once;
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
 use folder::TextFolder;
-pub use grounding::ImageBox;
 use grounding::grounded;
+pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, kinds};
 pub use targets::LossScale;
-use targets::Supervision;
+use targets::{Supervision, thoughts};
 pub use text_sample::TextSample;
 
 use crate::batch::{
@@ -41,7 +41,7 @@ use crate::data::media::video::{VideoConfig, VideoProcessor};
 use crate::data::row::Length;
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::{TokenizerError, Tokens};
-use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError, thoughts};
+use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError};
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::batch::{IGNORE_INDEX, Message};
+use crate::batch::{Content, IGNORE_INDEX, Message};
 use crate::data::template::{Answer, RenderedChat};
 
 /// Which tokens of a chat are supervised. The names are those of ms-swift.
@@ -108,4 +108,15 @@ impl Supervision {
 /// Whether the weight of a supervised token is not 1.
 pub(super) fn differ(weights: &[f32]) -> bool {
     weights.iter().any(|weight| *weight > 0.0 && *weight != 1.0)
+}
+
+/// The thoughts that a message brings: its `reasoning_content`, or what its content has between
+/// `<think>` and `</think>`. `None` if they are empty.
+pub(super) fn thoughts(message: &Message) -> Option<&str> {
+    let inline = match &message.content {
+        Content::Text(text) => text.split_once("</think>"),
+        Content::Parts(_) => None,
+    };
+    let inline = inline.map(|(thoughts, _)| thoughts.trim_start().trim_start_matches("<think>"));
+    message.reasoning_content.as_deref().or(inline).map(str::trim).filter(|text| !text.is_empty())
 }

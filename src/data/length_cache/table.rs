@@ -1,4 +1,4 @@
-//! The lengths in memory: about 40 bytes per row.
+//! The lengths in memory: 32 bytes per row and 16 per image.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

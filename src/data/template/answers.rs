@@ -7,7 +7,7 @@ use minijinja::Value;
 use super::{
     Chat, ChatTemplate, GenerationPrompt, PROBE, TemplateError, message_value, probe_turn,
 };
-use crate::batch::{Content, Message};
+use crate::batch::Message;
 
 /// The text that a template writes around the answer of a turn.
 struct Around {
@@ -124,15 +124,4 @@ impl Chat<'_> {
         messages[turn] = message_value(message);
         self.render_turns(messages, GenerationPrompt::Omit)
     }
-}
-
-/// The thoughts that a message brings: its `reasoning_content`, or what its content has between
-/// `<think>` and `</think>`. `None` if they are empty.
-pub(in crate::data) fn thoughts(message: &Message) -> Option<&str> {
-    let inline = match &message.content {
-        Content::Text(text) => text.split_once("</think>"),
-        Content::Parts(_) => None,
-    };
-    let inline = inline.map(|(thoughts, _)| thoughts.trim_start().trim_start_matches("<think>"));
-    message.reasoning_content.as_deref().or(inline).map(str::trim).filter(|text| !text.is_empty())
 }

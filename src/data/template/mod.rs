@@ -11,8 +11,6 @@ mod json_dumps;
 mod strftime;
 pub(in crate::data) mod tokenizer;
 
-pub(in crate::data) use answers::thoughts;
-
 use std::ops::Range;
 use std::time::SystemTime;
 
