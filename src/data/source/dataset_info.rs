@@ -388,9 +388,9 @@ mod tests {
     #[test]
     fn columns_of_an_alpaca_row_get_our_names() {
         let entry = json!({"file_name": "a.json", "columns": {
-            "prompt": "question", "query": "context", "response": "answer", "images": "pictures"}});
+            "prompt": "question", "query": "context", "response": "answer", "images": "photos"}});
         let row = json!({"id": 7, "question": "q", "context": "c", "answer": "a",
-            "pictures": ["p.png"], "system": "not named by the entry, so not read"});
+            "photos": ["p.png"], "system": "not named by the entry, so not read"});
         let expected = json!({"id": 7, "instruction": "q", "input": "c", "output": "a",
             "images": ["p.png"]});
         assert_eq!(applied(entry, row), expected);
