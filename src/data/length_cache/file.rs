@@ -13,7 +13,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -159,35 +159,35 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The name has a hash of the paths of the data `files` and of their images, of `rules` and of
+    /// The name has a hash of the `paths` in the config and of that of the images, of `rules` and of
     /// `text_key`.
-    pub(super) fn new<'a>(
+    pub(super) fn new(
         folder: &Path,
-        mut files: impl Iterator<Item = &'a Path> + Clone,
-        image_root: &'a Path,
+        paths: &[PathBuf],
+        image_root: &Path,
         rules: RowRules,
         text_key: [u8; 32],
     ) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);
         key.update(rules.key());
-        for path in files.clone().chain([image_root]) {
-            // if it cannot be resolved, reading the file fails too
-            let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        for path in paths.iter().map(PathBuf::as_path).chain([image_root]) {
+            // a pattern cannot be resolved
+            let path = path.canonicalize().or_else(|_| absolute(path));
+            let path = path.unwrap_or_default();
             let name = path.as_os_str().as_encoded_bytes();
             key.update((name.len() as u64).to_le_bytes());
             key.update(name);
         }
         let key = format!("{:x}", key.finalize());
-        let mut name = files.next().and_then(Path::file_stem).unwrap_or_default().to_owned();
-        name.push(format!("-{}.arrow", &key[..16]));
-        Self { path: folder.join(name) }
+        let name = paths[0].file_stem().unwrap_or_default().to_string_lossy();
+        let name = name.replace(['*', '?', '[', ']'], "_");
+        Self { path: folder.join(format!("{name}-{}.arrow", &key[..16])) }
     }
 
     /// The path of the cache of `file` in `folder`.
     pub(super) fn of(file: &RowFile, encoder: &Encoder, folder: &Path) -> Self {
-        let files = file.shards().iter().map(|shard| &**shard.path());
-        Self::new(folder, files, file.image_root(), file.rules(), encoder.text_key())
+        Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
     }
 
     fn beside(&self, ending: &str) -> PathBuf {

@@ -36,8 +36,7 @@ pub fn open_indexed(
 ) -> Result<RowFile, SourceError> {
     let files = data_files(paths)?;
     let root = RowFile::image_root_of(paths, &files, image_root);
-    let files_of = files.iter().map(PathBuf::as_path);
-    let known = Place::new(folder, files_of, &root, rules, encoder.text_key()).indexes();
+    let known = Place::new(folder, paths, &root, rules, encoder.text_key()).indexes();
     let file = RowFile::open_files(paths, &files, image_root, &known, Some(folder))?;
     Ok(file.with_rules(rules))
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sha2::{Digest, Sha256};
 
 use super::error::SampleError;
@@ -23,7 +24,7 @@ const SURVEY_BYTES: usize = 16 << 20;
 /// The open rows of a data set. Rows can be read in any order and from several threads.
 #[derive(Debug)]
 pub struct RowFile {
-    path: PathBuf,
+    paths: Vec<PathBuf>,
     parser: RowParser,
     shards: Vec<Shard>,
     ends: Vec<usize>, // [shards], number of rows up to the end of each
@@ -56,6 +57,7 @@ impl RowFile {
         known: &[KnownIndex],
         cache: Option<&Path>,
     ) -> Result<Self, SourceError> {
+        permit_open_files(files.len() as u64);
         let open = |file: &PathBuf| {
             Shard::open(file, known.iter().find(|known| known.path == *file), cache)
         };
@@ -68,7 +70,7 @@ impl RowFile {
             })
             .collect();
         let mut this = Self {
-            path: paths.first().cloned().unwrap_or_default(),
+            paths: paths.to_owned(),
             parser: RowParser::new(
                 &Self::image_root_of(paths, files, image_root),
                 RowRules::default(),
@@ -79,7 +81,7 @@ impl RowFile {
             form: RowForm::Messages,
         };
         if this.is_empty() {
-            return Err(SourceError::NoRows { path: this.path });
+            return Err(SourceError::NoRows { path: this.path().to_owned() });
         }
         this.form = this.detect()?;
         Ok(this)
@@ -95,7 +97,7 @@ impl RowFile {
             left = left.checked_sub(content.num_bytes())?;
             Some((content.into_raw(&id), id))
         });
-        self.parser.survey(&self.path, rows.filter_map(|(row, id)| Some((id, row.ok()?))));
+        self.parser.survey(self.path(), rows.filter_map(|(row, id)| Some((id, row.ok()?))));
         self
     }
 
@@ -129,7 +131,12 @@ impl RowFile {
 
     /// The first path of the data set, as in the config.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.paths.first().map_or(Path::new(""), PathBuf::as_path)
+    }
+
+    /// The paths of the data set, as in the config.
+    pub(in crate::data) fn paths(&self) -> &[PathBuf] {
+        &self.paths
     }
 
     /// The files, in the order of their rows.
@@ -229,7 +236,17 @@ impl RowFile {
             }
         }
         let first = Box::new(first.expect("there is at least one row"));
-        Err(SourceError::UnknownForm { path: self.path.clone(), checked, first })
+        Err(SourceError::UnknownForm { path: self.path().to_owned(), checked, first })
+    }
+}
+
+/// Raises the limit of open files of this process as far as the system permits, if so many more are
+/// needed. A run also opens images and checkpoints.
+fn permit_open_files(more: u64) {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| current < 2 * more + 512) {
+        // if it fails, opening the files reports it
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     }
 }
 

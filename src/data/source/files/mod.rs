@@ -94,7 +94,7 @@ pub(in crate::data) struct KnownIndex {
 #[derive(Debug)]
 pub(in crate::data) struct Shard {
     path: Arc<Path>,
-    file: File,
+    file: Arc<File>,
     stamp: Option<Stamp>,
     opened: Option<Stamp>, // metadata when the file was indexed, settled or not
     index: RowIndex,       // without rows if the format has an index of its own
@@ -105,7 +105,7 @@ pub(in crate::data) struct Shard {
 #[derive(Debug)]
 enum Rows {
     /// Between the offsets of the index, from this file.
-    Indexed(File, Syntax),
+    Indexed(Arc<File>, Syntax),
     Parquet(ParquetRows),
     Arrow(ArrowRows),
 }
@@ -128,15 +128,15 @@ impl Shard {
         cache: Option<&Path>,
     ) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
-        let file = File::open(path).map_err(unreadable)?;
+        let file = Arc::new(File::open(path).map_err(unreadable)?);
         let (read_at, before) = (SystemTime::now(), Stamp::of(&file).map_err(unreadable)?);
         let is_settled = before.is_settled(read_at);
         let mut head = head(&file).map_err(unreadable)?;
-        let mut content = file.try_clone().map_err(unreadable)?;
+        let mut content = file.clone();
         let mut name = path.to_owned();
         let packed = Packed { path, stamp: &before, is_settled, cache };
         if let Some(compression) = sniff::compression(&head) {
-            content = packed.unpack(&file, compression)?;
+            content = Arc::new(packed.unpack(&file, compression)?);
             head = self::head(&content).map_err(unreadable)?;
             if path.extension().is_some_and(|of| of == "gz" || of == "zst") {
                 name.set_extension("");
@@ -259,29 +259,29 @@ fn head(file: &File) -> io::Result<Vec<u8>> {
 /// Opens the rows of the unpacked `file`. Without an index, the file is read once to its end.
 fn open_rows(
     packed: Packed<'_>,
-    mut file: File,
+    file: Arc<File>,
     format: Format,
     head: &[u8],
     known: Option<&KnownIndex>,
 ) -> Result<(RowIndex, Rows), SourceError> {
     let path = packed.path;
     let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
-    file.rewind().map_err(unreadable)?; // it may have been unpacked through this handle
+    (&*file).rewind().map_err(unreadable)?; // it may have been unpacked through this handle
     let known = known.map(|known| known.index.clone());
     let hash_all = || {
-        let (num_bytes, sha256) = Hashing::new(&file).finish()?;
+        let (num_bytes, sha256) = Hashing::new(&*file).finish()?;
         Ok(RowIndex::default().finish(num_bytes, sha256))
     };
     let without_rows =
         |known: RowIndex| Ok(RowIndex::default().finish(known.num_bytes(), known.sha256()));
-    let buffered = || BufReader::with_capacity(1 << 20, &file);
+    let buffered = || BufReader::with_capacity(1 << 20, &*file);
     let (index, syntax) = match format {
         Format::Lines => (lines(known, buffered()).map_err(unreadable)?, Syntax::Line),
-        Format::Array => array(path, head, known, &mut file)?,
+        Format::Array => array(path, head, known, &file)?,
         Format::Csv(delimiter) => {
             let header = Header::read(path, delimiter, head_or_all(head, &file))?;
-            file.rewind().map_err(unreadable)?;
-            let index = known.map_or_else(|| header.scan(&file), Ok).map_err(unreadable)?;
+            (&*file).rewind().map_err(unreadable)?;
+            let index = known.map_or_else(|| header.scan(&*file), Ok).map_err(unreadable)?;
             (index, Syntax::Record(header))
         }
         Format::Tar => (known.map_or_else(|| tar::scan(path, buffered()), Ok)?, Syntax::Members),
@@ -321,7 +321,7 @@ fn array(
     path: &Path,
     head: &[u8],
     known: Option<RowIndex>,
-    file: &mut File,
+    mut file: &File,
 ) -> Result<(RowIndex, Syntax), SourceError> {
     let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
     if let Some(index) = known {
@@ -330,12 +330,12 @@ fn array(
         let is_array = index.len() == 0 || index.start(0) > bracket;
         return Ok((index, if is_array { Syntax::Element } else { Syntax::Line }));
     }
-    let scanned = json::scan_array(path, BufReader::with_capacity(1 << 20, &*file));
+    let scanned = json::scan_array(path, BufReader::with_capacity(1 << 20, file));
     match scanned {
         Ok(json::Array::Rows(index)) => Ok((index, Syntax::Element)),
         Ok(json::Array::Lines) => {
             file.rewind().map_err(unreadable)?;
-            let index = json::scan_lines(BufReader::with_capacity(1 << 20, &*file));
+            let index = json::scan_lines(BufReader::with_capacity(1 << 20, file));
             Ok((index.map_err(unreadable)?, Syntax::Line))
         }
         Err(json::ArrayError::Read(cause)) => Err(unreadable(cause)),

@@ -60,7 +60,7 @@ struct Chunk {
 }
 
 impl ParquetRows {
-    pub(super) fn open(path: &Path, file: File) -> Result<Self, SourceError> {
+    pub(super) fn open(path: &Path, file: Arc<File>) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
         let num_bytes = file.metadata().map_err(unreadable)?.len();
         let mut end = [0; 4];
@@ -72,7 +72,7 @@ impl ParquetRows {
             let problem = "it does not end with a footer: the file is truncated";
             return Err(FileError::broken(path, FORMAT, problem).into());
         }
-        let input = Input { file: Arc::new(file), num_bytes };
+        let input = Input { file, num_bytes };
         let options = ArrowReaderOptions::new()
             .with_skip_arrow_metadata(true)
             .with_offset_index_policy(PageIndexPolicy::Optional);

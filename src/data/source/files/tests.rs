@@ -179,7 +179,7 @@ fn damaged_pages_reject_rows_with_the_row_group() {
 fn a_parquet_file_written_as_arrow_has_the_same_rows() {
     let folder = TempDir::new().unwrap();
     let path = write(&folder, "a.parquet", &parquet(&chats(), None));
-    let rows = ParquetRows::open(&path, File::open(&path).unwrap()).unwrap();
+    let rows = ParquetRows::open(&path, Arc::new(File::open(&path).unwrap())).unwrap();
     let copy = folder.path().join("a.arrow");
     let failed = |cause| panic!("{cause}");
     rows.write_arrow(&File::create(&copy).unwrap(), &failed).unwrap();
