@@ -9,7 +9,9 @@ use super::notes::Notes;
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex};
+use crate::data::{
+    DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex,
+};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
