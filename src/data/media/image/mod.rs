@@ -15,6 +15,7 @@
 mod config;
 mod decode;
 mod header;
+mod jpeg;
 mod patchify;
 mod resize;
 mod smart_resize;
