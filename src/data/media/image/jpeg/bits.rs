@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::JpegError;
+use super::error::JpegError;
 
 /// The data of a scan without byte stuffing, divided at its restart markers.
 #[derive(Debug)]

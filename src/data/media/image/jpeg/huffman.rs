@@ -1,7 +1,7 @@
 //! Huffman tables.
 
-use super::JpegError;
 use super::bits::Bits;
+use super::error::JpegError;
 
 /// Number of bits of the code, or of code and value, that a lookup decodes.
 const LOOKUP_BITS: u32 = 10;

@@ -11,26 +11,19 @@
 
 mod bits;
 mod blocks;
+mod error;
 mod huffman;
 mod idct;
 mod output;
 mod scans;
 mod segments;
+#[cfg(test)]
+mod tests;
 
+pub(super) use error::JpegError;
 use output::Output;
 use scans::Coefficients;
 use segments::{END, Frame, ScanHeader, Segments, Tables};
-
-/// The reason why a JPEG cannot be decoded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum JpegError {
-    #[error("the file is truncated")]
-    Truncated,
-    #[error("{0}")]
-    Damaged(&'static str),
-    #[error("a JPEG with {0} is not supported")]
-    Unsupported(&'static str),
-}
 
 /// Decodes the bytes of a whole file to values of shape `[height, width, 3]`. `size` is the expected
 /// `[height, width]`.

@@ -258,9 +258,9 @@ fn ycc(y: &[u8], cb: &[u8], cr: &[u8], pixels: &mut [u8]) {
 /// Applies inverted black to inverted CMY, which becomes RGB, with the rounding of Pillow.
 fn blacken(black: &[u8], pixels: &mut [u8]) {
     for (pixel, black) in pixels.as_chunks_mut::<3>().0.iter_mut().zip(black) {
-        let black = u32::from(*black);
+        let black = u16::from(*black);
         *pixel = pixel.map(|value| {
-            let product = u32::from(255 - value) * black + 128;
+            let product = u16::from(255 - value) * black + 128;
             black.saturating_sub(((product >> 8) + product) >> 8) as u8
         });
     }

@@ -1,8 +1,8 @@
 //! Decodes scans: directly to samples, or to coefficients if the file has several scans.
 
-use super::JpegError;
 use super::bits::{Bits, ScanData};
 use super::blocks::{self, Block};
+use super::error::JpegError;
 use super::huffman::Huffman;
 use super::idct::Batch;
 use super::output::Output;

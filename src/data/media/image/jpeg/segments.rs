@@ -1,6 +1,6 @@
 //! The segments of a file: frame header, scan headers and tables.
 
-use super::JpegError;
+use super::error::JpegError;
 use super::huffman::{self, Huffman};
 
 /// Index in a block of the coefficient with the zigzag index `i`. Damaged data may exceed a block:
