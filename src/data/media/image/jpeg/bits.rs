@@ -30,7 +30,7 @@ impl ScanData {
             } else {
                 scan.intervals.push(start..scan.bytes.len());
                 start = scan.bytes.len();
-                let expected = 0xd0 | (scan.intervals.len() - 1) % 8;
+                let expected = 0xd0 + (scan.intervals.len() - 1) % 8;
                 match *marker {
                     0xd0..=0xd7 if usize::from(*marker) == expected => {}
                     0xd0..=0xd7 => return Err(JpegError::Damaged("a restart marker is missing")),
@@ -58,7 +58,8 @@ impl ScanData {
 
 /// Returns the number of bytes before the first `ff`, or all.
 fn length_before_ff(data: &[u8]) -> usize {
-    let has_ff = |chunk: &[u8; 32]| chunk.iter().fold(false, |found, byte| found | (*byte == 0xff));
+    let has_ff =
+        |chunk: &[u8; 32]| chunk.iter().fold(0, |ff, byte| ff | u8::from(*byte == 0xff)) != 0;
     let chunks = data.as_chunks::<32>().0;
     let clean = 32 * chunks.iter().position(has_ff).unwrap_or(chunks.len());
     let rest = data[clean..].iter().position(|byte| *byte == 0xff);
@@ -94,7 +95,7 @@ impl Bits<'_> {
             let next = self.bytes.get(self.at..).and_then(<[u8]>::first_chunk);
             self.word |= next.map_or(0, |bytes| u64::from_be_bytes(*bytes)) >> self.count;
             self.at += ((63 - self.count) >> 3) as usize;
-            self.count |= 56;
+            self.count |= 0x38;
         }
     }
 

@@ -139,9 +139,9 @@ fn both_passes<const N: usize>(
     for column in 0..N {
         for lane in 0..LANES {
             let mut x = [0; 8];
-            for row in 0..N {
+            for (row, x) in x.iter_mut().enumerate().take(N) {
                 let at = row * 8 + column;
-                x[row] = i32::from(coefficients[at][lane]).wrapping_mul(quantisation[at]);
+                *x = i32::from(coefficients[at][lane]).wrapping_mul(quantisation[at]);
             }
             let x = transform_8(x);
             for row in 0..8 {
@@ -153,8 +153,8 @@ fn both_passes<const N: usize>(
     for row in 0..8 {
         for lane in 0..LANES {
             let mut x = [0; 8];
-            for column in 0..N {
-                x[column] = i32::from(between[row * 8 + column][lane]);
+            for (column, x) in x.iter_mut().enumerate().take(N) {
+                *x = i32::from(between[row * 8 + column][lane]);
             }
             let x = transform_8(x);
             for column in 0..8 {

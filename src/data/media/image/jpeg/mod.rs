@@ -20,7 +20,7 @@ mod segments;
 #[cfg(test)]
 mod tests;
 
-pub(super) use error::JpegError;
+use error::JpegError;
 use output::Output;
 use scans::Coefficients;
 use segments::{END, Frame, ScanHeader, Segments, Tables};

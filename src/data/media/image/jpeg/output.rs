@@ -85,7 +85,7 @@ impl Plane {
             &self.samples[at..at + stride]
         };
         let near = y / v_scale;
-        let is_upper = y % v_scale == 0;
+        let is_upper = y.is_multiple_of(v_scale);
         let far = if is_upper { near.saturating_sub(1) } else { near + 1 };
         match self.upsampling {
             Upsampling::None => return row_of(near),
@@ -166,7 +166,7 @@ impl Output {
             Colours::Ycc => ycc(a, b, c, pixels),
             Colours::Ycck => {
                 ycc(a, b, c, pixels);
-                pixels.iter_mut().for_each(|value| *value = !*value);
+                invert(pixels);
             }
         }
         if !k.is_empty() {
@@ -195,11 +195,13 @@ fn mix_neighbours(padded: &[u16], [left, right]: [u16; 2], shift: u32, target: &
     }
 }
 
+/// One half in the fixed point of colours.
+const HALF: i32 = 1 << 15;
+
 /// A sample of Y, Cb and Cr as R, G and B, with the 16-bit fixed point of libjpeg-turbo.
 #[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
 #[inline(always)]
 fn rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
-    const HALF: i32 = 1 << 15;
     let [y, cb, cr] = [i32::from(y), i32::from(cb) - 128, i32::from(cr) - 128];
     let red = y + ((91881 * cr + HALF) >> 16);
     let green = y + ((HALF - 22554 * cb - 46802 * cr) >> 16);
@@ -252,6 +254,12 @@ fn interleave(a: &[u8], b: &[u8], c: &[u8], pixels: &mut [u8]) {
 fn ycc(y: &[u8], cb: &[u8], cr: &[u8], pixels: &mut [u8]) {
     for (((pixel, y), cb), cr) in pixels.as_chunks_mut::<3>().0.iter_mut().zip(y).zip(cb).zip(cr) {
         *pixel = rgb([*y, *cb, *cr]);
+    }
+}
+
+fn invert(pixels: &mut [u8]) {
+    for value in pixels {
+        *value = !*value;
     }
 }
 
