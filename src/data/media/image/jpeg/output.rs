@@ -252,8 +252,21 @@ fn interleave(a: &[u8], b: &[u8], c: &[u8], pixels: &mut [u8]) {
 }
 
 fn ycc(y: &[u8], cb: &[u8], cr: &[u8], pixels: &mut [u8]) {
-    for (((pixel, y), cb), cr) in pixels.as_chunks_mut::<3>().0.iter_mut().zip(y).zip(cb).zip(cr) {
-        *pixel = rgb([*y, *cb, *cr]);
+    /// Number of pixels whose channels are computed before they are interleaved. Together, the
+    /// compiler would write single bytes.
+    const PIECE: usize = 64;
+    let mut planes = [[0; PIECE]; 3];
+    let pieces = y.chunks(PIECE).zip(cb.chunks(PIECE)).zip(cr.chunks(PIECE));
+    for (((y, cb), cr), pixels) in pieces.zip(pixels.chunks_mut(3 * PIECE)) {
+        let [red, green, blue] = &mut planes;
+        let channels = red.iter_mut().zip(green.iter_mut()).zip(blue.iter_mut());
+        for ((((red, green), blue), y), (cb, cr)) in channels.zip(y).zip(cb.iter().zip(cr)) {
+            [*red, *green, *blue] = rgb([*y, *cb, *cr]);
+        }
+        let channels = red.iter().zip(green.iter()).zip(blue.iter());
+        for (pixel, ((red, green), blue)) in pixels.as_chunks_mut::<3>().0.iter_mut().zip(channels) {
+            *pixel = [*red, *green, *blue];
+        }
     }
 }
 
