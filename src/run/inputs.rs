@@ -8,8 +8,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DatasetConfig, DatasetShare, Encoder, EncoderError,
-    FileError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad,
-    SourceError, VideoConfigError,
+    ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
+    VideoConfigError,
 };
 use crate::optim::ParamGroups;
 use crate::train::ModelSection;
@@ -96,12 +96,11 @@ pub(crate) fn open_data(
     };
     rows.map(|rows| rows.cut(cut)).map_err(|problem| {
         let (index, key) = match &problem {
-            SourceError::Read { path, .. }
-            | SourceError::File(
-                FileError::NoFiles { path, .. }
-                | FileError::Mixed { path, .. }
-                | FileError::Splits { path, .. },
-            ) => (index(path), "path".to_owned()),
+            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::File(error) => match error.config_path() {
+                Some(path) => (index(path), "path".to_owned()),
+                None => return problem.into(),
+            },
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 (index(path), format!("corpus.{key}"))
             }
