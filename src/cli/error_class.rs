@@ -5,6 +5,7 @@ use super::stdout::is_stdout_error;
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
+use crate::convert::ConvertError;
 use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
@@ -106,6 +107,8 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         error.hint()
     } else if let Some(error) = error.downcast_ref::<DataConfigError>() {
         error.hint().to_owned()
+    } else if let Some(error) = error.downcast_ref::<ConvertError>() {
+        error.hint()
     } else if let Some(error) = error.downcast_ref::<OrderError>() {
         error.hint().to_owned()
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {

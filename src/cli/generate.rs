@@ -3,7 +3,9 @@
 use super::args::resolve_model;
 use super::failure::{Exit, Failure};
 use super::stdout::stdout;
-use crate::batch::{Content, MediaRef, MediaSource, Medium, Message, Part, Sample, SampleId};
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId,
+};
 use crate::data::{Encoder, ImageConfig};
 use crate::run::load_model;
 use crate::train::{
@@ -85,7 +87,7 @@ impl GenerateArgs {
                 Failure::new(Exit::Data, message).hint("check the path")
             })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
-            media.push(Medium::Image(MediaRef { source: MediaSource::File { root, path } }));
+            media.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
             parts.push(Part::Image);
         }
         parts.push(Part::Text(self.prompt.clone()));
@@ -93,6 +95,7 @@ impl GenerateArgs {
             role: role.to_owned(),
             content,
             tool_calls: None,
+            reasoning_content: None,
             weight: 1.0,
         };
         let mut messages = Vec::new();
@@ -102,7 +105,7 @@ impl GenerateArgs {
         messages.push(turn("user", Content::Parts(parts)));
         messages.push(turn("assistant", Content::Text(String::new()))); // to be generated
         let id = SampleId { file: Path::new("--prompt").into(), line: 1 };
-        Ok(Sample { id, messages, media, tools: None })
+        Ok(Sample { id, messages, media, tools: None, objects: Objects::default() })
     }
 }
 

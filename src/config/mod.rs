@@ -6,12 +6,17 @@ mod excerpt;
 mod fault;
 mod load;
 mod nearest;
+mod other_trainers;
 mod scalar;
 mod set;
 mod tree;
 
 pub use error::{ConfigError, Place};
 pub use load::{load, refuse, to_yaml};
+pub(crate) use load::{load_text, parse_tree, read_tree};
+pub(crate) use nearest::nearest;
+pub(crate) use other_trainers::our_key;
+pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;

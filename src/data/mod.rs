@@ -3,6 +3,7 @@
 mod config;
 mod dataset;
 mod encode;
+mod json;
 mod length_cache;
 mod loader;
 mod media;
@@ -26,7 +27,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{Encoder, EncoderError, TextSample};
+pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use loader::Loader;
@@ -34,11 +35,16 @@ pub use loader::collate::{CollateError, collate};
 pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
-pub use media::image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
+pub use media::image::{
+    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels,
+};
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{FileError, RowFile, RowForm, SampleError, SourceError};
+pub use source::{
+    DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
+    SampleError, SourceError, UnknownKeys,
+};
 pub use template::tokenizer::TokenizerError;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 14] = [
+const MAY_IMPORT: [(&str, &[&str]); 15] = [
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
@@ -28,6 +28,8 @@ const MAY_IMPORT: [(&str, &[&str]); 14] = [
     ),
     // Composes the config structs of the sections.
     ("config", &["checkpoint", "data", "optim", "train"]),
+    // Writes configs from those of other trainers; reads `dataset_info.json`.
+    ("convert", &["config", "data"]),
     // Assembles a run from a config.
     (
         "run",
@@ -53,6 +55,7 @@ const MAY_IMPORT: [(&str, &[&str]); 14] = [
             "batch",
             "checkpoint",
             "config",
+            "convert",
             "data",
             "metrics",
             "models",

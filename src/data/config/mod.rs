@@ -10,10 +10,12 @@ use serde::{Deserialize, Serialize};
 use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
+use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::ImageConfig;
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
+use crate::data::source::UnknownKeys;
 
 pub use path::DataPath;
 
@@ -62,6 +64,9 @@ pub struct DataConfig {
     /// How a sample longer than `max_length` is handled; `delete` by default.
     #[serde(default)]
     pub truncation: Truncation,
+    /// Which tokens of a chat are supervised; `default` by default.
+    #[serde(default)]
+    pub loss_scale: LossScale,
     /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
@@ -78,6 +83,9 @@ pub struct DataConfig {
     /// affects the speed only.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
+    /// How keys of rows that the trainer does not know are handled; `warn` by default.
+    #[serde(default)]
+    pub unknown_keys: UnknownKeys,
     /// How a rejected row is handled; `skip` by default.
     #[serde(default)]
     pub on_error: OnError,
@@ -91,10 +99,14 @@ pub struct DataConfig {
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
     /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
-    /// with `corpus` also a `.txt` file.
+    /// with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
+    #[serde(default, skip_serializing_if = "DataPath::is_empty")]
     pub path: DataPath,
+    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
+    #[serde(default)]
+    pub dataset_info: Option<String>,
     /// Name of the data set in the metrics; null (the default): the name of the first file without
-    /// extension, or of the folder.
+    /// extension, or of the folder, or of the entry.
     #[serde(default)]
     pub name: Option<String>,
     /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
@@ -106,6 +118,10 @@ pub struct DatasetConfig {
     /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
+    /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; false
+    /// (the default): such rows are rejected.
+    #[serde(default)]
+    pub literal_placeholders: bool,
     /// Settings for plain text; null: the rows are chats.
     #[serde(default)]
     pub corpus: Option<CorpusConfig>,
@@ -114,8 +130,15 @@ pub struct DatasetConfig {
 impl DatasetConfig {
     /// A data set of chats with default settings.
     pub fn new(path: impl Into<DataPath>) -> Self {
-        let (image_root, name, corpus) = (None, None, None);
-        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+        Self {
+            path: path.into(),
+            dataset_info: None,
+            name: None,
+            image_root: None,
+            weight: default_weight(),
+            literal_placeholders: false,
+            corpus: None,
+        }
     }
 }
 
@@ -127,7 +150,8 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
         let given = datasets.iter().filter_map(|set| set.name.as_ref());
         let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
         let name = set.name.clone().unwrap_or_else(|| {
-            let stem = set.path.name();
+            let entry = set.dataset_info.as_ref().and_then(|info| info.rsplit_once('#'));
+            let stem = entry.map_or_else(|| set.path.name(), |(_, name)| name.to_owned());
             let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
             let first = Some(stem.clone()).filter(|stem| !taken(stem));
             first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
@@ -301,6 +325,26 @@ impl DataConfig {
         };
         for (index, set) in datasets.iter().enumerate() {
             let key = |key: &str| format!("data.{list}.{index}.{key}");
+            match (&set.dataset_info, set.path.is_empty()) {
+                (None, true) => {
+                    return fault(key("path"), &"missing", "a path, or else `dataset_info`");
+                }
+                (Some(info), false) => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `path` in addition: the entry names the file",
+                    );
+                }
+                (Some(info), true) if set.corpus.is_some() => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `corpus` in addition: the entry describes chats",
+                    );
+                }
+                _ => {}
+            }
             if let Some(name) = &set.name {
                 let twice = datasets[..index].iter().any(|other| other.name == set.name);
                 if twice || name.is_empty() {

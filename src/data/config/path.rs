@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The files of a data set: paths of files, folders and patterns. It has at least one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The files of a data set: paths of files, folders and patterns. It is empty if the config has
+/// `dataset_info` instead.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DataPath(Vec<PathBuf>);
 
 impl DataPath {
@@ -16,9 +17,14 @@ impl DataPath {
         &self.0
     }
 
-    /// The first path.
+    /// The first path; an empty one if there is none.
     pub fn first(&self) -> &Path {
-        &self.0[0]
+        self.0.first().map_or(Path::new(""), PathBuf::as_path)
+    }
+
+    /// Whether the config has no path.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// The default name of the data set: the first path without folders and extensions. For a

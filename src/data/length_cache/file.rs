@@ -26,7 +26,7 @@ use sha2::{Digest, Sha256};
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::encode::Encoder;
 use crate::data::source::files::{KnownIndex, RowIndex, Shard};
-use crate::data::source::{RowFile, SampleError, Stamp};
+use crate::data::source::{RowFile, RowRules, SampleError, Stamp};
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 2;
@@ -159,15 +159,18 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The name has a hash of the `paths` in the config and of that of the images, and of `text_key`.
+    /// The name has a hash of the `paths` in the config and of that of the images, of `rules` and of
+    /// `text_key`.
     pub(super) fn new(
         folder: &Path,
         paths: &[PathBuf],
         image_root: &Path,
+        rules: &RowRules,
         text_key: [u8; 32],
     ) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);
+        key.update(rules.key());
         for path in paths.iter().map(PathBuf::as_path).chain([image_root]) {
             // a pattern cannot be resolved
             let path = path.canonicalize().or_else(|_| absolute(path));
@@ -184,7 +187,7 @@ impl Place {
 
     /// The path of the cache of `file` in `folder`.
     pub(super) fn of(file: &RowFile, encoder: &Encoder, folder: &Path) -> Self {
-        Self::new(folder, file.paths(), file.image_root(), encoder.text_key())
+        Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
     }
 
     fn beside(&self, ending: &str) -> PathBuf {

@@ -241,7 +241,9 @@ fn is_exhausted(error: &SampleError) -> bool {
 /// valid now although its text is unchanged.
 fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
-        return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
+        return !["image_", "video_", "box_range", "unreadable"]
+            .iter()
+            .any(|of| reason.starts_with(of));
     }
     rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
 }

@@ -23,18 +23,20 @@ pub use table::LengthCache;
 
 use crate::data::encode::Encoder;
 use crate::data::source::files::listing::data_files;
-use crate::data::source::{RowFile, SourceError};
+use crate::data::source::{RowFile, RowRules, SourceError};
 
 /// Opens the files of a data set. A file is not scanned if the cache in `folder` has its index and it
 /// is unchanged.
 pub fn open_indexed(
     paths: &[PathBuf],
     image_root: Option<&Path>,
+    rules: RowRules,
     encoder: &Encoder,
     folder: &Path,
 ) -> Result<RowFile, SourceError> {
     let files = data_files(paths)?;
     let root = RowFile::image_root_of(paths, &files, image_root);
-    let known = Place::new(folder, paths, &root, encoder.text_key()).indexes();
-    RowFile::open_files(paths, &files, image_root, &known, Some(folder))
+    let known = Place::new(folder, paths, &root, &rules, encoder.text_key()).indexes();
+    let file = RowFile::open_files(paths, &files, image_root, rules.clone(), &known, Some(folder))?;
+    Ok(file.with_rules(rules))
 }

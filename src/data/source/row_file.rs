@@ -1,28 +1,32 @@
 //! The rows of a data set: one file, or several that are read one after the other.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use rayon::prelude::*;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sha2::{Digest, Sha256};
 
+use super::dataset_info::DatasetInfo;
 use super::error::SampleError;
 use super::files::listing::{data_files, image_root};
 use super::files::{KnownIndex, RowContent, Shard};
-use super::formats::{RowForm, parse_row, parse_text};
 use super::raw_row::RawRow;
+use super::rows::{RowForm, RowParser, RowRules};
 use super::source_error::SourceError;
 use crate::batch::{Sample, SampleId};
 
 /// Maximum number of rows that are parsed to detect the form of the rows.
 const DETECTION_ROWS: usize = 100;
 
+/// Maximum number of rows, and of their bytes, that are parsed to find keys that are not read.
+const SURVEY_ROWS: usize = 1000;
+const SURVEY_BYTES: usize = 16 << 20;
+
 /// The open rows of a data set. Rows can be read in any order and from several threads.
 #[derive(Debug)]
 pub struct RowFile {
     paths: Vec<PathBuf>,
-    image_root: Arc<Path>,
+    parser: RowParser,
     shards: Vec<Shard>,
     ends: Vec<usize>, // [shards], number of rows up to the end of each
     fingerprint: [u8; 32],
@@ -42,7 +46,18 @@ impl RowFile {
     /// [`RowFile::open`] for several paths.
     pub fn open_all(paths: &[PathBuf], image_root: Option<&Path>) -> Result<Self, SourceError> {
         let files = data_files(paths)?;
-        Self::open_files(paths, &files, image_root, &[], None)
+        Self::open_files(paths, &files, image_root, RowRules::default(), &[], None)
+    }
+
+    /// [`RowFile::open_all`] with rules for the rows; logs which keys of the first rows are not read.
+    pub fn open_with(
+        paths: &[PathBuf],
+        image_root: Option<&Path>,
+        rules: RowRules,
+    ) -> Result<Self, SourceError> {
+        let files = data_files(paths)?;
+        let file = Self::open_files(paths, &files, image_root, rules.clone(), &[], None)?;
+        Ok(file.with_rules(rules))
     }
 
     /// Opens `files`, the data files of `paths`. A file whose index is in `known` is not scanned if
@@ -51,6 +66,7 @@ impl RowFile {
         paths: &[PathBuf],
         files: &[PathBuf],
         image_root: Option<&Path>,
+        rules: RowRules,
         known: &[KnownIndex],
         cache: Option<&Path>,
     ) -> Result<Self, SourceError> {
@@ -68,8 +84,8 @@ impl RowFile {
             .collect();
         let mut this = Self {
             paths: paths.to_owned(),
-            image_root: Self::image_root_of(paths, files, image_root).into(),
-            fingerprint: fingerprint(&shards),
+            fingerprint: fingerprint(&shards, rules.info.as_deref()),
+            parser: RowParser::new(&Self::image_root_of(paths, files, image_root), rules),
             shards,
             ends,
             form: RowForm::Messages,
@@ -79,6 +95,25 @@ impl RowFile {
         }
         this.form = this.detect()?;
         Ok(this)
+    }
+
+    /// Sets the rules for the rows, and logs which keys of the first rows are not read.
+    #[must_use]
+    pub fn with_rules(mut self, rules: RowRules) -> Self {
+        self.parser = RowParser::new(&self.parser.image_root, rules);
+        let mut left = SURVEY_BYTES;
+        let rows = (0..self.len().min(SURVEY_ROWS)).map_while(|row| {
+            let (id, content) = (self.id(row), self.content(row).ok()?);
+            left = left.checked_sub(content.num_bytes())?;
+            Some((self.raw_of(&id, content), id))
+        });
+        self.parser.survey(self.path(), rows.filter_map(|(row, id)| Some((id, row.ok()?))));
+        self
+    }
+
+    /// The rules for the rows.
+    pub fn rules(&self) -> &RowRules {
+        &self.parser.rules
     }
 
     /// Returns the folder for relative image paths: the given one, or that of the files.
@@ -144,12 +179,21 @@ impl RowFile {
         content: RowContent,
     ) -> Result<Sample, SampleError> {
         let id = self.id(row);
-        parse_row(&id, content.into_raw(&id)?, &self.image_root)
+        self.parser.parse(&id, self.raw_of(&id, content)?)
     }
 
     /// Reads the keys and values of row `row < len()`.
     fn raw(&self, row: usize) -> Result<RawRow, SampleError> {
-        self.content(row)?.into_raw(&self.id(row))
+        self.raw_of(&self.id(row), self.content(row)?)
+    }
+
+    /// The keys and values of a row, under our names.
+    fn raw_of(&self, id: &SampleId, content: RowContent) -> Result<RawRow, SampleError> {
+        let mut raw = content.into_raw(id)?;
+        if let Some(info) = &self.parser.rules.info {
+            info.mapping().apply(&mut raw);
+        }
+        Ok(raw)
     }
 
     /// The place of row `row < len()` in its file: a byte offset, or a number of rows. Rows of
@@ -169,7 +213,7 @@ impl RowFile {
 
     /// Folder that relative image paths are resolved against.
     pub(in crate::data) fn image_root(&self) -> &Path {
-        &self.image_root
+        &self.parser.image_root
     }
 
     /// Returns whether an open file was written to since it was opened. A new file at the same path
@@ -180,11 +224,12 @@ impl RowFile {
 
     /// Reads the document in row `row < len()` of a corpus.
     pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
-        parse_text(&self.id(row), self.raw(row)?)
+        RowParser::parse_text(&self.id(row), self.raw(row)?)
     }
 
-    /// Hash of the content of the files when they were opened. For a single file it is the SHA-256
-    /// of its bytes, after unpacking.
+    /// Hash of the content of the files when they were opened, and of their entry in
+    /// `dataset_info.json`. For a single file without an entry it is the SHA-256 of its bytes, after
+    /// unpacking.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
@@ -225,13 +270,16 @@ fn permit_open_files(more: u64) {
     }
 }
 
-fn fingerprint(shards: &[Shard]) -> [u8; 32] {
-    if let [shard] = shards {
+fn fingerprint(shards: &[Shard], info: Option<&DatasetInfo>) -> [u8; 32] {
+    if let ([shard], None) = (shards, info) {
         return shard.sha256();
     }
     let mut hasher = Sha256::new();
     for shard in shards {
         hasher.update(shard.sha256());
+    }
+    if let Some(info) = info {
+        hasher.update(info.digest());
     }
     hasher.finalize().into()
 }

@@ -3,9 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 
+use super::dataset_info::DatasetInfoError;
 use super::error::SampleError;
 use super::file_error::FileError;
-use super::formats::RowForm;
+use super::rows::RowForm;
 use crate::data::dataset::corpus::error::CorpusError;
 
 /// The reason why a data file cannot be used.
@@ -51,6 +52,14 @@ pub enum SourceError {
         /// Form of the rows.
         form: RowForm,
     },
+    /// The entry of `dataset_info.json` cannot be used.
+    #[error("{problem}")]
+    DatasetInfo {
+        /// `FILE#NAME` in the config.
+        entry: String,
+        /// What is wrong with it.
+        problem: DatasetInfoError,
+    },
     /// A file cannot be read as rows.
     #[error(transparent)]
     File(Box<FileError>),
@@ -77,6 +86,9 @@ impl SourceError {
                 Some("add rows to the file, or remove it from `data`".to_owned())
             }
             Self::UnknownForm { first, .. } => first.hint(),
+            Self::DatasetInfo { .. } => Some(
+                "docs/data-format.md lists the keys of an entry that are supported".to_owned(),
+            ),
             Self::PlainText { .. } => Some(
                 "add a `corpus` section to the data set, for example `corpus: {sampling: random, length: 512}`"
                     .to_owned(),

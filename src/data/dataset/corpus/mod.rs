@@ -33,7 +33,7 @@ use crate::data::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped,
 };
 use crate::data::row::{Length, Rejection};
-use crate::data::source::{RowFile, RowForm, SampleError, SourceError};
+use crate::data::source::{RowFile, RowForm, SampleError, SourceError, UnknownKeys};
 
 /// Settings of a corpus that come from other sections of the config.
 #[derive(Debug, Clone)]
@@ -50,6 +50,8 @@ pub struct CorpusOptions {
     pub on_error: OnError,
     /// Maximum share of rejected texts, from 0 to 1.
     pub max_rejected: f64,
+    /// How unknown keys of chats are handled. Rows of a corpus are read for their text alone.
+    pub unknown_keys: UnknownKeys,
 }
 
 /// Whether a corpus is opened for training or evaluation.
@@ -69,6 +71,7 @@ impl Default for CorpusOptions {
             split_at: None,
             cut: None,
             cache: None,
+            unknown_keys: UnknownKeys::default(),
             on_error: OnError::Skip,
             max_rejected: 1.0,
         }

@@ -14,6 +14,7 @@ use arrow_array::{Array, RecordBatch};
 use arrow_schema::{DataType, Field, Schema, TimeUnit};
 use serde_json::{Map, Number, Value};
 
+use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 
@@ -34,7 +35,7 @@ const JSON_COLUMNS: [&str; 10] = [
 /// The list or object in a cell of text, if the column may have one.
 pub(super) fn json_cell(column: &str, text: &str) -> Option<Value> {
     let begins = text.trim_start().starts_with(['[', '{']);
-    (begins && JSON_COLUMNS.contains(&column)).then(|| serde_json::from_str(text).ok())?
+    (begins && JSON_COLUMNS.contains(&column)).then(|| json::parse(text.as_bytes()).ok())?
 }
 
 /// Checks that every column has JSON values.

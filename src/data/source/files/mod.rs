@@ -63,6 +63,14 @@ impl RowContent {
         }
     }
 
+    /// Size of the text of a JSON row, or of the binary values of another row.
+    pub(in crate::data) fn num_bytes(&self) -> usize {
+        match self {
+            Self::Json(bytes) => bytes.len(),
+            Self::Row(row) => row.blobs.iter().map(|blob| blob.len()).sum(),
+        }
+    }
+
     /// The keys and values of the row.
     pub(in crate::data) fn into_raw(self, id: &SampleId) -> Result<RawRow, SampleError> {
         match self {

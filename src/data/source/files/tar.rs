@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use tar::{Archive, Entry};
 
 use super::index::{Hashing, RowIndex};
+use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 use crate::data::source::source_error::SourceError;
@@ -91,7 +92,7 @@ fn read_row(bytes: &[u8]) -> io::Result<Result<RawRow, String>> {
             let Ok(text) = String::from_utf8(content) else { return failed("is not UTF-8") };
             caption = Some(text);
         } else {
-            match serde_json::from_slice(&content) {
+            match json::parse(&content) {
                 Ok(Value::Object(value)) => object = Some(value),
                 Ok(_) => return failed("is not a JSON object"),
                 Err(error) => return failed(&format!("is not valid JSON: {error}")),
