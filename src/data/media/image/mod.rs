@@ -15,6 +15,7 @@
 mod config;
 mod decode;
 mod header;
+mod jpeg;
 mod limits;
 mod patchify;
 mod resize;
