@@ -8,8 +8,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
-    EncoderError, FileError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture,
-    Order, Purpose, Rmpad, SourceError, VideoConfigError,
+    EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
+    Rmpad, SourceError, VideoConfigError,
 };
 use crate::optim::ParamGroups;
 use crate::train::ModelSection;
@@ -104,12 +104,11 @@ pub(crate) fn open_data(
     };
     rows.map(|rows| rows.cut(cut)).map_err(|problem| {
         let (index, key) = match &problem {
-            SourceError::Read { path, .. }
-            | SourceError::File(
-                FileError::NoFiles { path, .. }
-                | FileError::Mixed { path, .. }
-                | FileError::Splits { path, .. },
-            ) => (index(path), "path".to_owned()),
+            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::File(error) => match error.config_path() {
+                Some(path) => (index(path), "path".to_owned()),
+                None => return problem.into(),
+            },
             SourceError::DatasetInfo { entry, .. } => {
                 let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
                 (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
