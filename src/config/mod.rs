@@ -145,15 +145,29 @@ impl RunConfig {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
     }
 
+    /// The config with hub ids in place of paths in the hub's cache, each with its commit, so that
+    /// it has the same meaning on other machines and later.
+    #[must_use]
+    pub fn portable(&self) -> Self {
+        let mut config = self.clone();
+        let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
+        for path in sets.map(|set| &mut set.path).chain([&mut config.model.path]) {
+            if let Some(name) = crate::net::hub::name_of_cached(path) {
+                *path = name.into();
+            }
+        }
+        config
+    }
+
     /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
     /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: folders, device, `use_rmpad`,
+    /// Settings that do not change the result are left out: folders, device, the time limit for images by URL, `use_rmpad`,
     /// `attention`, `recompute`, workers, the limit on rejected rows, eval, log and checkpoint
     /// settings, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
-        let mut same = self.clone();
+        let mut same = self.portable();
         let neutral = ModelSection {
             use_rmpad: true,
             attention: crate::train::AttentionChoice::Auto,
@@ -168,6 +182,7 @@ impl RunConfig {
         same.log = LogConfig::default();
         same.data.eval.clear();
         same.data.cache_dir = None;
+        same.data.url.timeout_s = 0.0;
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);

@@ -33,7 +33,9 @@ pub use loader::collate::{CollateError, collate};
 pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
-pub use media::image::{ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels};
+pub use media::image::{
+    ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels, UrlConfig,
+};
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use model_file::ModelFileError;

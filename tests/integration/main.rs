@@ -12,6 +12,8 @@ mod doc_commands;
 mod docs;
 mod encoding;
 mod harness;
+#[cfg(feature = "hub")]
+mod hub;
 mod images;
 mod inspect_html;
 mod laws;
@@ -23,6 +25,10 @@ mod output_dir;
 mod parity;
 mod resume;
 mod simd;
+#[cfg(feature = "hub")]
+mod urls;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;
+#[cfg(feature = "hub")]
+mod web;

@@ -17,6 +17,7 @@ pub(in crate::data) mod truncate;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
@@ -36,6 +37,7 @@ use crate::data::row::Length;
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::{TokenizerError, Tokens};
 use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use crate::net::UrlImages;
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
@@ -66,6 +68,14 @@ impl Encoder {
         };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         Ok(Self { text, media: MediaReader { images, videos } })
+    }
+
+    /// Downloads images by URL, and keeps them. Without this, such images are refused.
+    #[must_use]
+    pub fn with_urls(mut self, images: Arc<UrlImages>) -> Self {
+        self.media.images.set_urls(images.clone());
+        self.media.videos.set_urls(images);
+        self
     }
 
     /// Encodes a whole sample.

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::error::SampleError;
 use super::raw_row::blob;
 use crate::batch::{Content, MediaRef, MediaSource, Medium, MediumKind, Part, SampleId, VideoRef};
+use crate::net::is_web_address;
 
 /// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
@@ -277,8 +278,10 @@ impl<'a> RowMedia<'a> {
         }
         let source = if starts_with_ignoring_case(&text, "data:") {
             MediaSource::DataUri(text)
+        } else if is_web_address(&text) {
+            MediaSource::Url(text.into())
         } else {
-            let path = self.path(at, &text, "images by URL are")?;
+            let path = self.path(at, &text, "addresses other than `http` and `https` are")?;
             MediaSource::File { root: self.image_root.clone(), path }
         };
         Ok(MediaRef { source })

@@ -20,6 +20,7 @@ mod resize;
 mod smart_resize;
 mod source;
 mod transpose;
+mod urls;
 mod weights;
 
 use std::error::Error;
@@ -27,6 +28,7 @@ use std::fmt;
 use std::io::{Cursor, Read};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use config::Settings;
 pub(in crate::data) use config::Size;
@@ -47,8 +49,11 @@ pub(in crate::data) use smart_resize::{Frames, fit};
 use source::open;
 #[cfg(feature = "video")]
 pub(in crate::data) use source::resolve;
+pub use urls::UrlConfig;
+use urls::Urls;
 
 use crate::batch::{MediaRef, MediaSource, Patches};
+use crate::net::{UrlError, UrlImages, for_messages};
 
 /// Loads images as normalised patches, with the settings of one model folder.
 ///
@@ -61,6 +66,7 @@ pub struct ImageProcessor {
     min_pixels: u64,
     max_pixels: u64,
     normalise: Normalise,
+    urls: Urls,
 }
 
 impl ImageProcessor {
@@ -77,7 +83,16 @@ impl ImageProcessor {
             scale,
         } = Settings::read(folder, config)?;
         let normalise = Normalise::new(mean, std, scale);
-        Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
+        let urls = Urls::Refused;
+        Ok(Self {
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            min_pixels,
+            max_pixels,
+            normalise,
+            urls,
+        })
     }
 
     /// The processor of a text-only model, which rejects rows with images.
@@ -89,19 +104,25 @@ impl ImageProcessor {
             min_pixels: 1,
             max_pixels: 1,
             normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
+            urls: Urls::Refused,
         }
+    }
+
+    /// Downloads images by URL, which are refused otherwise.
+    pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
+        self.urls = Urls::Fetched(images);
     }
 
     /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
     /// so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        Ok(self.grid_of(self.target(media, upright_size(media)?)?))
+        Ok(self.grid_of(self.target(media, self.upright_size(media)?)?))
     }
 
     /// Returns the upright `[height, width]` in pixels, read from the header. Fails like
     /// [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
-        let size = upright_size(media)?;
+        let size = self.upright_size(media)?;
         self.target(media, size).map(|_| size)
     }
 
@@ -122,7 +143,7 @@ impl ImageProcessor {
 
     /// Decodes an image into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
-        let image = upright_pixels(media)?;
+        let image = self.upright_pixels(media)?;
         let target = self.target(media, [image.height as u32, image.width as u32])?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
         Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
@@ -184,36 +205,52 @@ impl ImageProcessor {
     fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
         [1, height / self.patch_size, width / self.patch_size]
     }
-}
 
-/// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
-pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
-    let header = match &media.source {
-        MediaSource::File { root, path } => {
-            Header::read(&mut header::for_headers(open(root, path)?))
-        }
-        MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
-        MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
-    };
-    Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
-}
+    /// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
+    pub(in crate::data) fn upright_size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
+        let header = match &media.source {
+            MediaSource::File { root, path } => {
+                Header::read(&mut header::for_headers(open(root, path)?))
+            }
+            MediaSource::DataUri(uri) => {
+                Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
+            }
+            MediaSource::Url(url) => Header::read(&mut header::for_headers(self.urls.open(url)?)),
+            MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
+        };
+        Ok(header.map_err(|error| self.error_of(media, error))?.upright_size())
+    }
 
-/// Decodes an image and applies its EXIF orientation.
-pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
-    let bytes = match &media.source {
-        MediaSource::File { root, path } => {
-            let mut bytes = Vec::new();
-            open(root, path)?
-                .read_to_end(&mut bytes)
-                .map_err(|source| ImageError::Read { path: path.clone(), source })?;
-            bytes
+    /// Decodes an image and applies its EXIF orientation.
+    pub(in crate::data) fn upright_pixels(&self, media: &MediaRef) -> Result<Rgb, ImageError> {
+        let mut bytes = Vec::new();
+        let bytes = match &media.source {
+            MediaSource::File { root, path } => {
+                open(root, path)?
+                    .read_to_end(&mut bytes)
+                    .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+                &bytes
+            }
+            MediaSource::DataUri(uri) => {
+                bytes = source::decode_data_uri(uri)?;
+                &bytes
+            }
+            MediaSource::Url(url) => {
+                let read = self.urls.open(url)?.read_to_end(&mut bytes);
+                read.map_err(|source| ImageError::Read { path: for_messages(url).into(), source })?;
+                &bytes
+            }
+            MediaSource::Bytes(bytes) => &**bytes,
+        };
+        decode(bytes).map_err(|error| self.error_of(media, error))
+    }
+
+    fn error_of(&self, media: &MediaRef, error: DecodeError) -> ImageError {
+        if let MediaSource::Url(url) = &media.source {
+            self.urls.forget(url);
         }
-        MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
-        MediaSource::Bytes(bytes) => {
-            return decode(bytes).map_err(|error| ImageError::of(media, error));
-        }
-    };
-    decode(&bytes).map_err(|error| ImageError::of(media, error))
+        ImageError::of(media, error)
+    }
 }
 
 /// An image in 8-bit RGB.
@@ -240,6 +277,8 @@ pub enum ImageName {
     Path(PathBuf),
     /// A data URI; its text is too long for a message.
     DataUri,
+    /// Address without its query.
+    Url(String),
     /// Bytes stored in the row.
     Bytes,
 }
@@ -249,6 +288,7 @@ impl ImageName {
         match &media.source {
             MediaSource::File { path, .. } => Self::Path(path.clone()),
             MediaSource::DataUri(_) => Self::DataUri,
+            MediaSource::Url(url) => Self::Url(for_messages(url)),
             MediaSource::Bytes(_) => Self::Bytes,
         }
     }
@@ -259,6 +299,7 @@ impl fmt::Display for ImageName {
         match self {
             Self::Path(path) => write!(f, "`{}`", path.display()),
             Self::DataUri => f.write_str("in a data URI"),
+            Self::Url(url) => write!(f, "`{url}`"),
             Self::Bytes => f.write_str("in the row"),
         }
     }
@@ -304,6 +345,20 @@ pub enum ImageError {
     DataUri {
         /// Description of the defect.
         problem: String,
+    },
+    /// The row names an image by URL, and the config does not allow that.
+    #[error("image `{url}` is a URL, and `data.allow_urls` is `false`")]
+    UrlRefused {
+        /// Address without its query.
+        url: String,
+    },
+    /// The image cannot be downloaded.
+    #[error("cannot download image `{url}`: {cause}")]
+    Url {
+        /// Address without its query.
+        url: String,
+        /// Error of the download.
+        cause: UrlError,
     },
     /// The bytes are not in a supported format.
     #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
@@ -368,6 +423,10 @@ impl ImageError {
             Self::DataUri { .. } => {
                 "write `data:image/png;base64,` followed by the base64 text of the file"
             }
+            Self::UrlRefused { .. } => {
+                "set `data.allow_urls: true`, or download the image and give its path"
+            }
+            Self::Url { cause, .. } => cause.hint(),
             Self::UnknownFormat { .. } => "convert the image to PNG or JPEG",
             Self::Broken { .. } => "copy or export the image again",
             Self::AspectRatio { .. } => "crop or pad the image",
@@ -383,6 +442,7 @@ impl ImageError {
             Self::EscapesRoot { .. } => "image_path_escapes_root",
             Self::Read { .. } => "image_unreadable",
             Self::DataUri { .. } => "image_data_uri",
+            Self::UrlRefused { .. } | Self::Url { .. } => "image_url",
             Self::UnknownFormat { .. } => "image_format",
             Self::Broken { .. } => "image_broken",
             Self::AspectRatio { .. } => "image_aspect_ratio",
