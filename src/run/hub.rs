@@ -53,8 +53,11 @@ pub fn model_folder(
 /// Returns `path`, or the path in the cache of what `hf://datasets/owner/name/path` names: a file,
 /// a folder or a pattern.
 fn data_path(path: &Path, observer: &dyn SetupObserver) -> Result<PathBuf, HubError> {
-    let Some(named) = Repo::dataset_file(path) else { return Ok(path.to_owned()) };
-    let (repo, inside) = named?;
+    let Some(text) = path.to_str().filter(|text| text.starts_with("hf://")) else {
+        return Ok(path.to_owned());
+    };
+    let (repo, inside) = Repo::dataset_file(text)
+        .ok_or_else(|| HubError::NotADataFile { text: text.to_owned() })?;
     let begin = |total| observer.begin(SetupWork::DownloadBytes, total);
     let folder = Hub::from_env()?.fetch(&repo, &DataFiles { path: inside.clone() }, &begin)?;
     Ok(folder.join(inside))
@@ -155,7 +158,7 @@ mod tests {
 
     fn chosen(path: &str, all: &[&str]) -> Vec<String> {
         let all: Vec<String> = all.iter().copied().map(str::to_owned).collect();
-        let repo = Repo::model("o/n").unwrap_or_else(|| unreachable!());
+        let repo = Repo::model("o/n").unwrap();
         DataFiles { path: path.to_owned() }.choose(&repo, &all).unwrap_or_default()
     }
 

@@ -1,6 +1,5 @@
 //! Names of repositories and files on the hub.
 
-use super::error::HubError;
 use crate::net::http::host;
 use std::path::Path;
 
@@ -48,23 +47,19 @@ impl Repo {
     }
 
     /// Parses `hf://datasets/owner/name/path` or `hf://datasets/owner/name@revision/path`. Returns
-    /// the repository and the path inside it, or `None` if `path` does not start with `hf://`.
-    pub fn dataset_file(path: &Path) -> Option<Result<(Self, String), HubError>> {
-        let text = path.to_str().filter(|text| text.starts_with("hf://"))?;
-        let parse = || {
-            let mut parts = text.strip_prefix(DATASETS)?.splitn(3, '/');
-            let (owner, name) = (parts.next()?, parts.next()?);
-            let file = parts.next().unwrap_or_default().trim_end_matches('/');
-            let (name, revision) = name.split_once('@').unwrap_or((name, MAIN));
-            // The hub's own short form of the branch with converted files.
-            let revision = match revision {
-                "~parquet" => "refs/convert/parquet".to_owned(),
-                revision => revision.replace("%2F", "/"),
-            };
-            let repo = Self { kind: RepoKind::Dataset, id: format!("{owner}/{name}"), revision };
-            (repo.is_valid() && is_relative(file)).then(|| (repo, file.to_owned()))
+    /// the repository and the path inside it.
+    pub fn dataset_file(text: &str) -> Option<(Self, String)> {
+        let mut parts = text.strip_prefix(DATASETS)?.splitn(3, '/');
+        let (owner, name) = (parts.next()?, parts.next()?);
+        let file = parts.next().unwrap_or_default().trim_end_matches('/');
+        let (name, revision) = name.split_once('@').unwrap_or((name, MAIN));
+        // The hub's own short form of the branch with converted files.
+        let revision = match revision {
+            "~parquet" => "refs/convert/parquet".to_owned(),
+            revision => revision.replace("%2F", "/"),
         };
-        Some(parse().ok_or_else(|| HubError::NotADataFile { text: text.to_owned() }))
+        let repo = Self { kind: RepoKind::Dataset, id: format!("{owner}/{name}"), revision };
+        (repo.is_valid() && is_relative(file)).then(|| (repo, file.to_owned()))
     }
 
     fn is_valid(&self) -> bool {
@@ -171,7 +166,7 @@ mod tests {
         assert_eq!(model, format!("o/n-1@{commit}"));
         assert_eq!(Repo::model(&model).unwrap().id, "o/n-1");
         let file = name("/c/datasets--o--n/snapshots/COMMIT/d/a.jsonl").unwrap();
-        let (repo, inside) = Repo::dataset_file(Path::new(&file)).unwrap().unwrap();
+        let (repo, inside) = Repo::dataset_file(&file).unwrap();
         assert_eq!(
             (repo.id.as_str(), repo.revision.as_str(), inside.as_str()),
             ("o/n", commit, "d/a.jsonl")
@@ -203,23 +198,23 @@ mod tests {
 
     #[test]
     fn a_data_file_is_named_by_repository_and_path() {
-        let parse = |text: &str| Repo::dataset_file(Path::new(text));
-        let (repo, file) = parse("hf://datasets/o/n@v1.0/data/train 0.parquet").unwrap().unwrap();
+        let parse = Repo::dataset_file;
+        let (repo, file) = parse("hf://datasets/o/n@v1.0/data/train 0.parquet").unwrap();
         assert_eq!((repo.id.as_str(), repo.revision.as_str()), ("o/n", "v1.0"));
         assert_eq!(file, "data/train 0.parquet");
         assert_eq!(repo.folder(), "datasets--o--n");
         assert_eq!(repo.file_path("abc", &file), "datasets/o/n/resolve/abc/data/train%200.parquet");
-        let (repo, _) = parse("hf://datasets/o/n@~parquet/a").unwrap().unwrap();
+        let (repo, _) = parse("hf://datasets/o/n@~parquet/a").unwrap();
         assert_eq!(repo.revision, "refs/convert/parquet");
-        assert_eq!(parse("hf://datasets/o/n").unwrap().unwrap().1, "");
+        assert_eq!(parse("hf://datasets/o/n").unwrap().1, "");
         for wrong in [
             "hf://o/n/a.parquet",
             "hf://datasets/o",
             "hf://datasets/o/n/../a",
             "hf://datasets/o/n//a",
         ] {
-            assert!(parse(wrong).unwrap().is_err(), "{wrong}");
+            assert_eq!(parse(wrong), None, "{wrong}");
         }
-        assert!(parse("data/rows.jsonl").is_none());
+        assert_eq!(parse("data/rows.jsonl"), None);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::ImageError;
+use super::error::ImageError;
 use crate::net::{UrlImages, UrlLimits, for_messages};
 
 /// The section `data.url` of the config.
