@@ -1,6 +1,6 @@
 //! Encoded samples: token ids, labels, three-axis positions and image patches.
 
-use super::SampleId;
+use super::{MediumKind, SampleId};
 
 /// Model input for one sample.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,6 +63,8 @@ pub struct Patches {
     pub pixel_values: Vec<f32>,
     /// Number of patches per axis (time, height, width), before merging.
     pub grid_thw: [u32; 3],
+    /// Whether this is an image or a video.
+    pub kind: MediumKind,
 }
 
 impl Patches {

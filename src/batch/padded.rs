@@ -21,6 +21,8 @@ pub struct Batch {
     pub input_ids: Vec<u32>,
     /// Labels, `[B, L]`, unshifted; [`IGNORE_INDEX`] on padding.
     pub labels: Vec<i64>,
+    /// Factor of the loss of each supervised token, unshifted, `[B, L]`; `None`: 1 for all tokens.
+    pub weights: Option<Vec<f32>>,
     /// `[B, L]`: true for real tokens, false for padding.
     pub attention_mask: Vec<bool>,
     /// Temporal, height and width positions, `[B, L]`. They restart in each sample and are 0 on
@@ -101,6 +103,7 @@ impl Batch {
         Ok(VarlenBatch {
             input_ids: kept.iter().map(|flat| self.input_ids[*flat]).collect(),
             labels: kept.iter().map(|flat| self.labels[*flat]).collect(),
+            weights: self.weights.map(|weights| kept.iter().map(|flat| weights[*flat]).collect()),
             position_ids: kept.iter().map(|flat| self.position_ids[*flat]).collect(),
             mask_boundaries: CuSeqlens::from_lengths(&[num_tokens as u32])?,
             num_samples: cu_seqlens.num_segments(),
@@ -134,6 +137,7 @@ impl Batch {
             mask_boundaries: CuSeqlens::from_lengths(&vec![self.length as u32; self.num_rows()])?,
             num_samples: self.segment_lengths.iter().map(Vec::len).sum(),
             input_ids: self.input_ids,
+            weights: self.weights,
             position_ids: self.position_ids,
             vision_rows: self.vision_rows,
             media: self.media,
@@ -168,6 +172,7 @@ impl Batch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::MediumKind;
 
     /// Two rows of five: samples of 2 and 1 tokens, then one of 5. Padding is on the left, and the
     /// pad id 9 also occurs in real tokens.
@@ -175,10 +180,15 @@ mod tests {
         Batch {
             input_ids: vec![9, 9, 1, 9, 2, 3, 9, 4, 9, 5],
             labels: vec![-100, -100, -100, 9, 2, -100, 9, 4, -100, 5],
+            weights: Some(vec![0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]),
             attention_mask: [[false; 2].as_slice(), &[true; 8]].concat(),
             position_ids: [0, 0, 0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]).to_vec(),
             vision_rows: vec![3, 6, 8],
-            media: vec![Patches { pixel_values: vec![0.5; 12], grid_thw: [1, 2, 6] }],
+            media: vec![Patches {
+                pixel_values: vec![0.5; 12],
+                grid_thw: [1, 2, 6],
+                kind: MediumKind::Image,
+            }],
             segment_lengths: vec![vec![2, 1], vec![5]],
             length: 5,
         }
@@ -189,6 +199,7 @@ mod tests {
         let stream = batch().unpad().unwrap();
         assert_eq!(stream.input_ids, [1, 9, 2, 3, 9, 4, 9, 5]);
         assert_eq!(stream.labels, [-100, 9, 2, -100, 9, 4, -100, 5]);
+        assert_eq!(stream.weights.unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         assert_eq!(stream.position_ids, [0, 1, 0, 0, 1, 2, 3, 4].map(|p| [p, p, p]));
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 8]);
         assert_eq!(stream.mask_boundaries.as_slice(), [0, 8]);

@@ -17,6 +17,8 @@ pub struct VarlenBatch {
     pub input_ids: Vec<u32>,
     /// Labels, `[T]`, unshifted; [`super::IGNORE_INDEX`] on padding.
     pub labels: Vec<i64>,
+    /// Factor of the loss of each supervised token, unshifted, `[T]`; `None`: 1 for all tokens.
+    pub weights: Option<Vec<f32>>,
     /// Temporal, height and width positions, `[T]`. They start at 0 in each segment.
     pub position_ids: Vec<[u32; 3]>,
     /// Segment boundaries. A token attends only to its own segment.

@@ -16,14 +16,15 @@ use super::stdout::stdout;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::{Encoder, JsonlRows, Length, RowReader, SampleIndex, first_epoch_packs};
+use crate::data::{JsonlRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
 use crate::run::{self, DataList};
+use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
-use media::{grids, media_of};
+use media::{grids, of_kind};
 use page::Page;
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -77,6 +78,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut tensors = Vec::new();
     let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
     let options = run::loader_options(&config, rows.encoder());
+    let mut shown = BTreeMap::<String, DatasetCounts>::new();
     for row in run::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
             Err(rejection) => {
@@ -87,10 +89,13 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
             }
             Ok(sample) => {
                 let label = rows.label(row);
+                let name = rows.names()[row.dataset as usize].clone();
+                *shown.entry(name).or_default() +=
+                    DatasetCounts::of(&SampleSize::of(row.dataset, &sample));
                 match args.format {
                     Format::Text => show_text(&rows, &label, &sample, out)?,
                     Format::Jsonl => {
-                        writeln!(out, "{}", as_json(rows.encoder(), &label, &sample))?;
+                        writeln!(out, "{}", as_json(&label, &sample))?;
                     }
                 }
                 // Rows that are too long are shown too, with the reason.
@@ -105,11 +110,12 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
                 }
                 if args.tensors.is_some() {
-                    tensors.extend(as_tensors(rows.encoder(), &label, &sample)?);
+                    tensors.extend(as_tensors(&label, &sample)?);
                 }
             }
         }
     }
+    log_datasets(&shown);
     if let (Some(path), Some(mut page)) = (&args.html, page) {
         if config.data.packing {
             // Too many rejected rows stop a run, but the page shows them.
@@ -141,7 +147,7 @@ fn show_text(
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
-    let (images, videos) = grids(&media_of(encoder, sample));
+    let [images, videos] = grids(sample);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
     write!(out, ", image grids (t, h, w) {images:?}")?;
     if !videos.is_empty() {
@@ -172,10 +178,10 @@ fn show_text(
 }
 
 /// The JSON object that `--format jsonl` prints for a row.
-fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
+fn as_json(label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
-    let (images, videos) = grids(&media_of(encoder, sample));
+    let [images, videos] = grids(sample);
     json!({
         "id": label,
         "length": sample.len(),
@@ -190,11 +196,7 @@ fn as_json(encoder: &Encoder, label: &str, sample: &EncodedSample) -> Value {
 }
 
 /// The tensors of a row, named `<id>/input_ids` and so on as in transformers; integers are `i64`.
-fn as_tensors(
-    encoder: &Encoder,
-    label: &str,
-    sample: &EncodedSample,
-) -> anyhow::Result<Vec<(String, Tensor)>> {
+fn as_tensors(label: &str, sample: &EncodedSample) -> anyhow::Result<Vec<(String, Tensor)>> {
     let device = &Device::Cpu;
     let name = |what: &str| format!("{label}/{what}");
     let (tokens, integers) =
@@ -210,12 +212,7 @@ fn as_tensors(
         (MediumKind::Image, ["pixel_values", "image_grid_thw"]),
         (MediumKind::Video, ["pixel_values_videos", "video_grid_thw"]),
     ] {
-        let media = media_of(encoder, sample);
-        let media: Vec<&Patches> = media
-            .iter()
-            .filter(|medium| medium.kind == kind)
-            .map(|medium| medium.patches)
-            .collect();
+        let media: Vec<&Patches> = of_kind(sample, kind).collect();
         let rows: usize = media.iter().map(|patches| patches.num_patches()).sum();
         if rows == 0 {
             continue;

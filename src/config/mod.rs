@@ -15,7 +15,7 @@ pub use load::{load, refuse, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
-use crate::optim::OptimConfig;
+use crate::optim::{OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -124,6 +124,12 @@ impl RunConfig {
             )?;
             let both = optim.warmup_steps.is_some();
             rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH)?;
+        }
+        if let Some(ratio) = optim.decay_ratio {
+            let valid = ratio > 0.0 && ratio <= 1.0;
+            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1")?;
+            let used = optim.schedule == ScheduleConfig::Wsd;
+            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`")?;
         }
         let norm = self.train.max_grad_norm;
         rule(

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::batch::{EncodedSample, SampleId};
+use crate::batch::{EncodedSample, MediumKind, SampleId};
 use crate::data::source::error::SampleError;
 
 /// A row of one of the data sets of a run.
@@ -66,7 +66,7 @@ impl Length {
 }
 
 /// Counts of one sample, for the metrics per data set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SampleSize {
     /// Index of its data set.
     pub dataset: u32,
@@ -74,13 +74,24 @@ pub struct SampleSize {
     pub num_tokens: u32,
     /// Number of supervised targets.
     pub num_targets: u32,
+    /// Number of images.
+    pub num_images: u32,
+    /// Number of videos.
+    pub num_videos: u32,
 }
 
 impl SampleSize {
     /// The counts of an encoded sample.
     pub fn of(dataset: u32, sample: &EncodedSample) -> Self {
-        let num_targets = sample.num_targets() as u32;
-        Self { dataset, num_tokens: sample.len() as u32, num_targets }
+        let of_kind =
+            |kind| sample.media.iter().filter(|medium| medium.kind == kind).count() as u32;
+        Self {
+            dataset,
+            num_tokens: sample.len() as u32,
+            num_targets: sample.num_targets() as u32,
+            num_images: of_kind(MediumKind::Image),
+            num_videos: of_kind(MediumKind::Video),
+        }
     }
 }
 

@@ -8,10 +8,33 @@ use candle_core::{Result, Tensor};
 
 /// Loss of one micro-batch.
 pub struct LossOutput {
-    /// Negative log likelihood of each target, `[S]`, `f32`, on the device.
+    /// Negative log likelihood of each target, not multiplied by its weight, `[S]`, `f32`, on the
+    /// device.
     pub nll: Tensor,
     /// Gradient of the hidden states, `[T, D]`.
     pub d_hidden: Tensor,
+}
+
+/// Losses of the targets of one micro-batch, on the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TargetLosses {
+    /// Negative log likelihood of each target, `[S]`.
+    pub nll: Vec<f32>,
+    /// Weight of each target, `[S]`; `None`: 1 for all.
+    pub weights: Option<Vec<f32>>,
+}
+
+impl TargetLosses {
+    /// `(nll, weight)` of each target.
+    pub fn pairs(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
+        let weight = |at: usize| self.weights.as_ref().map_or(1.0, |weights| weights[at].into());
+        self.nll.iter().enumerate().map(move |(at, nll)| (f64::from(*nll), weight(at)))
+    }
+
+    /// Sum of `weight * nll` over all targets.
+    pub fn sum(&self) -> f64 {
+        self.pairs().map(|(nll, weight)| nll * weight).sum()
+    }
 }
 
 /// Loss and greedy predictions, without gradients.
@@ -22,8 +45,8 @@ pub struct Scores {
     pub argmax: Vec<u32>,
 }
 
-/// Gradient of the sum of `nll / num_targets`; `num_targets` is the count of the whole step, over
-/// all micro-batches and ranks.
+/// Gradient of the sum of `weight * nll / target_weight`; `target_weight` is the sum of the weights
+/// of all targets of the step, over all micro-batches and ranks.
 ///
 /// `hidden: [T, D]`, `lm_head: [V, D]`. Adds the gradient of the head to `grads`. Returns `None` if
 /// the micro-batch has no targets.
@@ -31,7 +54,7 @@ pub fn loss_and_gradient(
     hidden: &Tensor,
     lm_head: &Param,
     targets: &Targets,
-    num_targets: u64,
+    target_weight: f64,
     grads: &dyn GradSink,
 ) -> Result<Option<LossOutput>> {
     if targets.is_empty() {
@@ -41,7 +64,10 @@ pub fn loss_and_gradient(
     let rows = ops::upload(targets.rows.clone(), targets.len(), device)?; // [S]
     let ids = ops::upload(targets.ids.clone(), targets.len(), device)?; // [S]
     let selected = ops::gather_rows(hidden, &rows)?; // [S, D]
-    let scale = (1.0 / num_targets as f64) as f32;
+    let factor = (1.0 / target_weight) as f32;
+    let weights = targets.weights.clone();
+    let weights = weights.map(|weights| ops::upload(weights, targets.len(), device)).transpose()?; // [S]
+    let scale = ops::LossScale { factor, weights: weights.as_ref() };
     let dw = grads.buffer(lm_head);
     let weight = lm_head.tensor();
     let (nll, d_selected) =

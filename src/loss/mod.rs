@@ -3,5 +3,5 @@
 mod head;
 mod shift;
 
-pub use head::{LossOutput, Scores, loss_and_gradient, scores};
-pub use shift::Targets;
+pub use head::{LossOutput, Scores, TargetLosses, loss_and_gradient, scores};
+pub use shift::{Targets, WEIGHT_UNIT};

@@ -20,8 +20,12 @@ pub struct StepMetrics {
     pub lr: f64,
     /// Number of real tokens, including vision tokens.
     pub num_tokens: u64,
-    /// Number of supervised targets, the divisor of the loss.
+    /// Number of supervised targets. The divisor of the loss, unless rows have weights.
     pub num_target_tokens: u64,
+    /// Sum of the weights of the targets, the divisor of the loss; absent if it equals
+    /// `num_target_tokens`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target_weight: Option<f64>,
     /// Number of samples.
     pub num_samples: u64,
     /// Packing efficiency: real tokens / (packs * `packing_length`), or real tokens / padded tokens
@@ -159,6 +163,7 @@ mod tests {
             lr: 1e-5,
             num_tokens: 10,
             num_target_tokens: 4,
+            target_weight: None,
             num_samples: 2,
             fill: 0.9,
             step_time_s: 1.5,

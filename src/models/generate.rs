@@ -30,6 +30,7 @@ impl dyn Model + '_ {
         let batch = VarlenBatch {
             input_ids: vec![id],
             labels: vec![crate::batch::IGNORE_INDEX],
+            weights: None,
             position_ids: vec![[position; 3]],
             mask_boundaries: one.clone(),
             cu_seqlens: one,

@@ -108,14 +108,29 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
     Ok((cpu::tensor(nll, s, DType::F32)?, Tensor::from_vec(argmax, s, &Device::Cpu)?))
 }
 
-/// Returns `nll [S]`, and the gradient `dh [S, D]` of `scale * sum(nll)` if `need_dh`. Adds the
+/// Factors of the losses in the sum whose gradient is computed.
+#[derive(Clone, Copy)]
+pub struct LossScale<'a> {
+    /// Factor of all rows.
+    pub factor: f32,
+    /// Factor of each row, `[S]`, `f32`; `None`: 1.
+    pub weights: Option<&'a Tensor>,
+}
+
+impl From<f32> for LossScale<'_> {
+    fn from(factor: f32) -> Self {
+        Self { factor, weights: None }
+    }
+}
+
+/// Returns `nll [S]`, and the gradient `dh [S, D]` of `sum(scale * nll)` if `need_dh`. Adds the
 /// weight gradient to `dw [V, D]` unless it is `None`. Computes all of this in one pass over the
 /// logits.
 pub fn linear_cross_entropy_backward(
     h: &Tensor,
     w: &Tensor,
     targets: &Tensor,
-    scale: f32,
+    scale: LossScale<'_>,
     dw: Option<&Tensor>,
     need_dh: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
@@ -127,7 +142,7 @@ fn backward_in_chunks(
     h: &Tensor,
     w: &Tensor,
     targets: &Tensor,
-    scale: f32,
+    scale: LossScale<'_>,
     dw: Option<&Tensor>,
     need_dh: bool,
     chunk: usize,
@@ -139,10 +154,20 @@ fn backward_in_chunks(
         expect_f32(op, "dw", dw, &[v, d])?;
         cpu::distinct(op, "dw", dw, &[("h", h), ("w", w), ("targets", targets)])?;
     }
+    if let Some(weights) = scale.weights {
+        expect_f32(op, "weights", weights, &[s])?;
+    }
     return_if_on_gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
+    let scales: Vec<f32> = match scale.weights {
+        Some(weights) => {
+            let weights = read(op, "weights", weights)?;
+            weights.slice::<f32>()?.iter().map(|weight| weight * scale.factor).collect()
+        }
+        None => vec![scale.factor; s],
+    };
     let mut logits = vec![0f32; chunk * v];
     let mut nll = vec![0f32; s];
     let mut dh = vec![0f32; if need_dh { s * d } else { 0 }];
@@ -156,10 +181,11 @@ fn backward_in_chunks(
                 .par_iter_mut()
                 .zip(logits.par_chunks_mut(v))
                 .zip(&targets[start..start + rows])
-                .for_each(|((nll, logits), target)| {
+                .zip(&scales[start..start + rows])
+                .for_each(|(((nll, logits), target), scale)| {
                     let lse = log_sum_exp(logits);
                     *nll = lse - logits[*target as usize];
-                    grad_row(logits, lse, scale);
+                    grad_row(logits, lse, *scale);
                     logits[*target as usize] -= scale;
                 });
             if need_dh {
@@ -217,13 +243,47 @@ mod tests {
                     &t[0],
                     &t[1],
                     &ids(&targets),
-                    scale * dy,
+                    (scale * dy).into(),
                     Some(&dw),
                     true,
                 )?;
                 let sum = (nll.sum_keepdim(0)? * f64::from(scale))?.to_dtype(t[0].dtype())?;
                 Ok((sum, vec![dh.unwrap(), added(&dw)]))
             });
+        }
+    }
+
+    #[test]
+    fn the_gradient_of_a_weighted_row_is_its_gradient_times_its_weight() {
+        let (s, d, v) = (5, 33, 4_100);
+        let (h, w, targets) = (random(1, &[s, d]), random(2, &[v, d]), target_ids(s, v));
+        let weights = [0.5f32, 1.0, 3.0, 0.25, 2.0];
+        let on_device = Tensor::from_slice(&weights, s, &device()).unwrap();
+        for (chunk, dtype) in [(5, DType::F32), (2, DType::F32), (5, DType::BF16), (2, DType::BF16)]
+        {
+            let (h, w) = (h.to_dtype(dtype).unwrap(), w.to_dtype(dtype).unwrap());
+            let run = |h: &Tensor, targets: &[u32], scale: LossScale<'_>, dw: &Tensor| {
+                let targets = ids(targets);
+                backward_in_chunks(h, &w, &targets, scale, Some(dw), true, chunk).unwrap()
+            };
+            let (dw, each_dw) = (gradient_buffer(&[v, d]), gradient_buffer(&[v, d]));
+            let scale = LossScale { factor: 0.5, weights: Some(&on_device) };
+            let (nll, dh) = run(&h, &targets, scale, &dw);
+            let mut each_nll = Vec::new();
+            let mut each_dh = Vec::new();
+            for (row, weight) in weights.iter().enumerate() {
+                let h = h.narrow(0, row, 1).unwrap();
+                let (nll, dh) = run(&h, &targets[row..=row], (0.5 * weight).into(), &each_dw);
+                each_nll.push(nll);
+                each_dh.push(dh.unwrap());
+            }
+            let name = |of: &str| format!("{of}, chunks of {chunk}, {dtype:?}");
+            let tolerance = if dtype == DType::F32 { Tolerance::F32 } else { Tolerance::BF16 };
+            let each_nll = Tensor::cat(&each_nll, 0).unwrap();
+            assert_close(&name("nll"), &nll, &each_nll, Tolerance::F32);
+            let each_dh = Tensor::cat(&each_dh, 0).unwrap();
+            assert_close(&name("dh"), &dh.unwrap(), &each_dh, tolerance);
+            assert_close(&name("dw"), &added(&dw), &added(&each_dw), tolerance);
         }
     }
 
@@ -238,9 +298,15 @@ mod tests {
                 let (h, w) = (h.to_dtype(dtype).unwrap(), w.to_dtype(dtype).unwrap());
                 let targets = [v as u32 - 1, 0, v as u32 / 2];
                 let dw = Tensor::zeros((v, d), DType::F32, &device()).unwrap();
-                let (nll, dh) =
-                    linear_cross_entropy_backward(&h, &w, &ids(&targets), 0.5, Some(&dw), true)
-                        .unwrap();
+                let (nll, dh) = linear_cross_entropy_backward(
+                    &h,
+                    &w,
+                    &ids(&targets),
+                    0.5.into(),
+                    Some(&dw),
+                    true,
+                )
+                .unwrap();
                 let argmax = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap().1;
                 let (h, w) = (h.to_dtype(DType::F64).unwrap(), w.to_dtype(DType::F64).unwrap());
                 let logits = h.matmul(&w.t().unwrap()).unwrap();
@@ -266,7 +332,7 @@ mod tests {
         let (h, w, targets) = (random(1, &[9, 20]), random(2, &[300, 20]), target_ids(9, 300));
         let (eval, argmax) = linear_cross_entropy(&h, &w, &ids(&targets)).unwrap();
         let (train, dh) =
-            linear_cross_entropy_backward(&h, &w, &ids(&targets), 1.0, None, false).unwrap();
+            linear_cross_entropy_backward(&h, &w, &ids(&targets), 1.0.into(), None, false).unwrap();
         assert!(dh.is_none());
         let logits = h.matmul(&w.t().unwrap()).unwrap();
         let best = logits.argmax(1).unwrap();
@@ -284,7 +350,7 @@ mod tests {
         let run = |chunk| {
             let dw = gradient_buffer(&[v, d]);
             let (nll, dh) =
-                backward_in_chunks(&h, &w, &targets, 0.5, Some(&dw), true, chunk).unwrap();
+                backward_in_chunks(&h, &w, &targets, 0.5.into(), Some(&dw), true, chunk).unwrap();
             [nll, dh.unwrap(), added(&dw)]
         };
         let whole = run(7);
@@ -328,7 +394,8 @@ mod tests {
     #[test]
     fn zero_rows_give_an_empty_loss() {
         let (h, w) = (random(1, &[0, 4]), random(2, &[5, 4]));
-        let (nll, dh) = linear_cross_entropy_backward(&h, &w, &ids(&[]), 1.0, None, true).unwrap();
+        let (nll, dh) =
+            linear_cross_entropy_backward(&h, &w, &ids(&[]), 1.0.into(), None, true).unwrap();
         assert_eq!((nll.dims(), dh.unwrap().dims()), (&[0][..], &[0, 4][..]));
     }
 }

@@ -73,7 +73,9 @@ pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
     linear_backward_weight,
 };
-pub use linear_cross_entropy::{LOGITS_BYTES, linear_cross_entropy, linear_cross_entropy_backward};
+pub use linear_cross_entropy::{
+    LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
+};
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};

@@ -6,7 +6,7 @@ mod schedule;
 
 pub use adamw::{AdamW, GradNorm, OptimError, ParamState, Update};
 pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
-pub use schedule::{Schedule, ScheduleConfig, Warmup};
+pub use schedule::{Schedule, ScheduleConfig, Span};
 
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
@@ -29,7 +29,10 @@ pub struct OptimConfig {
     pub warmup_steps: Option<u64>,
     /// Warm-up as a fraction of all steps, rounded up. Cannot be combined with `warmup_steps`.
     pub warmup_ratio: Option<f64>,
-    /// Learning rate at the end of the schedule; 0 by default.
+    /// Length of the decay of `schedule: wsd` as a fraction of all steps, rounded up; null: 0.1. An
+    /// error with other schedules.
+    pub decay_ratio: Option<f64>,
+    /// Learning rate that the schedule reaches after the last step; 0 by default.
     pub min_lr: f64,
     /// Device and dtype of the moments; `f32` on the device of the weights by default.
     pub moments: Moments,
@@ -63,6 +66,7 @@ impl Default for OptimConfig {
             schedule: ScheduleConfig::Cosine,
             warmup_steps: None,
             warmup_ratio: None,
+            decay_ratio: None,
             min_lr: 0.0,
             moments: Moments::F32,
             lr_multipliers: IndexMap::new(),

@@ -16,7 +16,7 @@ use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, JsonlRows, Loader};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
-use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Warmup};
+use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
 use crate::tape::{Gradients, Param};
 use crate::train::{
     ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
@@ -202,10 +202,11 @@ fn first_state(
 
 fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
     let warmup = match (optim.warmup_steps, optim.warmup_ratio) {
-        (_, Some(ratio)) => Warmup::Ratio(ratio),
-        (steps, None) => Warmup::Steps(steps.unwrap_or(0)),
+        (_, Some(ratio)) => Span::Ratio(ratio),
+        (steps, None) => Span::Steps(steps.unwrap_or(0)),
     };
-    Schedule::new(optim.schedule, optim.lr, optim.min_lr, warmup, total_steps)
+    let decay = Span::Ratio(optim.decay_ratio.unwrap_or(0.1));
+    Schedule::new(optim.schedule, [optim.lr, optim.min_lr], [warmup, decay], total_steps)
 }
 
 /// Opens `metrics.jsonl` and `rejects.jsonl`, and removes the lines of steps after `state`.

@@ -56,8 +56,8 @@ fn data_path(path: &Path, observer: &dyn SetupObserver) -> Result<PathBuf, HubEr
     let Some(text) = path.to_str().filter(|text| text.starts_with("hf://")) else {
         return Ok(path.to_owned());
     };
-    let (repo, inside) = Repo::dataset_file(text)
-        .ok_or_else(|| HubError::NotADataFile { text: text.to_owned() })?;
+    let (repo, inside) =
+        Repo::dataset_file(text).ok_or_else(|| HubError::NotADataFile { text: text.to_owned() })?;
     let begin = |total| observer.begin(SetupWork::DownloadBytes, total);
     let folder = Hub::from_env()?.fetch(&repo, &DataFiles { path: inside.clone() }, &begin)?;
     Ok(folder.join(inside))

@@ -1,12 +1,15 @@
 //! Counts and losses of a step and of a run by data set.
 
 use crate::data::{DataState, Rejection, SampleSize};
+use crate::loss::TargetLosses;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 
-/// Number of samples, tokens and targets of a data set.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Number of samples, tokens, targets and media of a data set.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct DatasetCounts {
     /// Number of samples.
     pub num_samples: u64,
@@ -14,30 +17,65 @@ pub struct DatasetCounts {
     pub num_tokens: u64,
     /// Number of supervised targets.
     pub num_target_tokens: u64,
+    /// Number of images.
+    pub num_images: u64,
+    /// Number of videos.
+    pub num_videos: u64,
+    /// Number of samples with at least one image or video.
+    pub num_with_media: u64,
+}
+
+impl DatasetCounts {
+    /// The counts of one sample.
+    pub fn of(sample: &SampleSize) -> Self {
+        Self {
+            num_samples: 1,
+            num_tokens: sample.num_tokens.into(),
+            num_target_tokens: sample.num_targets.into(),
+            num_images: sample.num_images.into(),
+            num_videos: sample.num_videos.into(),
+            num_with_media: (sample.num_images + sample.num_videos > 0).into(),
+        }
+    }
+
+    /// Share of the samples that have an image or a video, in percent.
+    pub fn percent_with_media(&self) -> f64 {
+        100.0 * self.num_with_media as f64 / self.num_samples.max(1) as f64
+    }
+}
+
+impl AddAssign for DatasetCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.num_samples += other.num_samples;
+        self.num_tokens += other.num_tokens;
+        self.num_target_tokens += other.num_target_tokens;
+        self.num_images += other.num_images;
+        self.num_videos += other.num_videos;
+        self.num_with_media += other.num_with_media;
+    }
 }
 
 /// Counts and loss of a data set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DatasetLoss {
-    /// Number of samples, tokens and targets.
+    /// Number of samples, tokens, targets and media.
     pub counts: DatasetCounts,
-    /// Sum of the negative log likelihoods of its targets.
+    /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
+    /// Sum of the weights of its targets.
+    pub target_weight: f64,
 }
 
 impl DatasetLoss {
-    /// Adds the counts and the loss of a sample.
-    pub fn add(&mut self, num_tokens: u64, num_targets: u64, nll_sum: f64) {
-        self.counts.num_samples += 1;
-        self.counts.num_tokens += num_tokens;
-        self.counts.num_target_tokens += num_targets;
+    /// Adds the loss of targets: the sum of `weight * nll`, and the sum of the weights.
+    pub fn add_loss(&mut self, nll_sum: f64, target_weight: f64) {
         self.nll_sum += nll_sum;
+        self.target_weight += target_weight;
     }
 
-    /// Mean over its targets; `None` without targets.
+    /// Weighted mean over its targets; `None` without targets.
     pub fn loss(&self) -> Option<f64> {
-        let targets = self.counts.num_target_tokens;
-        (targets > 0).then(|| self.nll_sum / targets as f64)
+        (self.counts.num_target_tokens > 0).then(|| self.nll_sum / self.target_weight)
     }
 }
 
@@ -83,22 +121,26 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
     }
 }
 
-/// Splits the losses of a step by data set. `nll` has one list per micro-batch that has targets.
-/// Concatenated, the lists have the targets of `samples` in order.
+/// Splits the losses of a step by data set. `losses` has one entry per micro-batch that has targets.
+/// Concatenated, the entries have the targets of `samples` in order.
 pub fn by_dataset(
     num_datasets: usize,
     samples: &[SampleSize],
-    nll: &[Vec<f32>],
+    losses: &[TargetLosses],
 ) -> Vec<DatasetLoss> {
     let mut sets = vec![DatasetLoss::default(); num_datasets];
-    let mut nll = nll.iter().flatten();
+    let mut targets = losses.iter().flat_map(TargetLosses::pairs);
     for sample in samples {
-        let of_sample = nll.by_ref().take(sample.num_targets as usize);
-        let sum = of_sample.map(|nll| f64::from(*nll)).sum();
-        let (tokens, targets) = (sample.num_tokens.into(), sample.num_targets.into());
-        sets[sample.dataset as usize].add(tokens, targets, sum);
+        let set = &mut sets[sample.dataset as usize];
+        set.counts += DatasetCounts::of(sample);
+        let (mut nll_sum, mut target_weight) = (0.0, 0.0);
+        for (nll, weight) in targets.by_ref().take(sample.num_targets as usize) {
+            nll_sum += nll * weight;
+            target_weight += weight;
+        }
+        set.add_loss(nll_sum, target_weight);
     }
-    debug_assert!(nll.next().is_none(), "a target of no sample");
+    debug_assert!(targets.next().is_none(), "a target of no sample");
     sets
 }
 
@@ -126,25 +168,24 @@ pub(super) fn count(
     sets: &[DatasetLoss],
 ) {
     for (name, set) in names.iter().zip(sets) {
-        let seen = seen.entry(name.clone()).or_default();
-        seen.num_samples += set.counts.num_samples;
-        seen.num_tokens += set.counts.num_tokens;
-        seen.num_target_tokens += set.counts.num_target_tokens;
+        *seen.entry(name.clone()).or_default() += set.counts;
     }
 }
 
-/// Logs one line per data set: its counts, and its share of all rows. Logs nothing if there is only
-/// one data set.
-pub fn log_shares(seen: &BTreeMap<String, DatasetCounts>) {
+/// Logs one line per data set: its counts, and its share of all rows.
+pub fn log_datasets(seen: &BTreeMap<String, DatasetCounts>) {
     let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
-    for (name, counts) in seen.iter().filter(|_| seen.len() > 1) {
+    for (name, counts) in seen {
         tracing::info!(
             name,
             rows = counts.num_samples,
+            images = counts.num_images,
+            videos = counts.num_videos,
+            with_media = %format_args!("{:.1} %", counts.percent_with_media()),
             tokens = counts.num_tokens,
             targets = counts.num_target_tokens,
             share = %format_args!("{:.4}", counts.num_samples as f64 / total.max(1) as f64),
-            "mixture"
+            "data set"
         );
     }
 }
@@ -154,14 +195,22 @@ mod tests {
     use super::*;
 
     fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleSize {
-        SampleSize { dataset, num_tokens, num_targets }
+        SampleSize {
+            dataset,
+            num_tokens,
+            num_targets,
+            num_images: dataset * num_tokens,
+            num_videos: 0,
+        }
     }
 
     #[test]
     fn losses_go_to_the_data_sets_of_their_samples() {
         let samples = [size(1, 5, 2), size(0, 4, 0), size(0, 3, 1), size(1, 9, 1)];
-        // the second micro-batch had no targets and so no list
-        let sets = by_dataset(3, &samples, &[vec![1.0, 2.0], vec![4.0, 8.0]]);
+        // the second micro-batch had no targets and so no entry
+        let losses = [vec![1.0, 2.0], vec![4.0, 8.0]];
+        let losses = losses.map(|nll| TargetLosses { nll, weights: None });
+        let sets = by_dataset(3, &samples, &losses);
         assert_eq!(sets.iter().map(|set| set.nll_sum).collect::<Vec<_>>(), [4.0, 11.0, 0.0]);
         let names = ["a", "b", "c"].map(str::to_owned);
         let keys = serde_json::to_value(metric_keys(&names, &sets)).unwrap();
@@ -175,7 +224,26 @@ mod tests {
         let mut seen = BTreeMap::new();
         count(&mut seen, &names, &sets);
         count(&mut seen, &names, &sets);
-        let counts = DatasetCounts { num_samples: 4, num_tokens: 28, num_target_tokens: 6 };
+        let counts = DatasetCounts {
+            num_samples: 4,
+            num_tokens: 28,
+            num_target_tokens: 6,
+            num_images: 28,
+            num_videos: 0,
+            num_with_media: 4,
+        };
         assert_eq!(seen["b"], counts);
+    }
+
+    #[test]
+    fn the_loss_of_a_data_set_is_the_mean_under_its_weights() {
+        let losses = [
+            TargetLosses { nll: vec![1.0, 2.0], weights: Some(vec![3.0, 0.5]) },
+            TargetLosses { nll: vec![5.0], weights: None },
+        ];
+        let sets = by_dataset(2, &[size(1, 5, 2), size(0, 3, 1)], &losses);
+        assert_eq!(sets[1].loss(), Some((1.0 * 3.0 + 2.0 * 0.5) / 3.5));
+        assert_eq!(sets[0].loss(), Some(5.0));
+        assert_eq!(sets[1].counts.num_target_tokens, 2);
     }
 }

@@ -3,11 +3,11 @@
 //! An answer is exact if each of its tokens is the most likely one after the tokens before it, so
 //! that greedy decoding would produce it. One forward pass computes both.
 
-use super::datasets::DatasetLoss;
+use super::datasets::{DatasetCounts, DatasetLoss};
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
-use crate::data::{CollateError, Rejection, RowReader, SampleIndex, collate};
-use crate::loss::{Targets, scores};
+use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
+use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
@@ -19,19 +19,18 @@ pub struct SampleScore {
     /// `file:line`.
     #[serde(serialize_with = "as_text")]
     pub id: SampleId,
-    /// Index of its data set.
+    /// Its data set, and its numbers of tokens and media.
     #[serde(skip)]
-    pub dataset: u32,
+    pub size: SampleSize,
     /// Whether it is a chat. Samples of a corpus have no answer.
     #[serde(skip)]
     pub is_chat: bool,
-    /// Number of tokens.
-    #[serde(skip)]
-    pub num_tokens: u64,
-    /// Sum of the negative log likelihoods of its targets.
+    /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
     /// Number of supervised targets.
     pub num_targets: u64,
+    /// Sum of the weights of its targets; equals `num_targets` if the row has no weights.
+    pub target_weight: f64,
     /// Whether greedy decoding produces every supervised token.
     pub exact: bool,
 }
@@ -50,10 +49,11 @@ pub struct EvalReport {
 }
 
 impl EvalReport {
-    /// Mean over all supervised targets.
+    /// Weighted mean over all supervised targets; 0 without targets.
     pub fn loss(&self) -> f64 {
         let sum: f64 = self.samples.iter().map(|sample| sample.nll_sum).sum();
-        sum / self.num_targets().max(1) as f64
+        let weight: f64 = self.samples.iter().map(|sample| sample.target_weight).sum();
+        if self.num_targets() == 0 { 0.0 } else { sum / weight }
     }
 
     /// Number of supervised targets of all samples.
@@ -65,11 +65,9 @@ impl EvalReport {
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {
-            sets[sample.dataset as usize].add(
-                sample.num_tokens,
-                sample.num_targets,
-                sample.nll_sum,
-            );
+            let set = &mut sets[sample.size.dataset as usize];
+            set.counts += DatasetCounts::of(&sample.size);
+            set.add_loss(sample.nll_sum, sample.target_weight);
         }
         sets
     }
@@ -157,8 +155,9 @@ impl Evaluator<'_> {
         if samples.is_empty() {
             return Ok(());
         }
-        let of =
-            |(dataset, sample): &(u32, EncodedSample)| (*dataset, sample.id.clone(), sample.len());
+        let of = |(dataset, sample): &(u32, EncodedSample)| {
+            (sample.id.clone(), SampleSize::of(*dataset, sample))
+        };
         let origins: Vec<_> = samples.iter().map(of).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();
         let merge = model.merge_size();
@@ -168,19 +167,23 @@ impl Evaluator<'_> {
         let input = model.upload(batch, self.dtype, self.device)?;
         let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
-        for (dataset, id, num_tokens) in origins {
+        for (id, size) in origins {
             let first = next;
-            end += num_tokens;
+            end += size.num_tokens as usize;
             while next < targets.len() && (targets.rows[next] as usize) < end {
                 next += 1;
             }
             let range = first..next;
+            let losses = TargetLosses {
+                nll: scores.nll[range.clone()].to_vec(),
+                weights: targets.weights.as_ref().map(|weights| weights[range.clone()].to_vec()),
+            };
             report.samples.push(SampleScore {
                 id,
-                dataset,
-                is_chat: self.rows.sets()[dataset as usize].corpus().is_none(),
-                num_tokens: num_tokens as u64,
-                nll_sum: scores.nll[range.clone()].iter().map(|nll| f64::from(*nll)).sum(),
+                size,
+                is_chat: self.rows.sets()[size.dataset as usize].corpus().is_none(),
+                nll_sum: losses.sum(),
+                target_weight: losses.pairs().map(|(_, weight)| weight).sum(),
                 num_targets: range.len() as u64,
                 exact: scores.argmax[range.clone()] == targets.ids[range],
             });

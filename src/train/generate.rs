@@ -55,7 +55,7 @@ fn next_token(
 ) -> candle_core::Result<u32> {
     if matches!(sampling, Sampling::ArgMax) {
         // The same kernel as in evaluation, so that both resolve ties in the same way.
-        let any = Targets { rows: vec![0], ids: vec![0] };
+        let any = Targets { rows: vec![0], ids: vec![0], weights: None };
         return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
     }
     let logits = crate::ops::linear(hidden, &model.lm_head().tensor(), None)?; // [1, V]

@@ -13,7 +13,7 @@ pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
-pub use datasets::{DatasetCounts, DatasetLoss, Rejected, by_dataset, log_shares, metric_keys};
+pub use datasets::{DatasetCounts, DatasetLoss, Rejected, by_dataset, log_datasets, metric_keys};
 pub use device::{DeviceChoice, UnknownDevice};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};

@@ -1,7 +1,7 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
 use crate::batch::VarlenBatch;
-use crate::loss::{Targets, loss_and_gradient};
+use crate::loss::{TargetLosses, Targets, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::ops;
 use crate::optim::{AdamW, OptimError, Update};
@@ -11,14 +11,14 @@ use candle_core::{DType, Device, Tensor};
 /// Results of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepOutcome {
-    /// Mean over the step's supervised targets.
+    /// Mean over the step's supervised targets, weighted by the weights of the rows.
     pub loss: f64,
     /// L2 norm over all trained parameters, before clipping.
     pub grad_norm: f64,
-    /// Number of supervised targets of the step.
-    pub num_targets: u64,
-    /// Negative log likelihood of each target, one list per micro-batch that has targets.
-    pub nll: Vec<Vec<f32>>,
+    /// Number and weight of the supervised targets of the step.
+    pub counts: StepCounts,
+    /// Losses of the targets of each micro-batch that has targets.
+    pub losses: Vec<TargetLosses>,
 }
 
 /// The reason why a step does not update the weights.
@@ -84,15 +84,21 @@ pub struct StepRunner {
 ///
 /// [`StepRunner::prepare`] counts the local micro-batches. If ranks share a step, the sum over all
 /// ranks replaces the local counts before [`StepRunner::accumulate`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepCounts {
-    /// Number of supervised targets: the divisor of loss and gradients.
+    /// Number of supervised targets.
     pub num_targets: u64,
+    /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of the
+    /// step has a weight.
+    pub target_weight: f64,
 }
 
 impl StepCounts {
     fn of(targets: &[Targets]) -> Self {
-        Self { num_targets: targets.iter().map(|targets| targets.len() as u64).sum() }
+        Self {
+            num_targets: targets.iter().map(|targets| targets.len() as u64).sum(),
+            target_weight: targets.iter().map(Targets::weight).sum(),
+        }
     }
 }
 
@@ -107,20 +113,23 @@ pub struct PreparedStep {
 
 /// Losses of a step on the device.
 pub struct Losses {
-    nll: Vec<Tensor>, // [S] each, in the order of the micro-batches
-    /// Number of supervised targets of the step.
-    pub num_targets: u64,
+    nll: Vec<(Tensor, Option<Vec<f32>>)>, // nll and weights, [S], in the order of the micro-batches
+    /// Number and weight of the supervised targets of the step.
+    pub counts: StepCounts,
 }
 
 impl Losses {
-    /// Sum over all targets. Waits for a GPU.
+    /// Weighted sum over all targets. Waits for a GPU.
     pub fn sum(&self) -> candle_core::Result<f64> {
         Ok(sum(&self.read()?))
     }
 
     /// The loss of each target. Waits for a GPU.
-    fn read(&self) -> candle_core::Result<Vec<Vec<f32>>> {
-        self.nll.iter().map(Tensor::to_vec1).collect()
+    fn read(&self) -> candle_core::Result<Vec<TargetLosses>> {
+        let read = |(nll, weights): &(Tensor, Option<Vec<f32>>)| {
+            Ok(TargetLosses { nll: nll.to_vec1()?, weights: weights.clone() })
+        };
+        self.nll.iter().map(read).collect()
     }
 }
 
@@ -145,23 +154,24 @@ impl StepRunner {
         self.model.upload(batch, self.dtype, &self.device)
     }
 
-    /// Adds up the gradients of all micro-batches in place, divided by the step's target count. The
+    /// Adds up the gradients of all micro-batches in place, divided by the weight of the step's targets. The
     /// division into micro-batches changes neither gradients nor losses.
     pub fn accumulate(&self, step: PreparedStep) -> candle_core::Result<Losses> {
         let buffers: Vec<&Tensor> = self.grads.iter().flatten().collect();
         ops::fill_zero_all(&buffers)?;
-        let PreparedStep { counts: StepCounts { num_targets }, targets, first, rest } = step;
-        let mut losses = Losses { nll: Vec::with_capacity(targets.len()), num_targets };
+        let PreparedStep { counts, targets, first, rest } = step;
+        let mut losses = Losses { nll: Vec::with_capacity(targets.len()), counts };
+        let weight = counts.target_weight;
         let inputs = first.map(Ok).into_iter().chain(rest.map(|batch| self.upload(batch)));
         for (input, targets) in inputs.zip(targets) {
             let input = input?;
             let (hidden, tape) = self.model.forward(&input, self.recompute, &self.grads)?;
             let head = self.model.lm_head();
-            let loss = loss_and_gradient(&hidden, head, &targets, num_targets, &self.grads)?;
+            let loss = loss_and_gradient(&hidden, head, &targets, weight, &self.grads)?;
             drop(hidden);
             match loss {
                 Some(loss) => {
-                    losses.nll.push(loss.nll);
+                    losses.nll.push((loss.nll, targets.weights));
                     self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
                 }
                 None => report_without_backward(&*self.model, &self.grads),
@@ -183,7 +193,7 @@ impl StepRunner {
     ) -> Result<LaunchedStep, StepError> {
         let losses = self.accumulate(step)?;
         if self.device.is_cpu() {
-            mean_loss(&losses.read()?, losses.num_targets, number)?; // no wait: check it at once
+            mean_loss(&losses.read()?, losses.counts, number)?; // no wait: check it at once
         }
         let norm = self.optimizer.norm(&self.grads)?;
         let update = self.optimizer.update(&self.grads, norm, lr, number)?;
@@ -193,15 +203,16 @@ impl StepRunner {
     /// Waits for a step and returns its results.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update } = launched;
-        let nll = losses.read()?;
-        let loss = mean_loss(&nll, losses.num_targets, *step)?;
+        let counts = losses.counts;
+        let losses = losses.read()?;
+        let loss = mean_loss(&losses, counts, *step)?;
         let grad_norm = self.optimizer.finish(update).map_err(|source| match source {
             OptimError::Candle(error) => StepError::Candle(error),
             source @ OptimError::NonFinite { .. } => {
                 StepError::NonFiniteGradient { step: *step, source }
             }
         })?;
-        Ok(StepOutcome { loss, grad_norm, num_targets: losses.num_targets, nll })
+        Ok(StepOutcome { loss, grad_norm, counts, losses })
     }
 
     /// Runs a whole step and waits for it.
@@ -229,12 +240,14 @@ impl StepRunner {
     }
 }
 
-/// Sum over all targets. Each micro-batch is summed first.
-fn sum(nll: &[Vec<f32>]) -> f64 {
-    nll.iter().map(|nll| nll.iter().map(|nll| f64::from(*nll)).sum::<f64>()).sum()
+/// Weighted sum over all targets. Each micro-batch is summed first.
+fn sum(losses: &[TargetLosses]) -> f64 {
+    losses.iter().map(TargetLosses::sum).sum()
 }
 
-fn mean_loss(nll: &[Vec<f32>], num_targets: u64, step: u64) -> Result<f64, StepError> {
-    let loss = sum(nll) / num_targets.max(1) as f64;
+fn mean_loss(losses: &[TargetLosses], counts: StepCounts, step: u64) -> Result<f64, StepError> {
+    // a step without targets has the loss 0
+    let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
+    let loss = sum(losses) / divisor;
     if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
 }

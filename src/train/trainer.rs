@@ -1,7 +1,7 @@
 //! The training loop: steps, evaluations, checkpoints.
 
 use super::config::EvalConfig;
-use super::datasets::{Rejected, by_dataset, count, log_shares, metric_keys};
+use super::datasets::{Rejected, by_dataset, count, log_datasets, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
 use super::state::TrainState;
 use super::step::{PreparedStep, StepError, StepRunner};
@@ -271,11 +271,11 @@ impl Trainer {
         }
         let state = &mut parts.state;
         state.step = step;
-        state.targets_seen += outcome.num_targets;
+        state.targets_seen += outcome.counts.num_targets;
         state.tokens_seen += data.num_tokens as u64;
         state.samples_seen += data.num_samples as u64;
         let names = &parts.dataset_names;
-        let sets = by_dataset(names.len(), &data.samples, &outcome.nll);
+        let sets = by_dataset(names.len(), &data.samples, &outcome.losses);
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let step_time_s = asked.elapsed().as_secs_f64();
@@ -288,7 +288,9 @@ impl Trainer {
             grad_norm: outcome.grad_norm,
             lr,
             num_tokens: data.num_tokens as u64,
-            num_target_tokens: outcome.num_targets,
+            num_target_tokens: outcome.counts.num_targets,
+            target_weight: Some(outcome.counts.target_weight)
+                .filter(|weight| *weight != outcome.counts.num_targets as f64),
             num_samples: data.num_samples as u64,
             fill: data.fill,
             step_time_s,
@@ -387,7 +389,7 @@ impl Trainer {
             },
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
-        log_shares(&parts.state.datasets_seen);
+        log_datasets(&parts.state.datasets_seen);
         self.saved_at = Some(step);
         Ok(folder)
     }

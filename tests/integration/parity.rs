@@ -157,7 +157,7 @@ fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepOutcome> {
             outcome.grad_norm,
             norm[i]
         );
-        assert_eq!(outcome.num_targets as f64, targets[i], "{variant:?} step {}", i + 1);
+        assert_eq!(outcome.counts.num_targets as f64, targets[i], "{variant:?} step {}", i + 1);
     }
     let worst = found.iter().zip(&loss).map(|(o, l)| (o.loss - l).abs()).fold(0.0, f64::max);
     println!("{model} {data} {variant:?}: worst loss difference {worst:.1e}");
@@ -240,13 +240,13 @@ fn ranks_that_sum_their_target_counts_sum_to_the_whole_step() {
     let gradients = || -> Vec<candle_core::Tensor> {
         runner.grads.iter().map(|grad| grad.unwrap().copy().unwrap()).collect()
     };
-    let num_targets = prepare(&samples).counts.num_targets;
+    let counts = prepare(&samples).counts;
     runner.accumulate(prepare(&samples)).unwrap();
     let whole = gradients();
     let halves = samples.chunks(SAMPLES_A_STEP / 2).map(|half| {
         let mut step = prepare(half);
-        assert!(step.counts.num_targets < num_targets);
-        step.counts.num_targets = num_targets;
+        assert!(step.counts.num_targets < counts.num_targets);
+        step.counts = counts;
         runner.accumulate(step).unwrap();
         gradients()
     });
@@ -339,8 +339,8 @@ fn other_shapes_and_files_give_the_references_losses_and_gradients() {
         let (golden, runner) = (&golden_variants[model], runner(model, PLAIN, Precision::F32));
         let step = runner.prepare(PLAIN.micro_batches(&samples)).unwrap();
         let losses = runner.accumulate(step).unwrap();
-        assert_eq!(losses.num_targets, golden["num_targets"].as_u64().unwrap());
-        let loss = losses.sum().unwrap() / losses.num_targets as f64;
+        assert_eq!(losses.counts.num_targets, golden["num_targets"].as_u64().unwrap());
+        let loss = losses.sum().unwrap() / losses.counts.num_targets as f64;
         let off = (loss - golden["loss"].as_f64().unwrap()).abs();
         assert!(off <= 1e-5, "{model}: {loss} not {}", golden["loss"]);
         for param in &runner.params {

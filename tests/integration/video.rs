@@ -169,8 +169,8 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             device: device(),
         };
         let losses = runner.accumulate(runner.prepare(micro_batches).unwrap()).unwrap();
-        assert_eq!(losses.num_targets, golden_values["num_targets"].as_u64().unwrap());
-        let loss = losses.sum().unwrap() / losses.num_targets as f64;
+        assert_eq!(losses.counts.num_targets, golden_values["num_targets"].as_u64().unwrap());
+        let loss = losses.sum().unwrap() / losses.counts.num_targets as f64;
         let off = (loss - golden_values["loss"].as_f64().unwrap()).abs();
         assert!(off <= 2e-5, "{loss} not {}", golden_values["loss"]);
         for param in &runner.params {

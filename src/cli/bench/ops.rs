@@ -345,7 +345,7 @@ impl<'b> Head<'b> {
     /// Computes the loss, `dh` and `dw`.
     fn run(&self) -> Result<()> {
         let Self { h, w, dw, targets, .. } = self;
-        linear_cross_entropy_backward(h, w, targets, 1e-3, Some(dw), true).map(drop)
+        linear_cross_entropy_backward(h, w, targets, 1e-3.into(), Some(dw), true).map(drop)
     }
 
     /// Bytes that the first run in a process adds to peak memory, beyond the operands and `dw`.

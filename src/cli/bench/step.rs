@@ -164,7 +164,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
             cpu_before = cpu_seconds();
             continue;
         }
-        sizes.targets = outcome.num_targets as f64;
+        sizes.targets = outcome.counts.num_targets as f64;
         totals.seconds += asked.elapsed().as_secs_f64();
         totals.waited += wait;
         totals.model_flops += bench.work.model_flops(&sizes, &bench.passes);

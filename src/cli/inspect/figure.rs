@@ -26,9 +26,11 @@ impl Figure<'_> {
     /// `frames` are all frames of the medium; `tokens` is the number of tokens of this group.
     pub(super) fn html(&self, frames: &[Pixels], tokens: usize) -> anyhow::Result<String> {
         let medium = &self.media[self.index];
-        let alike = self.media[..=self.index].iter().filter(|other| other.kind == medium.kind);
+        let alike = self.media[..=self.index]
+            .iter()
+            .filter(|other| other.patches.kind == medium.patches.kind);
         let (number, [times, rows, columns]) = (alike.count(), medium.patches.grid_thw);
-        let name = match medium.kind {
+        let name = match medium.patches.kind {
             MediumKind::Image => format!("image {number}"),
             MediumKind::Video => format!("video {number}, group {} of {times}", self.group + 1),
         };

@@ -90,7 +90,7 @@ impl<'a> Page<'a> {
         let pieces = cut::pieces(runs(sample, &media), dropped);
         self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
-        let shown = media.iter().map(|medium| match medium.kind {
+        let shown = media.iter().map(|medium| match medium.patches.kind {
             MediumKind::Image => 1,
             MediumKind::Video => 2 * MAX_GROUPS.min(medium.patches.grid_thw[0] as usize) as u64,
         });
@@ -224,7 +224,7 @@ impl<'a> Page<'a> {
 }
 
 fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
-    match medium.kind {
+    match medium.patches.kind {
         MediumKind::Image => encoder.image_processor().pixels(medium.patches),
         MediumKind::Video => encoder.video_processor().pixels(medium.patches),
     }

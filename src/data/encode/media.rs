@@ -25,6 +25,13 @@ pub(super) enum MediumGrid {
 }
 
 impl MediumGrid {
+    pub(super) fn kind(&self) -> MediumKind {
+        match self {
+            Self::Image(_) => MediumKind::Image,
+            Self::Video(_) => MediumKind::Video,
+        }
+    }
+
     pub(super) fn grid(&self) -> [u32; 3] {
         match self {
             Self::Image(grid) => *grid,

@@ -102,8 +102,11 @@ impl Encoder {
         let (text, targets) = self.render_targets(sample)?;
         let grids = self.media.grids(id, &sample.media, &self.text.media)?;
         let tokens = self.tokenise(id, &text, targets, &grids)?.cut(id, cut)?;
-        let without_pixels =
-            |medium: &MediumGrid| Patches { pixel_values: Vec::new(), grid_thw: medium.grid() };
+        let without_pixels = |medium: &MediumGrid| Patches {
+            pixel_values: Vec::new(),
+            grid_thw: medium.grid(),
+            kind: medium.kind(),
+        };
         let length = self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid));
         let encoded = self.with_media(id, tokens, grids.iter().map(without_pixels).collect());
         Ok(TextSample::new(encoded, length, grids, &sample.media))

@@ -21,7 +21,17 @@ pub enum CollateError {
         /// Origin of the sample.
         id: SampleId,
     },
-    /// The lists of a sample have different lengths.
+    /// A sample has another number of loss weights than of tokens.
+    #[error("{id}: {num_tokens} input ids, but {num_weights} weights of the loss")]
+    Weights {
+        /// Origin of the sample.
+        id: SampleId,
+        /// Length of `input_ids`.
+        num_tokens: usize,
+        /// Length of `weights`.
+        num_weights: usize,
+    },
+    /// Ids, labels and positions of a sample differ in length.
     #[error("{id}: {num_tokens} input ids, but {num_labels} labels and {num_positions} positions")]
     Lengths {
         /// Origin of the sample.
@@ -82,12 +92,15 @@ pub fn collate(
     let length = packs.iter().map(Pack::len).max().ok_or(CollateError::NoSample { row: 0 })?;
     let places = rows.checked_mul(length).filter(|places| u32::try_from(*places).is_ok());
     let places = places.ok_or(CollateError::TooLarge { rows, length })?;
+    let weighted =
+        packs.iter().flat_map(|pack| &pack.samples).any(|sample| sample.weights.is_some());
     let mut batch = Batch {
-        input_ids: vec![pad_id; places],     // [B, L]
-        labels: vec![IGNORE_INDEX; places],  // [B, L]
-        attention_mask: vec![false; places], // [B, L]
-        position_ids: vec![[0; 3]; places],  // [B, L]
-        vision_rows: Vec::new(),             // [M]
+        input_ids: vec![pad_id; places],              // [B, L]
+        labels: vec![IGNORE_INDEX; places],           // [B, L]
+        weights: weighted.then(|| vec![1.0; places]), // [B, L]
+        attention_mask: vec![false; places],          // [B, L]
+        position_ids: vec![[0; 3]; places],           // [B, L]
+        vision_rows: Vec::new(),                      // [M]
         media: Vec::new(),
         segment_lengths: Vec::with_capacity(rows),
         length,
@@ -104,6 +117,9 @@ pub fn collate(
             let segments = sample.segment_lengths();
             batch.input_ids[places.clone()].copy_from_slice(&sample.input_ids);
             batch.labels[places.clone()].copy_from_slice(&sample.labels);
+            if let (Some(all), Some(weights)) = (&mut batch.weights, &sample.weights) {
+                all[places.clone()].copy_from_slice(weights);
+            }
             batch.attention_mask[places.clone()].fill(true);
             batch.position_ids[places.clone()].copy_from_slice(&sample.position_ids);
             batch.vision_rows.extend(sample.vision_rows.iter().map(|row| start as u32 + row));
@@ -123,6 +139,10 @@ fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), CollateEr
     let (num_labels, num_positions) = (sample.labels.len(), sample.position_ids.len());
     if sample.is_empty() {
         return Err(CollateError::NoTokens { id: id() });
+    }
+    let num_weights = sample.weights.as_ref().map_or(num_tokens, Vec::len);
+    if num_weights != num_tokens {
+        return Err(CollateError::Weights { id: id(), num_tokens, num_weights });
     }
     if num_labels != num_tokens || num_positions != num_tokens {
         return Err(CollateError::Lengths { id: id(), num_tokens, num_labels, num_positions });
@@ -148,6 +168,7 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
+    use crate::batch::MediumKind;
     use proptest::prelude::*;
 
     use super::*;
@@ -161,7 +182,7 @@ mod tests {
     }
 
     fn patches() -> Patches {
-        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4] }
+        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4], kind: MediumKind::Image }
     }
 
     fn any_packs() -> impl Strategy<Value = Vec<Pack>> {

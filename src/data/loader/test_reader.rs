@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::batch::{EncodedSample, PaddingSide, Patches, SampleId};
+use crate::batch::{EncodedSample, MediumKind, PaddingSide, Patches, SampleId};
 use crate::data::config::{OnError, Truncation};
 use crate::data::dataset::order::{DatasetShare, Order, RowOrder};
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
@@ -66,7 +66,11 @@ impl RowReader for TestReader {
             }
             Kind::Panic | Kind::PanicPixels => panic!("made-up panic"),
         };
-        let patches = Patches { pixel_values: vec![row.row as f32; 8 * 3], grid_thw: [1, 2, 4] };
+        let patches = Patches {
+            pixel_values: vec![row.row as f32; 8 * 3],
+            grid_thw: [1, 2, 4],
+            kind: MediumKind::Image,
+        };
         Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
     }
 

@@ -7,6 +7,7 @@
 
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
+use crate::ops::LossScale;
 use candle_core::{DType, Result, Tensor};
 
 /// Maximum size of the logits of a chunk, in bytes. With the vocabulary of the published models
@@ -52,7 +53,7 @@ impl<'a> Head<'a> {
     /// `argmax` it has also filled that tensor.
     fn for_chunks(
         &self,
-        scale: Option<f32>,
+        scale: Option<LossScale<'_>>,
         argmax: Option<&Tensor>,
         mut f: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<()> {
@@ -72,6 +73,8 @@ impl<'a> Head<'a> {
             };
             gemm.into(op, "logits", &logits)?;
             let argmax = argmax.map(|argmax| argmax.narrow(0, start, rows)).transpose()?;
+            let weights = scale.and_then(|scale| scale.weights);
+            let weights = weights.map(|weights| weights.narrow(0, start, rows)).transpose()?;
             Launch::new("cross_entropy", self.h.dtype())
                 .grid(rows)
                 .threads(THREADS)
@@ -79,7 +82,8 @@ impl<'a> Head<'a> {
                 .address(address(op, "targets", &self.targets.narrow(0, start, rows)?)?)
                 .address(address(op, "nll", &self.nll.narrow(0, start, rows)?)?)
                 .optional(op, "argmax", argmax.as_ref())?
-                .float(scale.unwrap_or(0.0))
+                .optional(op, "weights", weights.as_ref())?
+                .float(scale.map_or(0.0, |scale| scale.factor))
                 .int(v)
                 .flag(scale.is_some())
                 .flag(vectors(v, &[&logits])?)
@@ -108,7 +112,7 @@ pub(in crate::ops) fn linear_cross_entropy_backward(
     h: &Tensor,
     w: &Tensor,
     targets: &Tensor,
-    scale: f32,
+    scale: LossScale<'_>,
     dw: Option<&Tensor>,
     need_dh: bool,
     chunk: usize,

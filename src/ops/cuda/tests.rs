@@ -232,7 +232,7 @@ fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()>
         let w: Vec<f32> = (0..v).flat_map(|row| [column(row), 0.0]).collect();
         let w = Tensor::from_vec(w, (v, 2), &Device::Cpu)?.to_dtype(dtype)?;
         let (nll, dh) =
-            super::linear_cross_entropy_backward(op, &h, &w, &targets, 0.5, None, true, 3)?;
+            super::linear_cross_entropy_backward(op, &h, &w, &targets, 0.5.into(), None, true, 3)?;
         let dh = dh.expect("`need_dh` is true").to_dtype(DType::F32)?.to_vec2::<f32>()?;
         for (row, nll) in nll.to_vec1::<f32>()?.into_iter().enumerate() {
             let finite = dh[row].iter().filter(|x| x.is_finite()).count();

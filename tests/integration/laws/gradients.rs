@@ -4,7 +4,7 @@
 use super::oracle::Oracle;
 use super::{
     BOTH_BACKENDS, BOTH_HEADS, Backend, Head, Image, Outcome, Subject, Text, Tolerance, Weights,
-    assert_close, host, num_targets, packed, sample, samples, wide,
+    assert_close, host, packed, sample, samples, target_weight, wide,
 };
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
@@ -151,7 +151,7 @@ fn recomputing_gives_the_same_bits() {
             (Recompute::No, Recompute::Yes),
         ] {
             let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
-            let outcome = subject.accumulate(&batch, num_targets(&batch), policy, &grads);
+            let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
             assert_eq!(outcome.hidden, kept.hidden);
             assert_identical(&subject, &format!("{policy:?}"), &subject.values(&grads), &expected);
         }
@@ -166,7 +166,7 @@ fn a_second_backward_doubles_every_gradient() {
         let (_, once) = subject.run(&batch);
         let grads = subject.buffers(|_| true);
         for _ in 0..2 {
-            subject.accumulate(&batch, num_targets(&batch), RecomputePolicy::NONE, &grads);
+            subject.accumulate(&batch, target_weight(&batch), RecomputePolicy::NONE, &grads);
         }
         let double = |grad: &Vec<f32>| grad.iter().map(|x| 2.0 * f64::from(*x)).collect();
         let expected: Vec<Vec<f64>> = once.iter().map(double).collect();
@@ -206,7 +206,7 @@ fn assert_frozen(
     for recompute in [Recompute::No, Recompute::Yes] {
         let grads = subject.buffers(trained);
         let policy = RecomputePolicy { vision: recompute, llm: recompute };
-        let outcome = subject.accumulate(batch, num_targets(batch), policy, &grads);
+        let outcome = subject.accumulate(batch, target_weight(batch), policy, &grads);
         assert_eq!(outcome.nll, unfrozen.nll, "{what}");
         for (index, spec) in subject.specs.iter().enumerate() {
             let name = &spec.name;

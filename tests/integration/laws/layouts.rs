@@ -3,7 +3,7 @@
 use super::oracle::Oracle;
 use super::{
     BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Subject, Tolerance, Weights,
-    assert_close, assert_each_close, num_targets, packed, pad, samples, wide,
+    assert_close, assert_each_close, packed, pad, samples, target_weight, weighted, wide,
 };
 use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
 use trainer::loss::Targets;
@@ -34,7 +34,7 @@ struct Step {
 }
 
 fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
-    let total = micro_batches.iter().map(num_targets).sum();
+    let total = micro_batches.iter().map(target_weight).sum();
     let grads = subject.buffers(|_| true);
     let nll = micro_batches
         .iter()
@@ -55,16 +55,37 @@ fn alone(samples: &[EncodedSample]) -> Vec<VarlenBatch> {
 
 #[test]
 fn packed_padded_and_alone_are_the_same() {
+    assert_every_layout_is_the_same(&samples());
+}
+
+#[test]
+fn packed_padded_and_alone_are_the_same_if_tokens_have_weights() {
+    assert_every_layout_is_the_same(&weighted(samples()));
+}
+
+#[test]
+fn a_weight_of_two_trains_like_the_sample_twice() {
+    let weights = Weights::random(Head::Tied, 73);
+    let subject = Subject::new(&weights, Backend::Flash);
     let all = samples();
+    let twice: Vec<_> = [&all[..], &all[1..2]].concat();
+    let mut doubled = all.clone();
+    doubled[1].weights = Some(vec![2.0; all[1].len()]);
+    let (twice, doubled) = (step(&subject, &alone(&twice)), step(&subject, &alone(&doubled)));
+    let expected: Vec<_> = twice.grads.iter().map(|grad| wide(grad)).collect();
+    subject.assert_gradients("weight 2", &doubled.grads, &expected, Tolerance::SUMMED);
+}
+
+fn assert_every_layout_is_the_same(all: &[EncodedSample]) {
     let rows: [(&str, Vec<&[EncodedSample]>); 3] = [
-        ("one row", vec![&all]),
+        ("one row", vec![all]),
         ("a row each", all.chunks(1).collect()),
         ("uneven rows", vec![&all[..1], &all[1..3], &all[3..]]),
     ];
     for head in BOTH_HEADS {
         let weights = Weights::random(head, 70);
         let reference = Subject::new(&weights, Backend::Flash);
-        let expected = step(&reference, &alone(&all));
+        let expected = step(&reference, &alone(all));
         for backend in BOTH_BACKENDS {
             let subject = Subject::new(&weights, backend);
             for (layout, rows) in &rows {
@@ -177,8 +198,9 @@ fn the_pad_id_may_be_a_token_of_the_text_or_of_an_image() {
 
 #[test]
 fn splitting_a_step_into_micro_batches_changes_nothing() {
-    let all = samples();
-    for head in BOTH_HEADS {
+    for (head, all) in
+        [(Head::Tied, samples()), (Head::Untied, samples()), (Head::Tied, weighted(samples()))]
+    {
         let subject = Subject::new(&Weights::random(head, 73), Backend::Flash);
         let whole = step(&subject, &[packed(&all)]);
         for split in 1..all.len() {

@@ -20,7 +20,8 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
 use trainer::batch::{
-    Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, Patches, SampleId, VarlenBatch,
+    Batch, EncodedSample, IGNORE_INDEX, MediumKind, Pack, PaddingSide, Patches, SampleId,
+    VarlenBatch,
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
@@ -238,18 +239,18 @@ impl Subject {
         Gradients::zeros(&self.params, &trainable, &device()).unwrap()
     }
 
-    /// Forward and backward of a micro-batch of a step with `num_targets` targets.
+    /// Forward and backward of a micro-batch of a step whose targets have this weight.
     fn accumulate(
         &self,
         batch: &VarlenBatch,
-        num_targets: u64,
+        weight: f64,
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Outcome {
         let input = self.upload(batch).unwrap();
         let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();
         let (head, targets) = (self.model.lm_head(), Targets::of(batch));
-        let loss = loss_and_gradient(&hidden, head, &targets, num_targets, grads).unwrap();
+        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads).unwrap();
         let loss = loss.expect("the samples of these tests have targets");
         let outcome = Outcome { hidden: host(&hidden), nll: host(&loss.nll) };
         self.model.backward(tape, loss.d_hidden, &input, grads).unwrap();
@@ -259,7 +260,7 @@ impl Subject {
     /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
-        let outcome = self.accumulate(batch, num_targets(batch), RecomputePolicy::NONE, &grads);
+        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::NONE, &grads);
         (outcome, self.values(&grads))
     }
 
@@ -288,8 +289,8 @@ impl Subject {
     }
 }
 
-fn num_targets(batch: &VarlenBatch) -> u64 {
-    Targets::of(batch).len() as u64
+fn target_weight(batch: &VarlenBatch) -> f64 {
+    Targets::of(batch).weight()
 }
 
 /// A part of a sample.
@@ -345,7 +346,8 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                 next_position += t.max(h / 2).max(w / 2);
                 let values = (t * h * w) as usize * config(Head::Tied).vision.patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
-                media.push(Patches { pixel_values, grid_thw: grid });
+                let kind = MediumKind::Image; // `joined` sets the kind of videos
+                media.push(Patches { pixel_values, grid_thw: grid, kind });
             }
         }
     }
@@ -374,7 +376,7 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
             Video(grid_thw) => {
                 let values = frames.by_ref().take(grid_thw[0] as usize);
                 let pixel_values = values.flat_map(|patches| patches.pixel_values).collect();
-                media.push(Patches { pixel_values, grid_thw });
+                media.push(Patches { pixel_values, grid_thw, kind: MediumKind::Video });
             }
         }
     }
@@ -400,6 +402,16 @@ fn samples() -> Vec<EncodedSample> {
         sample(3, &[Text(2), Image([1, 6, 2]), Text(3), Image([1, 2, 4]), Text(5)]),
         sample(4, &[Text(2)]),
     ]
+}
+
+/// The samples with another weight for each token, from a half to two and a half. The first sample
+/// has no weights.
+fn weighted(mut samples: Vec<EncodedSample>) -> Vec<EncodedSample> {
+    for sample in samples.iter_mut().skip(1) {
+        let weight = |token| 0.5 + (token * 7 % 5) as f32 * 0.5;
+        sample.weights = Some((0..sample.len()).map(weight).collect());
+    }
+    samples
 }
 
 fn pad(rows: &[&[EncodedSample]], pad_id: u32, side: PaddingSide) -> Batch {

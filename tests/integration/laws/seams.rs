@@ -1,8 +1,8 @@
 //! What ranks and shards rely on: stages report their gradients, and weights may move.
 
 use super::{
-    BOTH_HEADS, Backend, Head, Image, Subject, Text, Weights, host, num_targets, packed, sample,
-    samples,
+    BOTH_HEADS, Backend, Head, Image, Subject, Text, Weights, host, packed, sample, samples,
+    target_weight,
 };
 use candle_core::{Device, Tensor};
 use std::cell::RefCell;
@@ -45,7 +45,7 @@ fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
             for policy in policies {
                 let grads = subject.buffers(|spec| !spec.name.contains(frozen));
                 let recorder = Recorder { grads: &grads, reported: RefCell::default() };
-                subject.accumulate(batch, num_targets(batch), policy, &recorder);
+                subject.accumulate(batch, target_weight(batch), policy, &recorder);
                 let reported = recorder.reported.into_inner();
                 let found: Vec<usize> = reported.iter().map(|(index, _)| *index).collect();
                 assert_eq!(found, order, "{head:?}, frozen: {frozen}, {policy:?}");

@@ -36,10 +36,10 @@ pub(in crate::data) use decode::Rgb;
 use decode::decode;
 #[cfg(feature = "video")]
 pub(in crate::data) use decode::upright;
+pub use error::{ImageError, ImageName};
 pub(in crate::data) use header::MAX_PIXELS;
 #[cfg(feature = "video")]
 pub(in crate::data) use header::swaps_sides;
-pub use error::{ImageError, ImageName};
 use header::{DecodeError, Header};
 use patchify::resize_and_patchify;
 pub(in crate::data) use patchify::{Normalise, PatchShape, patchify, unpatchify};
@@ -52,7 +52,7 @@ pub(in crate::data) use source::resolve;
 pub use urls::UrlConfig;
 use urls::Urls;
 
-use crate::batch::{MediaRef, MediaSource, Patches};
+use crate::batch::{MediaRef, MediaSource, MediumKind, Patches};
 use crate::net::{UrlImages, for_messages};
 
 /// Loads images as normalised patches, with the settings of one model folder.
@@ -146,7 +146,7 @@ impl ImageProcessor {
         let image = self.upright_pixels(media)?;
         let target = self.target(media, [image.height as u32, image.width as u32])?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
-        Ok(Patches { pixel_values, grid_thw: self.grid_of(target) })
+        Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
     }
 
     /// Converts patches back to the resized image. The result has one element.

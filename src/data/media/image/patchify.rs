@@ -356,7 +356,8 @@ mod tests {
         let normalise = Normalise::new([0.48, 0.46, 0.41], [0.27, 0.26, 0.28], 255.0);
         let frames = [frame(1), frame(7), frame(13)];
         let pixel_values = patchify(&frames, shape, &normalise);
-        let patches = Patches { pixel_values, grid_thw: [2, 4, 6] };
+        let patches =
+            Patches { pixel_values, grid_thw: [2, 4, 6], kind: crate::batch::MediumKind::Image };
         let [first, second, third, repeated] =
             unpatchify(&patches, shape, &normalise).try_into().unwrap();
         assert_eq!(repeated, third);

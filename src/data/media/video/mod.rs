@@ -28,7 +28,7 @@ pub use config::{VideoConfig, VideoConfigError, VideoMarks};
 use file::VideoFile;
 use smart_resize::smart_resize;
 
-use crate::batch::{MediaRef, Patches, VideoRef};
+use crate::batch::{MediaRef, MediumKind, Patches, VideoRef};
 use crate::data::media::image::{
     ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
 };
@@ -186,7 +186,7 @@ impl VideoProcessor {
         let shape = self.images.patch_shape();
         let pixel_values = patchify(frames, shape, &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
         let grid_thw = plan.clip.grid_thw;
-        (plan.clip, Patches { pixel_values, grid_thw })
+        (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
     }
 }
 

@@ -4,7 +4,7 @@
 // One block per row of f32 logits [rows, v]. One read gives the maximum, the sum of exponentials
 // and the argmax, first per thread on its own columns. If the gradient is requested, a second read
 // goes through the row from its end, which is still cached, and writes (softmax - onehot) * scale
-// over the row: f32 over the logits, bf16 into the second half of the row. There column i is at the
+// (times the weight of the row) over the row: f32 over the logits, bf16 into the second half of the row. There column i is at the
 // position of logit (v + i) / 2 >= i, so in backward order each logit is read before it is
 // overwritten, if a barrier separates the reads of a tile from its writes. Bound by memory
 // bandwidth: 4 bytes per element; with a gradient 8 plus the writes, minus cache hits of the second
@@ -127,7 +127,8 @@ template <class T, int W> __device__ __forceinline__ void write_gradient(float *
 }
 
 template <class T, int W>
-__device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, bool gradient) {
+__device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, const float *weights, float scale, int v,
+                              bool gradient) {
   float *row = logits + size_t(blockIdx.x) * v;
   uint32_t target = targets[blockIdx.x];
   // A target outside the vocabulary gives a NaN loss and gradient, which stops the run.
@@ -142,6 +143,7 @@ __device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll
     int best = block_min(softmax.max == max ? softmax.best : NOWHERE);
     if (threadIdx.x == 0) argmax[blockIdx.x] = best < v ? best : 0;
   }
+  if (weights) scale *= weights[blockIdx.x];
   // If the loss is not finite, the gradient must not be either, because only gradients are checked
   // before an update.
   if (gradient) write_gradient<T, W>(row, v, int(target), lse, fabsf(loss) < INFINITE ? scale : NAN);
@@ -151,9 +153,9 @@ __device__ void cross_entropy(float *logits, const uint32_t *targets, float *nll
 
 #define CROSS_ENTROPY(T, name)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(512, 2)                                                                                 \
-      cross_entropy_##name(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, float scale, int v, int gradient, int vectors) { \
-    if (vectors) cross_entropy<T, 4>(logits, targets, nll, argmax, scale, v, gradient);                                                \
-    else cross_entropy<T, 1>(logits, targets, nll, argmax, scale, v, gradient);                                                        \
+      cross_entropy_##name(float *logits, const uint32_t *targets, float *nll, uint32_t *argmax, const float *weights, float scale, int v, int gradient, int vectors) { \
+    if (vectors) cross_entropy<T, 4>(logits, targets, nll, argmax, weights, scale, v, gradient);                                       \
+    else cross_entropy<T, 1>(logits, targets, nll, argmax, weights, scale, v, gradient);                                               \
   }                                                                                                                                    \
   EXPORT(cross_entropy_##name)
 
