@@ -21,7 +21,7 @@ const MAX_REDIRECTS: usize = 5;
 /// Number of requests for a URL before it is given up.
 const ATTEMPTS: u32 = 3;
 const FIRST_WAIT: Duration = Duration::from_millis(250);
-/// Maximum wait that a server can ask for.
+/// Maximum wait that a server can demand.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 /// Number of downloads that may run at the same time.
 const LOCKS: usize = 64;
@@ -123,7 +123,7 @@ impl UrlImages {
         }
     }
 
-    /// On an error, also returns how long the server asks to wait.
+    /// On an error, also returns the wait that the server demands.
     fn request(&self, url: &str) -> Result<Vec<u8>, (UrlError, Option<Duration>)> {
         let request = Request {
             method: Method::Get { from: 0 },

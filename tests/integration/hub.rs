@@ -329,11 +329,11 @@ fn offline_mode_uses_the_cache_and_makes_no_request() {
 fn without_a_connection_the_last_download_is_used_with_a_warning() {
     let (hub, place) = (Hub::model(), place("o/n"));
     hub.online(&mut place.command(&INSPECT)).ends_with(0);
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let inspect = |model: &str| {
         let mut command = place.command(&INSPECT);
         command.args(["--set", &format!("model.path={model}")]).env_remove("HF_HUB_OFFLINE");
-        finish(command.env("HF_ENDPOINT", format!("http://{nobody}")))
+        finish(command.env("HF_ENDPOINT", format!("http://{closed}")))
     };
     inspect("o/n").ends_with(0).says("using the files in the cache");
     inspect("o/other").ends_with(1).says("cannot download `o/other`: the connection to");

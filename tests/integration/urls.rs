@@ -115,7 +115,7 @@ fn an_error_of_the_server_rejects_the_row_with_the_status() {
 }
 
 #[test]
-fn a_busy_server_is_asked_again() {
+fn a_busy_server_receives_the_request_again() {
     let requests = AtomicUsize::new(0);
     let server = Server::start(move |_| match requests.fetch_add(1, SeqCst) {
         0 => Reply::new(503, "busy"),

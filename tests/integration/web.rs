@@ -59,7 +59,7 @@ impl Reply {
         self
     }
 
-    /// The rest of a file, if the request asks for it.
+    /// A file, or the part that the request names.
     pub(crate) fn file(request: &Seen, bytes: &[u8]) -> Self {
         match request.from() {
             0 => Self::new(200, bytes),

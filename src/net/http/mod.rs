@@ -61,7 +61,7 @@ pub(super) struct Limits {
     pub(super) total: Option<Duration>,
 }
 
-/// What a request asks for.
+/// The part of a file that a request wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Method {
     /// Headers and body, from this byte on.
