@@ -18,7 +18,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 const MAX_REDIRECTS: usize = 5;
-/// Number of requests for a URL before it is given up.
+/// Number of requests for a URL before its row is rejected.
 const ATTEMPTS: u32 = 3;
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// Maximum wait that a server can demand.
@@ -84,7 +84,7 @@ impl UrlImages {
         Ok(path)
     }
 
-    /// Removes a URL whose content is no image, so that the next run requests it again. A server
+    /// Removes a URL whose content cannot be read as an image, so that the next run requests it again. A server
     /// that is too busy may answer with a page of text.
     pub fn forget(&self, url: &str) {
         let _ = fs::remove_file(self.entry(url));

@@ -110,6 +110,7 @@ impl Place {
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
         command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS").env_remove("TRAINER_SIMD");
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN");
+        command.env_remove("HF_HUB_CACHE").env_remove("HF_TOKEN_PATH").env_remove("HF_ENDPOINT");
         for name in ["http_proxy", "https_proxy", "all_proxy"] {
             command.env_remove(name).env_remove(name.to_uppercase());
         }

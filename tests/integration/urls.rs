@@ -155,7 +155,7 @@ fn an_image_that_is_too_large_is_refused_with_and_without_an_announced_size() {
 }
 
 #[test]
-fn a_slow_server_is_given_up() {
+fn a_slow_server_rejects_the_row() {
     let server =
         Server::start(|_| Reply { wait: Duration::from_secs(60), ..Reply::new(200, image()) });
     let place = place(&[server.url() + "/a.png"]);

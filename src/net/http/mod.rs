@@ -61,7 +61,7 @@ pub(super) struct Limits {
     pub(super) total: Option<Duration>,
 }
 
-/// The part of a file that a request wants.
+/// What the answer of a request has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Method {
     /// Headers and body, from this byte on.

@@ -59,7 +59,7 @@ impl Urls {
         Ok(BufReader::new(file))
     }
 
-    /// Removes an image whose content is no image, so that the next run downloads it again.
+    /// Removes a URL whose content cannot be read as an image, so that the next run downloads it again.
     pub(super) fn forget(&self, url: &str) {
         if let Self::Fetched(images) = self {
             images.forget(url);
