@@ -13,8 +13,9 @@ mod tree;
 pub use error::{ConfigError, Place};
 pub use load::{load, refuse, to_yaml};
 
-use crate::checkpoint::CheckpointConfig;
+use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
+use crate::net::hub::Cached;
 use crate::optim::{OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -155,11 +156,16 @@ impl RunConfig {
     /// it has the same meaning on other machines and later.
     #[must_use]
     pub fn portable(&self) -> Self {
+        self.with_names(|cached| cached.name())
+    }
+
+    /// The config with other names for paths in the hub's cache.
+    fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
         let mut config = self.clone();
         let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
         for path in sets.map(|set| &mut set.path).chain([&mut config.model.path]) {
-            if let Some(name) = crate::net::hub::name_of_cached(path) {
-                *path = name.into();
+            if let Some(cached) = Cached::of(path) {
+                *path = name(&cached).into();
             }
         }
         config
@@ -168,12 +174,13 @@ impl RunConfig {
     /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
     /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: folders, device, the time limit for images by URL, `use_rmpad`,
+    /// Settings that do not change the result are left out: folders, device, `data.url.timeout_s`, `use_rmpad`,
     /// `attention`, `recompute`, workers, the limit on rejected rows, eval, log and checkpoint
     /// settings, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
-        let mut same = self.portable();
+        // Of a model of the hub, the files that are used decide, not the commit.
+        let mut same = self.with_names(|cached| cached.identity(is_model_file));
         let neutral = ModelSection {
             use_rmpad: true,
             attention: crate::train::AttentionChoice::Auto,

@@ -2,7 +2,7 @@
 
 use super::error::RunError;
 use super::observer::{SetupObserver, SetupWork};
-use crate::checkpoint::COPIED_FILES;
+use crate::checkpoint::is_model_file;
 use crate::config::RunConfig;
 use crate::net::hub::{Hub, HubError, Repo, Selection};
 use crate::train::Weights;
@@ -78,10 +78,7 @@ impl Selection for ModelFiles {
             return Err(HubError::NoFiles { repo: repo.clone(), what });
         }
         let is_needed = |name: &&String| {
-            let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
-            name.as_str() == "config.json"
-                || COPIED_FILES.contains(&name.as_str())
-                || (with_weights && (is_weights && !name.contains('/') || name.as_str() == INDEX))
+            is_model_file(name) && (with_weights || !name.contains(".safetensors"))
         };
         Ok(all.iter().filter(is_needed).cloned().collect())
     }

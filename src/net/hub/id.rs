@@ -1,7 +1,6 @@
 //! Names of repositories and files on the hub.
 
 use crate::net::http::host;
-use std::path::Path;
 
 /// Kind of a repository on the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +33,7 @@ pub struct Repo {
 }
 
 /// Scheme of data sets in configs.
-const DATASETS: &str = "hf://datasets/";
+pub(super) const DATASETS: &str = "hf://datasets/";
 /// Branch that the hub uses if no revision is given.
 const MAIN: &str = "main";
 
@@ -111,24 +110,6 @@ impl std::fmt::Display for Repo {
     }
 }
 
-/// The name that a config gives to a path in the cache: `owner/name@commit`, or
-/// `hf://datasets/owner/name@commit/path`. `None` for other paths.
-pub fn name_of_cached(path: &Path) -> Option<String> {
-    let text = path.to_str()?;
-    let (before, inside) = text.split_once("/snapshots/")?;
-    let folder = before.rsplit('/').next()?;
-    let (kind, id) = folder.split_once("--")?;
-    let id = id.replacen("--", "/", 1);
-    let (commit, file) = inside.split_once('/').unwrap_or((inside, ""));
-    let name = match (kind, file) {
-        _ if !is_commit(commit) => return None,
-        ("models", "") => format!("{id}@{commit}"),
-        ("datasets", file) => format!("{DATASETS}{id}@{commit}/{file}"),
-        _ => return None,
-    };
-    Some(name)
-}
-
 /// Whether a revision is the full hash of a commit.
 pub(super) fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.chars().all(|c| c.is_ascii_hexdigit())
@@ -157,24 +138,6 @@ fn encode(text: &str, keep: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_path_in_the_cache_has_a_name_with_its_commit() {
-        let commit = "0123456789abcdef0123456789abcdef01234567";
-        let name = |path: &str| name_of_cached(Path::new(&path.replace("COMMIT", commit)));
-        let model = name("c/hub/models--o--n-1/snapshots/COMMIT").unwrap();
-        assert_eq!(model, format!("o/n-1@{commit}"));
-        assert_eq!(Repo::model(&model).unwrap().id, "o/n-1");
-        let file = name("/c/datasets--o--n/snapshots/COMMIT/d/a.jsonl").unwrap();
-        let (repo, inside) = Repo::dataset_file(&file).unwrap();
-        assert_eq!(
-            (repo.id.as_str(), repo.revision.as_str(), inside.as_str()),
-            ("o/n", commit, "d/a.jsonl")
-        );
-        for other in ["models/n", "models--o--n/snapshots/main", "x/snapshots/COMMIT", "a/COMMIT"] {
-            assert_eq!(name(other), None, "{other}");
-        }
-    }
 
     #[test]
     fn a_model_id_has_an_owner_a_name_and_perhaps_a_revision() {

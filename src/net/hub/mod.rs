@@ -4,13 +4,15 @@
 //! them downloads, the other finds.
 
 mod cache;
+mod cached;
 mod download;
 mod error;
 mod id;
 mod settings;
 
+pub use cached::Cached;
 pub use error::HubError;
-pub use id::{Repo, RepoKind, name_of_cached};
+pub use id::{Repo, RepoKind};
 
 use super::http::{Client, Limits, Reach};
 use cache::RepoCache;
