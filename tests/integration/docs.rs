@@ -123,7 +123,7 @@ fn every_reason_of_a_rejection_is_explained() {
     let sources = [
         "source/error.rs",
         "template/mod.rs",
-        "media/image/mod.rs",
+        "media/image/error.rs",
         "media/video/mod.rs",
         "encode/truncate.rs",
     ]
