@@ -156,7 +156,7 @@ impl RunConfig {
     /// it has the same meaning on other machines and later.
     #[must_use]
     pub fn portable(&self) -> Self {
-        self.with_names(|cached| cached.name())
+        self.with_names(Cached::name)
     }
 
     /// The config with other names for paths in the hub's cache.

@@ -104,7 +104,7 @@ pub enum RunError {
         /// Dotted key of the config.
         key: String,
         /// The underlying error.
-        problem: HubError,
+        problem: Box<HubError>,
     },
     /// Images by URL cannot be downloaded.
     #[error("`data.allow_urls`: {0}")]

@@ -16,14 +16,15 @@ use std::path::{Path, PathBuf};
 pub fn download(config: &RunConfig, observer: &dyn SetupObserver) -> Result<RunConfig, RunError> {
     let mut config = config.clone();
     let model = &mut config.model;
-    model.path = model_folder(&model.path, model.weights, observer)
-        .map_err(|problem| RunError::Hub { key: "model.path".to_owned(), problem })?;
+    model.path = model_folder(&model.path, model.weights, observer).map_err(|problem| {
+        RunError::Hub { key: "model.path".to_owned(), problem: Box::new(problem) }
+    })?;
     let data = &mut config.data;
     for (list, sets) in [("train", &mut data.train), ("eval", &mut data.eval)] {
         for (index, set) in sets.iter_mut().enumerate() {
             set.path = data_path(&set.path, observer).map_err(|problem| RunError::Hub {
                 key: format!("data.{list}.{index}.path"),
-                problem,
+                problem: Box::new(problem),
             })?;
         }
     }
@@ -120,7 +121,7 @@ impl DataFiles {
         };
         // A folder has no hidden files, no files in folders, and not the page of the data set.
         let is_data =
-            |name: &str| !name.contains('/') && !name.starts_with('.') && !name.ends_with(".md");
+            |name: &str| !name.contains('/') && !name.starts_with('.') && name != "README.md";
         name == path || in_folder.is_some_and(is_data)
     }
 }

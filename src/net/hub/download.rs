@@ -121,8 +121,9 @@ impl Access<'_> {
             progress(there);
             let error = match self.append(&mut out, part, there, commit, file, progress) {
                 Ok(()) => return Ok(()),
-                Err(error @ HubError::Http { .. }) => error,
-                Err(error @ HubError::Status { status: 429 | 500.., .. }) => error,
+                Err(
+                    error @ (HubError::Http { .. } | HubError::Status { status: 429 | 500.., .. }),
+                ) => error,
                 Err(error) => return Err(error),
             };
             let now = out.metadata().map_err(HubError::write(part))?.len();

@@ -1,6 +1,7 @@
 //! Names of repositories and files on the hub.
 
 use crate::net::http::host;
+use std::fmt::Write as _;
 
 /// Kind of a repository on the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,7 +130,7 @@ fn encode(text: &str, keep: &str) -> String {
         if c.is_ascii_alphanumeric() || "-_.~".contains(c) || keep.contains(c) {
             encoded.push(c);
         } else {
-            encoded.push_str(&format!("%{byte:02X}"));
+            let _ = write!(encoded, "%{byte:02X}"); // writing to a String cannot fail
         }
     }
     encoded
