@@ -18,7 +18,7 @@ all @ told @ reported; is passed @
 prose @ tells?|telling @ returns; reports; distinguishes @
 all @ foretold|foretells?|foresees?|foreseen|foresight @ predict; plan @
 all @ pictures? @ image @ scripts/golden/(chat|video)_cases.py
-all @ towers? @ vision encoder @
+all @ towers? @ vision encoder @ (src/(convert|config/other_trainers)|tests/(integration|fixtures)/convert|docs/migration)[^:]*
 prose @ beside @ next to; in the background @
 all @ whoever @ callers @
 prose @ (what|whatever) becomes? of @ how .. is handled @

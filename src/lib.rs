@@ -16,6 +16,7 @@ pub mod batch;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;
+pub mod convert;
 pub mod data;
 pub mod loss;
 pub mod metrics;

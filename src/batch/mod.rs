@@ -15,7 +15,8 @@ pub use encoded::{EncodedSample, Patches};
 pub use pack::Pack;
 pub use padded::{Batch, PaddingSide, UnpadError};
 pub use sample::{
-    Content, MediaRef, MediaSource, Medium, MediumKind, Message, Part, Sample, SampleId, VideoRef,
+    AreaLimits, BoxRef, BoxUnit, Content, ImageLimits, MediaRef, MediaSource, Medium, MediumKind,
+    Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
 pub use varlen::VarlenBatch;
 

@@ -1,6 +1,7 @@
 //! Parsed rows of a data file: messages, and references to images and videos.
 
 use std::fmt;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,6 +31,40 @@ pub struct Sample {
     pub media: Vec<Medium>,
     /// Tool definitions for the chat template.
     pub tools: Option<serde_json::Value>,
+    /// Objects that the texts name by placeholders.
+    pub objects: Objects,
+}
+
+/// Objects in the images of a row. If there are any, the texts of the messages have the placeholder
+/// `<ref-object>` for each name and `<bbox>` for each box.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Objects {
+    /// Names in the order of their placeholders.
+    pub names: Vec<String>,
+    /// Boxes in the order of their placeholders.
+    pub boxes: Vec<BoxRef>,
+}
+
+/// A box, or a point.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BoxRef {
+    /// `x1, y1, x2, y2` of a box, or `x, y` of a point, in the upright image.
+    pub coordinates: Vec<f64>,
+    /// Unit of the coordinates.
+    pub unit: BoxUnit,
+    /// Index of the image among the images of the row, from 0; videos do not count.
+    pub image: usize,
+}
+
+/// Unit of the coordinates of a box.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BoxUnit {
+    /// A pixel of the image before any resize.
+    Pixel,
+    /// A side of the image.
+    One,
+    /// A thousandth of a side of the image.
+    Thousandth,
 }
 
 /// One message of a conversation.
@@ -41,6 +76,8 @@ pub struct Message {
     pub content: Content,
     /// Tool calls of an assistant message, in the form that the chat template expects.
     pub tool_calls: Option<serde_json::Value>,
+    /// The thoughts before the content of an assistant message, for templates that render them.
+    pub reasoning_content: Option<String>,
     /// Factor of the loss of the message, at least 0; 0 excludes it. Only assistant messages
     /// contribute to the loss.
     pub weight: f32,
@@ -104,6 +141,8 @@ pub enum VideoRef {
         frames: Vec<MediaRef>,
         /// Frames per second of the list. `None` uses the sampling rate of the config.
         fps: Option<f64>,
+        /// Settings of this video.
+        limits: VideoLimits,
     },
     /// A video file.
     File {
@@ -113,7 +152,18 @@ pub enum VideoRef {
         path: PathBuf,
         /// Frames per second to sample. `None` uses the rate of the config.
         fps: Option<f64>,
+        /// Settings of this video.
+        limits: VideoLimits,
     },
+}
+
+impl VideoRef {
+    /// The settings of this video.
+    pub fn limits_mut(&mut self) -> &mut VideoLimits {
+        match self {
+            Self::Frames { limits, .. } | Self::File { limits, .. } => limits,
+        }
+    }
 }
 
 /// A reference to an image. Parsing a row does not open it.
@@ -121,6 +171,41 @@ pub enum VideoRef {
 pub struct MediaRef {
     /// Location of the encoded image bytes.
     pub source: MediaSource,
+    /// Limits on its size that the row gives.
+    pub limits: ImageLimits,
+}
+
+/// Limits on the size of one image. The default has none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ImageLimits {
+    /// `[height, width]` in pixels to use in place of the size of the image.
+    pub resized: Option<[NonZeroU32; 2]>,
+    /// Limits on its area.
+    pub area: AreaLimits,
+}
+
+/// Limits on the area of an image in pixels, after resizing. They precede those of the config.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AreaLimits {
+    /// Minimum area; a smaller image is enlarged.
+    pub min_pixels: Option<NonZeroU32>,
+    /// Maximum area; a larger image is reduced. At least `min_pixels`.
+    pub max_pixels: Option<NonZeroU32>,
+}
+
+/// Settings of one video that the row gives. They precede those of the config.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct VideoLimits {
+    /// Number of frames to sample, whatever the frame rate.
+    pub num_frames: Option<NonZeroU32>,
+    /// Minimum number of frames to sample.
+    pub min_frames: Option<NonZeroU32>,
+    /// Maximum number of frames to sample. At least `min_frames`.
+    pub max_frames: Option<NonZeroU32>,
+    /// Limits on the area of one frame.
+    pub frame: AreaLimits,
+    /// Maximum number of pixels of all sampled frames together.
+    pub total_pixels: Option<NonZeroU32>,
 }
 
 /// Location of the encoded bytes of an image.
@@ -139,4 +224,11 @@ pub enum MediaSource {
     Url(Arc<str>),
     /// The bytes of the image file, stored in the row.
     Bytes(Arc<[u8]>),
+}
+
+impl From<MediaSource> for MediaRef {
+    /// An image without limits of its own.
+    fn from(source: MediaSource) -> Self {
+        Self { source, limits: ImageLimits::default() }
+    }
 }

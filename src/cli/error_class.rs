@@ -5,6 +5,7 @@ use super::stdout::is_stdout_error;
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
+use crate::convert::ConvertError;
 use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
@@ -118,6 +119,8 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         error.hint()
     } else if let Some(error) = error.downcast_ref::<DataConfigError>() {
         error.hint().to_owned()
+    } else if let Some(error) = error.downcast_ref::<ConvertError>() {
+        error.hint()
     } else if let Some(error) = error.downcast_ref::<OrderError>() {
         error.hint().to_owned()
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {
@@ -134,6 +137,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<SourceError>() {
         let exit = match error {
             SourceError::Corpus(CorpusError::Write { .. }) => Exit::CannotWrite,
+            SourceError::File(error) if error.is_write() => Exit::CannotWrite,
             _ => Exit::Data,
         };
         ErrorClass::new(exit, error.hint())

@@ -4,7 +4,9 @@ use super::args::model_folder;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::stdout::stdout;
-use crate::batch::{Content, MediaRef, MediaSource, Medium, Message, Part, Sample, SampleId};
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId,
+};
 use crate::data::{Encoder, ImageConfig};
 use crate::run::load_model;
 use crate::train::{
@@ -86,7 +88,7 @@ impl GenerateArgs {
                 Failure::new(Exit::Data, message).hint("check the path")
             })?;
             let root: Arc<Path> = path.parent().unwrap_or(Path::new("/")).into();
-            media.push(Medium::Image(MediaRef { source: MediaSource::File { root, path } }));
+            media.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
             parts.push(Part::Image);
         }
         parts.push(Part::Text(self.prompt.clone()));
@@ -94,6 +96,7 @@ impl GenerateArgs {
             role: role.to_owned(),
             content,
             tool_calls: None,
+            reasoning_content: None,
             weight: 1.0,
         };
         let mut messages = Vec::new();
@@ -103,7 +106,7 @@ impl GenerateArgs {
         messages.push(turn("user", Content::Parts(parts)));
         messages.push(turn("assistant", Content::Text(String::new()))); // to be generated
         let id = SampleId { file: Path::new("--prompt").into(), line: 1 };
-        Ok(Sample { id, messages, media, tools: None })
+        Ok(Sample { id, messages, media, tools: None, objects: Objects::default() })
     }
 }
 

@@ -4,6 +4,7 @@ mod cut;
 mod figure;
 mod html;
 mod media;
+mod notes;
 mod page;
 mod thumbnail;
 mod turns;
@@ -22,6 +23,7 @@ use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
 use media::{grids, of_kind};
+use notes::Notes;
 use page::Page;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
@@ -92,8 +94,9 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                 let name = rows.names()[row.dataset as usize].clone();
                 *shown.entry(name).or_default() +=
                     DatasetCounts::of(&SampleSize::of(row.dataset, &sample));
+                let notes = Notes::of(&rows, row);
                 match args.format {
-                    Format::Text => show_text(&rows, &label, &sample, out)?,
+                    Format::Text => show_text(&rows, &label, &sample, &notes, out)?,
                     Format::Jsonl => {
                         writeln!(out, "{}", as_json(&label, &sample))?;
                     }
@@ -107,7 +110,8 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     if let Some(rejection) = &refused {
                         page.rejected(rejection);
                     }
-                    page.sample(&label, &sample, &rows.dropped(row).unwrap_or_default())?;
+                    let dropped = rows.dropped(row).unwrap_or_default();
+                    page.sample(&label, &sample, &dropped, &notes)?;
                 }
                 if args.tensors.is_some() {
                     tensors.extend(as_tensors(&label, &sample)?);
@@ -139,11 +143,13 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the decoded tokens: supervised ones in brackets, vision tokens as their number.
+/// Prints the decoded tokens: supervised ones in brackets with their weight, vision tokens as their
+/// number.
 fn show_text(
     rows: &JsonlRows,
     label: &str,
     sample: &EncodedSample,
+    notes: &Notes,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
@@ -153,13 +159,15 @@ fn show_text(
     if !videos.is_empty() {
         write!(out, ", video grids {videos:?}")?;
     }
-    writeln!(out)?;
+    writeln!(out, "{}", notes.hidden_thoughts())?;
+    let weight = |at: usize| sample.weights.as_ref().map_or(1.0, |weights| weights[at]);
     let mut start = 0;
     while start < sample.len() {
         let supervised = sample.labels[start] != IGNORE_INDEX;
         let image = sample.vision_rows.binary_search(&(start as u32)).is_ok();
         let same = |at: &usize| {
             (sample.labels[*at] != IGNORE_INDEX) == supervised
+                && weight(*at).to_bits() == weight(start).to_bits()
                 && sample.vision_rows.binary_search(&(*at as u32)).is_ok() == image
         };
         let end = (start..sample.len()).find(|at| !same(at)).unwrap_or(sample.len());
@@ -169,7 +177,14 @@ fn show_text(
             write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
-            if supervised { write!(out, "[[{text}]]")? } else { write!(out, "{text}")? }
+            if supervised {
+                write!(out, "[[{text}]]")?
+            } else {
+                write!(out, "{text}")?
+            }
+            if supervised && weight(start) != 1.0 {
+                write!(out, " * {}", weight(start))?;
+            }
         }
         start = end;
     }
@@ -182,7 +197,7 @@ fn as_json(label: &str, sample: &EncodedSample) -> Value {
     let axis = |axis: usize| -> Vec<u32> { sample.position_ids.iter().map(|p| p[axis]).collect() };
     let pixels = || sample.media.iter().flat_map(|patches| &patches.pixel_values);
     let [images, videos] = grids(sample);
-    json!({
+    let mut object = json!({
         "id": label,
         "length": sample.len(),
         "input_ids": sample.input_ids,
@@ -192,7 +207,11 @@ fn as_json(label: &str, sample: &EncodedSample) -> Value {
         "video_grid_thw": videos,
         "pixel_sum": pixels().map(|value| f64::from(*value)).sum::<f64>(),
         "pixel_abs_sum": pixels().map(|value| f64::from(value.abs())).sum::<f64>(),
-    })
+    });
+    if let Some(weights) = &sample.weights {
+        object["weights"] = json!(weights);
+    }
+    object
 }
 
 /// The tensors of a row, named `<id>/input_ids` and so on as in transformers; integers are `i64`.

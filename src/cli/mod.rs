@@ -8,6 +8,7 @@ mod answers;
 mod args;
 mod bench;
 mod cache;
+mod convert;
 mod error_class;
 mod eval;
 mod failure;
@@ -47,6 +48,8 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Measure every row of `data.train` once and store the lengths for later runs
     Cache(cache::CacheArgs),
+    /// Write a config from one of ms-swift, LLaMA-Factory or lmms-engine
+    Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
 }
@@ -87,6 +90,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Eval(args) => eval::run(args, &logging),
         Command::Generate(args) => generate::run(args, &logging),
         Command::Cache(args) => cache::run(args, &logging),
+        Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
     }
 }

@@ -112,7 +112,7 @@ pub enum ConfigError {
         first: Place,
     },
     /// The section has no such key.
-    #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), did_you_mean(.nearest.as_deref()), .place.excerpt())]
+    #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), suggested(*.here, .nearest.as_deref()), .place.excerpt())]
     UnknownKey {
         /// The key in the file, or the `--set`.
         place: Place,
@@ -120,6 +120,8 @@ pub enum ConfigError {
         key: String,
         /// Dotted keys above it; empty at the top level.
         section: String,
+        /// The dotted key that has this name in another trainer.
+        here: Option<&'static str>,
         /// The valid key that is most similar, if one is similar.
         nearest: Option<String>,
         /// All valid keys of the section.
@@ -256,6 +258,10 @@ impl ConfigError {
 
 fn inside(section: &str) -> String {
     if section.is_empty() { String::new() } else { format!(" in `{section}`") }
+}
+
+fn suggested(here: Option<&str>, nearest: Option<&str>) -> String {
+    here.map_or_else(|| did_you_mean(nearest), |key| format!(", here: `{key}`"))
 }
 
 fn did_you_mean(nearest: Option<&str>) -> String {

@@ -2,6 +2,7 @@
 
 use super::error::{ConfigError, Place};
 use super::nearest::nearest;
+use super::other_trainers::our_key;
 use super::tree::Node;
 use serde::de::{self, Expected, Unexpected};
 use std::fmt;
@@ -54,7 +55,9 @@ impl Fault {
         match self.kind {
             Kind::UnknownKey { key, valid } => {
                 let nearest = nearest(&key, valid.iter().copied()).map(str::to_owned);
-                ConfigError::UnknownKey { place, key, section, nearest, valid: owned(valid) }
+                // A name of another trainer says more than a similar name of this section.
+                let here = our_key(&key);
+                ConfigError::UnknownKey { place, key, section, here, nearest, valid: owned(valid) }
             }
             Kind::MissingKey { key } => {
                 ConfigError::MissingKey { place, key: key.to_owned(), section }

@@ -35,6 +35,21 @@ pub fn refuse(
     }
 }
 
+/// Reads `text` into `T`; errors name it by `path`.
+pub(crate) fn load_text<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError> {
+    read(&parse_text(path, text)?)
+}
+
+/// Parses the YAML or JSON file at `path`.
+pub(crate) fn read_tree(path: &Path) -> Result<Node, ConfigError> {
+    tree(path, &[])
+}
+
+/// Parses `text` as YAML.
+pub(crate) fn parse_tree(text: &str) -> Result<Node, ConfigError> {
+    parse_text(Path::new(""), text)
+}
+
 fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
     let bytes =
         fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
@@ -44,14 +59,17 @@ fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
         let column = valid.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
         ConfigError::NotUtf8 { path: path.to_owned(), line, column }
     })?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let source = Source::File { path: path.into(), text: text.into() };
-    let mut root =
-        parse(text, &source)?.ok_or_else(|| ConfigError::Empty { path: path.to_owned() })?;
+    let mut root = parse_text(path, text)?;
     for argument in overrides {
         set(&mut root, argument)?;
     }
     Ok(root)
+}
+
+fn parse_text(path: &Path, text: &str) -> Result<Node, ConfigError> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let source = Source::File { path: path.into(), text: text.into() };
+    parse(text, &source)?.ok_or_else(|| ConfigError::Empty { path: path.to_owned() })
 }
 
 /// The config as YAML, with every key; [`load`] reads the same config from it.

@@ -6,12 +6,17 @@ mod excerpt;
 mod fault;
 mod load;
 mod nearest;
+mod other_trainers;
 mod scalar;
 mod set;
 mod tree;
 
 pub use error::{ConfigError, Place};
 pub use load::{load, refuse, to_yaml};
+pub(crate) use load::{load_text, parse_tree, read_tree};
+pub(crate) use nearest::nearest;
+pub(crate) use other_trainers::our_key;
+pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
@@ -163,7 +168,7 @@ impl RunConfig {
     fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
         let mut config = self.clone();
         let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
-        for path in sets.map(|set| &mut set.path).chain([&mut config.model.path]) {
+        for path in sets.flat_map(|set| set.path.paths_mut()).chain([&mut config.model.path]) {
             if let Some(cached) = Cached::of(path) {
                 *path = name(&cached).into();
             }

@@ -14,14 +14,14 @@ const MAX_NODES: usize = 100_000;
 
 /// A value and the place where it begins.
 #[derive(Debug, Clone)]
-pub(super) struct Node {
-    pub(super) place: Place,
-    pub(super) value: Value,
+pub(crate) struct Node {
+    pub(crate) place: Place,
+    pub(crate) value: Value,
 }
 
 /// The kinds of YAML values.
 #[derive(Debug, Clone)]
-pub(super) enum Value {
+pub(crate) enum Value {
     Scalar { text: String, quoting: Quoting },
     List(Vec<Node>),
     Map(Vec<Entry>),
@@ -29,21 +29,21 @@ pub(super) enum Value {
 
 /// A plain scalar may be a number, a boolean or null; a quoted scalar is text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Quoting {
+pub(crate) enum Quoting {
     Plain,
     Quoted,
 }
 
 /// An entry of a mapping.
 #[derive(Debug, Clone)]
-pub(super) struct Entry {
-    pub(super) key: String,
-    pub(super) key_place: Place,
-    pub(super) node: Node,
+pub(crate) struct Entry {
+    pub(crate) key: String,
+    pub(crate) key_place: Place,
+    pub(crate) node: Node,
 }
 
 impl Value {
-    pub(super) fn is_null(&self) -> bool {
+    pub(crate) fn is_null(&self) -> bool {
         matches!(self, Self::Scalar { text, quoting: Quoting::Plain }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
@@ -62,7 +62,7 @@ impl Value {
 
 impl Node {
     /// The node at `keys`, or its closest ancestor that exists.
-    pub(super) fn nearest(&self, keys: &[&str]) -> &Self {
+    pub(crate) fn nearest(&self, keys: &[&str]) -> &Self {
         let Some((key, rest)) = keys.split_first() else { return self };
         let child = match &self.value {
             Value::Scalar { .. } => None,

@@ -1,8 +1,9 @@
-//! Reads JSONL and plain text, and turns rows into token streams, on threads of the host.
+//! Reads data files and plain text, and turns rows into token streams, on threads of the host.
 
 mod config;
 mod dataset;
 mod encode;
+mod json;
 mod length_cache;
 mod loader;
 mod media;
@@ -13,7 +14,8 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataConfigError, DatasetConfig, OnError, Truncation, dataset_names,
+    Balance, DataConfig, DataConfigError, DataPath, DatasetConfig, OnError, Truncation,
+    dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
@@ -25,7 +27,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{Encoder, EncoderError, TextSample};
+pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
 pub use loader::Loader;
@@ -34,12 +36,15 @@ pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{
-    ImageConfig, ImageConfigError, ImageError, ImageProcessor, Pixels, UrlConfig,
+    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig,
 };
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
-pub use source::{JsonlFile, RowForm, SampleError, SourceError};
+pub use source::{
+    DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
+    SampleError, SourceError, UnknownKeys,
+};
 pub use template::tokenizer::TokenizerError;

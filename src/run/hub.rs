@@ -22,10 +22,12 @@ pub fn download(config: &RunConfig, observer: &dyn SetupObserver) -> Result<RunC
     let data = &mut config.data;
     for (list, sets) in [("train", &mut data.train), ("eval", &mut data.eval)] {
         for (index, set) in sets.iter_mut().enumerate() {
-            set.path = data_path(&set.path, observer).map_err(|problem| RunError::Hub {
-                key: format!("data.{list}.{index}.path"),
-                problem: Box::new(problem),
-            })?;
+            for path in set.path.paths_mut() {
+                *path = data_path(path, observer).map_err(|problem| RunError::Hub {
+                    key: format!("data.{list}.{index}.path"),
+                    problem: Box::new(problem),
+                })?;
+            }
         }
     }
     Ok(config)

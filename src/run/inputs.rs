@@ -7,9 +7,9 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
-    Corpus, CorpusError, CorpusOptions, DatasetShare, Encoder, EncoderError, ImageConfig,
-    ImageConfigError, JsonlRows, LoaderOptions, Order, Purpose, Rmpad, SourceError,
-    VideoConfigError,
+    Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
+    EncoderError, FileError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture,
+    Order, Purpose, Rmpad, SourceError, VideoConfigError,
 };
 use crate::net::UrlImages;
 use crate::optim::ParamGroups;
@@ -38,6 +38,7 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
     let data = &config.data;
     let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
     let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
+    let encoder = encoder.map(|encoder| encoder.with_loss_scale(data.loss_scale));
     let encoder = encoder.map_err(|error| match error {
         EncoderError::Image(problem @ ImageConfigError::Budget { .. })
             if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
@@ -82,6 +83,7 @@ pub(crate) fn open_data(
         cut,
         // Only a run creates `output_dir`: `inspect` and `eval` must not leave a folder behind.
         cache: config.output_dir.is_dir().then(|| config.cache_dir()),
+        unknown_keys: data.unknown_keys,
         on_error: data.on_error,
         max_rejected: data.max_rejected,
     };
@@ -94,10 +96,29 @@ pub(crate) fn open_data(
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
-    let index = |path: &Path| datasets.iter().position(|set| set.path == path).unwrap_or(0);
+    // of a file in a folder or pattern, the first data set
+    let index = |path: &Path| {
+        let named = |set: &DatasetConfig| {
+            let info = set.dataset_info.as_deref().and_then(|info| DatasetInfo::of(info).ok());
+            info.is_some_and(|info| path.starts_with(info.path()))
+        };
+        let has = |set: &DatasetConfig| {
+            set.path.paths().iter().any(|of| path.starts_with(of)) || named(set)
+        };
+        datasets.iter().position(has).unwrap_or(0)
+    };
     rows.map(|rows| rows.cut(cut)).map_err(|problem| {
         let (index, key) = match &problem {
-            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::Read { path, .. }
+            | SourceError::File(
+                FileError::NoFiles { path, .. }
+                | FileError::Mixed { path, .. }
+                | FileError::Splits { path, .. },
+            ) => (index(path), "path".to_owned()),
+            SourceError::DatasetInfo { entry, .. } => {
+                let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
+                (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
+            }
             SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
                 (index(path), format!("corpus.{key}"))
             }
@@ -110,14 +131,17 @@ pub(crate) fn open_data(
 
 /// The order of the rows in each epoch.
 pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunError> {
-    let shares = config
-        .data
-        .train
-        .iter()
-        .zip(rows.sets())
-        .map(|(config, set)| DatasetShare { rows: set.len() as u64, weight: config.weight });
-    let shares: Vec<DatasetShare> = shares.collect();
     let data = &config.data;
+    let share = |(config, set): (&DatasetConfig, &DataSet)| {
+        let rows = set.len() as u64;
+        // With `mixture: share` weights are shares, whatever the number of rows.
+        let part = match data.mixture {
+            Mixture::Repeat => set.num_samples() as f64 / rows as f64,
+            Mixture::Share => 1.0,
+        };
+        DatasetShare { rows, weight: config.weight * part }
+    };
+    let shares: Vec<DatasetShare> = data.train.iter().zip(rows.sets()).map(share).collect();
     let mut order = Order::new(&shares, data.row_order(), config.seed, rows.fingerprint())?;
     for (dataset, set) in rows.sets().iter().enumerate() {
         if let Some(windows) = set.corpus().and_then(Corpus::windows) {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 15] = [
+const MAY_IMPORT: [(&str, &[&str]); 16] = [
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
@@ -30,6 +30,8 @@ const MAY_IMPORT: [(&str, &[&str]); 15] = [
     ),
     // Composes the config structs of the sections.
     ("config", &["checkpoint", "data", "net", "optim", "train"]),
+    // Writes configs from those of other trainers; reads `dataset_info.json`.
+    ("convert", &["config", "data"]),
     // Assembles a run from a config.
     (
         "run",
@@ -56,6 +58,7 @@ const MAY_IMPORT: [(&str, &[&str]); 15] = [
             "batch",
             "checkpoint",
             "config",
+            "convert",
             "data",
             "metrics",
             "models",
@@ -201,7 +204,7 @@ fn every_config_can_be_loaded() {
 fn the_quickstart_reads_files_of_the_repository_only() {
     let config: RunConfig = load(&root().join("configs/quickstart.yaml"), &[]).unwrap();
     let sets = config.data.train.iter().chain(&config.data.eval);
-    let paths = sets.map(|set| &set.path).chain([&config.model.path]);
+    let paths = sets.flat_map(|set| set.path.paths()).chain([&config.model.path]);
     for path in paths {
         assert!(path.is_relative() && root().join(path).exists(), "{}", path.display());
     }

@@ -291,3 +291,23 @@ fn training_prints_nothing_to_stdout_and_no_escape_codes_without_a_terminal() {
         assert!(!text.contains('\u{1b}') && !text.contains('\r'), "{text:?}");
     }
 }
+
+#[test]
+fn an_unknown_key_of_rows_is_reported_once_with_its_count_and_the_nearest_key() {
+    let place = with_config("text", "");
+    let row = |key: &str| {
+        format!(
+            "{{\"{key}\": \"a.png\", \"messages\": [{{\"role\": \"user\", \"content\": \"a\"}}, \
+             {{\"role\": \"assistant\", \"content\": \"b\"}}]}}\n"
+        )
+    };
+    place.write("rows.jsonl", &(row("image_path").repeat(3) + &row("images_")));
+    let arguments = ["inspect", "--config", "config.yaml", "--set", "data.train.0.path=rows.jsonl"];
+    let output = place.trainer(&arguments).ends_with(0);
+    let warning =
+        "unknown key `image_path` is ignored, did you mean `images`? (3 of the first 4 rows)";
+    assert_eq!(output.stderr.matches(warning).count(), 1, "{}", output.stderr);
+    let more = [&arguments[..], &["--set", "data.unknown_keys=ignore"]].concat();
+    let output = place.trainer(&more).ends_with(0);
+    assert!(!output.stderr.contains("unknown key"), "{}", output.stderr);
+}

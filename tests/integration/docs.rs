@@ -122,6 +122,7 @@ fn reasons(source: &str) -> impl Iterator<Item = &str> {
 fn every_reason_of_a_rejection_is_explained() {
     let sources = [
         "source/error.rs",
+        "source/grounding_error.rs",
         "template/mod.rs",
         "media/image/error.rs",
         "media/video/mod.rs",

@@ -12,23 +12,24 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
 use trainer::data::{
-    Encoder, EncoderError, ImageConfig, JsonlFile, KeptEnd, Length, SampleError, TruncationRule,
+    Encoder, EncoderError, ImageConfig, KeptEnd, Length, RowFile, RowRules, SampleError,
+    TruncationRule,
 };
 
-fn golden(name: &str) -> PathBuf {
+pub(super) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn golden_json(name: &str) -> Vec<Value> {
+pub(super) fn golden_json(name: &str) -> Vec<Value> {
     let file = File::open(golden(name)).unwrap();
     serde_json::from_reader::<_, Vec<Value>>(std::io::BufReader::new(file)).unwrap()
 }
 
-fn write(path: &Path, bytes: &[u8]) {
+pub(super) fn write(path: &Path, bytes: &[u8]) {
     File::create(path).unwrap().write_all(bytes).unwrap();
 }
 
-fn encoder() -> &'static Encoder {
+pub(super) fn encoder() -> &'static Encoder {
     static ENCODER: OnceLock<Encoder> = OnceLock::new();
     ENCODER.get_or_init(|| {
         Encoder::from_folder(&golden("models/small-tied"), &ImageConfig::default()).unwrap()
@@ -36,13 +37,13 @@ fn encoder() -> &'static Encoder {
 }
 
 /// A file with one row per value. Image paths are relative to the golden data.
-fn rows(values: &[Value]) -> (TempDir, JsonlFile) {
+pub(super) fn rows(values: &[Value]) -> (TempDir, RowFile) {
     let folder = TempDir::new().unwrap();
     let lines: Vec<String> = values.iter().map(Value::to_string).collect();
     let text = lines.join("\n") + "\n";
     let path = folder.path().join("rows.jsonl");
     write(&path, text.as_bytes());
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
     (folder, file)
 }
 
@@ -58,20 +59,20 @@ fn encode(row: Value) -> Result<EncodedSample, SampleError> {
     encoded
 }
 
-fn supervised_text(sample: &EncodedSample) -> String {
+pub(super) fn supervised_text(sample: &EncodedSample) -> String {
     let ids = sample.labels.iter().filter(|label| **label != IGNORE_INDEX);
     encoder().decode_with_specials(&ids.map(|id| *id as u32).collect::<Vec<_>>()).unwrap()
 }
 
-fn user(content: impl Into<Value>) -> Value {
+pub(super) fn user(content: impl Into<Value>) -> Value {
     json!({"role": "user", "content": content.into()})
 }
 
-fn assistant(content: impl Into<Value>) -> Value {
+pub(super) fn assistant(content: impl Into<Value>) -> Value {
     json!({"role": "assistant", "content": content.into()})
 }
 
-fn row(messages: &[Value]) -> Value {
+pub(super) fn row(messages: &[Value]) -> Value {
     json!({"messages": messages})
 }
 
@@ -98,7 +99,7 @@ fn position_hash(sample: &EncodedSample) -> String {
     format!("{:x}", hasher.finalize())
 }
 
-fn assert_matches(sample: &EncodedSample, expected: &Value) {
+pub(super) fn assert_matches(sample: &EncodedSample, expected: &Value) {
     let name = &expected["id"];
     assert_eq!(sample.input_ids, unrolled(&expected["ids_rle"]), "ids of {name}");
     assert_eq!(sample.len() as u64, expected["n"].as_u64().unwrap(), "length of {name}");
@@ -119,7 +120,7 @@ fn assert_matches(sample: &EncodedSample, expected: &Value) {
 /// The expected values were computed with transformers 5.23.
 #[test]
 fn image_rows_encode_as_in_transformers() {
-    let file = JsonlFile::open(&golden("data/digits_test.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/digits_test.jsonl"), None).unwrap();
     for (row, expected) in golden_json("enc_small-tied_digits_test.json").iter().enumerate() {
         assert_matches(&encoder().encode(&file.read(row).unwrap()).unwrap(), expected);
     }
@@ -146,7 +147,7 @@ fn text_rows_encode_as_in_transformers_with_the_published_tokenizer() {
     write(&folder.path().join("config.json"), config.to_string().as_bytes());
     let encoder = Encoder::from_folder(folder.path(), &ImageConfig::default()).unwrap();
     assert_eq!((encoder.stop_ids(), encoder.pad_id()), (&[151_645][..], 151_643));
-    let file = JsonlFile::open(&golden("data/text.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/text.jsonl"), None).unwrap();
     for (row, expected) in golden_json("enc_tiny-tied_text.json").iter().enumerate() {
         assert_matches(&encoder.encode(&file.read(row).unwrap()).unwrap(), expected);
     }
@@ -167,7 +168,8 @@ fn nasty_chats_render_tokenise_and_label_as_in_transformers() {
             row["images"] = counts.map(|n| images[usize::from(*n == 4)]).collect();
         }
         let (_folder, file) = rows(&[row]);
-        let sample = file.read(0).unwrap();
+        let rules = RowRules { literal_placeholders: true, ..RowRules::default() };
+        let sample = file.with_rules(rules).read(0).unwrap();
         let encoded = encoder().encode(&sample).unwrap();
         if case.get("counts").is_none() {
             assert_eq!(
@@ -242,6 +244,21 @@ fn a_tool_call_is_a_target_and_its_result_is_not() {
     let sample = encode(row(&[user("x"), call, result, assistant("y")])).unwrap();
     let text = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"b\": 1, \"a\": \"\u{e9}\"}}\n</tool_call><|im_end|>y<|im_end|>";
     assert_eq!(supervised_text(&sample), text);
+}
+
+#[test]
+fn integers_above_64_bits_in_tool_arguments_are_kept_as_written() {
+    let text = r#"{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1000000000000000000000000000000,
+        "b": [-99999999999999999999], "c": 1e30, "d": 999999999999999999999999999999999999999999}}}]}]}"#;
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    write(&path, text.replace('\n', " ").as_bytes());
+    let sample = RowFile::open(&path, None).unwrap().read(0).unwrap();
+    let arguments = "{\"a\": 1000000000000000000000000000000, \"b\": [-99999999999999999999], \
+        \"c\": 1e+30, \"d\": 999999999999999999999999999999999999999999}";
+    let rendered = encoder().render(&sample).unwrap();
+    assert!(rendered.contains(arguments), "{rendered}");
 }
 
 #[test]
@@ -341,7 +358,7 @@ fn a_prompt_needs_an_assistant_turn() {
 }
 
 /// Loads an encoder from a copy of the small model's folder, without weights, after `change`.
-fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, EncoderError> {
+pub(super) fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, EncoderError> {
     let folder = TempDir::new().unwrap();
     for entry in golden("models/small-tied").read_dir().unwrap() {
         let path = entry.unwrap().path();
@@ -407,7 +424,7 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
             replace("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}"),
             "no end mark",
         ),
-        (replace("chat_template.jinja", "{{ messages | length }}"), "not prefix-stable"),
+        (replace("chat_template.jinja", "{{ messages | length }}"), "cannot be located"),
     ];
     for (found, expected) in cases {
         assert!(found.contains(expected), "{found}");
@@ -415,21 +432,6 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
     let missing =
         load_changed(|folder| std::fs::remove_file(folder.join("tokenizer.json")).unwrap());
     assert!(missing.err().unwrap().to_string().contains("tokenizer.json`: No such file"));
-}
-
-#[test]
-fn a_template_that_rewrites_earlier_turns_is_rejected_for_chats_with_several() {
-    // Drops the text of every assistant turn but the last, as templates of thinking models do.
-    let template = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}[end]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
-    let encoder =
-        load_changed(|folder| write(&folder.join("chat_template.jinja"), template.as_bytes()))
-            .unwrap();
-    let one = row(&[user("x"), assistant("y")]);
-    let two = row(&[user("x"), assistant("y"), user("x"), assistant("y")]);
-    let (_folder, file) = rows(&[one, two]);
-    assert!(encoder.encode(&file.read(0).unwrap()).is_ok());
-    let error = encoder.encode(&file.read(1).unwrap()).unwrap_err();
-    assert_eq!(error.reason(), "template_not_prefix_stable");
 }
 
 #[test]

@@ -37,12 +37,12 @@ fn small_processor() -> ImageProcessor {
 
 fn file(name: &str) -> MediaRef {
     let root: Arc<Path> = repository("tests/fixtures/images").into();
-    MediaRef { source: MediaSource::File { root, path: name.into() } }
+    MediaSource::File { root, path: name.into() }.into()
 }
 
 fn uri(bytes: &[u8]) -> MediaRef {
     let text = base64::engine::general_purpose::STANDARD.encode(bytes);
-    MediaRef { source: MediaSource::DataUri(format!("data:image/png;base64,{text}")) }
+    MediaSource::DataUri(format!("data:image/png;base64,{text}")).into()
 }
 
 fn fixture(name: &str) -> Vec<u8> {
@@ -134,7 +134,7 @@ fn bmp(width: u32, height: u32) -> Vec<u8> {
 fn each_unusable_image_is_rejected_with_its_reason_and_its_name() {
     let mut bomb = fixture("rgb.png");
     bomb[16..24].fill(0x7f);
-    let data_uri = |text: &str| MediaRef { source: MediaSource::DataUri(text.into()) };
+    let data_uri = |text: &str| MediaRef::from(MediaSource::DataUri(text.into()));
     let processor = small_processor();
     for (media, reason, message) in [
         (file("no.png"), "image_missing", "`no.png`"),

@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
     CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection,
-    RowReader, SampleIndex, TruncationRule, VideoConfig, open_indexed,
+    RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
 };
 use trainer::data::{CachedRows, DataSet, JsonlRows};
 
@@ -352,8 +352,10 @@ fn a_cached_file_is_opened_without_a_scan_and_a_changed_one_is_scanned_again() {
         + "\n  \n"
         + &chat("c", "d").to_string();
     File::create(place.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
-    let open =
-        || open_indexed(&place.path("rows.jsonl"), None, &encoder, &place.path("cache")).unwrap();
+    let open = || {
+        let paths = [place.path("rows.jsonl")];
+        open_indexed(&paths, None, RowRules::default(), &encoder, &place.path("cache")).unwrap()
+    };
     let settled = SystemTime::now() + Duration::from_millis(2100);
     place.update(&encoder);
     let fresh = open();

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, SystemTime};
-use trainer::data::{CacheError, CacheWork, Encoder, JsonlFile, LengthCache};
+use trainer::data::{CacheError, CacheWork, Encoder, LengthCache, RowFile};
 use trainer::data::{CachedRows, DataSet, JsonlRows};
 
-fn file(rows: &JsonlRows) -> &JsonlFile {
+fn file(rows: &JsonlRows) -> &RowFile {
     let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
     file
 }

@@ -18,12 +18,12 @@ use trainer::data::{
     RowReader, StepData, Truncation, TruncationRule, plan,
 };
 
-fn golden(name: &str) -> PathBuf {
+pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 /// An encoder with which images have one or more visual tokens.
-fn encoder() -> Arc<Encoder> {
+pub(crate) fn encoder() -> Arc<Encoder> {
     static ENCODER: OnceLock<Arc<Encoder>> = OnceLock::new();
     let image = ImageConfig { min_pixels: Some(1024), ..ImageConfig::default() };
     let new = || Arc::new(Encoder::from_folder(&golden("models/small-tied"), &image).unwrap());
@@ -31,18 +31,18 @@ fn encoder() -> Arc<Encoder> {
 }
 
 #[derive(Debug, Clone)]
-struct Case {
-    rows: Vec<Value>,
+pub(crate) struct Case {
+    pub(crate) rows: Vec<Value>,
     max_length: Option<u32>,
     truncation: Truncation,
     packing_length: u32,
     strategy: PackingStrategy,
     overlong: Overlong,
-    order: RowOrder,
-    seed: u64,
-    workers: usize,
+    pub(crate) order: RowOrder,
+    pub(crate) seed: u64,
+    pub(crate) workers: usize,
     batch_size: usize,
-    stop: prop::sample::Index,
+    pub(crate) stop: prop::sample::Index,
 }
 
 fn any_row() -> impl Strategy<Value = Value> {
@@ -66,7 +66,7 @@ fn any_row() -> impl Strategy<Value = Value> {
     })
 }
 
-fn any_case() -> impl Strategy<Value = Case> {
+pub(crate) fn any_case() -> impl Strategy<Value = Case> {
     let truncation =
         prop::sample::select(vec![Truncation::Delete, Truncation::Left, Truncation::Right]);
     let strategy =
@@ -101,7 +101,7 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    fn cut(&self) -> Option<TruncationRule> {
+    pub(crate) fn cut(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
             Truncation::Left => KeptEnd::End,
             Truncation::Right => KeptEnd::Beginning,
@@ -112,7 +112,7 @@ impl Case {
             .map(|max_length| TruncationRule { max_length, keep })
     }
 
-    fn options(&self, workers: usize) -> LoaderOptions {
+    pub(crate) fn options(&self, workers: usize) -> LoaderOptions {
         let size = |n| NonZeroUsize::new(n).unwrap();
         LoaderOptions {
             packing: Packing::On {
@@ -147,7 +147,7 @@ impl Case {
     }
 }
 
-fn steps(loader: &mut Loader) -> Result<Vec<StepData>, String> {
+pub(crate) fn steps(loader: &mut Loader) -> Result<Vec<StepData>, String> {
     std::iter::from_fn(|| loader.next_step())
         .map(|step| step.map_err(|error| error.to_string()))
         .collect()

@@ -7,10 +7,12 @@ mod bad_input;
 mod bench;
 mod circles;
 mod cli;
+mod convert;
 mod corpora;
 mod doc_commands;
 mod docs;
 mod encoding;
+mod grounding;
 mod harness;
 #[cfg(feature = "hub")]
 mod hub;
@@ -20,11 +22,15 @@ mod laws;
 mod length_cache;
 mod length_cache_passes;
 mod length_laws;
+mod limits;
 mod memory;
 mod output_dir;
 mod parity;
 mod resume;
+mod rows;
 mod simd;
+mod sources;
+mod supervision;
 #[cfg(feature = "hub")]
 mod urls;
 mod video;

@@ -7,10 +7,12 @@ use crate::harness::device;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
-    Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig, collate, video::VideoMarks,
+    Encoder, ImageConfig, Length, RowFile, RowRules, SampleError, VideoConfig, collate,
+    video::VideoMarks,
 };
 use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::{LoadedModel, load_model};
@@ -35,7 +37,7 @@ fn encoder(video: &VideoConfig) -> Encoder {
 /// Every row of the golden file, with its expected values.
 fn rows() -> Vec<(EncodedSample, Value)> {
     let (encoder, golden_rows) = (encoder(&VideoConfig::default()), golden_json());
-    let file = JsonlFile::open(&golden("data/video.jsonl"), None).unwrap();
+    let file = RowFile::open(&golden("data/video.jsonl"), None).unwrap();
     let expected = golden_rows["rows"].as_array().unwrap().clone();
     assert_eq!(file.len(), expected.len());
     let encode = |(row, expected): (usize, Value)| {
@@ -200,7 +202,7 @@ fn encode_with(row: &Value, config: &VideoConfig) -> Result<EncodedSample, Sampl
         format!("{row}\n").as_bytes(),
     )
     .unwrap();
-    let file = JsonlFile::open(&path, Some(&golden("data"))).unwrap();
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
     file.read(0).and_then(|sample| encoder(config).encode(&sample))
 }
 
@@ -237,10 +239,16 @@ fn the_same_video_in_every_form_is_the_same_sample() {
 }
 
 #[test]
-fn a_placeholder_is_replaced_only_if_the_row_lists_media_of_its_kind() {
+fn a_literal_placeholder_is_replaced_only_if_the_row_lists_media_of_its_kind() {
     let row = json!({"messages": [{"role": "user", "content": "<image> <video>"}, {"role": "assistant", "content": "a"}], "videos": [frames(4)]});
-    let sample = encode(&row).unwrap();
-    let text = encoder(&VideoConfig::default()).decode_with_specials(&sample.input_ids).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    std::fs::File::create(&path).and_then(|mut file| writeln!(file, "{row}")).unwrap();
+    let rules = RowRules { literal_placeholders: true, ..RowRules::default() };
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap().with_rules(rules);
+    let encoder = encoder(&VideoConfig::default());
+    let sample = encoder.encode(&file.read(0).unwrap()).unwrap();
+    let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
     assert!(text.contains("<image> <|vision_start|><0.2 seconds>"), "{text}");
 }
 
@@ -290,7 +298,7 @@ fn each_unusable_video_is_rejected_with_its_reason() {
         (mixed, "video_frame_size", "frame 2 is 64 x 96, expected 64 x 64 like the first frame"),
         (broken, "video_frame", "frame 2: image in a data URI"),
         (json!([frames(2), frames(2)]), "video_count", "1 video placeholders but the row lists 2"),
-        (json!([]), "video_count", "1 video placeholders but the row lists 0"),
+        (json!([]), "media_missing", "1 video placeholders but the row lists 0"),
         (json!([[]]), "missing_key", "`videos[0]` is missing"),
         (json!([{"video": frames(2), "nframes": 2}]), "not_supported", "`videos[0].nframes`"),
         (json!([{"video": frames(2), "fps": 0}]), "wrong_type", "`videos[0].fps`"),

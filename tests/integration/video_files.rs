@@ -7,7 +7,7 @@ use crate::harness::{golden, write};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainer::batch::EncodedSample;
-use trainer::data::{Encoder, ImageConfig, JsonlFile, Length, SampleError, VideoConfig};
+use trainer::data::{Encoder, ImageConfig, Length, RowFile, SampleError, VideoConfig};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/videos")
@@ -23,7 +23,7 @@ fn encode(root: &Path, video: &Value, config: &VideoConfig) -> Result<EncodedSam
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.jsonl");
     write(&path, format!("{row}\n").as_bytes());
-    let file = JsonlFile::open(&path, Some(root)).unwrap();
+    let file = RowFile::open(&path, Some(root)).unwrap();
     let sample = file.read(0)?;
     let encoder = encoder(config);
     let encoded = encoder.encode(&sample)?;

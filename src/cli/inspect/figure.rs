@@ -1,10 +1,10 @@
 //! An image, or a group of frames of a video, as a figure.
 
-use super::html::push;
+use super::html::{escaped, push};
 use super::media::ShownMedium;
 use super::thumbnail::thumbnail;
 use crate::batch::MediumKind;
-use crate::data::Pixels;
+use crate::data::{ImageBox, Pixels};
 
 /// Maximum number of groups of frames shown per video.
 pub(super) const MAX_GROUPS: usize = 8;
@@ -20,6 +20,8 @@ pub(super) struct Figure<'a> {
     pub(super) group: usize,
     /// Maximum number of pixels of each thumbnail.
     pub(super) max_pixels: u64,
+    /// The boxes of all images of the sample.
+    pub(super) boxes: &'a [ImageBox],
 }
 
 impl Figure<'_> {
@@ -42,6 +44,10 @@ impl Figure<'_> {
             // Side, in patches, of the square that becomes one token.
             let cell = (f64::from(rows * columns) / tokens.max(1) as f64).sqrt();
             let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
+            let boxes = match medium.patches.kind {
+                MediumKind::Image => self.boxes_of(number - 1),
+                MediumKind::Video => String::new(),
+            };
             html.push_str("<figure>");
             let mut caption = String::new();
             for frame in shown {
@@ -50,7 +56,7 @@ impl Figure<'_> {
                 push(
                     &mut html,
                     format_args!(
-                        "<span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\"></span>",
+                        "<span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\">{boxes}</span>",
                         thumbnail.uri,
                         thumbnail.width,
                         thumbnail.height,
@@ -69,5 +75,23 @@ impl Figure<'_> {
         }
         html.push_str("</div>");
         Ok(html)
+    }
+
+    /// The boxes of an image, to be drawn over it.
+    fn boxes_of(&self, image: usize) -> String {
+        let mut html = String::new();
+        for ImageBox { corners, name, .. } in self.boxes.iter().filter(|of| of.image == image) {
+            let [left, top, right, bottom] = corners.map(|at| f64::from(at) / 10.0);
+            push(
+                &mut html,
+                format_args!(
+                    "<b class=\"box\" style=\"left:{left}%;top:{top}%;width:{}%;height:{}%\" title=\"{corners:?}\">{}</b>",
+                    right - left,
+                    bottom - top,
+                    escaped(name.as_deref().unwrap_or_default()),
+                ),
+            );
+        }
+        html
     }
 }

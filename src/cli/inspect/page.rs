@@ -5,10 +5,13 @@ use super::cut::{self, Piece};
 use super::figure::{Figure, MAX_GROUPS};
 use super::html::{escaped, push};
 use super::media::{ShownMedium, media_of};
+use super::notes::Notes;
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
 use crate::batch::{EncodedSample, MediumKind};
 use crate::config::RunConfig;
-use crate::data::{DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex};
+use crate::data::{
+    DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex,
+};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -39,8 +42,8 @@ impl<'a> Page<'a> {
         let data = &config.data;
         let mut head = String::new();
         let or_none = |limit: Option<String>| limit.unwrap_or_else(|| "none".to_owned());
-        let files: Vec<String> =
-            data.train.iter().map(|set| set.path.display().to_string()).collect();
+        let file = |set: &DatasetConfig| set.dataset_info.clone().unwrap_or(set.path.to_string());
+        let files: Vec<String> = data.train.iter().map(file).collect();
         for (name, value) in [
             ("model", config.model.path.display().to_string()),
             ("data", files.join(", ")),
@@ -67,6 +70,7 @@ impl<'a> Page<'a> {
         label: &str,
         sample: &EncodedSample,
         dropped: &[DroppedTokens],
+        notes: &Notes,
     ) -> anyhow::Result<()> {
         self.samples += 1;
         let mut cut_away = String::new();
@@ -79,12 +83,13 @@ impl<'a> Page<'a> {
         push(
             &mut self.body,
             format_args!(
-                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens{cut_away}</p>\n",
+                "<article class=\"sample\" id=\"s{}\">\n<h3>{}</h3>\n<p class=\"facts\">{} tokens, {} targets, {} vision tokens{cut_away}{}</p>\n",
                 self.samples,
                 escaped(label),
                 sample.len(),
                 sample.num_targets(),
                 sample.vision_rows.len(),
+                notes.hidden_thoughts(),
             ),
         );
         let pieces = cut::pieces(runs(sample, &media), dropped);
@@ -119,7 +124,8 @@ impl<'a> Page<'a> {
                     if pixels.0 != index {
                         pixels = (index, pixels_of(self.encoder, &media[index]));
                     }
-                    let figure = Figure { media: &media, index, group, max_pixels };
+                    let boxes = &notes.boxes;
+                    let figure = Figure { media: &media, index, group, max_pixels, boxes };
                     turns.inline(&figure.html(&pixels.1, range.len())?);
                 }
             }

@@ -1,5 +1,7 @@
 //! The `data` section of the config.
 
+mod path;
+
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -8,14 +10,19 @@ use serde::{Deserialize, Serialize};
 use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
+use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::{ImageConfig, UrlConfig};
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
+use crate::data::source::UnknownKeys;
+
+pub use path::DataPath;
 
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a key of the config")]
 pub struct DataConfig {
     /// Training data sets; at least one.
     pub train: Vec<DatasetConfig>,
@@ -58,6 +65,9 @@ pub struct DataConfig {
     /// How a sample longer than `max_length` is handled; `delete` by default.
     #[serde(default)]
     pub truncation: Truncation,
+    /// Which tokens of a chat are supervised; `default` by default.
+    #[serde(default)]
+    pub loss_scale: LossScale,
     /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
@@ -82,6 +92,9 @@ pub struct DataConfig {
     /// affects the speed only.
     #[serde(default = "default_workers")]
     pub workers: NonZeroUsize,
+    /// How keys of rows that the trainer does not know are handled; `warn` by default.
+    #[serde(default)]
+    pub unknown_keys: UnknownKeys,
     /// How a rejected row is handled; `skip` by default.
     #[serde(default)]
     pub on_error: OnError,
@@ -90,17 +103,23 @@ pub struct DataConfig {
     pub max_rejected: f64,
 }
 
-/// A data file and how it is used.
+/// A data set and how it is used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// A JSONL file, or with `corpus` also a `.txt` file.
-    pub path: PathBuf,
-    /// Name of the data set in the metrics; null (the default): the file name without extension.
+    /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
+    /// with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
+    #[serde(default, skip_serializing_if = "DataPath::is_empty")]
+    pub path: DataPath,
+    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
+    #[serde(default)]
+    pub dataset_info: Option<String>,
+    /// Name of the data set in the metrics; null (the default): the name of the first file without
+    /// extension, or of the folder, or of the entry.
     #[serde(default)]
     pub name: Option<String>,
     /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
-    /// default): the folder of `path`.
+    /// default): the folder of the files.
     #[serde(default)]
     pub image_root: Option<PathBuf>,
     /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
@@ -108,6 +127,10 @@ pub struct DatasetConfig {
     /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
+    /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; false
+    /// (the default): such rows are rejected.
+    #[serde(default)]
+    pub literal_placeholders: bool,
     /// Settings for plain text; null: the rows are chats.
     #[serde(default)]
     pub corpus: Option<CorpusConfig>,
@@ -115,22 +138,29 @@ pub struct DatasetConfig {
 
 impl DatasetConfig {
     /// A data set of chats with default settings.
-    pub fn new(path: impl Into<PathBuf>) -> Self {
-        let (image_root, name, corpus) = (None, None, None);
-        Self { path: path.into(), name, image_root, weight: default_weight(), corpus }
+    pub fn new(path: impl Into<DataPath>) -> Self {
+        Self {
+            path: path.into(),
+            dataset_info: None,
+            name: None,
+            image_root: None,
+            weight: default_weight(),
+            literal_placeholders: false,
+            corpus: None,
+        }
     }
 }
 
 /// Returns the name of each data set: `name`, or the file name without extension. Later data sets
-/// with the same file name get a number.
+/// with the same name get a number.
 pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(datasets.len());
     for set in datasets {
-        let stem = || set.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let given = datasets.iter().filter_map(|set| set.name.as_ref());
         let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
         let name = set.name.clone().unwrap_or_else(|| {
-            let stem = stem();
+            let entry = set.dataset_info.as_ref().and_then(|info| info.rsplit_once('#'));
+            let stem = entry.map_or_else(|| set.path.name(), |(_, name)| name.to_owned());
             let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
             let first = Some(stem.clone()).filter(|stem| !taken(stem));
             first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
@@ -315,6 +345,26 @@ impl DataConfig {
         };
         for (index, set) in datasets.iter().enumerate() {
             let key = |key: &str| format!("data.{list}.{index}.{key}");
+            match (&set.dataset_info, set.path.is_empty()) {
+                (None, true) => {
+                    return fault(key("path"), &"missing", "a path, or else `dataset_info`");
+                }
+                (Some(info), false) => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `path` in addition: the entry names the file",
+                    );
+                }
+                (Some(info), true) if set.corpus.is_some() => {
+                    return fault(
+                        key("dataset_info"),
+                        info,
+                        "no `corpus` in addition: the entry describes chats",
+                    );
+                }
+                _ => {}
+            }
             if let Some(name) = &set.name {
                 let twice = datasets[..index].iter().any(|other| other.name == set.name);
                 if twice || name.is_empty() {

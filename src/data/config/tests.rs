@@ -12,15 +12,15 @@ fn the_defaults_are_those_of_the_contract() {
     config.validate().unwrap();
     assert_eq!(
         serde_json::to_string(&config).unwrap(),
-        r#"{"train":[{"path":"a.jsonl","name":null,"image_root":null,"weight":1.0,"corpus":null}],"#
-            .to_owned()
+        r#"{"train":[{"path":"a.jsonl","dataset_info":null,"name":null,"image_root":null,"weight":1.0,"#.to_owned()
+            + r#""literal_placeholders":false,"corpus":null}],"#
             + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
             + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
             + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
-            + r#""max_length":null,"truncation":"delete","shuffle":true,"#
+            + r#""max_length":null,"truncation":"delete","loss_scale":"default","shuffle":true,"#
             + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"#
             + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
-            + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"cache_dir":null,"workers":2,"on_error":"skip","#
+            + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"cache_dir":null,"workers":2,"unknown_keys":"warn","on_error":"skip","#
             + r#""max_rejected":0.01}"#
     );
 }

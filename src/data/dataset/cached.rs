@@ -3,8 +3,8 @@
 use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, Encoder, JsonlFile, Length, LengthCache, LoaderOptions, Prefetched,
-    Rejection, RowReader, SampleIndex,
+    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, Prefetched, Rejection,
+    RowFile, RowReader, SampleIndex,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ impl CachedRows {
         rows: Arc<JsonlRows>,
         progress: &dyn Fn(u64),
         update: impl Fn(
-            &JsonlFile,
+            &RowFile,
             &Encoder,
             CacheWork,
             &dyn Fn(u64),

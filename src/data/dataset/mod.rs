@@ -10,17 +10,17 @@ mod tests;
 
 use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
-    Corpus, CorpusOptions, DatasetConfig, DroppedTokens, Encoder, JsonlFile, Length, Prefetched,
-    Rejection, RowForm, RowReader, SampleError, SampleIndex, SourceError, TextSample,
-    TruncationRule, dataset_names, open_indexed,
+    Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, Length, Prefetched,
+    Rejection, RowFile, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError,
+    TextSample, TruncationRule, dataset_names, open_indexed,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A data set, open for reading.
 pub enum DataSet {
     /// Chats, one per row.
-    Chats(JsonlFile),
+    Chats(RowFile),
     /// Plain text.
     Corpus(Corpus),
 }
@@ -33,16 +33,28 @@ impl DataSet {
         progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
         if let Some(corpus) = &set.corpus {
-            return Corpus::open(&set.path, corpus, encoder, options, progress).map(Self::Corpus);
+            return Corpus::open(set.path.paths(), corpus, encoder, options, progress)
+                .map(Self::Corpus);
         }
-        let plain = || SourceError::PlainText { path: set.path.clone() };
-        if Corpus::is_text_file(&set.path) {
+        let info = set.dataset_info.as_ref().map(|entry| {
+            let of = |problem| SourceError::DatasetInfo { entry: entry.clone(), problem };
+            DatasetInfo::of(entry).map(Arc::new).map_err(of)
+        });
+        let info = info.transpose()?;
+        let named = info.as_ref().map(|info| [info.path().to_owned()]);
+        let paths = named.as_ref().map_or(set.path.paths(), |named| &named[..]);
+        let first = paths.first().map_or(Path::new(""), PathBuf::as_path);
+        let plain = || SourceError::PlainText { path: first.to_owned() };
+        if Corpus::is_text_file(first) {
             return Err(plain());
         }
-        let image_root = set.image_root.as_deref();
+        let folder = info.as_ref().map(|info| info.folder().to_owned());
+        let image_root = set.image_root.as_deref().or(folder.as_deref());
+        let literal_placeholders = set.literal_placeholders;
+        let rules = RowRules { literal_placeholders, unknown_keys: options.unknown_keys, info };
         let file = match &options.cache {
-            Some(folder) => open_indexed(&set.path, image_root, encoder, folder)?,
-            None => JsonlFile::open(&set.path, image_root)?,
+            Some(folder) => open_indexed(paths, image_root, rules, encoder, folder)?,
+            None => RowFile::open_with(paths, image_root, rules)?,
         };
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
     }
@@ -60,12 +72,22 @@ impl DataSet {
         self.len() == 0
     }
 
-    /// The path in the config.
+    /// The first path in the config.
     pub fn path(&self) -> &Path {
         match self {
             Self::Chats(file) => file.path(),
             Self::Corpus(corpus) => corpus.path(),
         }
+    }
+
+    /// Number of rows that an epoch uses with weight 1: `num_samples` of the entry in
+    /// `dataset_info.json`, or all rows.
+    pub fn num_samples(&self) -> u64 {
+        let info = match self {
+            Self::Chats(file) => file.rules().info.as_ref(),
+            Self::Corpus(_) => None,
+        };
+        info.and_then(|info| info.num_samples()).unwrap_or(self.len() as u64)
     }
 
     /// Hash of the content of the data set.

@@ -2,16 +2,18 @@
 
 use std::ops::Range;
 
+use super::targets::differ;
 use super::truncate::{TokenCounts, TruncationRule, kept_tokens};
 use crate::batch::SampleId;
 use crate::data::source::error::SampleError;
 
 /// The tokens of a sample, before positions and media.
 pub(super) struct EncodedText {
-    pub(super) input_ids: Vec<u32>,      // [T]
-    pub(super) labels: Vec<i64>,         // [T]
-    pub(super) vision_rows: Vec<u32>,    // [M]
-    pub(super) spans: Vec<Range<usize>>, // one per medium, ascending: all of its tokens
+    pub(super) input_ids: Vec<u32>,       // [T]
+    pub(super) labels: Vec<i64>,          // [T]
+    pub(super) weights: Option<Vec<f32>>, // [T]; `None`: 1 for all supervised tokens
+    pub(super) vision_rows: Vec<u32>,     // [M]
+    pub(super) spans: Vec<Range<usize>>,  // one per medium, ascending: all of its tokens
 }
 
 impl EncodedText {
@@ -26,7 +28,7 @@ impl EncodedText {
         if kept.len() == token_counts.text_tokens {
             return Ok(self);
         }
-        let Self { input_ids, labels, vision_rows, spans } = self;
+        let Self { input_ids, labels, weights, vision_rows, spans } = self;
         let ranges = kept_tokens(input_ids.len(), &spans, &kept);
         let mut moved = Vec::with_capacity(vision_rows.len()); // truncation keeps all of them
         let mut num_kept = 0;
@@ -36,13 +38,20 @@ impl EncodedText {
             moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
             num_kept += range.len();
         }
+        let weights = weights.map(|weights| kept_of(&weights, &ranges));
         Ok(Self {
-            input_ids: ranges.iter().flat_map(|range| &input_ids[range.clone()]).copied().collect(),
-            labels: ranges.iter().flat_map(|range| &labels[range.clone()]).copied().collect(),
+            input_ids: kept_of(&input_ids, &ranges),
+            labels: kept_of(&labels, &ranges),
+            weights: weights.filter(|weights| differ(weights)),
             vision_rows: moved,
             spans: Vec::new(), // not used after truncation
         })
     }
+}
+
+/// The values of the tokens in `ranges`.
+fn kept_of<T: Copy>(values: &[T], ranges: &[Range<usize>]) -> Vec<T> {
+    ranges.iter().flat_map(|range| &values[range.clone()]).copied().collect()
 }
 
 /// The text tokens that truncation keeps; an error if no target is left.

@@ -12,6 +12,7 @@ use crate::batch::Sample;
 use crate::data::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped, kept_tokens,
 };
+use crate::data::media::image::ImageSize;
 use crate::data::row::Length;
 use crate::data::source::SampleError;
 
@@ -20,8 +21,8 @@ use crate::data::source::SampleError;
 pub struct Measured {
     /// Its `media_tokens` are those of videos, and the start and end tokens of images.
     pub text: TokenCounts,
-    /// Upright `[height, width]` in pixels of each image, in order.
-    pub sizes: Vec<[u32; 2]>,
+    /// The size of each image, in order.
+    pub sizes: Vec<ImageSize>,
     /// Patches of all videos.
     pub video_patches: u32,
 }
@@ -32,7 +33,7 @@ impl Encoder {
     /// It fails where [`Encoder::encode`] fails, except for errors that only decoding finds.
     pub fn measure(&self, sample: &Sample) -> Result<Measured, SampleError> {
         let id = &sample.id;
-        let (text, targets) = self.render_targets(sample)?;
+        let (text, supervision) = self.render_targets(sample)?;
         let headers = self.media.headers(id, &sample.media, &self.text.media)?;
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
@@ -49,7 +50,7 @@ impl Encoder {
             }
         };
         let grids: Vec<MediumGrid> = headers.into_iter().map(grids).collect();
-        let text = self.tokenise(id, &text, targets, &grids)?;
+        let text = self.tokenise(id, &text, supervision, &grids)?;
         let mut text = TokenCounts::of(&text.labels, &text.spans);
         text.media_tokens -= sizes.len();
         if text.num_targets == 0 {
@@ -60,7 +61,7 @@ impl Encoder {
     }
 
     /// Adds the visual tokens of images of these sizes to [`Measured::text`].
-    pub fn token_counts(&self, text: TokenCounts, sizes: &[[u32; 2]]) -> TokenCounts {
+    pub fn token_counts(&self, text: TokenCounts, sizes: &[ImageSize]) -> TokenCounts {
         let images = &self.media.images;
         let visual = self.grids_of(sizes).map(|grid| images.num_tokens(grid)).sum::<usize>();
         TokenCounts { media_tokens: text.media_tokens + visual, ..text }
@@ -70,7 +71,7 @@ impl Encoder {
     pub fn length_under(
         &self,
         text: TokenCounts,
-        sizes: &[[u32; 2]],
+        sizes: &[ImageSize],
         video_patches: u32,
         cut: Option<TruncationRule>,
     ) -> Result<Length, TruncationError> {
@@ -105,9 +106,9 @@ impl Encoder {
         cut: TruncationRule,
     ) -> Result<Vec<DroppedTokens>, SampleError> {
         let id = &sample.id;
-        let (text, targets) = self.render_targets(sample)?;
+        let (text, supervision) = self.render_targets(sample)?;
         let grids = self.media.grids(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, targets, &grids)?;
+        let tokens = self.tokenise(id, &text, supervision, &grids)?;
         let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
         let kept = kept_text(id, &token_counts, Some(cut))?;
         let kept = kept_tokens(tokens.input_ids.len(), &tokens.spans, &kept);
@@ -118,10 +119,11 @@ impl Encoder {
     pub(in crate::data) fn text_key(&self) -> [u8; 32] {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
+        key.update(format!("{:?}", self.loss_scale));
         key.finalize().into()
     }
 
-    fn grids_of(&self, sizes: &[[u32; 2]]) -> impl Iterator<Item = [u32; 3]> {
+    fn grids_of(&self, sizes: &[ImageSize]) -> impl Iterator<Item = [u32; 3]> {
         // `ImageProcessor::size` rejects images that are too elongated
         sizes.iter().filter_map(|size| self.media.images.grid_of_size(*size))
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::folder::{MediaTokens, VideoTokens};
 use crate::batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
-use crate::data::media::image::{ImageError, ImageProcessor};
+use crate::data::media::image::{ImageError, ImageProcessor, ImageSize};
 use crate::data::media::video::{Clip, VideoError, VideoMarks, VideoProcessor};
 use crate::data::source::SampleError;
 
@@ -42,8 +42,8 @@ impl MediumGrid {
 
 /// The size of a medium before any limit on images, from its header.
 pub(super) enum MediumHeader {
-    /// Upright `[height, width]` in pixels.
-    Image([u32; 2]),
+    /// Size in pixels and limits of the row.
+    Image(ImageSize),
     /// Patches and timestamps under the settings for videos.
     Video(Clip),
 }

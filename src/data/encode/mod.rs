@@ -7,27 +7,32 @@
 
 mod encoded_text;
 mod folder;
+mod grounding;
 pub(in crate::data) mod measure;
 mod media;
 mod plain;
 mod positions;
+mod targets;
 mod text_sample;
 pub(in crate::data) mod truncate;
 
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
 use folder::TextFolder;
+use grounding::grounded;
+pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, kinds};
+pub use targets::LossScale;
+use targets::{Supervision, thoughts};
 pub use text_sample::TextSample;
 
 use crate::batch::{
-    Content, EncodedSample, IGNORE_INDEX, Medium, MediumKind, Message, Part, Patches, Sample,
-    SampleId,
+    Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId,
 };
 use crate::data::encode::positions::position_ids;
 use crate::data::encode::truncate::TruncationRule;
@@ -43,6 +48,9 @@ use crate::net::UrlImages;
 pub struct Encoder {
     text: TextFolder,
     media: MediaReader,
+    loss_scale: LossScale,
+    /// Done when it has been reported that the template renders no thoughts.
+    no_thoughts: Once,
 }
 
 impl Encoder {
@@ -67,7 +75,14 @@ impl Encoder {
             None => ImageProcessor::unused(),
         };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
-        Ok(Self { text, media: MediaReader { images, videos } })
+        let media = MediaReader { images, videos };
+        Ok(Self { text, media, loss_scale: LossScale::default(), no_thoughts: Once::new() })
+    }
+
+    /// Sets which tokens of chats are supervised.
+    #[must_use]
+    pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
+        Self { loss_scale, ..self }
     }
 
     /// Downloads images by URL, and keeps them. Without this, such images are refused.
@@ -99,9 +114,9 @@ impl Encoder {
         cut: Option<TruncationRule>,
     ) -> Result<TextSample, SampleError> {
         let id = &sample.id;
-        let (text, targets) = self.render_targets(sample)?;
+        let (text, supervision) = self.render_targets(sample)?;
         let grids = self.media.grids(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, targets, &grids)?.cut(id, cut)?;
+        let tokens = self.tokenise(id, &text, supervision, &grids)?.cut(id, cut)?;
         let without_pixels = |medium: &MediumGrid| Patches {
             pixel_values: Vec::new(),
             grid_thw: medium.grid(),
@@ -135,6 +150,8 @@ impl Encoder {
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
         let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
@@ -147,16 +164,35 @@ impl Encoder {
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(id, &text, media)?;
         let (grids, media) = self.media.load(id, media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, Vec::new(), &grids)?;
+        let tokens = self.tokenise(id, &text, Supervision::default(), &grids)?;
         Ok((self.with_media(id, tokens, media), answer))
     }
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.text
             .template
             .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
             .map_err(|cause| template_error(&sample.id, cause))
+    }
+
+    /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
+    /// on. Many templates render the thoughts of the last answer only.
+    pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
+        let sample = grounded(sample)?;
+        let Sample { id, messages, tools, .. } = sample.as_ref();
+        let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
+        let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
+        let chat = chat.map_err(|cause| template_error(id, cause))?;
+        let is_hidden = |turn: &usize| {
+            let text = thoughts(&messages[*turn]).unwrap_or_default();
+            let mut answers = chat.answers.iter().filter(|answer| answer.turn == *turn);
+            !answers.any(|answer| chat.text[answer.range.clone()].contains(text))
+        };
+        let assistant = |turn: &usize| messages[*turn].role == "assistant" && has_thoughts(*turn);
+        Ok((0..messages.len()).filter(assistant).filter(is_hidden).collect())
     }
 
     /// Decodes `ids` without special tokens.
@@ -204,16 +240,28 @@ impl Encoder {
         self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
     }
 
-    /// The rendered chat and the byte ranges of its targets. Runs every check that needs no image.
-    fn render_targets(&self, sample: &Sample) -> Result<(String, Vec<Range<usize>>), SampleError> {
+    /// The rendered chat and its supervised parts. Runs every check that needs no image.
+    fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
+        let sample = grounded(sample)?;
+        let sample = sample.as_ref();
         self.check_texts(sample)?;
+        let Sample { id, messages, tools, media, .. } = sample;
         let chat = self
             .text
             .template
-            .render_with_targets(&sample.messages, sample.tools.as_ref())
-            .map_err(|cause| template_error(&sample.id, cause))?;
-        self.check_placeholders(&sample.id, &chat.text, &sample.media)?;
-        Ok((chat.text, chat.targets))
+            .render_with_answers(messages, tools.as_ref(), |turn| {
+                self.loss_scale.needs_answer(messages, turn)
+            })
+            .map_err(|cause| template_error(id, cause))?;
+        self.check_placeholders(id, &chat.text, media)?;
+        let has_thoughts = |message: &Message| message.reasoning_content.is_some();
+        if !self.text.template.renders_thoughts() && messages.iter().any(has_thoughts) {
+            self.no_thoughts.call_once(|| {
+                tracing::warn!(row = %id, "the chat template does not render `reasoning_content`: it is not trained on");
+            });
+        }
+        let supervision = self.loss_scale.supervision(messages, &chat);
+        Ok((chat.text, supervision))
     }
 
     /// Checks that there is one placeholder per medium, and that no text contains a media token.
@@ -260,18 +308,19 @@ impl Encoder {
         Ok(())
     }
 
-    /// `targets` are byte ranges of `text`, which has one placeholder for each of `grids`.
+    /// `supervision` is that of `text`, which has one placeholder for each of `grids`.
     fn tokenise(
         &self,
         id: &SampleId,
         text: &str,
-        mut targets: Vec<Range<usize>>,
+        mut supervision: Supervision,
         grids: &[MediumGrid],
     ) -> Result<EncodedText, SampleError> {
         let places = self.media.placeholders(text, &self.text.media).into_iter();
         let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
-        let (text, media) = expand(text, &places, &mut targets);
+        let targets = supervision.targets.iter_mut().map(|target| &mut target.range);
+        let (text, media) = expand(text, &places, targets);
         let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
             SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
         })?;
@@ -284,12 +333,9 @@ impl Encoder {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
         }
-        Ok(EncodedText {
-            labels: labels(&ids, &offsets, &targets),
-            spans: spans(&ids, &offsets, &media, self.text.media.marks),
-            input_ids: ids,
-            vision_rows,
-        })
+        let spans = spans(&ids, &offsets, &media, self.text.media.marks);
+        let (labels, weights) = supervision.labels(&ids, &offsets, &spans);
+        Ok(EncodedText { input_ids: ids, labels, weights, vision_rows, spans })
     }
 
     /// The size of a sample with `tokens` tokens and media of these grids.
@@ -304,11 +350,10 @@ impl Encoder {
     }
 
     fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
-        let EncodedText { input_ids, labels, vision_rows, spans: _ } = text;
+        let EncodedText { input_ids, labels, weights, vision_rows, spans: _ } = text;
         let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
         let merge_size = self.media.images.merge_size();
         let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
-        let weights = None;
         EncodedSample {
             id: id.clone(),
             input_ids,
@@ -341,10 +386,10 @@ fn spans(
 
 /// Replaces each of the `places` of `text`, which ascend, by its new text, and shifts `targets`.
 /// Returns the text and the byte ranges of the replacements.
-fn expand(
+fn expand<'a>(
     text: &str,
     places: &[(Range<usize>, String)],
-    targets: &mut [Range<usize>],
+    targets: impl Iterator<Item = &'a mut Range<usize>>,
 ) -> (String, Vec<Range<usize>>) {
     let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
     let mut out = String::with_capacity(text.len() + more);
@@ -367,24 +412,6 @@ fn expand(
         *target = moved(target.start)..moved(target.end);
     }
     (out, put)
-}
-
-/// The id of each token inside one of `targets` (ascending byte ranges), `IGNORE_INDEX` for all
-/// others; `[T]`. A token that overlaps a target only partly, such as newlines merged with those of
-/// the header, belongs to the prompt.
-fn labels(ids: &[u32], offsets: &[(usize, usize)], targets: &[Range<usize>]) -> Vec<i64> {
-    let is_target = |start: usize, end: usize| {
-        let candidate = targets.partition_point(|target| target.end < end);
-        end > start && targets.get(candidate).is_some_and(|target| target.start <= start)
-    };
-    let tokens = ids.iter().zip(offsets);
-    tokens
-        .map(
-            |(id, (start, end))| {
-                if is_target(*start, *end) { i64::from(*id) } else { IGNORE_INDEX }
-            },
-        )
-        .collect()
 }
 
 fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {

@@ -20,7 +20,7 @@ use super::stamps::Stamps;
 use super::table::LengthCache;
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
-use crate::data::source::JsonlFile;
+use crate::data::source::RowFile;
 
 /// Maximum number of batches that wait to be written.
 const WAITING: usize = 2;
@@ -47,7 +47,7 @@ pub struct CacheWork {
 
 impl LengthCache {
     /// Whether `folder` has a cache, possibly outdated, of `file`.
-    pub fn exists(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> bool {
+    pub fn exists(file: &RowFile, encoder: &Encoder, folder: &Path) -> bool {
         Place::of(file, encoder, folder).path.is_file()
     }
 
@@ -58,7 +58,7 @@ impl LengthCache {
     /// have a changed or unusable image, are measured. A complete cache in a folder without write
     /// permission is used as it is.
     pub fn update(
-        file: &JsonlFile,
+        file: &RowFile,
         encoder: &Encoder,
         folder: &Path,
         progress: &dyn Fn(u64),
@@ -80,7 +80,7 @@ impl LengthCache {
     /// another process is writing it, or if more than `most` rows must be measured. The rows measured
     /// until then are kept.
     pub fn update_if_quick(
-        file: &JsonlFile,
+        file: &RowFile,
         encoder: &Encoder,
         folder: &Path,
         most: usize,
@@ -102,7 +102,7 @@ impl LengthCache {
     ///
     /// It ends if another process writes the cache or waits for it.
     pub fn update_in_background(
-        file: &JsonlFile,
+        file: &RowFile,
         encoder: &Encoder,
         folder: &Path,
         should_go_on: &(dyn Fn() -> bool + Sync),
@@ -142,7 +142,7 @@ fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
 struct Pass<'a> {
     place: &'a Place,
     lock: &'a Lock,
-    file: &'a JsonlFile,
+    file: &'a RowFile,
     encoder: &'a Encoder,
     num_threads: usize,
     /// Maximum number of rows to measure.
@@ -195,7 +195,7 @@ impl Pass<'_> {
 struct Output<'a> {
     place: &'a Place,
     lock: &'a Lock,
-    file: &'a JsonlFile,
+    file: &'a RowFile,
     lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
     always: bool,
 }
@@ -330,7 +330,7 @@ mod tests {
         Encoder::from_folder(&model, &image).unwrap()
     }
 
-    fn rows(folder: &Path, count: usize) -> JsonlFile {
+    fn rows(folder: &Path, count: usize) -> RowFile {
         let path = folder.join("rows.jsonl");
         let mut text = Vec::new();
         for row in 0..count {
@@ -338,7 +338,7 @@ mod tests {
             writeln!(text, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
         }
         File::create(&path).unwrap().write_all(&text).unwrap();
-        JsonlFile::open(&path, None).unwrap()
+        RowFile::open(&path, None).unwrap()
     }
 
     #[test]
@@ -386,7 +386,7 @@ mod tests {
         let (encoder, caches) = (encoder(), folder.path().join("cache"));
         let file = rows(folder.path(), 10);
         LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
-        let run = |file: &JsonlFile, image: &ImageConfig| {
+        let run = |file: &RowFile, image: &ImageConfig| {
             let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/models/small-tied");
             let encoder = Encoder::from_folder(Path::new(model), image).unwrap();
             let place = Place::of(file, &encoder, &caches);

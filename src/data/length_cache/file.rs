@@ -13,7 +13,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 use arrow_array::UInt64Array;
 use arrow_ipc::MetadataVersion;
@@ -25,10 +25,11 @@ use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::encode::Encoder;
-use crate::data::source::{JsonlFile, LineIndex, SampleError, Stamp};
+use crate::data::source::files::{KnownIndex, RowIndex, Shard};
+use crate::data::source::{RowFile, RowRules, SampleError, Stamp};
 
 /// Version of the file layout and of the measurement.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Alignment of buffers in bytes, and offset of the first message after the magic number.
@@ -99,65 +100,94 @@ impl CacheError {
     }
 }
 
-/// The data file and the limits of a cache, in its footer.
+/// The data files and the limits of a cache, in its footer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Footer {
-    /// Path of the data file. Only users read it.
-    data_file: String,
     rows: u64,
-    bytes: u64,
+    /// Hash of all data files.
     sha256: [u8; 32],
-    /// If it matches, the data file is unchanged and is not read.
-    stamp: Option<Stamp>,
+    /// The data files, in the order of their rows.
+    files: Vec<DataFile>,
     /// The limits of the columns `length` and `visual_tokens`.
     pub(super) limits: String,
 }
 
-impl Footer {
-    pub(super) fn of(file: &JsonlFile, limits: String) -> Self {
+/// A data file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct DataFile {
+    path: PathBuf,
+    rows: u64,
+    /// Size after unpacking.
+    bytes: u64,
+    sha256: [u8; 32],
+    /// If it matches, the file is unchanged and is not read.
+    stamp: Option<Stamp>,
+}
+
+impl DataFile {
+    fn of(shard: &Shard) -> Self {
         Self {
-            data_file: file.path().display().to_string(),
+            path: shard.path().to_path_buf(),
+            rows: shard.len() as u64,
+            bytes: shard.num_bytes(),
+            sha256: shard.sha256(),
+            stamp: shard.stamp().cloned(),
+        }
+    }
+}
+
+impl Footer {
+    pub(super) fn of(file: &RowFile, limits: String) -> Self {
+        Self {
             rows: file.len() as u64,
-            bytes: file.num_bytes(),
             sha256: file.fingerprint(),
-            stamp: file.stamp().cloned(),
+            files: file.shards().iter().map(DataFile::of).collect(),
             limits,
         }
     }
 
     /// Whether the cache has the rows of `file`.
-    pub(super) fn fits(&self, file: &JsonlFile) -> bool {
+    pub(super) fn fits(&self, file: &RowFile) -> bool {
         self.sha256 == file.fingerprint() && self.rows == file.len() as u64
     }
 }
 
-/// The path of the cache of a data file.
+/// The path of the cache of a data set.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     pub(super) path: PathBuf,
 }
 
 impl Place {
-    /// The name has a hash of the paths of the data file and of its images, and of `text_key`.
-    pub(super) fn new(folder: &Path, data: &Path, image_root: &Path, text_key: [u8; 32]) -> Self {
+    /// The name has a hash of the `paths` in the config and of that of the images, of `rules` and of
+    /// `text_key`.
+    pub(super) fn new(
+        folder: &Path,
+        paths: &[PathBuf],
+        image_root: &Path,
+        rules: &RowRules,
+        text_key: [u8; 32],
+    ) -> Self {
         let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
         key.update(text_key);
-        for path in [data, image_root] {
-            // if it cannot be resolved, reading the file fails too
-            let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        key.update(rules.key());
+        for path in paths.iter().map(PathBuf::as_path).chain([image_root]) {
+            // a pattern cannot be resolved
+            let path = path.canonicalize().or_else(|_| absolute(path));
+            let path = path.unwrap_or_default();
             let name = path.as_os_str().as_encoded_bytes();
             key.update((name.len() as u64).to_le_bytes());
             key.update(name);
         }
         let key = format!("{:x}", key.finalize());
-        let mut name = data.file_stem().unwrap_or_default().to_owned();
-        name.push(format!("-{}.arrow", &key[..16]));
-        Self { path: folder.join(name) }
+        let name = paths[0].file_stem().unwrap_or_default().to_string_lossy();
+        let name = name.replace(['*', '?', '[', ']'], "_");
+        Self { path: folder.join(format!("{name}-{}.arrow", &key[..16])) }
     }
 
     /// The path of the cache of `file` in `folder`.
-    pub(super) fn of(file: &JsonlFile, encoder: &Encoder, folder: &Path) -> Self {
-        Self::new(folder, file.path(), file.image_root(), encoder.text_key())
+    pub(super) fn of(file: &RowFile, encoder: &Encoder, folder: &Path) -> Self {
+        Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
     }
 
     fn beside(&self, ending: &str) -> PathBuf {
@@ -209,15 +239,12 @@ impl Place {
         Some((footer, Batches { place: self.clone(), reader }))
     }
 
-    /// The index of the data file, if the cache has one for `stamp`.
-    pub(super) fn index(&self, stamp: &Stamp) -> Option<LineIndex> {
+    /// The indexes of the data files whose metadata is known.
+    pub(super) fn indexes(&self) -> Vec<KnownIndex> {
         let read = || {
             let Some((footer, reader)) = self.open(Some(INDEX_COLUMNS.to_vec()))? else {
                 return Ok(None);
             };
-            if footer.stamp.as_ref() != Some(stamp) {
-                return Ok(None);
-            }
             let mut rows = Vec::with_capacity(footer.rows as usize);
             for batch in reader {
                 let batch = batch?;
@@ -225,11 +252,19 @@ impl Place {
                 let line: UInt64Array = column(&batch, "line")?;
                 rows.extend(offset.values().iter().copied().zip(line.values().iter().copied()));
             }
-            let complete = rows.len() as u64 == footer.rows;
-            let index = LineIndex::of_rows(rows.into_iter(), footer.bytes, footer.sha256);
-            Ok(complete.then_some(index))
+            let is_complete = rows.len() as u64 == footer.rows
+                && footer.files.iter().map(|file| file.rows).sum::<u64>() == footer.rows;
+            if !is_complete {
+                return Ok(None);
+            }
+            let mut rows = rows.into_iter();
+            let index = |DataFile { path, rows: count, bytes, sha256, stamp }| {
+                let index = RowIndex::of_rows(rows.by_ref().take(count as usize), bytes, sha256);
+                stamp.map(|stamp| KnownIndex { path, stamp, index })
+            };
+            Ok(Some(footer.files.into_iter().filter_map(index).collect()))
         };
-        self.or_warn(read())
+        self.or_warn(read()).unwrap_or_default()
     }
 
     /// The complete batches of killed processes, the newer ones last.

@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 use rustix::io::Errno;
-use sha2::{Digest, Sha256};
 
 use super::file::CacheError;
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
@@ -22,7 +21,8 @@ use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
 use crate::data::media::video::VideoError;
 use crate::data::row::Rejection;
-use crate::data::source::{ImageStamp, JsonlFile, SampleError};
+use crate::data::source::files::RowContent;
+use crate::data::source::{ImageStamp, RowFile, SampleError};
 
 /// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;
@@ -76,7 +76,7 @@ pub(super) enum Checked {
 
 /// Measures the rows of a file.
 pub(super) struct Measurer<'a> {
-    pub(super) file: &'a JsonlFile,
+    pub(super) file: &'a RowFile,
     pub(super) encoder: &'a Encoder,
     pub(super) stamps: Stamps<'a>,
     pub(super) same_limits: bool,
@@ -183,10 +183,10 @@ impl Measurer<'_> {
         if !self.goes_on() {
             return None;
         }
-        let bytes = self.file.bytes(row);
-        let hash = bytes.as_ref().map_or([0; HASH_BYTES], |bytes| hash(bytes));
+        let content = self.file.content(row);
+        let hash = content.as_ref().map_or([0; HASH_BYTES], hash);
         let (line, offset) = (self.file.id(row).line, self.file.offset(row));
-        if let Some((rows, found)) = self.known.get(hash).filter(|_| bytes.is_ok())
+        if let Some((rows, found)) = self.known.get(hash).filter(|_| content.is_ok())
             && is_current(&mut self.stamps.walk(), rows, found)
         {
             return Some((Entry { line, offset, ..rows.entry(found) }, false));
@@ -195,18 +195,18 @@ impl Measurer<'_> {
             self.is_stopped.store(true, Relaxed);
             return None;
         }
-        Some((Entry { line, offset, hash, outcome: self.outcome(row, bytes)? }, true))
+        Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
     /// `None` if the process lacks open files or memory.
-    fn outcome(&self, row: usize, bytes: Result<Vec<u8>, SampleError>) -> Option<Outcome> {
-        let measure = |bytes: Vec<u8>| {
-            let sample = self.file.parse(row, &bytes)?;
+    fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
+        let measure = |content: RowContent| {
+            let sample = self.file.parse(row, content)?;
             let (images, videos) = files(&sample);
             let measured = self.encoder.measure(&sample)?;
             Ok(Outcome::Measured { measured, images, videos })
         };
-        let measured = catch_unwind(AssertUnwindSafe(|| bytes.and_then(measure)));
+        let measured = catch_unwind(AssertUnwindSafe(|| content.and_then(measure)));
         let measured = measured.unwrap_or_else(|panic| {
             tracing::error!(row = %self.file.id(row), "measuring the row panicked");
             resume_unwind(panic)
@@ -241,7 +241,9 @@ fn is_exhausted(error: &SampleError) -> bool {
 /// valid now although its text is unchanged.
 fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
-        return !["image_", "video_", "unreadable"].iter().any(|of| reason.starts_with(of));
+        return !["image_", "video_", "box_range", "unreadable"]
+            .iter()
+            .any(|of| reason.starts_with(of));
     }
     rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
 }
@@ -278,8 +280,8 @@ fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
     (images, videos)
 }
 
-fn hash(bytes: &[u8]) -> [u8; HASH_BYTES] {
-    let digest = Sha256::digest(bytes);
+fn hash(content: &RowContent) -> [u8; HASH_BYTES] {
+    let digest = content.hash();
     std::array::from_fn(|at| digest[at])
 }
 

@@ -14,8 +14,7 @@ mod rows;
 mod stamps;
 mod table;
 
-use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use build::CacheWork;
 pub use file::CacheError;
@@ -23,22 +22,21 @@ use file::Place;
 pub use table::LengthCache;
 
 use crate::data::encode::Encoder;
-use crate::data::source::{JsonlFile, SourceError, Stamp};
+use crate::data::source::files::listing::data_files;
+use crate::data::source::{RowFile, RowRules, SourceError};
 
-/// Opens a data file. It is not scanned if the cache in `folder` has its index and it is unchanged.
+/// Opens the files of a data set. A file is not scanned if the cache in `folder` has its index and it
+/// is unchanged.
 pub fn open_indexed(
-    path: &Path,
+    paths: &[PathBuf],
     image_root: Option<&Path>,
+    rules: RowRules,
     encoder: &Encoder,
     folder: &Path,
-) -> Result<JsonlFile, SourceError> {
-    let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
-    let file = File::open(path).map_err(unreadable)?;
-    let stamp = Stamp::of(&file).map_err(unreadable)?;
-    let root = JsonlFile::image_root_of(path, image_root);
-    let place = Place::new(folder, path, root, encoder.text_key());
-    match place.index(&stamp) {
-        Some(index) => JsonlFile::with_index(file, path, image_root, index, Some(stamp)),
-        None => JsonlFile::open(path, image_root),
-    }
+) -> Result<RowFile, SourceError> {
+    let files = data_files(paths)?;
+    let root = RowFile::image_root_of(paths, &files, image_root);
+    let known = Place::new(folder, paths, &root, &rules, encoder.text_key()).indexes();
+    let file = RowFile::open_files(paths, &files, image_root, rules.clone(), &known, Some(folder))?;
+    Ok(file.with_rules(rules))
 }

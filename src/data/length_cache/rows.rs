@@ -1,5 +1,6 @@
 //! The rows of the cache as Arrow columns, which pandas and polars can read too.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use arrow_array::builder::{
@@ -12,8 +13,10 @@ use arrow_array::{
 };
 use arrow_schema::{ArrowError, DataType, Field, Fields, Schema};
 
+use crate::batch::AreaLimits;
 use crate::data::encode::measure::Measured;
 use crate::data::encode::truncate::TokenCounts;
+use crate::data::media::image::ImageSize;
 use crate::data::source::ImageStamp;
 
 /// Number of bytes of a row's hash.
@@ -64,9 +67,6 @@ pub(super) struct Lengths {
     pub(super) visual_tokens: usize,
 }
 
-/// Sides of video files and frames in the list of images.
-const NO_SIZE: [u32; 2] = [0, 0];
-
 fn image_fields() -> Fields {
     Fields::from(vec![
         Field::new("height", DataType::UInt32, false),
@@ -74,6 +74,8 @@ fn image_fields() -> Fields {
         Field::new("file", DataType::Utf8, true),
         Field::new("bytes", DataType::UInt64, false),
         Field::new("mtime_ns", DataType::Int64, false),
+        Field::new("min_pixels", DataType::UInt32, false),
+        Field::new("max_pixels", DataType::UInt32, false),
     ])
 }
 
@@ -123,6 +125,8 @@ pub(super) struct Rows {
     file: StringArray,
     bytes: UInt64Array,
     mtime_ns: Int64Array,
+    min_pixels: UInt32Array,
+    max_pixels: UInt32Array,
     reject_reason: StringArray,
     reject_message: StringArray,
 }
@@ -169,6 +173,8 @@ impl Rows {
             file: typed(structs.column_by_name("file"), "file")?,
             bytes: typed(structs.column_by_name("bytes"), "bytes")?,
             mtime_ns: typed(structs.column_by_name("mtime_ns"), "mtime_ns")?,
+            min_pixels: typed(structs.column_by_name("min_pixels"), "min_pixels")?,
+            max_pixels: typed(structs.column_by_name("max_pixels"), "max_pixels")?,
             images,
             reject_reason: column(batch, "reject_reason")?,
             reject_message: column(batch, "reject_message")?,
@@ -207,7 +213,7 @@ impl Rows {
                         append_image(images.values(), *size, file.as_ref());
                     }
                     for file in videos {
-                        append_image(images.values(), NO_SIZE, Some(file));
+                        append_image(images.values(), ImageSize::default(), Some(file));
                     }
                     video_patches.append_value(measured.video_patches);
                     reason.append_null();
@@ -314,7 +320,7 @@ impl Rows {
             num_targets: count(&self.supervised_tokens),
             ends: is_known.then(|| (count(&self.first_target), count(&self.last_target))),
         };
-        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| *size != NO_SIZE);
+        let sizes = self.images(row).map(|at| self.size(at)).filter(|size| size.pixels != [0, 0]);
         Ok(Measured { text, sizes: sizes.collect(), video_patches: self.video_patches.value(row) })
     }
 
@@ -323,8 +329,12 @@ impl Rows {
         self.images(row).filter_map(|at| self.image_file(at))
     }
 
-    fn size(&self, at: usize) -> [u32; 2] {
-        [self.height.value(at), self.width.value(at)]
+    fn size(&self, at: usize) -> ImageSize {
+        // 0 in the file: no limit
+        let limit = |column: &UInt32Array| NonZeroU32::new(column.value(at));
+        let [min_pixels, max_pixels] = [&self.min_pixels, &self.max_pixels].map(limit);
+        let limits = AreaLimits { min_pixels, max_pixels };
+        ImageSize { pixels: [self.height.value(at), self.width.value(at)], limits }
     }
 
     fn image_file(&self, at: usize) -> Option<(&str, ImageStamp)> {
@@ -361,11 +371,14 @@ impl Rows {
     }
 }
 
-fn append_image(images: &mut StructBuilder, [height, width]: [u32; 2], file: Option<&ImageFile>) {
+fn append_image(images: &mut StructBuilder, size: ImageSize, file: Option<&ImageFile>) {
     const FIELDS: &str = "the builder has the fields of `image_fields`";
     let stamp = file.map_or(ImageStamp { bytes: 0, mtime_ns: 0 }, |file| file.stamp);
-    images.field_builder::<UInt32Builder>(0).expect(FIELDS).append_value(height);
-    images.field_builder::<UInt32Builder>(1).expect(FIELDS).append_value(width);
+    let ImageSize { pixels: [height, width], limits: AreaLimits { min_pixels, max_pixels } } = size;
+    let [min_pixels, max_pixels] = [min_pixels, max_pixels].map(|at| at.map_or(0, NonZeroU32::get));
+    for (field, value) in [(0, height), (1, width), (5, min_pixels), (6, max_pixels)] {
+        images.field_builder::<UInt32Builder>(field).expect(FIELDS).append_value(value);
+    }
     let path = file.map(|file| file.path.as_str());
     images.field_builder::<StringBuilder>(2).expect(FIELDS).append_option(path);
     images.field_builder::<UInt64Builder>(3).expect(FIELDS).append_value(stamp.bytes);
@@ -384,7 +397,12 @@ mod tests {
             (any::<u64>(), any::<i64>(), "[a-z/]{0,9}").prop_map(|(bytes, mtime_ns, path)| {
                 ImageFile { path, stamp: ImageStamp { bytes, mtime_ns } }
             });
-        let image = ([1..=u32::MAX, 1..=u32::MAX], prop::option::of(file.clone()));
+        let side = || 1..=u32::MAX;
+        let size = (side(), side(), any::<u32>(), any::<u32>()).prop_map(|(h, w, min, max)| {
+            let [min_pixels, max_pixels] = [min, max].map(NonZeroU32::new);
+            ImageSize { pixels: [h, w], limits: AreaLimits { min_pixels, max_pixels } }
+        });
+        let image = (size, prop::option::of(file.clone()));
         let media = (prop::collection::vec(image, 0..4), prop::collection::vec(file, 0..3));
         let ends = prop::option::of((0usize..9, 0usize..9));
         let counts = (0usize..99, 0usize..9, 0usize..99, 0usize..99);

@@ -1,6 +1,7 @@
 //! Errors of a row. Each message names the file, the line and what was found there.
 
-use crate::batch::SampleId;
+use super::grounding_error::GroundingError;
+use crate::batch::{MediumKind, SampleId};
 use crate::data::encode::truncate::TruncationError;
 use crate::data::media::image::ImageError;
 use crate::data::media::video::VideoError;
@@ -37,7 +38,7 @@ pub enum SampleError {
     },
     /// The keys of the row match no row form.
     #[error(
-        "{id}: unknown row form: found {keys}, expected `messages`, `conversations` or `instruction` and `output`"
+        "{id}: unknown row form: found {keys}, expected `messages`, `conversations`, `prompt` and `completion`, `query` and `response`, or `instruction` and `output`"
     )]
     UnknownForm {
         /// File and line of the row.
@@ -105,6 +106,33 @@ pub enum SampleError {
         /// Name of the feature and `is` or `are`, such as `audio is`.
         what: &'static str,
     },
+    /// The row has an unknown key, with `data.unknown_keys: error`.
+    #[error("{id}: unknown key `{at}`")]
+    UnknownKey {
+        /// File and line of the row.
+        id: SampleId,
+        /// JSON path inside the row.
+        at: String,
+        /// The key that was probably meant.
+        nearest: Option<&'static str>,
+    },
+    /// The row has more placeholders than images or videos.
+    #[error(
+        "{id}: the turns have {placeholders} {0} placeholders but the row lists {media} {0}s{1}",
+        kind_name(*kind), described(misnamed.as_ref())
+    )]
+    MediaMissing {
+        /// File and line of the row.
+        id: SampleId,
+        /// Kind of the placeholders.
+        kind: MediumKind,
+        /// Number of `<image>` or `<video>` in texts and of parts without a source.
+        placeholders: usize,
+        /// Number of images or videos that the row lists.
+        media: usize,
+        /// An unknown key of the row, and the key that was probably meant.
+        misnamed: Option<(String, &'static str)>,
+    },
     /// The row has images or videos, but the model has no vision encoder.
     #[error("{id}: the model is text-only, but the row has {num_media} images or videos")]
     TextOnlyModel {
@@ -156,6 +184,14 @@ pub enum SampleError {
         index: usize,
         /// Error of the image.
         cause: ImageError,
+    },
+    /// The boxes of the row cannot be rendered.
+    #[error("{id}: {cause}")]
+    Grounding {
+        /// File and line of the row.
+        id: SampleId,
+        /// Error of the boxes.
+        cause: GroundingError,
     },
     /// The text of a turn contains a token that represents visual features.
     #[error("{id}: the text of turn {turn} contains `{token}`, which is reserved for media")]
@@ -253,12 +289,15 @@ impl SampleError {
             Self::NoMessages { .. } => "no_messages",
             Self::UnknownRole { .. } | Self::SystemNotFirst { .. } => "role",
             Self::NotSupported { .. } | Self::TextOnlyModel { .. } => "not_supported",
+            Self::UnknownKey { .. } => "unknown_key",
+            Self::MediaMissing { .. } => "media_missing",
             Self::ImageCount { .. } | Self::RenderedPlaceholders { .. } => "image_count",
             Self::VideoCount { .. } => "video_count",
             Self::Image { cause, .. } => cause.reason(),
             Self::Video { cause, .. } => cause.reason(),
             Self::ReservedToken { .. } | Self::ReservedInText { .. } => "reserved_token",
             Self::Template { cause, .. } => cause.reason(),
+            Self::Grounding { cause, .. } => cause.reason(),
             Self::Tokenizer { .. } => "tokenizer",
             Self::ImageTokens { .. } => "image_tokens",
             Self::NoAssistantTurn { .. } => "no_assistant_turn",
@@ -276,6 +315,18 @@ impl SampleError {
             }
             Self::TextOnlyModel { .. } => {
                 "remove the row, or use a model with a vision encoder (`model.path`)"
+            }
+            Self::UnknownKey { nearest: Some(nearest), .. } => {
+                return Some(format!("did you mean `{nearest}`?"));
+            }
+            Self::UnknownKey { nearest: None, .. } => {
+                "remove the key, or set `data.unknown_keys: warn`; docs/data-format.md lists the keys"
+            }
+            Self::MediaMissing { misnamed: Some((found, meant)), .. } => {
+                return Some(format!("rename `{found}` to `{meant}`"));
+            }
+            Self::MediaMissing { .. } => {
+                "list each image in `images` and each video in `videos`; if `<image>` and `<video>` are plain text, set `literal_placeholders: true` in the data set"
             }
             Self::ImageCount { .. } => {
                 "write one `<image>`, or one part of type `image`, for each image of the row"
@@ -298,6 +349,7 @@ impl SampleError {
                 "add an assistant turn, or remove `\"train\": false` from one"
             }
             Self::Template { cause, .. } => return cause.hint(),
+            Self::Grounding { cause, .. } => cause.hint(),
             Self::Json { .. } => "write one complete JSON object per line, in UTF-8",
             Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
                 "docs/data-format.md shows each row form"
@@ -327,11 +379,14 @@ impl SampleError {
             | Self::UnknownRole { id, .. }
             | Self::SystemNotFirst { id, .. }
             | Self::NotSupported { id, .. }
+            | Self::UnknownKey { id, .. }
+            | Self::MediaMissing { id, .. }
             | Self::TextOnlyModel { id, .. }
             | Self::ImageCount { id, .. }
             | Self::VideoCount { id, .. }
             | Self::Image { id, .. }
             | Self::Video { id, .. }
+            | Self::Grounding { id, .. }
             | Self::ReservedToken { id, .. }
             | Self::ReservedInText { id, .. }
             | Self::RenderedPlaceholders { id, .. }
@@ -344,4 +399,17 @@ impl SampleError {
             | Self::NoSupervisedToken { id, .. } => id,
         }
     }
+}
+
+fn kind_name(kind: MediumKind) -> &'static str {
+    match kind {
+        MediumKind::Image => "image",
+        MediumKind::Video => "video",
+    }
+}
+
+fn described(misnamed: Option<&(String, &'static str)>) -> String {
+    misnamed.map_or_else(String::new, |(found, meant)| {
+        format!(" (unknown key `{found}`, did you mean `{meant}`?)")
+    })
 }

@@ -1,15 +1,24 @@
 //! Reads the rows of data files as [`Sample`](crate::batch::Sample). It does not open images or
 //! videos.
 
-mod content;
+mod dataset_info;
 pub(in crate::data) mod error;
-mod formats;
-mod jsonl;
+mod file_error;
+pub(in crate::data) mod files;
+mod grounding_error;
 mod raw_row;
+mod row_file;
+mod rows;
+mod source_error;
 mod stamp;
+mod texts;
 
+pub use dataset_info::{DatasetInfo, DatasetInfoError};
 pub use error::SampleError;
-pub use formats::RowForm;
-pub(in crate::data) use jsonl::LineIndex;
-pub use jsonl::{JsonlFile, SourceError};
+pub use file_error::FileError;
+pub use grounding_error::GroundingError;
+pub use row_file::RowFile;
+pub use rows::{RowForm, RowRules, UnknownKeys};
+pub use source_error::SourceError;
 pub(in crate::data) use stamp::{ImageStamp, Stamp};
+pub(in crate::data) use texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::content::type_name;
 use super::error::SampleError;
+use super::rows::type_name;
 use crate::batch::SampleId;
+use crate::data::json;
 
 /// Key of an object that stands for binary data; its value is an index into [`RawRow::blobs`]. No
 /// JSON file has it: `\u{0}` makes it differ from every key of users.
@@ -24,7 +25,7 @@ pub(in crate::data) struct RawRow {
 impl RawRow {
     /// Parses a JSON object.
     pub(in crate::data) fn from_json(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
-        match serde_json::from_slice(bytes) {
+        match json::parse(bytes) {
             Ok(Value::Object(object)) => Ok(Self { object, blobs: Vec::new() }),
             Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
             // the first line of a file that is one pretty-printed array
@@ -40,7 +41,6 @@ impl RawRow {
     }
 
     /// Adds binary data, and returns the value that stands for it in [`RawRow::object`].
-    #[cfg_attr(not(test), expect(dead_code, reason = "used by binary formats"))]
     pub(in crate::data) fn blob_value(&mut self, bytes: Arc<[u8]>) -> Value {
         self.blobs.push(bytes);
         let index = Value::from(self.blobs.len() - 1);

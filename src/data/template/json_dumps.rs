@@ -1,6 +1,9 @@
 //! Python's `json.dumps(value, ensure_ascii=False)`, for templates that print tools and tool calls.
 
-use minijinja::value::ValueKind;
+use std::fmt;
+use std::sync::Arc;
+
+use minijinja::value::{Object, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 /// Formats `value` with Python's separators `", "` and `": "`, or on lines with `indent` spaces per
@@ -11,6 +14,26 @@ pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Erro
     Ok(writer.out)
 }
 
+/// An integer that no integer type holds, as its digits. It prints like every other integer.
+#[derive(Debug)]
+struct LongInteger(String);
+
+impl Object for LongInteger {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The integer with these digits.
+pub(super) fn integer(digits: &str) -> Value {
+    let value = digits.parse::<i128>().map(Value::from);
+    value.unwrap_or_else(|_| Value::from_object(LongInteger(digits.to_owned())))
+}
+
 struct Writer {
     out: String,
     indent: Option<usize>,
@@ -19,6 +42,10 @@ struct Writer {
 
 impl Writer {
     fn value(&mut self, value: &Value) -> Result<(), Error> {
+        if let Some(LongInteger(digits)) = value.downcast_object_ref() {
+            self.out.push_str(digits);
+            return Ok(());
+        }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -137,6 +164,17 @@ mod tests {
         ];
         for (value, text) in cases {
             assert_eq!(float(value), text);
+        }
+    }
+
+    #[test]
+    fn integers_of_any_size_are_printed_as_written() {
+        let digits = "9".repeat(60);
+        for text in
+            ["7", "18446744073709551616", "-170141183460469231731687303715884105728", &digits]
+        {
+            assert_eq!(dumps(&integer(text), None).unwrap(), text);
+            assert_eq!(integer(text).to_string(), text);
         }
     }
 

@@ -1,10 +1,12 @@
-//! Renders conversations with the chat template of the model folder and locates the targets.
+//! Renders conversations with the chat template of the model folder and locates the answers.
 //!
-//! Targets are located by rendering prefixes of the conversation. The prefix before an assistant
-//! turn, with the generation prompt, ends where the content of the turn starts; the prefix that
-//! includes the turn ends where the turn ends. The text is not searched for markers, so text
-//! written by a user can never become a target.
+//! To locate the answer of an assistant turn, the conversation is rendered a second time, with a mark
+//! in place of the content of that turn. The text before the mark is the header of the answer, and
+//! the text after it begins with the end mark. The text is not searched for markers, so text written
+//! by a user can never become a target. A template may render earlier turns differently from the
+//! last one, as templates of thinking models do.
 
+mod answers;
 mod json_dumps;
 mod strftime;
 pub(in crate::data) mod tokenizer;
@@ -17,11 +19,12 @@ use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::batch::{Content, Message, Part};
+use crate::data::json::long_integer;
 
 /// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";
-/// Contents of the user and the assistant turn that are rendered to learn how the template starts
-/// and ends an assistant turn.
+/// Contents of the user and the assistant turn that are rendered to learn how the template writes an
+/// assistant turn.
 const PROBE: [&str; 2] = ["question", "answer"];
 
 /// A compiled chat template.
@@ -29,8 +32,11 @@ const PROBE: [&str; 2] = ["question", "answer"];
 pub(in crate::data) struct ChatTemplate {
     env: Environment<'static>,
     special_tokens: Vec<(&'static str, String)>,
-    /// Text after the content of an assistant turn, such as `"<|im_end|>\n"`.
-    tail: String,
+    /// Mark after the content of an assistant turn, such as `<|im_end|>`.
+    end_mark: String,
+    /// Text that the template writes between the generation prompt and the thoughts of a turn, such
+    /// as `"<think>\n"`; `None` if it does not render thoughts.
+    before_thoughts: Option<String>,
 }
 
 /// Whether to append the header of an assistant turn, so that the model answers.
@@ -45,16 +51,25 @@ pub(in crate::data) enum GenerationPrompt {
 pub(in crate::data) struct RenderedChat {
     /// Text with one placeholder per image or video.
     pub text: String,
-    /// Byte ranges of the targets in `text`: content and end mark of each trained assistant turn.
-    pub targets: Vec<Range<usize>>,
+    /// The requested answers that are in `text`, in order.
+    pub answers: Vec<Answer>,
 }
 
-/// A rendered conversation, split before the content of its last assistant turn.
+/// The answer of an assistant turn in a rendered conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct Answer {
+    /// Index of the turn.
+    pub turn: usize,
+    /// Bytes of its thoughts, its content and its end mark.
+    pub range: Range<usize>,
+}
+
+/// A rendered conversation, split before the answer of its last assistant turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::data) struct RenderedPrompt {
     /// Text up to and including the header of that turn.
     pub text: String,
-    /// Content of that turn, without its end mark.
+    /// Thoughts and content of that turn, without its end mark.
     pub answer: String,
 }
 
@@ -76,11 +91,11 @@ pub enum TemplateError {
     /// The template writes nothing after an assistant turn that the model could learn to stop at.
     #[error("the chat template writes no end mark after an assistant turn")]
     NoEndMark,
-    /// A prefix of the conversation renders differently than within the whole conversation.
+    /// The rendered conversation has no range that is the answer of a turn and nothing else.
     #[error(
-        "the chat template is not prefix-stable: it renders turn {turn} differently when more turns follow"
+        "the chat template renders turn {turn} so that its answer cannot be located: the text around the answer depends on it"
     )]
-    NotPrefixStable {
+    NoAnswerRange {
         /// Index of the turn, starting at 0.
         turn: usize,
     },
@@ -92,15 +107,15 @@ impl TemplateError {
         match self {
             Self::Compile { .. } | Self::Render { .. } => "template",
             Self::NoEndMark => "template_end_mark",
-            Self::NotPrefixStable { .. } => "template_not_prefix_stable",
+            Self::NoAnswerRange { .. } => "template_answer",
         }
     }
 
     /// Returns the fix that the error message suggests; `None` if the message alone is enough.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
-            Self::NotPrefixStable { .. } => {
-                "targets cannot be located: use a template that renders earlier turns unchanged"
+            Self::NoAnswerRange { .. } => {
+                "use a template that writes the content of an assistant turn once, between a header and an end mark"
             }
             Self::NoEndMark => {
                 "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
@@ -128,8 +143,8 @@ impl ChatTemplate {
         let loaded = SystemTime::now(); // the date must not change within a run
         env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
         env.add_template_owned(NAME, source).map_err(|error| compile_error(&error))?;
-        let mut this = Self { env, special_tokens, tail: String::new() };
-        this.tail = this.probe()?;
+        let mut this = Self { env, special_tokens, end_mark: String::new(), before_thoughts: None };
+        this.probe()?;
         Ok(this)
     }
 
@@ -143,25 +158,27 @@ impl ChatTemplate {
         Chat::new(self, messages, tools).render(messages.len(), prompt)
     }
 
-    /// Renders a conversation and locates its targets.
-    pub(in crate::data) fn render_with_targets(
+    /// Renders a conversation and locates the answers of the assistant turns for which `is_wanted`
+    /// returns true.
+    pub(in crate::data) fn render_with_answers(
         &self,
         messages: &[Message],
         tools: Option<&serde_json::Value>,
+        is_wanted: impl Fn(usize) -> bool,
     ) -> Result<RenderedChat, TemplateError> {
         let chat = Chat::new(self, messages, tools);
         let text = chat.render(messages.len(), GenerationPrompt::Omit)?;
-        let mut targets = Vec::new();
+        let mut answers = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
-            if message.role == "assistant" && message.weight > 0.0 {
-                let content = chat.content_of(turn, &text)?;
-                targets.push(content.start..content.end + self.tail.trim_end().len());
+            if message.role == "assistant" && is_wanted(turn) {
+                let range = chat.answer(turn, &text)?;
+                answers.extend(range.map(|range| Answer { turn, range }));
             }
         }
-        Ok(RenderedChat { text, targets })
+        Ok(RenderedChat { text, answers })
     }
 
-    /// Renders a conversation up to its last assistant turn, split before the content of that turn.
+    /// Renders a conversation up to its last assistant turn, split before the answer of that turn.
     /// Returns `None` if it has no assistant turn.
     pub(in crate::data) fn render_prompt(
         &self,
@@ -173,24 +190,15 @@ impl ChatTemplate {
         };
         let chat = Chat::new(self, &messages[..=turn], tools);
         let mut text = chat.render(turn + 1, GenerationPrompt::Omit)?;
-        let content = chat.content_of(turn, &text)?;
-        let answer = text[content.clone()].to_owned();
-        text.truncate(content.start);
+        let answer = chat.answer(turn, &text)?.ok_or(TemplateError::NoAnswerRange { turn })?;
+        text.truncate(answer.end - self.end_mark.len());
+        let answer = text.split_off(answer.start);
         Ok(Some(RenderedPrompt { text, answer }))
     }
 
-    /// Returns the text that the template writes after the content of an assistant turn.
-    fn probe(&self) -> Result<String, TemplateError> {
-        let messages = [("user", PROBE[0]), ("assistant", PROBE[1])].map(probe_turn);
-        let chat = Chat::new(self, &messages, None);
-        let text = chat.render(2, GenerationPrompt::Omit)?;
-        let head = chat.render(1, GenerationPrompt::Append)?;
-        let tail = text.strip_prefix(&head).and_then(|rest| rest.strip_prefix(PROBE[1]));
-        let tail = tail.ok_or(TemplateError::NotPrefixStable { turn: 1 })?;
-        if tail.trim_end().is_empty() {
-            return Err(TemplateError::NoEndMark);
-        }
-        Ok(tail.to_owned())
+    /// Whether the template renders the thoughts (`reasoning_content`) of any turn.
+    pub(in crate::data) fn renders_thoughts(&self) -> bool {
+        self.before_thoughts.is_some()
     }
 }
 
@@ -238,45 +246,17 @@ impl<'a> Chat<'a> {
             .render(Value::from_pairs(context))
             .map_err(|error| TemplateError::Render { problem: describe(&error) })
     }
-
-    /// Returns the byte range of the content of assistant turn `turn` in `text`, the rendered
-    /// conversation.
-    fn content_of(&self, turn: usize, text: &str) -> Result<Range<usize>, TemplateError> {
-        let tail = self.template.tail.as_str();
-        let rendered;
-        let upto = if turn + 1 == self.messages.len() {
-            text
-        } else {
-            rendered = self.render(turn + 1, GenerationPrompt::Omit)?;
-            &rendered
-        };
-        let head = self.head_of(turn)?;
-        let body = upto.strip_suffix(tail).filter(|body| body.starts_with(&head));
-        match body {
-            Some(body) if text.starts_with(upto) => Ok(head.len()..body.len()),
-            _ => Err(TemplateError::NotPrefixStable { turn }),
-        }
-    }
-
-    /// Returns the text before the content of assistant turn `turn`.
-    fn head_of(&self, turn: usize) -> Result<String, TemplateError> {
-        if turn > 0 {
-            return self.render(turn, GenerationPrompt::Append);
-        }
-        // Templates access the first turn, so an empty conversation cannot be rendered. Render a
-        // known answer as the first turn and remove it.
-        let answer = message_value(&probe_turn(("assistant", PROBE[1])));
-        let mut opening = self.render_turns(vec![answer], GenerationPrompt::Omit)?;
-        let body = opening.strip_suffix(self.template.tail.as_str());
-        let head = body.and_then(|body| body.strip_suffix(PROBE[1])).map(str::len);
-        opening.truncate(head.ok_or(TemplateError::NotPrefixStable { turn })?);
-        Ok(opening)
-    }
 }
 
 fn probe_turn((role, text): (&str, &str)) -> Message {
     let content = Content::Text(text.to_owned());
-    Message { role: role.to_owned(), content, tool_calls: None, weight: 1.0 }
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
 }
 
 fn message_value(message: &Message) -> Value {
@@ -285,8 +265,10 @@ fn message_value(message: &Message) -> Value {
         Content::Parts(parts) => parts.iter().map(part_value).collect(),
     };
     let tool_calls = message.tool_calls.iter().map(|calls| ("tool_calls", value_of_json(calls)));
+    let thoughts = message.reasoning_content.as_deref().map(Value::from);
+    let thoughts = thoughts.into_iter().map(|text| ("reasoning_content", text));
     let always = [("role", Value::from(message.role.as_str())), ("content", content)];
-    Value::from_pairs(always.into_iter().chain(tool_calls))
+    Value::from_pairs(always.into_iter().chain(thoughts).chain(tool_calls))
 }
 
 fn part_value(part: &Part) -> Value {
@@ -300,6 +282,9 @@ fn part_value(part: &Part) -> Value {
 /// Converts JSON to a template value and keeps the order of keys.
 fn value_of_json(json: &serde_json::Value) -> Value {
     use serde_json::Value as Json;
+    if let Some(digits) = long_integer(json) {
+        return json_dumps::integer(digits);
+    }
     match json {
         Json::Null => Value::from(()),
         Json::Bool(value) => Value::from(*value),

@@ -33,7 +33,7 @@ use crate::data::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped,
 };
 use crate::data::row::{Length, Rejection};
-use crate::data::source::{JsonlFile, RowForm, SampleError, SourceError};
+use crate::data::source::{RowFile, RowForm, SampleError, SourceError, UnknownKeys};
 
 /// Settings of a corpus that come from other sections of the config.
 #[derive(Debug, Clone)]
@@ -50,6 +50,8 @@ pub struct CorpusOptions {
     pub on_error: OnError,
     /// Maximum share of rejected texts, from 0 to 1.
     pub max_rejected: f64,
+    /// How unknown keys of chats are handled. Rows of a corpus are read for their text alone.
+    pub unknown_keys: UnknownKeys,
 }
 
 /// Whether a corpus is opened for training or evaluation.
@@ -69,6 +71,7 @@ impl Default for CorpusOptions {
             split_at: None,
             cut: None,
             cache: None,
+            unknown_keys: UnknownKeys::default(),
             on_error: OnError::Skip,
             max_rejected: 1.0,
         }
@@ -93,18 +96,19 @@ enum Rows {
 }
 
 impl Corpus {
-    /// Opens `path`, a `.txt` file or JSONL with the key `text`, and tokenises it unless
-    /// `options.cache` has its tokens. During tokenisation, calls
+    /// Opens `paths`, a `.txt` file or files of rows with the key `text`, and tokenises them unless
+    /// `options.cache` has the tokens. There must be a path. During tokenisation, calls
     /// `progress(bytes of text done, bytes of text in total)`.
     pub fn open(
-        path: &Path,
+        paths: &[PathBuf],
         config: &CorpusConfig,
         encoder: &Encoder,
         options: &CorpusOptions,
         progress: &dyn Fn(u64, u64),
     ) -> Result<Self, SourceError> {
+        let path = &*paths[0];
         let separators = separators(path, config, encoder)?;
-        let texts = Texts::open(path)?;
+        let texts = Texts::open(paths)?;
         let fingerprint = key(&texts, separators, encoder);
         let tokens = tokens(path, &texts, separators, encoder, options, fingerprint, progress)?;
         check_rejected(path, &tokens, options)?;
@@ -117,7 +121,7 @@ impl Corpus {
         path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("txt"))
     }
 
-    /// Path as passed to [`Self::open`].
+    /// The first path as passed to [`Self::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -258,16 +262,17 @@ impl Corpus {
     }
 }
 
-/// Source of the text: a JSONL file, or the path and SHA-256 of a text file.
+/// Source of the text: rows, or the path and SHA-256 of a text file.
 enum Texts {
-    Rows(JsonlFile),
+    Rows(RowFile),
     File(PathBuf, [u8; 32]),
 }
 
 impl Texts {
-    fn open(path: &Path) -> Result<Self, SourceError> {
-        if !Corpus::is_text_file(path) {
-            let file = JsonlFile::open(path, None)?;
+    fn open(paths: &[PathBuf]) -> Result<Self, SourceError> {
+        let path = &*paths[0];
+        if paths.len() > 1 || !Corpus::is_text_file(path) {
+            let file = RowFile::open_all(paths, None)?;
             return match file.form() {
                 RowForm::Text => Ok(Self::Rows(file)),
                 form => Err(SourceError::NoText { path: path.to_owned(), form }),

@@ -28,7 +28,7 @@ fn config(text: &str) -> CorpusConfig {
 const DOCUMENTS: &str = r#"{"sampling": "document"}"#;
 
 fn open(path: &Path, text: &str, options: &CorpusOptions) -> Corpus {
-    Corpus::open(path, &config(text), &encoder(), options, &|_, _| ()).unwrap()
+    Corpus::open(&[path.to_owned()], &config(text), &encoder(), options, &|_, _| ()).unwrap()
 }
 
 fn all_ids(corpus: &Corpus) -> Vec<u32> {
@@ -215,7 +215,8 @@ fn progress_ends_at_the_total_and_cached_tokens_report_none() {
         let reported = RefCell::new(Vec::new());
         let open = || {
             let progress = |done, total| reported.borrow_mut().push((done, total));
-            Corpus::open(&path, &config(DOCUMENTS), &encoder(), &options, &progress).unwrap();
+            Corpus::open(&[path.clone()], &config(DOCUMENTS), &encoder(), &options, &progress)
+                .unwrap();
             reported.take()
         };
         let first = open();
@@ -244,7 +245,7 @@ fn rejected_texts_are_reported_with_file_and_line() {
         [(2, "wrong_type"), (3, "empty"), (4, "missing_key"), (5, "json"), (6, "reserved_token")];
     assert_eq!(reported, expected);
     let open = |path: &Path, text: &str, options: &CorpusOptions| {
-        Corpus::open(path, &config(text), &encoder(), options, &|_, _| ())
+        Corpus::open(&[path.to_owned()], &config(text), &encoder(), options, &|_, _| ())
             .map(drop)
             .unwrap_err()
             .to_string()

@@ -16,7 +16,7 @@ use super::{CorpusOptions, Texts};
 use crate::batch::SampleId;
 use crate::data::encode::Encoder;
 use crate::data::row::Rejection;
-use crate::data::source::{JsonlFile, SampleError};
+use crate::data::source::{RowFile, SampleError};
 
 /// Number of texts that are tokenised in parallel before their tokens are written.
 const TEXTS_AT_A_TIME: usize = 64;
@@ -84,9 +84,9 @@ fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Fault> {
     }
 }
 
-/// Tokenises a JSONL file, in which every row is a text of one or more documents.
+/// Tokenises a data set, in which every row is a text of one or more documents.
 fn tokenise_rows(
-    file: &JsonlFile,
+    file: &RowFile,
     separators: Separators,
     encoder: &Encoder,
     writer: &mut TokenWriter,
@@ -117,8 +117,7 @@ fn tokenise_rows(
             }
         }
         let next = rows.last().map_or(0, |row| row + 1);
-        let done = if next < file.len() { file.offset(next) } else { file.num_bytes() };
-        progress(done, file.num_bytes());
+        progress(file.bytes_before(next), file.bytes_before(file.len()));
     }
     Ok(())
 }

@@ -205,6 +205,25 @@ mod tests {
     }
 
     #[test]
+    fn a_tiff_decodes_to_the_pixels_of_the_png_and_a_truncated_one_is_an_error() {
+        let pixels = |name: &str| decode(&golden::fixture(name)).unwrap();
+        for (name, same) in [
+            ("rgb.tif", "rgb.png"),
+            ("grey.tif", "grey.png"),
+            ("orientation_6.tif", "orientation_6.png"),
+        ] {
+            let found = pixels(name);
+            assert!(found == pixels(same), "{name}");
+            let bytes = golden::fixture(name);
+            for length in 0..bytes.len() {
+                if let Ok(part) = decode(&bytes[..length]) {
+                    assert!(part == found, "{name} cut to {length}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_truncated_file_is_an_error_or_decodes_to_the_same_pixels() {
         for (name, _) in golden::images("rgb/") {
             let bytes = golden::fixture(&name);
@@ -258,6 +277,6 @@ mod tests {
         assert!(broken(&golden::fixture("rgb.png")[..20]));
         assert!(broken(b"\xff\xd8\xff\xd9"));
         assert!(unknown(b"<html>404</html>"));
-        assert!(unknown(b"II*\0 a TIFF image"));
+        assert!(unknown(b"\0\0\0\x1cftypavif"));
     }
 }

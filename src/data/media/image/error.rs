@@ -99,7 +99,7 @@ pub enum ImageError {
         cause: UrlError,
     },
     /// The bytes are not in a supported format.
-    #[error("image {image} is not a PNG, JPEG, WebP, GIF or BMP image")]
+    #[error("image {image} is not a PNG, JPEG, WebP, GIF, BMP or TIFF image")]
     UnknownFormat {
         /// The image.
         image: ImageName,

@@ -9,7 +9,7 @@ use std::error::Error;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
 
-use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, webp::WebPDecoder};
+use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, tiff::TiffDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
 use image::{ImageDecoder, ImageFormat};
 
@@ -117,6 +117,11 @@ impl Header {
             }
             ImageFormat::Gif => without_exif(&GifDecoder::new(reader)?),
             ImageFormat::Bmp => without_exif(&BmpDecoder::new(reader)?),
+            ImageFormat::Tiff => {
+                let mut decoder = TiffDecoder::new(reader)?;
+                let (width, height) = decoder.dimensions();
+                (width, height, decoder.orientation()?)
+            }
             _ => return Err(DecodeError::UnknownFormat),
         };
         if width == 0 || height == 0 {

@@ -16,6 +16,7 @@ mod config;
 mod decode;
 mod error;
 mod header;
+mod limits;
 mod patchify;
 mod resize;
 mod smart_resize;
@@ -41,6 +42,7 @@ pub(in crate::data) use header::MAX_PIXELS;
 #[cfg(feature = "video")]
 pub(in crate::data) use header::swaps_sides;
 use header::{DecodeError, Header};
+pub use limits::ImageSize;
 use patchify::resize_and_patchify;
 pub(in crate::data) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(in crate::data) use resize::resize;
@@ -116,22 +118,20 @@ impl ImageProcessor {
     /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
     /// so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        Ok(self.grid_of(self.target(media, self.upright_size(media)?)?))
+        Ok(self.grid_of(self.target(media, self.size(media)?)?))
     }
 
-    /// Returns the upright `[height, width]` in pixels, read from the header. Fails like
+    /// Returns the upright size in pixels, read from the header, and the limits of the row. Fails like
     /// [`Self::grid`] if the aspect ratio is too large.
-    pub fn size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
-        let size = self.upright_size(media)?;
+    pub fn size(&self, media: &MediaRef) -> Result<ImageSize, ImageError> {
+        let size = ImageSize::new(self.upright_size(media)?, media.limits);
         self.target(media, size).map(|_| size)
     }
 
-    /// Returns the grid `[1, gh, gw]` of an image with this upright `[height, width]` in pixels;
-    /// `None` if the aspect ratio is above 200.
-    pub fn grid_of_size(&self, [height, width]: [u32; 2]) -> Option<[u32; 3]> {
-        let factor = self.patch_size * self.merge_size;
-        let target = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)?;
-        Some(self.grid_of(target))
+    /// Returns the grid `[1, gh, gw]` of an image of this size; `None` if the aspect ratio is above
+    /// 200.
+    pub fn grid_of_size(&self, size: ImageSize) -> Option<[u32; 3]> {
+        self.target_of_size(size).map(|target| self.grid_of(target))
     }
 
     /// Settings that determine the grid of an image of a given size, as text. The length cache
@@ -144,7 +144,8 @@ impl ImageProcessor {
     /// Decodes an image into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
         let image = self.upright_pixels(media)?;
-        let target = self.target(media, [image.height as u32, image.width as u32])?;
+        let size = [image.height as u32, image.width as u32];
+        let target = self.target(media, ImageSize::new(size, media.limits))?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
         Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
     }
@@ -196,10 +197,19 @@ impl ImageProcessor {
         }
     }
 
-    fn target(&self, media: &MediaRef, [height, width]: [u32; 2]) -> Result<[u32; 2], ImageError> {
-        let factor = self.patch_size * self.merge_size;
-        smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
-            .ok_or_else(|| ImageError::AspectRatio { image: ImageName::of(media), width, height })
+    fn target(&self, media: &MediaRef, size: ImageSize) -> Result<[u32; 2], ImageError> {
+        let [height, width] = size.pixels;
+        self.target_of_size(size).ok_or_else(|| ImageError::AspectRatio {
+            image: ImageName::of(media),
+            width,
+            height,
+        })
+    }
+
+    fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<[u32; 2]> {
+        let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
+        let [min_pixels, max_pixels] = limits::over(limits, [self.min_pixels, self.max_pixels]);
+        smart_resize(height, width, factor, min_pixels, max_pixels)
     }
 
     fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {

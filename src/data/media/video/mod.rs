@@ -26,9 +26,10 @@ use config::Settings;
 pub use config::{VideoConfig, VideoConfigError, VideoMarks};
 #[cfg(feature = "video")]
 use file::VideoFile;
+use sampling::Sampling;
 use smart_resize::smart_resize;
 
-use crate::batch::{MediaRef, MediumKind, Patches, VideoRef};
+use crate::batch::{MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use crate::data::media::image::{
     ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
 };
@@ -84,11 +85,13 @@ impl VideoProcessor {
     /// the first frame of a list.
     pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
         match video {
-            VideoRef::Frames { frames, fps } => Ok(self.plan_list(frames, *fps)?.clip),
+            VideoRef::Frames { frames, fps, limits } => {
+                Ok(self.plan_list(frames, *fps, limits)?.clip)
+            }
             #[cfg(feature = "video")]
-            VideoRef::File { root, path, fps } => {
+            VideoRef::File { root, path, fps, limits } => {
                 let file = VideoFile::open(root, path, self.settings.limits)?;
-                Ok(self.plan_file(&file, *fps)?.clip)
+                Ok(self.plan_file(&file, *fps, limits)?.clip)
             }
             #[cfg(not(feature = "video"))]
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
@@ -98,8 +101,8 @@ impl VideoProcessor {
     /// Decodes the sampled frames into normalised patches.
     pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
         match video {
-            VideoRef::Frames { frames, fps } => {
-                let plan = self.plan_list(frames, *fps)?;
+            VideoRef::Frames { frames, fps, limits } => {
+                let plan = self.plan_list(frames, *fps, limits)?;
                 let read = |index: &usize| {
                     let frame = index + 1;
                     let pixels = self
@@ -112,9 +115,9 @@ impl VideoProcessor {
                 Ok(self.patches(plan, &pixels))
             }
             #[cfg(feature = "video")]
-            VideoRef::File { root, path, fps } => {
+            VideoRef::File { root, path, fps, limits } => {
                 let file = VideoFile::open(root, path, self.settings.limits)?;
-                let plan = self.plan_file(&file, *fps)?;
+                let plan = self.plan_file(&file, *fps, limits)?;
                 let mut pixels = Vec::with_capacity(plan.indices.len());
                 file.decode(&plan.indices, |frame, index| {
                     pixels.push(plan.resized(frame, index + 1)?);
@@ -145,28 +148,47 @@ impl VideoProcessor {
         self.settings.marks
     }
 
-    fn plan_list(&self, frames: &[MediaRef], fps: Option<f64>) -> Result<Plan, VideoError> {
+    fn plan_list(
+        &self,
+        frames: &[MediaRef],
+        fps: Option<f64>,
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
         let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
-        let sampling = self.settings.sampling;
-        let indices = match fps {
-            Some(rate) => sampling.of_clip(frames.len(), rate),
-            None => sampling.of_sampled(frames.len()),
+        let (sampling, count) = self.settings.sampling.of_video(None, limits);
+        let indices = match (count, fps) {
+            (Some(count), _) => Sampling::of_count(frames.len(), count),
+            (None, Some(rate)) => sampling.of_clip(frames.len(), rate),
+            (None, None) => sampling.of_sampled(frames.len()),
         };
         let size = self.images.upright_size(first);
         let size = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
-        self.plan(indices, fps.unwrap_or(sampling.fps), size)
+        self.plan(indices, fps.unwrap_or(sampling.fps), size, limits)
     }
 
     #[cfg(feature = "video")]
-    fn plan_file(&self, file: &VideoFile, fps: Option<f64>) -> Result<Plan, VideoError> {
-        let sampling = self.settings.sampling;
-        let sampling = sampling::Sampling { fps: fps.unwrap_or(sampling.fps), ..sampling };
-        let indices = sampling.of_clip(file.total(), file.rate());
-        self.plan(indices, file.rate(), file.size())
+    fn plan_file(
+        &self,
+        file: &VideoFile,
+        fps: Option<f64>,
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
+        let (sampling, count) = self.settings.sampling.of_video(fps, limits);
+        let indices = match count {
+            Some(count) => Sampling::of_count(file.total(), count),
+            None => sampling.of_clip(file.total(), file.rate()),
+        };
+        self.plan(indices, file.rate(), file.size(), limits)
     }
 
     /// `rate` is in frames per second; `source` is `[height, width]` in pixels.
-    fn plan(&self, indices: Vec<usize>, rate: f64, source: [u32; 2]) -> Result<Plan, VideoError> {
+    fn plan(
+        &self,
+        indices: Vec<usize>,
+        rate: f64,
+        source: [u32; 2],
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let frames = indices.len();
         if frames < temporal {
@@ -174,7 +196,8 @@ impl VideoProcessor {
         }
         let factor = self.images.patch_size() * self.images.merge_size();
         let [height, width] = source;
-        let target = smart_resize(frames, source, temporal, factor, self.settings.budget)
+        let budget = self.settings.budget.of_video(frames, limits);
+        let target = smart_resize(frames, source, temporal, factor, budget)
             .ok_or(VideoError::AspectRatio { width, height })?;
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];

@@ -4,6 +4,10 @@
 //! transformers: indices are spread evenly from the first to the last frame; presentation times in
 //! the file are not used.
 
+use std::num::NonZeroU32;
+
+use crate::batch::VideoLimits;
+
 /// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Sampling {
@@ -16,6 +20,25 @@ pub(super) struct Sampling {
 }
 
 impl Sampling {
+    /// The sampling of a video with settings of its own; `count` is its number of frames, if given.
+    pub(super) fn of_video(self, fps: Option<f64>, limits: &VideoLimits) -> (Self, Option<usize>) {
+        let number = |limit: Option<NonZeroU32>| limit.map(|limit| limit.get() as usize);
+        let (min_frames, max_frames) = (number(limits.min_frames), number(limits.max_frames));
+        let sampling = Self {
+            fps: fps.unwrap_or(self.fps),
+            min_frames: min_frames.unwrap_or(self.min_frames),
+            max_frames: max_frames.unwrap_or(self.max_frames.max(min_frames.unwrap_or(0))),
+        };
+        (sampling, number(limits.num_frames))
+    }
+
+    /// Returns the indices of `wanted` frames, or of all if `total` is less. The limits on the number
+    /// of frames do not apply.
+    pub(super) fn of_count(total: usize, wanted: usize) -> Vec<usize> {
+        let unlimited = Self { fps: 1.0, min_frames: 0, max_frames: usize::MAX };
+        unlimited.spread(total, wanted)
+    }
+
     /// Returns the indices of the frames to sample from `total` frames at `rate` frames per second.
     pub(super) fn of_clip(&self, total: usize, rate: f64) -> Vec<usize> {
         self.spread(total, (total as f64 / rate * self.fps) as usize)

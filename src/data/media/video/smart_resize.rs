@@ -2,6 +2,9 @@
 //!
 //! The arithmetic and its rounding equal those of the transformers processor.
 
+use std::num::NonZeroU32;
+
+use crate::batch::VideoLimits;
 use crate::data::media::image::{Frames, fit};
 
 /// Maximum ratio of the longer to the shorter side, as in the transformers processor.
@@ -12,6 +15,21 @@ const MAX_ASPECT_RATIO: f64 = 200.0;
 pub(super) struct Budget {
     pub(super) min_pixels: u64,
     pub(super) max_pixels: u64,
+}
+
+impl Budget {
+    /// The limits of a video of `num_frames` frames with settings of its own. If a limit of the row
+    /// contradicts another one, the maximum applies.
+    pub(super) fn of_video(self, num_frames: usize, limits: &VideoLimits) -> Self {
+        let frames = num_frames as u64;
+        let all = |a_frame: Option<NonZeroU32>| a_frame.map(|area| u64::from(area.get()) * frames);
+        let total = limits.total_pixels.map(|total| u64::from(total.get()));
+        let (min, max) = (all(limits.frame.min_pixels), all(limits.frame.max_pixels));
+        let most = total.unwrap_or(self.max_pixels);
+        let max_pixels = max.map_or(most, |max| max.min(most));
+        let min_pixels = min.unwrap_or(self.min_pixels).min(max_pixels).min(self.max_pixels);
+        Self { min_pixels, max_pixels }
+    }
 }
 
 /// Returns the target `[height, width]` in pixels of `num_frames` frames of `height` x `width`.

@@ -1,0 +1,66 @@
+//! `trainer convert`: writes our config from the config of another trainer.
+
+use super::failure::{Exit, Failure};
+use super::stdout::stdout;
+use crate::checkpoint::write_atomically;
+use crate::convert::{Trainer, convert};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use std::io::Write;
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+
+/// Arguments of `convert`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  trainer convert --from ms-swift train.sh --out config.yaml\n  \
+    trainer convert --from llama-factory train.yaml --world-size 8 --out config.yaml"
+)]
+pub(super) struct ConvertArgs {
+    /// The other trainer
+    #[arg(long, value_name = "TRAINER", value_parser = trainers())]
+    from: Trainer,
+    /// Its config (YAML or JSON) or the script that starts it; later files win
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// File to write; stdout if it is left out
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Number of processes (GPUs) of the other run, if the files do not say it
+    #[arg(long, value_name = "N")]
+    world_size: Option<NonZeroU64>,
+}
+
+fn trainers() -> impl TypedValueParser<Value = Trainer> {
+    PossibleValuesParser::new(Trainer::ALL.map(Trainer::name)).map(|name| {
+        let named = Trainer::ALL.into_iter().find(|trainer| trainer.name() == name);
+        named.expect("one of the possible values")
+    })
+}
+
+/// Writes the config to `--out` or stdout, and dropped settings and differences to the log.
+pub(super) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
+    if let Some(out) = args.out.as_ref().filter(|out| out.exists()) {
+        let message = format!("`{}` exists", out.display());
+        return Err(Failure::new(Exit::Usage, message)
+            .hint("remove it, or give another name as `--out`")
+            .into());
+    }
+    let converted = convert(args.from, &args.files, args.world_size)?;
+    for line in &converted.dropped {
+        tracing::info!("dropped: {line}");
+    }
+    for line in &converted.notes {
+        tracing::info!("note: {line}");
+    }
+    match &args.out {
+        Some(out) => {
+            write_atomically(out, converted.yaml.as_bytes()).map_err(|error| {
+                Failure::of(Exit::CannotWrite, error).hint("give another file as `--out`")
+            })?;
+            tracing::info!("wrote {}", out.display());
+        }
+        None => write!(stdout(), "{}", converted.yaml)?,
+    }
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! Names of settings in other trainers, for error messages and for `trainer convert`.
+
+/// Names in ms-swift, LLaMA-Factory, lmms-engine or transformers without their section, and the
+/// key here.
+const NAMES: &[(&str, &str)] = &[
+    ("model", "model.path"),
+    ("model_name_or_path", "model.path"),
+    ("load_from_pretrained_path", "model.path"),
+    ("train_from_scratch", "model.weights"),
+    ("load_from_config", "model.weights"),
+    ("torch_dtype", "model.precision"),
+    ("dtype", "model.precision"),
+    ("bf16", "model.precision"),
+    ("pure_bf16", "model.precision"),
+    ("attn_impl", "model.attention"),
+    ("attn_implementation", "model.attention"),
+    ("flash_attn", "model.attention"),
+    ("padding_free", "model.use_rmpad"),
+    ("use_rmpad", "model.use_rmpad"),
+    ("gradient_checkpointing", "model.recompute"),
+    ("vit_gradient_checkpointing", "model.recompute"),
+    ("disable_gradient_checkpointing", "model.recompute"),
+    ("freeze_vit", "model.freeze"),
+    ("freeze_aligner", "model.freeze"),
+    ("freeze_llm", "model.freeze"),
+    ("freeze_parameters", "model.freeze"),
+    ("freeze_vision_tower", "model.freeze"),
+    ("freeze_multi_modal_projector", "model.freeze"),
+    ("freeze_language_model", "model.freeze"),
+    ("freeze_modules", "model.freeze"),
+    ("dataset", "data.train"),
+    ("datasets", "data.train"),
+    ("dataset_path", "data.train"),
+    ("val_dataset", "data.eval"),
+    ("eval_dataset", "data.eval"),
+    ("eval_dataset_path", "data.eval"),
+    ("media_dir", "data.train[].image_root"),
+    ("data_folder", "data.train[].image_root"),
+    ("image_folder", "data.train[].image_root"),
+    ("interleave_prob", "data.train[].weight"),
+    ("interleave_probs", "data.train[].weight"),
+    ("mix_strategy", "data.mixture"),
+    ("stopping_strategy", "data.stopping_strategy"),
+    ("packing", "data.packing"),
+    ("neat_packing", "data.packing"),
+    ("packing_length", "data.packing_length"),
+    ("packing_strategy", "data.packing_strategy"),
+    ("filter_overlong", "data.filter_overlong"),
+    ("max_length", "data.max_length"),
+    ("max_seq_length", "data.max_length"),
+    ("max_seq_len", "data.max_length"),
+    ("model_max_length", "data.max_length"),
+    ("cutoff_len", "data.max_length"),
+    ("truncation_strategy", "data.truncation"),
+    ("shuffle", "data.shuffle"),
+    ("dataset_shuffle", "data.shuffle"),
+    ("disable_shuffling", "data.shuffle"),
+    ("dataloader_num_workers", "data.workers"),
+    ("num_workers", "data.workers"),
+    ("strict", "data.on_error"),
+    ("max_pixels", "data.image.max_pixels"),
+    ("MAX_PIXELS", "data.image.max_pixels"),
+    ("image_max_pixels", "data.image.max_pixels"),
+    ("IMAGE_MAX_TOKEN_NUM", "data.image.max_tokens"),
+    ("min_pixels", "data.image.min_pixels"),
+    ("MIN_PIXELS", "data.image.min_pixels"),
+    ("image_min_pixels", "data.image.min_pixels"),
+    ("IMAGE_MIN_TOKEN_NUM", "data.image.min_pixels"),
+    ("fps", "data.video.fps"),
+    ("FPS", "data.video.fps"),
+    ("video_fps", "data.video.fps"),
+    ("FPS_MAX_FRAMES", "data.video.max_frames"),
+    ("video_maxlen", "data.video.max_frames"),
+    ("video_max_frames", "data.video.max_frames"),
+    ("FPS_MIN_FRAMES", "data.video.min_frames"),
+    ("video_max_pixels", "data.video.max_pixels"),
+    ("VIDEO_MAX_TOKEN_NUM", "data.video.max_pixels"),
+    ("output_dir", "output_dir"),
+    ("seed", "seed"),
+    ("per_device_train_batch_size", "train.batch_size"),
+    ("micro_batch_size", "train.batch_size"),
+    ("batch_size", "train.batch_size"),
+    ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),
+    ("num_train_epochs", "train.epochs"),
+    ("num_epochs", "train.epochs"),
+    ("epochs", "train.epochs"),
+    ("max_steps", "train.max_steps"),
+    ("max_grad_norm", "train.max_grad_norm"),
+    ("gradient_clipping", "train.max_grad_norm"),
+    ("learning_rate", "optim.lr"),
+    ("lr", "optim.lr"),
+    ("adam_beta1", "optim.betas"),
+    ("adam_beta2", "optim.betas"),
+    ("adam_epsilon", "optim.eps"),
+    ("weight_decay", "optim.weight_decay"),
+    ("lr_scheduler_type", "optim.schedule"),
+    ("lr_scheduler", "optim.schedule"),
+    ("warmup_steps", "optim.warmup_steps"),
+    ("warmup_ratio", "optim.warmup_ratio"),
+    ("vit_lr", "optim.lr_multipliers"),
+    ("aligner_lr", "optim.lr_multipliers"),
+    ("save_steps", "checkpoint.every_steps"),
+    ("save_total_limit", "checkpoint.keep"),
+    ("eval_steps", "eval.every_steps"),
+    ("logging_steps", "log.every_steps"),
+];
+
+/// Returns the key for a setting that other trainers call `name`.
+pub(crate) fn our_key(name: &str) -> Option<&'static str> {
+    NAMES.iter().find(|(theirs, _)| *theirs == name).map(|(_, ours)| *ours)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{RunConfig, load_text};
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    #[test]
+    fn each_name_occurs_once_and_leads_to_a_key_of_the_config() {
+        let text = "output_dir: a\nmodel: {path: b}\ndata: {train: [{path: c}]}";
+        let config: RunConfig = load_text(Path::new("a.yaml"), text).unwrap();
+        let config = serde_json::to_value(&config).unwrap();
+        let mut names = BTreeSet::new();
+        for (theirs, ours) in NAMES {
+            assert!(names.insert(theirs), "`{theirs}` twice");
+            let path = format!("/{}", ours.replace("[]", ".0").replace('.', "/"));
+            assert!(config.pointer(&path).is_some(), "`{ours}` is no key");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Batch size and accumulation: one device here does the work of all processes there.
+
+use crate::convert::rule::Role;
+use crate::convert::trainer::Trainer;
+use crate::convert::work::Work;
+use std::num::NonZeroU64;
+
+/// The samples of an optimizer step that ms-swift reaches at least if it chooses the accumulation.
+const SWIFT_STEP: u64 = 16;
+
+/// Writes `train.gradient_accumulation_steps`. Returns the samples (or packs) of an optimizer step.
+pub(super) fn batch(work: &mut Work, world_size: Option<NonZeroU64>) -> Option<u64> {
+    let world = world(work, world_size);
+    let mut split = 1;
+    for role in [Role::SequenceParallel, Role::TensorParallel] {
+        if let Some((degree, setting)) = work.count(role) {
+            split *= degree.max(1);
+            work.drop(
+                &setting,
+                "one process trains on one device here; the batch is computed without it",
+            );
+        }
+    }
+    let batch = work.out.number("train.batch_size").unwrap_or(1);
+    let accumulation = work.take(Role::Accumulation);
+    let world = world?;
+    if world % split != 0 {
+        work.need(
+            "--world-size",
+            &format!("{world} processes cannot be divided into groups of {split}"),
+        );
+        return None;
+    }
+    let replicas = world / split;
+    let accumulation = accumulation?;
+    let theirs = match (accumulation.value.count(), work.trainer) {
+        (Some(steps), _) if steps > 0 => steps,
+        (None, Trainer::MsSwift) if accumulation.value.text() == Some("auto") => {
+            SWIFT_STEP.div_ceil(batch * replicas)
+        }
+        _ => {
+            work.refuse(&accumulation, "expected a whole number of 1 or more");
+            return None;
+        }
+    };
+    let ours = theirs * replicas;
+    let noun = if replicas == 1 { "process" } else { "processes" };
+    let comment = format!("{theirs} x {replicas} {noun}: {}", work.from(&accumulation));
+    work.write("train.gradient_accumulation_steps", &ours.to_string(), &comment);
+    Some(batch * ours)
+}
+
+/// Number of processes of the other trainer.
+fn world(work: &mut Work, given: Option<NonZeroU64>) -> Option<u64> {
+    let (processes, nodes) = (work.given(Role::Processes), work.given(Role::Nodes));
+    let devices = work.given(Role::VisibleDevices);
+    for setting in [&processes, &nodes, &devices].into_iter().flatten() {
+        work.drop(setting, "one process trains on one device; the accumulation makes up for it");
+    }
+    if let Some(given) = given {
+        return Some(given.get());
+    }
+    let nodes = nodes.map_or(Some(1), |setting| setting.value.count());
+    let processes = match (processes, devices) {
+        (Some(setting), _) => setting.value.count(),
+        // swift starts one process unless NPROC_PER_NODE is set
+        (None, _) if work.trainer == Trainer::MsSwift && work.has_script => Some(1),
+        (None, Some(setting)) if work.trainer == Trainer::LlamaFactory => {
+            let devices = setting.value.to_string();
+            Some(devices.split(',').filter(|device| !device.trim().is_empty()).count() as u64)
+        }
+        (None, _) => None,
+    };
+    let world = processes.zip(nodes).map(|(processes, nodes)| processes * nodes);
+    if world.is_none_or(|world| world == 0) {
+        work.need(
+            "--world-size",
+            "the files do not say how many processes (GPUs) the run had, which the accumulation needs: pass `--world-size N`, 1 for one GPU",
+        );
+        return None;
+    }
+    world
+}

@@ -1,0 +1,120 @@
+//! Stores files that rows can be read from in any order: unpacked ones, and Arrow files instead of
+//! Parquet files without a page index.
+
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use flate2::bufread::MultiGzDecoder;
+use sha2::{Digest, Sha256};
+
+use super::sniff::Compression;
+use crate::data::source::file_error::FileError;
+use crate::data::source::stamp::Stamp;
+
+/// Folder in the cache folder.
+const FOLDER: &str = "unpacked";
+
+/// A data file that must be written in another form to read its rows in any order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packed<'a> {
+    pub(super) path: &'a Path,
+    pub(super) stamp: &'a Stamp,
+    /// Whether the stamp proves that the file is unchanged.
+    pub(super) is_settled: bool,
+    /// The cache folder.
+    pub(super) cache: Option<&'a Path>,
+}
+
+impl Packed<'_> {
+    /// Returns the unpacked content of `file`, which is the file at the path.
+    pub(super) fn unpack(self, file: &File, compression: Compression) -> Result<File, FileError> {
+        self.store("unpacking a compressed data file", "", |unpacked, failed| {
+            copy(self.path, file, compression, unpacked, failed)
+        })
+    }
+
+    /// Returns a file that `write` has filled. With a cache folder, it is stored there under a name
+    /// made from path and stamp, and a later call uses it if the stamp is settled. Without, it is
+    /// a temporary file without a name.
+    pub(super) fn store(
+        self,
+        why: &str,
+        ending: &str,
+        write: impl FnOnce(&File, &dyn Fn(io::Error) -> FileError) -> Result<(), FileError>,
+    ) -> Result<File, FileError> {
+        let Self { path, stamp, is_settled, cache } = self;
+        let folder = cache.map_or_else(std::env::temp_dir, |cache| cache.join(FOLDER));
+        let failed =
+            |cause| FileError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
+        let target = folder.join(format!("{}{ending}", name(path, stamp)));
+        if cache.is_some()
+            && is_settled
+            && let Ok(file) = File::open(&target)
+        {
+            return Ok(file);
+        }
+        fs::create_dir_all(&folder).map_err(failed)?;
+        let temporary_file = "a temporary file".to_owned();
+        let into = cache.map_or(temporary_file, |_| target.display().to_string());
+        tracing::info!(file = %path.display(), %into, "{why}");
+        static FILES: AtomicU64 = AtomicU64::new(0); // numbers the files of this process
+        let number = FILES.fetch_add(1, Ordering::Relaxed);
+        let temporary = Temporary(folder.join(format!(".unpack-{}-{number}", std::process::id())));
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let unpacked = options.open(&temporary.0).map_err(failed)?;
+        write(&unpacked, &failed)?;
+        if cache.is_some() {
+            unpacked.sync_all().map_err(failed)?;
+            fs::rename(&temporary.0, &target).map_err(failed)?;
+        }
+        Ok(unpacked)
+    }
+}
+
+/// A file that is removed when this is dropped, unless it was renamed.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The name of the unpacked file.
+fn name(path: &Path, stamp: &Stamp) -> String {
+    let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let mut key = Sha256::new_with_prefix(absolute.as_os_str().as_encoded_bytes());
+    key.update(format!("{stamp:?}"));
+    let key = format!("{:x}", key.finalize());
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    format!("{}-{stem}", &key[..16])
+}
+
+fn copy(
+    path: &Path,
+    file: &File,
+    compression: Compression,
+    unpacked: &File,
+    failed: &dyn Fn(io::Error) -> FileError,
+) -> Result<(), FileError> {
+    let (mut reader, format): (Box<dyn Read>, _) = match compression {
+        Compression::Gzip => {
+            (Box::new(MultiGzDecoder::new(BufReader::with_capacity(1 << 18, file))), "gzip data")
+        }
+        Compression::Zstd => (Box::new(zstd::Decoder::new(file).map_err(failed)?), "zstd data"),
+    };
+    let mut writer = BufWriter::with_capacity(1 << 20, unpacked);
+    let mut buffer = vec![0; 1 << 18];
+    loop {
+        let num_read = reader.read(&mut buffer).map_err(|error| {
+            FileError::broken(path, format, format!("cannot be unpacked: {error}"))
+        })?;
+        if num_read == 0 {
+            return writer.flush().map_err(failed);
+        }
+        writer.write_all(&buffer[..num_read]).map_err(failed)?;
+    }
+}

@@ -1,0 +1,88 @@
+//! Parses row forms whose turns are values of the row: a question and its answer.
+
+use serde_json::{Map, Value};
+
+use super::super::error::SampleError;
+use super::turns::Turns;
+use super::values::{list_in_text, optional_text, take, text, wrong_type};
+
+impl Turns<'_> {
+    /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the
+    /// user turn and `output` as the assistant turn.
+    pub(super) fn alpaca(&mut self, row: &mut Map<String, Value>) -> Result<(), SampleError> {
+        let id = self.at.id;
+        self.history(take(row, "history"))?;
+        let mut question = text(id, "instruction", take(row, "instruction"))?;
+        if let Some(input) = optional_text(id, "input", take(row, "input"))? {
+            if !question.is_empty() {
+                question.push('\n');
+            }
+            question.push_str(&input);
+        }
+        self.say("user", question);
+        self.say("assistant", text(id, "output", take(row, "output"))?);
+        Ok(())
+    }
+
+    /// Parses a row of ms-swift: pairs of turns in `history`, then `query` and `response`.
+    pub(super) fn query_and_response(
+        &mut self,
+        row: &mut Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        self.history(take(row, "history"))?;
+        for (role, key) in [("user", "query"), ("assistant", "response")] {
+            self.say(role, text(self.at.id, key, take(row, key))?);
+        }
+        Ok(())
+    }
+
+    /// Parses a row of TRL: a prompt, and a completion that alone is trained on. Each is a text or a
+    /// list of messages.
+    pub(super) fn prompt_and_completion(
+        &mut self,
+        row: &mut Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        for (role, key) in [("user", "prompt"), ("assistant", "completion")] {
+            match take(row, key) {
+                Value::String(text) => {
+                    self.at.note(
+                        "the texts `prompt` and `completion` are a user and an assistant turn of the chat template",
+                    );
+                    self.say(role, text);
+                }
+                list @ Value::Array(_) => self.list(key, list)?,
+                other => {
+                    return Err(wrong_type(self.at.id, key, &other, "text or a list of turns"));
+                }
+            }
+            if key == "prompt" {
+                for message in &mut self.messages {
+                    message.weight = 0.0;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the earlier turns of a row: a list of pairs of texts.
+    fn history(&mut self, value: Value) -> Result<(), SampleError> {
+        let id = self.at.id;
+        let pairs = match list_in_text(value) {
+            Value::Null => Vec::new(),
+            Value::Array(pairs) => pairs,
+            other => return Err(wrong_type(id, "history", &other, "a list of pairs")),
+        };
+        for (index, pair) in pairs.into_iter().enumerate() {
+            let at = format!("history[{index}]");
+            let pair = match pair {
+                Value::Array(pair) => <[Value; 2]>::try_from(pair)
+                    .map_err(|pair| wrong_type(id, &at, &Value::Array(pair), "a pair of texts"))?,
+                other => return Err(wrong_type(id, &at, &other, "a pair of texts")),
+            };
+            for (side, (role, value)) in ["user", "assistant"].into_iter().zip(pair).enumerate() {
+                self.say(role, text(id, &format!("{at}[{side}]"), value)?);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,231 @@
+//! The images and videos of a row, in the order of their appearance, and their placeholders.
+
+use serde_json::{Map, Value};
+
+use super::super::error::SampleError;
+use super::context::At;
+use super::values::{list_in_text, one_or_more, take};
+use crate::batch::{Content, Medium, MediumKind, Message, Part};
+
+/// Placeholders in a text for the next image or video that the row lists.
+const PLACEHOLDERS: [(MediumKind, &str); 2] =
+    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>")];
+
+/// Collects the images and videos of one row while its turns are parsed.
+pub(super) struct RowMedia<'a> {
+    pub(super) at: &'a At<'a>,
+    images: List,
+    videos: List,
+    media: Vec<Medium>,
+}
+
+/// Images or videos that a row lists outside of its turns, and their placeholders.
+struct List {
+    kind: MediumKind,
+    /// Entries without a placeholder so far.
+    rest: std::vec::IntoIter<Medium>,
+    /// Number of entries.
+    listed: usize,
+    /// Number of placeholders so far: `<image>` or `<video>` in texts, and parts without a source.
+    placeholders: usize,
+    /// Whether `<image>` or `<video>` is plain text.
+    is_literal: bool,
+}
+
+impl List {
+    /// `literal`: whether placeholders are plain text if the row has no list.
+    fn new(kind: MediumKind, media: Option<Vec<Medium>>, literal: bool) -> Self {
+        let is_literal = media.is_none() && literal;
+        let rest = media.unwrap_or_default().into_iter();
+        Self { kind, listed: rest.len(), rest, placeholders: 0, is_literal }
+    }
+
+    /// Takes the entry of the next placeholder; `None` if the list is used up, which is an error at
+    /// the end of the row.
+    fn next(&mut self) -> Option<Medium> {
+        self.placeholders += 1;
+        self.rest.next()
+    }
+}
+
+impl<'a> RowMedia<'a> {
+    /// Takes the lists of images and videos from `row`.
+    pub(super) fn of_row(
+        at: &'a At<'a>,
+        row: &mut Map<String, Value>,
+    ) -> Result<Self, SampleError> {
+        let images = listed(at, row, ["images", "image"], "`image` together with `images` is")?;
+        let images = images.map(|(key, value)| {
+            let values = one_or_more(value).into_iter().enumerate();
+            let image = |(index, value)| at.image(&format!("{key}[{index}]"), value);
+            values.map(|entry| image(entry).map(Medium::Image)).collect::<Result<_, _>>()
+        });
+        let videos = listed(at, row, ["videos", "video"], "`video` together with `videos` is")?;
+        let fps = if videos.is_some() { at.rate("", row)? } else { None };
+        let videos = videos.map(|(key, value)| {
+            // A flat list under the singular key `video` is the frames of one video, as in a part.
+            let is_flat = |list: &[Value]| list.iter().all(|entry| !entry.is_array());
+            let values = match value {
+                Value::Array(list) if key == "video" && is_flat(&list) => vec![Value::Array(list)],
+                value => one_or_more(value),
+            };
+            let values = values.into_iter().enumerate();
+            let video = |(index, value)| at.video(&format!("{key}[{index}]"), value, fps);
+            values.map(|entry| video(entry).map(Medium::Video)).collect::<Result<_, _>>()
+        });
+        let literal = at.parser.rules.literal_placeholders;
+        Ok(Self {
+            at,
+            images: List::new(MediumKind::Image, images.transpose()?, literal),
+            videos: List::new(MediumKind::Video, videos.transpose()?, literal),
+            media: Vec::new(),
+        })
+    }
+
+    /// Splits a text at its placeholders.
+    pub(super) fn text(&mut self, text: String) -> Content {
+        let mut parts = Vec::new();
+        let mut rest = text.as_str();
+        while let Some((at, kind, placeholder)) = self.next_placeholder(rest) {
+            if at > 0 {
+                parts.push(Part::Text(rest[..at].to_owned()));
+            }
+            parts.push(self.next_of(kind));
+            rest = &rest[at + placeholder.len()..];
+        }
+        if parts.is_empty() {
+            return Content::Text(text);
+        }
+        if !rest.is_empty() {
+            parts.push(Part::Text(rest.to_owned()));
+        }
+        Content::Parts(parts)
+    }
+
+    /// Finds the first placeholder in `text` of a kind that is not plain text.
+    fn next_placeholder(&self, text: &str) -> Option<(usize, MediumKind, &'static str)> {
+        let is_literal = |kind| match kind {
+            MediumKind::Image => self.images.is_literal,
+            MediumKind::Video => self.videos.is_literal,
+        };
+        let found = PLACEHOLDERS.into_iter().filter(|(kind, _)| !is_literal(*kind));
+        found
+            .filter_map(|(kind, text_of)| Some((text.find(text_of)?, kind, text_of)))
+            .min_by_key(|(at, ..)| *at)
+    }
+
+    /// Returns the part for the next listed image or video.
+    pub(super) fn next_of(&mut self, kind: MediumKind) -> Part {
+        let list = match kind {
+            MediumKind::Image => &mut self.images,
+            MediumKind::Video => &mut self.videos,
+        };
+        self.media.extend(list.next());
+        part_of(kind)
+    }
+
+    /// The image or video of the last placeholder.
+    pub(super) fn last(&mut self) -> Option<&mut Medium> {
+        self.media.last_mut()
+    }
+
+    /// Adds a medium that a part names itself.
+    pub(super) fn add(&mut self, medium: Medium) -> Part {
+        let part = part_of(medium.kind());
+        self.media.push(medium);
+        part
+    }
+
+    /// Returns all images and videos in the order of the text. Media of a row without placeholders
+    /// are put in front of the first user turn of `messages`. Fails if the numbers of placeholders
+    /// and of listed media differ otherwise.
+    pub(super) fn finish(self, messages: &mut [Message]) -> Result<Vec<Medium>, SampleError> {
+        let Self { at, images, videos, mut media } = self;
+        // as in ms-swift, videos are put before images
+        for list in [images, videos] {
+            let List { kind, rest, listed, placeholders, .. } = list;
+            let id = || at.id.clone();
+            if placeholders > listed {
+                let misnamed = None;
+                let id = id();
+                return Err(SampleError::MediaMissing {
+                    id,
+                    kind,
+                    placeholders,
+                    media: listed,
+                    misnamed,
+                });
+            }
+            if placeholders == listed {
+                continue;
+            }
+            // a list next to parts with sources could be the same media again
+            let has_others = media.iter().any(|medium: &Medium| medium.kind() == kind);
+            if placeholders > 0 || has_others || !put_in_front(messages, &mut media, kind, rest) {
+                return Err(match kind {
+                    MediumKind::Image => {
+                        SampleError::ImageCount { id: id(), placeholders, images: listed }
+                    }
+                    MediumKind::Video => {
+                        SampleError::VideoCount { id: id(), placeholders, videos: listed }
+                    }
+                });
+            }
+            at.note(
+                "the images or videos of a row without placeholders are put in front of its first user turn",
+            );
+        }
+        Ok(media)
+    }
+}
+
+/// Inserts media at the start of the first user turn. Returns false if there is none.
+fn put_in_front(
+    messages: &mut [Message],
+    media: &mut Vec<Medium>,
+    kind: MediumKind,
+    listed: std::vec::IntoIter<Medium>,
+) -> bool {
+    let Some(user) = messages.iter().position(|message| message.role == "user") else {
+        return false;
+    };
+    let is_medium = |part: &&Part| !matches!(part, Part::Text(_));
+    let earlier = messages[..user].iter().map(|message| match &message.content {
+        Content::Text(_) => 0,
+        Content::Parts(parts) => parts.iter().filter(is_medium).count(),
+    });
+    let first: usize = earlier.sum();
+    let mut parts = vec![part_of(kind); listed.len()];
+    media.splice(first..first, listed);
+    let content = &mut messages[user].content;
+    match std::mem::replace(content, Content::Parts(Vec::new())) {
+        Content::Text(text) if text.is_empty() => {}
+        Content::Text(text) => parts.push(Part::Text(text)),
+        Content::Parts(rest) => parts.extend(rest),
+    }
+    *content = Content::Parts(parts);
+    true
+}
+
+fn part_of(kind: MediumKind) -> Part {
+    match kind {
+        MediumKind::Image => Part::Image,
+        MediumKind::Video => Part::Video,
+    }
+}
+
+/// Takes the value of one of two keys. It is an error if the row has both; `both` is the text for
+/// its message.
+fn listed(
+    at: &At<'_>,
+    row: &mut Map<String, Value>,
+    keys: [&'static str; 2],
+    both: &'static str,
+) -> Result<Option<(&'static str, Value)>, SampleError> {
+    let mut values = keys.map(|key| (key, list_in_text(take(row, key)))).into_iter();
+    let mut given = values.by_ref().filter(|(_, value)| !value.is_null());
+    match (given.next(), given.next()) {
+        (Some(_), Some(_)) => Err(at.not_supported(keys[1], both)),
+        (first, _) => Ok(first),
+    }
+}

@@ -1,0 +1,208 @@
+//! Parses rows of all supported forms to [`Sample`].
+
+mod content;
+mod context;
+mod exchanges;
+mod form;
+mod grounding;
+mod keys;
+mod limits;
+mod media;
+mod report;
+mod switches;
+mod turns;
+mod values;
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::error::SampleError;
+use super::raw_row::RawRow;
+use crate::batch::{Sample, SampleId};
+use context::At;
+pub(in crate::data) use context::RowParser;
+pub use context::{RowRules, UnknownKeys};
+pub use form::RowForm;
+use keys::{Place, is_given, misnamed_media};
+use media::RowMedia;
+use report::{Findings, Survey};
+use turns::Turns;
+pub(super) use values::type_name;
+use values::{list_in_text, take, text, wrong_type};
+
+impl RowParser {
+    /// Parses a row of chats.
+    pub(in crate::data) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleError> {
+        let RawRow { object: mut row, blobs } = row;
+        let form = RowForm::of(id, &row)?;
+        let at = At { parser: self, id, blobs: &blobs };
+        if form == RowForm::Text {
+            return Err(at.not_supported("text", "plain text in a data set of chats is"));
+        }
+        at.check_keys(Place::Row(form), "", &row)?;
+        let parsed = sample(&at, form, &mut row);
+        parsed.map_err(|error| match error {
+            SampleError::MediaMissing { id, kind, placeholders, media, .. } => {
+                let misnamed = misnamed_media(form, &row);
+                SampleError::MediaMissing { id, kind, placeholders, media, misnamed }
+            }
+            other => other,
+        })
+    }
+
+    /// Parses the document of a row of a corpus; keys other than `text` are ignored.
+    pub(in crate::data) fn parse_text(
+        id: &SampleId,
+        mut row: RawRow,
+    ) -> Result<String, SampleError> {
+        text(id, "text", take(&mut row.object, "text"))
+    }
+
+    /// Parses the first rows of `file` and logs which of their keys are not read. Later rows report
+    /// keys that these rows do not have.
+    pub(in crate::data) fn survey(
+        &self,
+        file: &Path,
+        rows: impl Iterator<Item = (SampleId, RawRow)>,
+    ) {
+        self.survey_of(rows).log(file, &self.findings);
+    }
+
+    fn survey_of(&self, rows: impl Iterator<Item = (SampleId, RawRow)>) -> Survey {
+        let (image_root, rules) = (self.image_root.clone(), self.rules.clone());
+        let silent = Self { image_root, rules, findings: Findings::silent() };
+        let mut survey = Survey::default();
+        for (id, row) in rows {
+            // rejected rows are reported when they are read
+            let _ = silent.parse(&id, row);
+            survey.add(silent.findings.take());
+        }
+        survey
+    }
+}
+
+/// The parsed row `row`.
+fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sample, SampleError> {
+    let id = at.id;
+    let weight = at.weight("", row)?;
+    for key in ["rejected_response", "rejected_messages", "rejected_images"] {
+        if is_given(&take(row, key)) {
+            at.note("rejected answers (`rejected_response`, `rejected_messages`) are not used");
+        }
+    }
+    let media = RowMedia::of_row(at, row)?;
+    let tools = tools(id, take(row, "tools"))?;
+    let mut turns = Turns::new(at, media);
+    turns.system(take(row, "system"))?;
+    match form {
+        RowForm::Messages | RowForm::MessagesWithImages => {
+            turns.list("messages", take(row, "messages"))?;
+        }
+        RowForm::Conversations => turns.list("conversations", take(row, "conversations"))?,
+        RowForm::PromptCompletion => turns.prompt_and_completion(row)?,
+        RowForm::QueryResponse => turns.query_and_response(row)?,
+        RowForm::Alpaca => turns.alpaca(row)?,
+        RowForm::Text => {}
+    }
+    let (mut messages, media) = turns.finish()?;
+    for message in &mut messages {
+        message.weight *= weight;
+    }
+    let objects = at.objects(row, &messages)?;
+    Ok(Sample { id: id.clone(), messages, media, tools, objects })
+}
+
+/// Parses the tools of a row: a list of definitions, or a string with JSON of one.
+fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
+    if value.as_str().is_some_and(|text| text.trim().is_empty()) {
+        return Ok(None);
+    }
+    match list_in_text(value) {
+        Value::Null => Ok(None),
+        list @ Value::Array(_) => Ok(Some(list)),
+        other => Err(wrong_type(id, "tools", &other, "a list, or JSON text of a list")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{MediaSource, Medium};
+    use serde_json::json;
+
+    fn row(row: Value) -> RawRow {
+        let Value::Object(object) = row else { panic!("{row}") };
+        RawRow { object, blobs: Vec::new() }
+    }
+
+    fn id(line: u64) -> SampleId {
+        SampleId { file: Path::new("rows.jsonl").into(), line }
+    }
+
+    fn parser(unknown_keys: UnknownKeys) -> RowParser {
+        RowParser::new(Path::new("."), RowRules { unknown_keys, ..RowRules::default() })
+    }
+
+    /// A row with these keys besides its turns.
+    fn with(more: Value) -> RawRow {
+        let turns =
+            json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        let mut row = row(json!({"messages": turns}));
+        row.object.extend(self::row(more).object);
+        row
+    }
+
+    #[test]
+    fn binary_values_are_images_wherever_a_path_may_stand() {
+        let wrap: [fn(Value) -> Value; 4] = [
+            |blob| blob,
+            |blob| json!({"bytes": blob, "path": "a.png"}),
+            |blob| json!([{"bytes": blob, "path": null}]),
+            |blob| json!([blob]),
+        ];
+        for wrap in wrap {
+            let mut row = with(json!({}));
+            let blob = row.blob_value([7u8].as_slice().into());
+            row.object.insert("images".to_owned(), wrap(blob));
+            let sample = parser(UnknownKeys::Error).parse(&id(1), row).unwrap();
+            let [Medium::Image(image)] = sample.media.as_slice() else { panic!("{sample:?}") };
+            assert_eq!(image.source, MediaSource::Bytes([7u8].as_slice().into()));
+        }
+    }
+
+    #[test]
+    fn the_survey_counts_the_rows_with_each_key_that_is_not_read() {
+        let rows = (1..=10).map(|line| {
+            let row = match line {
+                1..=4 => with(json!({"image_path": "a.png", "source": "web"})),
+                5 => with(json!({"image_path": null, "rejected_response": "c"})),
+                _ => with(json!({"messages": [
+                    {"role": "user", "content": "a", "wieght": 1}, {"role": "assistant", "content": "b", "wieght": 1}
+                ]})),
+            };
+            (id(line), row)
+        });
+        let survey = parser(UnknownKeys::Warn).survey_of(rows);
+        let lines: Vec<String> = survey.lines().map(|(_, line)| line).collect();
+        let expected = [
+            "unknown key `image_path` is ignored, did you mean `images`? (4 of the first 10 rows)",
+            "unknown key `wieght` of a turn is ignored, did you mean `weight`? (5 of the first 10 rows)",
+            "key `source` is not used (4 of the first 10 rows)",
+            "rejected answers (`rejected_response`, `rejected_messages`) are not used (1 of the first 10 rows)",
+        ];
+        assert_eq!(lines, expected);
+    }
+
+    #[test]
+    fn a_key_that_the_survey_found_is_not_reported_again_and_a_later_one_is() {
+        let parser = parser(UnknownKeys::Warn);
+        let survey = [(id(1), with(json!({"zebra": 1})))];
+        parser.survey(Path::new("rows.jsonl"), survey.into_iter());
+        parser.parse(&id(2), with(json!({"zebra": 1, "yak": 1}))).unwrap();
+        let place = Place::Row(RowForm::Messages);
+        let known = |key: &str| report::Finding::Unknown(place, key.to_owned());
+        assert_eq!(parser.findings.take(), ["yak", "zebra"].map(known).into());
+        assert!(self::parser(UnknownKeys::Ignore).parse(&id(1), with(json!({"yak": 1}))).is_ok());
+    }
+}

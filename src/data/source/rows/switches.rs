@@ -1,0 +1,69 @@
+//! Keys of turns and rows that decide how much they count in the loss.
+
+use serde_json::{Map, Value};
+
+use super::super::error::SampleError;
+use super::context::At;
+use super::values::{join, take, wrong_type};
+
+/// Keys that say whether to train.
+const TRAIN_KEYS: [&str; 3] = ["train", "loss", "trainable"];
+/// Keys with a factor of the loss.
+const WEIGHT_KEYS: [&str; 2] = ["weight", "loss_scale"];
+
+impl At<'_> {
+    /// The factor of the loss that the keys of a row or of an assistant turn give: their product, 1
+    /// without such a key.
+    pub(super) fn weight(
+        &self,
+        at: &str,
+        object: &mut Map<String, Value>,
+    ) -> Result<f32, SampleError> {
+        let mut weight = 1.0;
+        for key in TRAIN_KEYS {
+            match take(object, key) {
+                Value::Null | Value::Bool(true) => {}
+                Value::Bool(false) => weight = 0.0,
+                other => return Err(wrong_type(self.id, &join(at, key), &other, "a boolean")),
+            }
+        }
+        for key in WEIGHT_KEYS {
+            weight *= match take(object, key) {
+                Value::Null => 1.0,
+                value => self.factor(&join(at, key), &value)?,
+            };
+        }
+        Ok(weight)
+    }
+
+    /// Checks the keys of a turn that is not trained on: they must not request training.
+    pub(super) fn no_weight(
+        &self,
+        at: &str,
+        object: &mut Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        const WHAT: &str = "training on a turn other than the assistant's is";
+        for key in TRAIN_KEYS {
+            match take(object, key) {
+                Value::Null | Value::Bool(false) => {}
+                Value::Bool(true) => return Err(self.not_supported(&join(at, key), WHAT)),
+                other => return Err(wrong_type(self.id, &join(at, key), &other, "a boolean")),
+            }
+        }
+        for key in WEIGHT_KEYS {
+            let (value, at) = (take(object, key), join(at, key));
+            // 1 is the usual default
+            if !value.is_null() && ![0.0, 1.0].contains(&self.factor(&at, &value)?) {
+                return Err(self.not_supported(&at, WHAT));
+            }
+        }
+        Ok(())
+    }
+
+    fn factor(&self, at: &str, value: &Value) -> Result<f32, SampleError> {
+        let factor = value.as_f64().map(|factor| factor as f32);
+        factor
+            .filter(|factor| factor.is_finite() && *factor >= 0.0)
+            .ok_or_else(|| wrong_type(self.id, at, value, "a number of 0 or more"))
+    }
+}

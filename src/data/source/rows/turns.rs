@@ -1,0 +1,242 @@
+//! Parses the turns of a conversation.
+
+use serde_json::{Map, Value, json};
+
+use super::super::error::SampleError;
+use super::context::At;
+use super::keys::{Place, is_given};
+use super::media::RowMedia;
+use super::values::{join, list_in_text, missing, optional_text, take, text, wrong_type};
+use crate::batch::{Content, Medium, Message};
+use crate::data::json;
+
+/// Keys with the thoughts of an assistant turn.
+const THOUGHT_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+
+/// The turns parsed so far.
+pub(super) struct Turns<'a> {
+    pub(super) at: &'a At<'a>,
+    pub(super) media: RowMedia<'a>,
+    pub(super) messages: Vec<Message>,
+}
+
+/// What a turn says, by its role.
+enum Role {
+    /// A role of the chat template.
+    Plain(&'static str),
+    /// An assistant turn whose text is the JSON of calls.
+    Calls,
+}
+
+impl<'a> Turns<'a> {
+    pub(super) fn new(at: &'a At<'a>, media: RowMedia<'a>) -> Self {
+        Self { at, media, messages: Vec::new() }
+    }
+
+    /// Adds the system turn of the row's key `system`.
+    pub(super) fn system(&mut self, value: Value) -> Result<(), SampleError> {
+        if let Some(system) = optional_text(self.at.id, "system", value)? {
+            self.say("system", system);
+        }
+        Ok(())
+    }
+
+    /// Returns the messages, and the media in the order of the text.
+    pub(super) fn finish(self) -> Result<(Vec<Message>, Vec<Medium>), SampleError> {
+        let Self { media, mut messages, .. } = self;
+        let media = media.finish(&mut messages)?;
+        Ok((messages, media))
+    }
+
+    /// Adds a turn that is a text.
+    pub(super) fn say(&mut self, role: &str, text: String) {
+        let content = self.media.text(text);
+        let (role, tool_calls, reasoning_content) = (role.to_owned(), None, None);
+        self.messages.push(Message { role, content, tool_calls, reasoning_content, weight: 1.0 });
+    }
+
+    /// Parses each entry of the list under `key`.
+    pub(super) fn list(&mut self, key: &'static str, value: Value) -> Result<(), SampleError> {
+        let values = match list_in_text(value) {
+            Value::Array(values) => values,
+            other => return Err(wrong_type(self.at.id, key, &other, "a list of turns")),
+        };
+        if values.is_empty() {
+            return Err(SampleError::NoMessages { id: self.at.id.clone(), at: key });
+        }
+        for (index, value) in values.into_iter().enumerate() {
+            let at = format!("{key}[{index}]");
+            let turn = match value {
+                Value::Object(turn) => turn,
+                other => return Err(wrong_type(self.at.id, &at, &other, "an object")),
+            };
+            let before = self.messages.len();
+            self.turn(key, &at, turn)?;
+            if before > 0 && self.messages[before..].iter().any(|turn| turn.role == "system") {
+                return Err(SampleError::SystemNotFirst { id: self.at.id.clone(), at });
+            }
+        }
+        Ok(())
+    }
+
+    /// Parses a turn with `role` and `content`, as in OpenAI's and Qwen's formats, or with `from` and
+    /// `value`, as in LLaVA and ShareGPT.
+    fn turn(
+        &mut self,
+        list: &str,
+        at: &str,
+        mut turn: Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        self.at.check_keys(Place::Turn, at, &turn)?;
+        let has = |key| turn.get(key).is_some_and(|value| !value.is_null());
+        let (role_key, content_key) = match (list == "conversations", has("from"), has("role")) {
+            (true, false, true) | (false, false, _) | (false, true, true) => ("role", "content"),
+            (true, ..) | (false, true, false) => ("from", "value"),
+        };
+        let role = match self.role(at, role_key, take(&mut turn, role_key))? {
+            Role::Plain(role) => role,
+            Role::Calls => return self.calls(at, content_key, turn),
+        };
+        let is_answer = role == "assistant";
+        let weight = if is_answer {
+            self.at.weight(at, &mut turn)?
+        } else {
+            self.at.no_weight(at, &mut turn)?;
+            1.0
+        };
+        let tool_calls = self.tool_calls(at, &mut turn)?;
+        let reasoning_content = self.thoughts(at, &mut turn)?;
+        let given = [
+            ("tool_calls", tool_calls.is_some()),
+            ("reasoning_content", reasoning_content.is_some()),
+        ];
+        if let Some((key, _)) = given.into_iter().find(|(_, given)| *given && !is_answer) {
+            let what = "a key of assistant turns in another turn is";
+            return Err(self.at.not_supported(&join(at, key), what));
+        }
+        let content_at = join(at, content_key);
+        let content = match take(&mut turn, content_key) {
+            // a turn that only calls tools has no content
+            Value::Null if is_answer && tool_calls.is_some() => Content::Text(String::new()),
+            Value::Null if content_key == "content" => {
+                return Err(missing(self.at.id, &content_at, "text or a list of parts"));
+            }
+            value if content_key == "content" => self.media.content(&content_at, value)?,
+            value => self.media.text(text(self.at.id, &content_at, value)?),
+        };
+        let role = role.to_owned();
+        self.messages.push(Message { role, content, tool_calls, reasoning_content, weight });
+        Ok(())
+    }
+
+    fn role(&self, at: &str, key: &str, value: Value) -> Result<Role, SampleError> {
+        let role = text(self.at.id, &join(at, key), value)?;
+        Ok(Role::Plain(match role.as_str() {
+            "system" | "developer" => "system",
+            "user" | "human" => "user",
+            "assistant" | "gpt" => "assistant",
+            "tool" | "function" | "observation" | "tool_response" => "tool",
+            "tool_call" | "function_call" => return Ok(Role::Calls),
+            _ => {
+                let expected = "`system`, `developer`, `user`, `human`, `assistant`, `gpt`, `tool`, `function`, \
+                                `observation`, `tool_response`, `tool_call` or `function_call`";
+                let (id, at) = (self.at.id.clone(), join(at, key));
+                return Err(SampleError::UnknownRole { id, at, role, expected });
+            }
+        }))
+    }
+
+    fn tool_calls(
+        &self,
+        at: &str,
+        turn: &mut Map<String, Value>,
+    ) -> Result<Option<Value>, SampleError> {
+        let call = take(turn, "function_call"); // OpenAI's older key, with one call
+        let calls = match (list_in_text(take(turn, "tool_calls")), call) {
+            (calls, call) if !is_given(&calls) => {
+                return Ok(is_given(&call).then(|| Value::from(vec![function(call)])));
+            }
+            (calls, call) if !is_given(&call) => calls,
+            _ => {
+                let what = "`function_call` together with `tool_calls` is";
+                return Err(self.at.not_supported(&join(at, "function_call"), what));
+            }
+        };
+        if calls.is_array() {
+            return Ok(Some(calls));
+        }
+        Err(wrong_type(self.at.id, &join(at, "tool_calls"), &calls, "a list"))
+    }
+
+    fn thoughts(
+        &self,
+        at: &str,
+        turn: &mut Map<String, Value>,
+    ) -> Result<Option<String>, SampleError> {
+        let values = THOUGHT_KEYS.map(|key| (key, take(turn, key)));
+        let mut given = values.into_iter().filter(|(_, value)| is_given(value));
+        let Some((key, value)) = given.next() else { return Ok(None) };
+        if let Some((other, _)) = given.find(|(_, other)| *other != value) {
+            let what = "a second key for the thoughts of a turn is";
+            return Err(self.at.not_supported(&join(at, other), what));
+        }
+        optional_text(self.at.id, &join(at, key), value)
+    }
+
+    /// Parses a turn whose content is the JSON of one call or of a list of calls. Calls directly after
+    /// an answer, or after other calls, belong to the same assistant turn.
+    fn calls(
+        &mut self,
+        at: &str,
+        key: &str,
+        mut turn: Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        const EXPECTED: &str =
+            "JSON text of a call with `name` and `arguments`, or of a list of calls";
+        let weight = self.at.weight(at, &mut turn)?;
+        let value = take(&mut turn, key);
+        let parsed = match &value {
+            Value::String(text) => json::parse(text.as_bytes()).unwrap_or(Value::Null),
+            other => other.clone(),
+        };
+        let calls = match parsed {
+            Value::Array(calls) => calls,
+            call => vec![call],
+        };
+        if calls.is_empty() || calls.iter().any(|call| !call["name"].is_string()) {
+            return Err(wrong_type(self.at.id, &join(at, key), &value, EXPECTED));
+        }
+        let mut calls: Vec<Value> = calls.into_iter().map(function).collect();
+        let before = self.messages.last_mut();
+        match before.filter(|message| message.role == "assistant") {
+            Some(message) if message.weight.to_bits() != weight.to_bits() => {
+                let what = "calls whose weight differs from the answer before them are";
+                Err(self.at.not_supported(at, what))
+            }
+            Some(message) => {
+                if let Some(Value::Array(earlier)) = message.tool_calls.take() {
+                    calls.splice(0..0, earlier);
+                }
+                message.tool_calls = Some(Value::from(calls));
+                Ok(())
+            }
+            None => {
+                let (role, content) = ("assistant".to_owned(), Content::Text(String::new()));
+                let (tool_calls, reasoning_content) = (Some(Value::from(calls)), None);
+                self.messages.push(Message {
+                    role,
+                    content,
+                    tool_calls,
+                    reasoning_content,
+                    weight,
+                });
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A call in the form of OpenAI's `tool_calls`, which chat templates read.
+fn function(call: Value) -> Value {
+    json!({"type": "function", "function": call})
+}

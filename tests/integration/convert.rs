@@ -1,0 +1,347 @@
+//! `trainer convert`: configs of other trainers, written for these tests from the documented keys.
+
+use super::harness::Place;
+use serde_json::Value;
+use std::fs;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use trainer::config::{RunConfig, load, to_yaml};
+use trainer::convert::{ConvertError, Converted, Trainer, convert};
+
+const FIXTURES: &str = "tests/fixtures/convert";
+
+/// Golden outputs: the trainer, the config in its folder, and the result.
+/// `trainer convert --from TRAINER [--world-size 8] FILE` makes them again.
+const GOLDEN: [(Trainer, &str, &str); 3] = [
+    (Trainer::MsSwift, "01-full.sh", "ms-swift.yaml"),
+    (Trainer::LlamaFactory, "06-launch.sh", "llama-factory.yaml"),
+    (Trainer::LmmsEngine, "01-datasets.yaml", "lmms-engine.yaml"),
+];
+
+/// The example configs of a trainer.
+fn examples(trainer: Trainer) -> Vec<PathBuf> {
+    let folder = Path::new(FIXTURES).join(trainer.name());
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let is_example = |path: &PathBuf| {
+        path.file_name().unwrap().to_str().unwrap().starts_with(|c: char| c.is_ascii_digit())
+    };
+    let mut found: Vec<PathBuf> = entries.filter(is_example).collect();
+    found.sort();
+    found
+}
+
+/// Writes a file and returns its path.
+fn write(place: &Place, name: &str, text: &str) -> PathBuf {
+    place.write(name, text);
+    place.path(name)
+}
+
+/// Scripts say how many processes they start; config files do not.
+fn converted(trainer: Trainer, path: &Path) -> Result<Converted, ConvertError> {
+    let is_script = path.extension().is_some_and(|ending| ending == "sh");
+    convert(trainer, &[path.to_owned()], NonZeroU64::new(8).filter(|_| !is_script))
+}
+
+/// Converts a text and reads the result as JSON.
+fn resolved(trainer: Trainer, name: &str, text: &str) -> Result<Value, ConvertError> {
+    let place = Place::empty();
+    let file = write(&place, name, text);
+    let is_script = Path::new(name).extension().is_some_and(|ending| ending == "sh");
+    let converted = convert(trainer, &[file], NonZeroU64::new(8).filter(|_| !is_script))?;
+    let result = write(&place, "ours.yaml", &converted.yaml);
+    let config: RunConfig = load(&result, &[]).unwrap();
+    Ok(serde_json::to_value(&config).unwrap())
+}
+
+fn swift(more: &str) -> Result<Value, ConvertError> {
+    let base = "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\ntuner_type: full\n";
+    resolved(Trainer::MsSwift, "a.yaml", &format!("{base}{more}"))
+}
+
+fn llama_factory(more: &str) -> Result<Value, ConvertError> {
+    let base = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nfinetuning_type: full\n";
+    let more =
+        if more.contains("dataset:") { more.to_owned() } else { format!("dataset: a\n{more}") };
+    resolved(Trainer::LlamaFactory, "a.yaml", &format!("{base}{more}"))
+}
+
+fn refusal(result: Result<Value, ConvertError>) -> String {
+    match result {
+        Err(error @ ConvertError::Refused { .. }) => error.to_string(),
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[test]
+fn twenty_configs_of_each_trainer_convert_and_pass_the_config_reader() {
+    let place = Place::empty();
+    for trainer in Trainer::ALL {
+        let examples = examples(trainer);
+        assert_eq!(examples.len(), 20, "{}", trainer.name());
+        for path in examples {
+            let result = converted(trainer, &path);
+            let result = result.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let file = write(&place, "config.yaml", &result.yaml);
+            let config: RunConfig = load(&file, &[]).unwrap();
+            config.check().unwrap();
+            config.data.validate().unwrap();
+            assert!(to_yaml(&config).is_ok());
+        }
+    }
+}
+
+#[test]
+fn the_golden_configs_are_reproduced() {
+    for (trainer, name, golden) in GOLDEN {
+        let path = Path::new(FIXTURES).join(trainer.name()).join(name);
+        let expected = fs::read_to_string(Path::new(FIXTURES).join("golden").join(golden)).unwrap();
+        assert_eq!(converted(trainer, &path).unwrap().yaml, expected, "{golden}");
+    }
+}
+
+#[test]
+fn each_line_of_the_result_says_where_it_came_from() {
+    for trainer in Trainer::ALL {
+        for path in examples(trainer) {
+            for line in converted(trainer, &path).unwrap().yaml.lines() {
+                let is_section = line.ends_with(':') && !line.starts_with('#');
+                assert!(line.is_empty() || is_section || line.contains("# "), "`{line}`");
+            }
+        }
+    }
+}
+
+#[test]
+fn settings_that_are_left_out_get_the_default_of_the_other_trainer() {
+    let swift = swift("").unwrap();
+    let factory = llama_factory("").unwrap();
+    let engine = resolved(
+        Trainer::LmmsEngine,
+        "a.yaml",
+        "dataset_config: {dataset_path: a.jsonl}\nmodel_config: {load_from_pretrained_path: m}\n",
+    );
+    let engine = engine.unwrap();
+    for (config, key, expected) in [
+        (&swift, "/optim/weight_decay", "0.1"),
+        (&swift, "/optim/betas", "[0.9,0.95]"),
+        (&swift, "/model/precision", "\"bf16\""),
+        (&swift, "/model/freeze", "[\"vision\",\"merger\"]"),
+        (&swift, "/model/recompute", "\"llm\""),
+        (&swift, "/data/image/max_tokens", "16384"),
+        (&swift, "/data/image/min_pixels", "4096"),
+        (&swift, "/optim/lr", "1e-5"),
+        (&swift, "/log/every_steps", "5"),
+        (&factory, "/data/max_length", "2048"),
+        (&factory, "/data/truncation", "\"right\""),
+        (&factory, "/data/image/max_pixels", "589824"),
+        (&factory, "/data/video/max_frames", "128"),
+        (&factory, "/data/video/max_pixels", "8388608"),
+        (&factory, "/optim/lr", "5e-5"),
+        (&factory, "/optim/schedule", "\"linear\""),
+        (&factory, "/train/batch_size", "8"),
+        (&factory, "/model/precision", "\"f32\""),
+        (
+            &factory,
+            "/model/freeze",
+            "[\"vision\",\"*.deepstack_merger_list.*\",\"*.visual.merger.*\"]",
+        ),
+        (&engine, "/data/video/fps", "1.0"),
+        (&engine, "/model/freeze", "[]"),
+        (&engine, "/model/recompute", "\"none\""),
+        (&engine, "/optim/schedule", "\"linear\""),
+    ] {
+        let found = config.pointer(key).unwrap();
+        assert_eq!(*found, serde_json::from_str::<Value>(expected).unwrap(), "{key}");
+    }
+    for config in [&swift, &factory, &engine] {
+        assert_eq!(config["data"]["packing"], false);
+        assert_eq!(config["checkpoint"]["every_steps"], 500);
+        assert_eq!(config["checkpoint"]["keep"], 1_000_000);
+        assert_eq!(config["train"]["epochs"], 3);
+    }
+}
+
+#[test]
+fn one_device_accumulates_what_all_processes_did() {
+    let steps = |config: Value| config["train"]["gradient_accumulation_steps"].clone();
+    // 8 processes
+    assert_eq!(steps(llama_factory("gradient_accumulation_steps: 2").unwrap()), 16);
+    // ms-swift reaches at least 16 samples: 3 x 8 in one step, 8 x 1 in two
+    assert_eq!(steps(swift("per_device_train_batch_size: 3").unwrap()), 8);
+    assert_eq!(steps(swift("").unwrap()), 16);
+    // groups of 4 processes share their samples
+    let parallel = swift("sequence_parallel_size: 4\ngradient_accumulation_steps: 8");
+    assert_eq!(steps(parallel.unwrap()), 16);
+    let script = |start: &str| {
+        let text = format!(
+            "{start} swift sft --model Qwen/Qwen3-VL-2B-Instruct --dataset a.jsonl \
+                            --tuner_type full --gradient_accumulation_steps 3"
+        );
+        steps(resolved(Trainer::MsSwift, "a.sh", &text).unwrap())
+    };
+    assert_eq!(script(""), 3);
+    assert_eq!(script("NPROC_PER_NODE=4"), 12);
+    assert_eq!(script("NPROC_PER_NODE=4 NNODES=2"), 24);
+    assert_eq!(script("CUDA_VISIBLE_DEVICES=0,1"), 3); // one process with two devices
+}
+
+#[test]
+fn the_number_of_processes_is_required_if_the_files_do_not_contain_it() {
+    let path = Path::new(FIXTURES).join("llama-factory/02-minimal.yaml");
+    let message = convert(Trainer::LlamaFactory, &[path], None).unwrap_err().to_string();
+    assert!(message.contains("`--world-size`") && message.contains("1 setting"), "{message}");
+}
+
+#[test]
+fn adapters_are_refused_by_name_unless_all_parameters_are_trained() {
+    let text = "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\nlora_rank: 8\n";
+    let message = refusal(resolved(Trainer::MsSwift, "a.yaml", text));
+    assert!(message.contains("`lora_rank: 8`"), "{message}");
+    assert!(message.contains("`tuner_type: lora`"), "the default is named: {message}");
+    assert!(swift("lora_rank: 8").is_ok());
+    let text = "model_name_or_path: m\ndataset: a\nfinetuning_type: freeze\n";
+    let freeze = refusal(resolved(Trainer::LlamaFactory, "a.yaml", text));
+    assert!(freeze.contains("`finetuning_type: freeze`"), "{freeze}");
+}
+
+#[test]
+fn all_refusals_are_listed_at_once_with_exit_code_64() {
+    let place = Place::empty();
+    let text = "model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct\ndataset: a\nfinetuning_type: full\n\
+                learnin_rate: 1e-4\nquantization_bit: 4\nval_size: 0.1\nstage: dpo\n";
+    place.write("a.yaml", text);
+    let arguments = ["convert", "--from", "llama-factory", "a.yaml", "--out", "b.yaml"];
+    let output = place.trainer(&arguments).ends_with(64);
+    for name in [
+        "a.yaml:1: `model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct`",
+        "a.yaml:4: `learnin_rate: 1e-4`: no known setting of LLaMA-Factory, did you mean `learning_rate`?",
+        "a.yaml:5: `quantization_bit: 4`",
+        "a.yaml:6: `val_size: 0.1`",
+        "a.yaml:7: `stage: dpo`",
+        "`--world-size`",
+        "6 settings of LLaMA-Factory cannot be converted",
+    ] {
+        assert!(output.stderr.contains(name), "no `{name}` in:\n{}", output.stderr);
+    }
+    assert!(!place.path("b.yaml").exists());
+}
+
+#[test]
+fn the_command_writes_a_config_and_never_replaces_one() {
+    let place = Place::empty();
+    place.write("a.yaml", "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\ntuner_type: full\n");
+    let arguments = ["convert", "--from", "ms-swift", "a.yaml", "--world-size", "1"];
+    let printed = place.trainer(&arguments).ends_with(0).says("dropped: tuner_type: full");
+    let to_file = [&arguments[..], &["--out", "b.yaml"]].concat();
+    place.trainer(&to_file).ends_with(0).says("wrote b.yaml");
+    assert_eq!(fs::read_to_string(place.path("b.yaml")).unwrap(), printed.stdout);
+    place.trainer(&to_file).ends_with(64).says("`b.yaml` exists");
+}
+
+#[test]
+fn rates_by_part_become_multipliers() {
+    let config = swift("learning_rate: 1e-5\nvit_lr: 2e-6\naligner_lr: 1e-5").unwrap();
+    assert_eq!(config["optim"]["lr_multipliers"].to_string(), r#"{"vision":0.2,"merger":1.0}"#);
+}
+
+#[test]
+fn max_steps_overrides_epochs() {
+    let config = llama_factory("max_steps: 100\nnum_train_epochs: 2").unwrap();
+    assert_eq!(config["train"]["max_steps"], 100);
+    assert_eq!(config["train"]["epochs"], Value::Null);
+}
+
+#[test]
+fn a_share_as_warm_up_steps_is_a_ratio_and_a_constant_rate_has_no_warm_up() {
+    let config = llama_factory("warmup_steps: 0.03").unwrap();
+    assert_eq!(config["optim"]["warmup_ratio"], 0.03);
+    let config = llama_factory("lr_scheduler_type: constant\nwarmup_steps: 10").unwrap();
+    assert_eq!(config["optim"]["warmup_steps"], Value::Null);
+    let config =
+        llama_factory("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10").unwrap();
+    assert_eq!(config["optim"]["warmup_steps"], 10);
+}
+
+#[test]
+fn a_limit_on_rows_becomes_a_weight_if_the_rows_can_be_counted() {
+    let path = Path::new(FIXTURES).join("ms-swift/09-rows.yaml");
+    assert!(
+        converted(Trainer::MsSwift, &path).unwrap().yaml.contains("weight: 0.4  # 2 of 5 rows")
+    );
+    let message = refusal(llama_factory("max_samples: 10"));
+    assert!(message.contains("cannot be counted"), "{message}");
+}
+
+#[test]
+fn data_sets_of_llama_factory_keep_their_entry_and_its_faults_are_refused() {
+    let folder = format!("dataset_dir: {FIXTURES}/llama-factory/data\n");
+    let config = llama_factory(&format!("{folder}dataset: faces, questions")).unwrap();
+    let train = &config["data"]["train"];
+    let info = format!("{FIXTURES}/llama-factory/data/dataset_info.json");
+    assert_eq!(train[0]["dataset_info"], format!("{info}#faces"));
+    assert_eq!(train[1]["dataset_info"], format!("{info}#questions"));
+    for (name, expected) in
+        [("on_a_hub", "hf_hub_url"), ("preferences", "ranking"), ("missing", "no entry `missing`")]
+    {
+        let message = refusal(llama_factory(&format!("{folder}dataset: {name}")));
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn checkpoints_of_each_epoch_become_steps_if_the_rows_can_be_counted() {
+    let text = format!(
+        "dataset_dir: {FIXTURES}/llama-factory/data\ndataset: questions\n\
+                        save_strategy: epoch\nper_device_train_batch_size: 1\npacking: "
+    );
+    // 4 rows, 8 samples a step
+    let config = llama_factory(&format!("{text}false")).unwrap();
+    assert_eq!(config["checkpoint"]["every_steps"], 1);
+    let message = refusal(llama_factory(&format!("{text}true")));
+    assert!(message.contains("`save_strategy: epoch`"), "{message}");
+}
+
+#[test]
+fn a_text_only_model_gets_no_settings_of_images() {
+    let text = "model: Qwen/Qwen3-4B\ndataset: a.jsonl\ntuner_type: full\n";
+    let config = resolved(Trainer::MsSwift, "a.yaml", text).unwrap();
+    assert_eq!(config["model"]["freeze"], Value::Array(Vec::new()));
+    assert_eq!(config["data"]["image"]["max_tokens"], Value::Null);
+    assert_eq!(config["data"]["video"]["max_pixels"], Value::Null);
+}
+
+#[test]
+fn a_value_that_the_script_does_not_contain_is_refused() {
+    let text = "swift sft --model $MODEL --dataset a.jsonl --tuner_type full";
+    let message = refusal(resolved(Trainer::MsSwift, "a.sh", text));
+    assert!(message.contains("`model`") && message.contains("`$MODEL`"), "{message}");
+}
+
+#[test]
+fn a_later_file_wins() {
+    let place = Place::empty();
+    let base = "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\ntuner_type: full\nseed: 1\n";
+    let files = [write(&place, "a.yaml", base), write(&place, "b.yaml", "seed: 2\n")];
+    let result = convert(Trainer::MsSwift, &files, NonZeroU64::new(1)).unwrap();
+    assert!(result.yaml.contains("seed: 2  # seed (b.yaml:1)"), "{}", result.yaml);
+}
+
+#[test]
+fn config_errors_translate_the_names_of_other_trainers() {
+    let base = "output_dir: a\nmodel: {path: m}\ndata: {train: [{path: a.jsonl}]}\n";
+    for (line, expected) in [
+        ("learning_rate: 1e-5", "unknown key `learning_rate`, here: `optim.lr`"),
+        (
+            "train: {per_device_train_batch_size: 1}",
+            "unknown key `per_device_train_batch_size` in `train`, here: `train.batch_size`",
+        ),
+        ("cutoff_len: 1", "here: `data.max_length`"),
+        ("max_seq_length: 1", "here: `data.max_length`"),
+        ("train: {packing: true}", "unknown key `packing` in `train`, here: `data.packing`"),
+    ] {
+        let place = Place::empty();
+        let file = write(&place, "a.yaml", &format!("{base}{line}\n"));
+        let error = load::<RunConfig>(&file, &[]).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
