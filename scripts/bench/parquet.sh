@@ -23,7 +23,7 @@ output_dir: $work/run
 model: {path: $work/model, weights: random, freeze: [vision, merger]}
 data:
   train: [{path: $data}]
-  packing_length: 1024
+  packing: false
 train: {max_steps: 2}
 checkpoint: {every_steps: 0}
 YAML

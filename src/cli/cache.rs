@@ -27,6 +27,8 @@ pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let located = |error| args.config.located(error);
     let bars = SetupBars(logging);
     let encoder = run::encoder(&config).map_err(located)?;
+    // Data files that must be unpacked are stored there. If this fails, the update reports it.
+    let _ = std::fs::create_dir_all(config.cache_dir());
     let rows = run::open_data(&config, DataList::Train, &encoder, &bars).map_err(located)?;
     let (cached, work) = run::update_cache(&config, Arc::new(rows), &bars).map_err(located)?;
     let CacheWork { measured, reused } = work;

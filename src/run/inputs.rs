@@ -81,8 +81,9 @@ pub(crate) fn open_data(
         purpose,
         split_at: data.split_at(),
         cut,
-        // Only a run creates `output_dir`: `inspect` and `eval` must not leave a folder behind.
-        cache: config.output_dir.is_dir().then(|| config.cache_dir()),
+        // Only a run and `cache` create folders: `inspect` and `eval` must not leave one behind.
+        cache: Some(config.cache_dir())
+            .filter(|cache| cache.is_dir() || config.output_dir.is_dir()),
         unknown_keys: data.unknown_keys,
         on_error: data.on_error,
         max_rejected: data.max_rejected,

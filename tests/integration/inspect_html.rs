@@ -173,7 +173,7 @@ fn data_is_escaped_and_rejected_rows_are_listed() {
         assert_eq!(opened(name), page.matches(&format!("</{name}>")).count(), "{name}");
     }
     assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;"));
-    assert!(page.contains("<b>image_count</b>") && !page.contains("<script"), "{page}");
+    assert!(page.contains("<b>image_missing</b>") && !page.contains("<script"), "{page}");
     assert!(page.contains("default-src 'none'"));
 }
 
