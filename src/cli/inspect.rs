@@ -67,7 +67,7 @@ enum Format {
 
 /// Prints rows in training order.
 pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
-    let config = args.config.load()?;
+    let config = args.config.load(logging)?;
     let located = |error| args.config.located(error);
     let encoder = run::encoder(&config).map_err(located)?;
     let rows = run::open_data(&config, DataList::Train, &encoder, &SetupBars(logging));

@@ -58,6 +58,8 @@ const NAMES: &[(&str, &str)] = &[
     ("dataloader_num_workers", "data.workers"),
     ("num_workers", "data.workers"),
     ("strict", "data.on_error"),
+    ("loss_scale", "data.loss_scale"),
+    ("mask_history", "data.loss_scale"),
     ("max_pixels", "data.image.max_pixels"),
     ("MAX_PIXELS", "data.image.max_pixels"),
     ("image_max_pixels", "data.image.max_pixels"),

@@ -73,6 +73,19 @@ fn reading(work: &mut Work) {
     if let Some((strict, setting)) = work.flag(Role::Strict) {
         work.write_from("data.on_error", if strict { "stop" } else { "skip" }, &setting);
     }
+    if let Some(setting) = work.take(Role::LossScale) {
+        match setting.value.text() {
+            Some(scale @ ("default" | "last_round" | "all" | "ignore_empty_think")) => {
+                let scale = scale.to_owned();
+                work.write_from("data.loss_scale", &scale, &setting);
+            }
+            _ => work.refuse(&setting, "write the weights into the rows (docs/data-format.md)"),
+        }
+    }
+    if let Some((is_last, setting)) = work.flag(Role::LastTurn) {
+        let scale = if is_last { "last_round" } else { "default" };
+        work.write_from("data.loss_scale", scale, &setting);
+    }
     while let Some(setting) = work.given(Role::DataSeed) {
         work.drop(&setting, "`seed` also decides the order of the rows");
     }

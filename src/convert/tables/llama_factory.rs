@@ -13,7 +13,8 @@ const OBJECTIVE: &str = "only supervised fine-tuning of a language model is supp
 const OPTIMIZER: &str = "the optimizer here is AdamW";
 const GENERATION: &str = "generation has no part in training";
 const TRACKER: &str = "every step is in `metrics.jsonl`; there is no tracker";
-const EVERY_TURN: &str = "every assistant turn is supervised, and nothing else; to change this for a turn, write `\"train\": false` or `true` into it";
+const PROMPT: &str =
+    "the text of users is not supervised; `data.loss_scale: all` supervises every text";
 /// Also for ms-swift.
 pub(super) const SYSTEM: &str =
     "write it into the rows, for example `jq -c '.system = \"TEXT\"' rows.jsonl > new.jsonl`";
@@ -118,8 +119,8 @@ pub(super) const ROWS: &[Row] = &[
     row("default_system", "", Refuse(SYSTEM)),
     row("enable_thinking", "", Is(Role::Thinking)),
     row("preserve_thinking", "", Refuse("the chat template of the model folder decides")),
-    row("train_on_prompt", "", Refuse(EVERY_TURN)),
-    row("mask_history", "", Refuse(EVERY_TURN)),
+    row("train_on_prompt", "", Refuse(PROMPT)),
+    row("mask_history", "", Is(Role::LastTurn)),
     row("ignore_pad_token_for_loss", "", Only(&["true"], "padding is never supervised")),
     row("streaming", "", Drop("every file is read by row number, without loading it")),
     row("buffer_size", "", Drop("every row is shuffled")),

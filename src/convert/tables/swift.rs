@@ -150,14 +150,7 @@ pub(super) const ROWS: &[Row] = &[
         Only(&["hermes"], "tools are rendered by the chat template of the model folder"),
     ),
     row("system", "", Refuse(super::llama_factory::SYSTEM)),
-    row(
-        "loss_scale",
-        "",
-        Only(
-            &["default"],
-            "every assistant turn is supervised; weights belong into the rows (docs/data-format.md)",
-        ),
-    ),
+    row("loss_scale", "", Is(Role::LossScale)),
     row("enable_thinking", "", Is(Role::Thinking)),
     row("add_non_thinking_prefix", "", Is(Role::Thinking)),
     row("response_prefix", "", Drop(GENERATION)),

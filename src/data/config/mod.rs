@@ -1,5 +1,6 @@
 //! The `data` section of the config.
 
+mod data_set;
 mod path;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
@@ -7,21 +8,23 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::dataset::corpus::config::{CorpusConfig, Sampling};
+use crate::data::dataset::corpus::config::Sampling;
 use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
 use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
-use crate::data::media::image::ImageConfig;
+use crate::data::media::image::{ImageConfig, UrlConfig};
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
 use crate::data::source::UnknownKeys;
 
+pub use data_set::{DatasetConfig, dataset_names};
 pub use path::DataPath;
 
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a key of the config")]
 pub struct DataConfig {
     /// Training data sets; at least one.
     pub train: Vec<DatasetConfig>,
@@ -73,10 +76,18 @@ pub struct DataConfig {
     /// Limits on the size of images.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Whether rows may name images by URL, which are downloaded once and kept in the cache folder;
+    /// false by default: such rows are rejected.
+    #[serde(default)]
+    pub allow_urls: bool,
+    /// Limits on images by URL.
+    #[serde(default)]
+    pub url: UrlConfig,
     /// Sampling of video frames and limits on their size.
     #[serde(default)]
     pub video: VideoConfig,
-    /// Folder of the length caches, which runs may share; null: `cache` in `output_dir`.
+    /// Folder of the length caches and of images by URL, which runs may share; null: `cache` in
+    /// `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
     /// Number of threads that prefetch rows, and of threads that read pixels; 2 by default. It
@@ -92,73 +103,6 @@ pub struct DataConfig {
     /// Maximum share of rejected rows, from 0 to 1; 0.01 by default.
     #[serde(default = "default_max_rejected")]
     pub max_rejected: f64,
-}
-
-/// A data set and how it is used.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DatasetConfig {
-    /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
-    /// with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
-    #[serde(default, skip_serializing_if = "DataPath::is_empty")]
-    pub path: DataPath,
-    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
-    #[serde(default)]
-    pub dataset_info: Option<String>,
-    /// Name of the data set in the metrics; null (the default): the name of the first file without
-    /// extension, or of the folder, or of the entry.
-    #[serde(default)]
-    pub name: Option<String>,
-    /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
-    /// default): the folder of the files.
-    #[serde(default)]
-    pub image_root: Option<PathBuf>,
-    /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
-    /// rows a third time. With `mixture: share`, the data set's share of the rows, relative to the
-    /// sum of all weights.
-    #[serde(default = "default_weight")]
-    pub weight: f64,
-    /// Whether `<image>` and `<video>` are plain text in rows that list no images or no videos; false
-    /// (the default): such rows are rejected.
-    #[serde(default)]
-    pub literal_placeholders: bool,
-    /// Settings for plain text; null: the rows are chats.
-    #[serde(default)]
-    pub corpus: Option<CorpusConfig>,
-}
-
-impl DatasetConfig {
-    /// A data set of chats with default settings.
-    pub fn new(path: impl Into<DataPath>) -> Self {
-        Self {
-            path: path.into(),
-            dataset_info: None,
-            name: None,
-            image_root: None,
-            weight: default_weight(),
-            literal_placeholders: false,
-            corpus: None,
-        }
-    }
-}
-
-/// Returns the name of each data set: `name`, or the file name without extension. Later data sets
-/// with the same name get a number.
-pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
-    let mut names: Vec<String> = Vec::with_capacity(datasets.len());
-    for set in datasets {
-        let given = datasets.iter().filter_map(|set| set.name.as_ref());
-        let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
-        let name = set.name.clone().unwrap_or_else(|| {
-            let entry = set.dataset_info.as_ref().and_then(|info| info.rsplit_once('#'));
-            let stem = entry.map_or_else(|| set.path.name(), |(_, name)| name.to_owned());
-            let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
-            let first = Some(stem.clone()).filter(|stem| !taken(stem));
-            first.or_else(|| numbered.find(|name| !taken(name))).unwrap_or(stem)
-        });
-        names.push(name);
-    }
-    names
 }
 
 /// Whether packs are ordered so that the packs of a step have similar costs.
@@ -237,6 +181,12 @@ pub enum DataConfigError {
         /// The value in the config.
         max_rejected: f64,
     },
+    /// `url.timeout_s` is not a positive number.
+    #[error("`data.url.timeout_s` is `{timeout_s}`, expected a number of seconds above 0")]
+    UrlTimeout {
+        /// The value in the config.
+        timeout_s: f64,
+    },
     /// `truncation` is set without `max_length`.
     #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
     NoLimit {
@@ -254,6 +204,7 @@ impl DataConfigError {
             Self::Balance => "data.balance".to_owned(),
             Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
+            Self::UrlTimeout { .. } => "data.url.timeout_s".to_owned(),
             Self::NoLimit { .. } => "data.truncation".to_owned(),
         }
     }
@@ -268,6 +219,7 @@ impl DataConfigError {
             Self::MaxRejected { .. } => {
                 "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
             }
+            Self::UrlTimeout { .. } => "remove it for the default of 30 seconds",
             Self::NoLimit { .. } => {
                 "set `data.max_length` to the maximum number of tokens of a sample"
             }
@@ -295,6 +247,9 @@ impl DataConfig {
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
+        }
+        if self.url.limits().is_none() {
+            return Err(DataConfigError::UrlTimeout { timeout_s: self.url.timeout_s });
         }
         let truncation = match self.truncation {
             Truncation::Left => "left",
@@ -325,25 +280,8 @@ impl DataConfig {
         };
         for (index, set) in datasets.iter().enumerate() {
             let key = |key: &str| format!("data.{list}.{index}.{key}");
-            match (&set.dataset_info, set.path.is_empty()) {
-                (None, true) => {
-                    return fault(key("path"), &"missing", "a path, or else `dataset_info`");
-                }
-                (Some(info), false) => {
-                    return fault(
-                        key("dataset_info"),
-                        info,
-                        "no `path` in addition: the entry names the file",
-                    );
-                }
-                (Some(info), true) if set.corpus.is_some() => {
-                    return fault(
-                        key("dataset_info"),
-                        info,
-                        "no `corpus` in addition: the entry describes chats",
-                    );
-                }
-                _ => {}
+            if let Some((name, found, expected)) = set.source_fault() {
+                return fault(key(name), &found, expected);
             }
             if let Some(name) = &set.name {
                 let twice = datasets[..index].iter().any(|other| other.name == set.name);
@@ -455,10 +393,6 @@ fn default_workers() -> NonZeroUsize {
 
 fn default_max_rejected() -> f64 {
     0.01
-}
-
-fn default_weight() -> f64 {
-    1.0
 }
 
 #[cfg(test)]

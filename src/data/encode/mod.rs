@@ -19,7 +19,7 @@ pub(in crate::data) mod truncate;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Once;
+use std::sync::{Arc, Once};
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
@@ -42,6 +42,7 @@ use crate::data::row::Length;
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::{TokenizerError, Tokens};
 use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use crate::net::UrlImages;
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
@@ -82,6 +83,14 @@ impl Encoder {
     #[must_use]
     pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
         Self { loss_scale, ..self }
+    }
+
+    /// Downloads images by URL, and keeps them. Without this, such images are refused.
+    #[must_use]
+    pub fn with_urls(mut self, images: Arc<UrlImages>) -> Self {
+        self.media.images.set_urls(images.clone());
+        self.media.videos.set_urls(images);
+        self
     }
 
     /// Encodes a whole sample.

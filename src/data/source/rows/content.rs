@@ -13,6 +13,7 @@ use super::values::{first_of, join, missing, take, wrong_type};
 use crate::batch::{
     Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
 };
+use crate::net::is_web_address;
 
 /// Keys for the image of a part or of a list entry.
 const IMAGE_KEYS: [&str; 8] =
@@ -213,8 +214,10 @@ impl At<'_> {
             MediaSource::DataUri(text)
         } else if is_base64_image(&text) {
             base64(&text)
+        } else if is_web_address(&text) {
+            MediaSource::Url(text.into())
         } else {
-            let path = self.path(at, &text, "images by URL are")?;
+            let path = self.path(at, &text, "addresses other than `http` and `https` are")?;
             MediaSource::File { root: self.parser.image_root.clone(), path }
         };
         Ok(source.into())
