@@ -178,9 +178,9 @@ fn show_text(
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
             if supervised {
-                write!(out, "[[{text}]]")?
+                write!(out, "[[{text}]]")?;
             } else {
-                write!(out, "{text}")?
+                write!(out, "{text}")?;
             }
             if supervised && weight(start) != 1.0 {
                 write!(out, " * {}", weight(start))?;
