@@ -37,7 +37,10 @@ impl DataSet {
                 .map(Self::Corpus);
         }
         let info = set.dataset_info.as_ref().map(|entry| {
-            let of = |problem| SourceError::DatasetInfo { entry: entry.clone(), problem };
+            let of = |problem| SourceError::DatasetInfo {
+                entry: entry.clone(),
+                problem: Box::new(problem),
+            };
             DatasetInfo::of(entry).map(Arc::new).map_err(of)
         });
         let info = info.transpose()?;
