@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks prose, formatting, lints and documentation, in the release profile. A warning is an error.
 #   scripts/check.sh
-# FEATURES=hub,video also lints the feature `video`, which needs FFmpeg's development files.
+# FEATURES=video also lints the feature `video`, which needs FFmpeg's development files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,5 +15,5 @@ step() {
 step sh scripts/check_prose.sh
 step cargo fmt --check
 step cargo clippy --release --all-targets -- -D warnings
-step cargo clippy --release --all-targets --features "${FEATURES:-hub}" -- -D warnings
+step cargo clippy --release --all-targets --no-default-features --features "${FEATURES:-}" -- -D warnings
 RUSTDOCFLAGS="-D warnings" step cargo doc --release --no-deps

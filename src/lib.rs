@@ -21,6 +21,7 @@ pub mod data;
 pub mod loss;
 pub mod metrics;
 pub mod models;
+pub mod net;
 pub mod nn;
 pub mod ops;
 pub mod optim;

@@ -220,6 +220,8 @@ pub enum MediaSource {
     },
     /// A complete `data:` URI.
     DataUri(String),
+    /// An `http` or `https` address.
+    Url(Arc<str>),
     /// The bytes of the image file, stored in the row.
     Bytes(Arc<[u8]>),
 }

@@ -20,6 +20,17 @@ pub const COPIED_FILES: [&str; 11] = [
     "added_tokens.json",
 ];
 
+/// Whether a model folder uses a file of this name: its config, its weights, or one of
+/// [`COPIED_FILES`].
+pub fn is_model_file(name: &str) -> bool {
+    let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
+    let is_index = name == "model.safetensors.index.json";
+    name == "config.json"
+        || COPIED_FILES.contains(&name)
+        || is_index
+        || (is_weights && !name.contains('/'))
+}
+
 /// The contents of those [`COPIED_FILES`] that a folder has.
 ///
 /// A run reads them once at its start, so that its checkpoints are complete even if the folder is

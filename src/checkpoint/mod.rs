@@ -22,7 +22,7 @@ mod manifest;
 mod tensors;
 
 pub use atomic::write_atomically;
-pub use carried::{COPIED_FILES, CarriedFiles};
+pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::CheckpointConfig;
 pub use error::CheckpointError;

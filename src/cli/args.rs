@@ -1,9 +1,12 @@
 //! Arguments that several commands share.
 
+use super::error_class::hub_exit;
 use super::failure::{Exit, Failure};
-use super::hub;
+use super::logging::Logging;
+use super::progress::SetupBars;
 use crate::config::{self, ConfigError, RunConfig};
 use crate::run::{self, RunError};
+use crate::train::Weights;
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -19,15 +22,11 @@ pub(super) struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    /// Reads and checks the config, and downloads the model if `model.path` is a hub id.
-    pub(super) fn load(&self) -> anyhow::Result<RunConfig> {
-        let mut config: RunConfig = config::load(&self.config, &self.overrides)?;
+    /// Reads and checks the config, and downloads what it names on the hub.
+    pub(super) fn load(&self, logging: &Logging) -> anyhow::Result<RunConfig> {
+        let config: RunConfig = config::load(&self.config, &self.overrides)?;
         run::check(&config).map_err(|error| self.located(error))?;
-        config.model.path = resolve_model(&config.model.path).map_err(|error| {
-            let problem = format!("`model.path`: {error:#}");
-            self.refuse(&["model", "path"], problem, hub::HINT)
-        })?;
-        Ok(config)
+        run::download(&config, &SetupBars(logging)).map_err(|error| self.located(error))
     }
 
     /// Returns an error about the value under `keys` that shows its line in the config file.
@@ -44,8 +43,9 @@ impl ConfigArgs {
     /// Adds the line in the config file to an error that a config key caused.
     pub(super) fn located(&self, error: RunError) -> anyhow::Error {
         let Some(keys) = error.keys() else { return error.into() };
-        let exit = match error {
+        let exit = match &error {
             RunError::CreateOutputDir { .. } => Exit::CannotWrite,
+            RunError::Hub { problem, .. } => hub_exit(problem),
             _ => Exit::Usage,
         };
         let hint = error.hint().unwrap_or_default();
@@ -53,9 +53,13 @@ impl ConfigArgs {
     }
 }
 
-/// A model folder, or the cached download of a hub id in builds with the feature `hub`.
-pub(super) fn resolve_model(path: &Path) -> anyhow::Result<PathBuf> {
-    if path.is_dir() { Ok(path.to_owned()) } else { hub::resolve(path) }
+/// The folder of an argument that is a model folder or a hub id.
+pub(super) fn model_folder(path: &Path, logging: &Logging) -> anyhow::Result<PathBuf> {
+    let folder = run::model_folder(path, Weights::Pretrained, &SetupBars(logging));
+    folder.map_err(|error| {
+        let hint = error.hint();
+        Failure::of(hub_exit(&error), error).hint(hint).into()
+    })
 }
 
 /// Checks that an argument is a folder.

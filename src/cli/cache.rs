@@ -23,7 +23,7 @@ pub(super) struct CacheArgs {
 /// Writes the caches. Prints one JSON object per data set of chats: how many of its rows the limits
 /// of the config use, truncate and reject.
 pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
-    let config = args.config.load()?;
+    let config = args.config.load(logging)?;
     let located = |error| args.config.located(error);
     let bars = SetupBars(logging);
     let encoder = run::encoder(&config).map_err(located)?;

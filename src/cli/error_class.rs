@@ -12,6 +12,7 @@ use crate::data::{
 };
 use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
+use crate::net::hub::HubError;
 use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
 use crate::run::{DeviceError, RunError, SetupError};
@@ -69,6 +70,15 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
     })
 }
 
+/// The exit code of an error of the hub.
+pub(super) fn hub_exit(error: &HubError) -> Exit {
+    match error {
+        HubError::Write { .. } => Exit::CannotWrite,
+        error if error.is_temporary() => Exit::Unknown,
+        _ => Exit::Usage,
+    }
+}
+
 fn run(error: &RunError) -> Option<ErrorClass> {
     let exit = match error {
         RunError::CreateOutputDir { .. } | RunError::OutputFile { .. } => Exit::CannotWrite,
@@ -80,8 +90,10 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::ImageSetting { .. }
         | RunError::VideoSetting { .. }
         | RunError::DataSet { .. }
+        | RunError::Urls(_)
         | RunError::NoWeights { .. }
         | RunError::Groups { .. } => Exit::Usage,
+        RunError::Hub { problem, .. } => hub_exit(problem),
         RunError::NoOptimizer { .. } | RunError::State { .. } | RunError::DataChanged { .. } => {
             Exit::Data
         }

@@ -31,7 +31,7 @@ pub(super) struct EvalArgs {
 
 /// Evaluates the model and prints one JSON object.
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
-    let mut config = args.config.load()?;
+    let mut config = args.config.load(logging)?;
     if let Some(checkpoint) = &args.checkpoint {
         check_folder("--checkpoint", checkpoint)?;
         config.model.path.clone_from(checkpoint);

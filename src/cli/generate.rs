@@ -1,7 +1,8 @@
 //! `trainer generate`: answers a prompt, which may have images.
 
-use super::args::resolve_model;
+use super::args::model_folder;
 use super::failure::{Exit, Failure};
+use super::logging::Logging;
 use super::stdout::stdout;
 use crate::batch::{
     Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId,
@@ -110,8 +111,8 @@ impl GenerateArgs {
 }
 
 /// Prints the answer to stdout, and nothing else.
-pub(super) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
-    let folder = resolve_model(&args.model)?;
+pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> {
+    let folder = model_folder(&args.model, logging)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
     let (prompt, _) = encoder.encode_prompt(&args.sample()?)?;
     let section = ModelSection {

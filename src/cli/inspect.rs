@@ -67,7 +67,7 @@ enum Format {
 
 /// Prints rows in training order.
 pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
-    let config = args.config.load()?;
+    let config = args.config.load(logging)?;
     let located = |error| args.config.located(error);
     let encoder = run::encoder(&config).map_err(located)?;
     let rows = run::open_data(&config, DataList::Train, &encoder, &SetupBars(logging));
@@ -178,9 +178,9 @@ fn show_text(
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
             if supervised {
-                write!(out, "[[{text}]]")?
+                write!(out, "[[{text}]]")?;
             } else {
-                write!(out, "{text}")?
+                write!(out, "{text}")?;
             }
             if supervised && weight(start) != 1.0 {
                 write!(out, " * {}", weight(start))?;

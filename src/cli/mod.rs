@@ -2,7 +2,7 @@
 //!
 //! One file per command; [`crate::run`] loads their model, data and optimizer. Only this module
 //! prints, and only this module reads the environment, except for `TRAINER_SIMD`, which `ops`
-//! reads.
+//! reads, and the variables of the hub and of certificates, which `net` reads.
 
 mod answers;
 mod args;
@@ -13,7 +13,6 @@ mod error_class;
 mod eval;
 mod failure;
 mod generate;
-mod hub;
 mod init;
 mod inspect;
 mod logging;
@@ -89,9 +88,9 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Init(args) => init::run(args),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
-        Command::Generate(args) => generate::run(args),
+        Command::Generate(args) => generate::run(args, &logging),
         Command::Cache(args) => cache::run(args, &logging),
         Command::Convert(args) => convert::run(args),
-        Command::Bench(args) => bench::run(args),
+        Command::Bench(args) => bench::run(args, &logging),
     }
 }

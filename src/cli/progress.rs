@@ -76,6 +76,7 @@ pub(super) struct SetupBars<'a>(pub(super) &'a Logging);
 impl SetupObserver for SetupBars<'_> {
     fn begin(&self, work: SetupWork, total: u64) -> Box<dyn Fn(u64) + '_> {
         let label = match work {
+            SetupWork::DownloadBytes => "bytes downloaded",
             SetupWork::TokeniseBytes => "bytes tokenised",
             SetupWork::MeasureRows => "rows measured",
         };

@@ -29,7 +29,7 @@ pub(super) struct SftArgs {
 
 /// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
-    let config = args.config.load()?;
+    let config = args.config.load(logging)?;
     let resume = match args.resume.as_str() {
         "auto" => Resume::Auto,
         "never" => Resume::Never,

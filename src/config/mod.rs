@@ -18,8 +18,9 @@ pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;
 pub(crate) use tree::{Node, Value as NodeValue};
 
-use crate::checkpoint::CheckpointConfig;
+use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
+use crate::net::hub::Cached;
 use crate::optim::{OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -156,15 +157,35 @@ impl RunConfig {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
     }
 
+    /// The config with hub ids in place of paths in the hub's cache, each with its commit, so that
+    /// it has the same meaning on other machines and later.
+    #[must_use]
+    pub fn portable(&self) -> Self {
+        self.with_names(Cached::name)
+    }
+
+    /// The config with other names for paths in the hub's cache.
+    fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
+        let mut config = self.clone();
+        let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
+        for path in sets.flat_map(|set| set.path.paths_mut()).chain([&mut config.model.path]) {
+            if let Some(cached) = Cached::of(path) {
+                *path = name(&cached).into();
+            }
+        }
+        config
+    }
+
     /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
     /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: folders, device, `use_rmpad`,
+    /// Settings that do not change the result are left out: folders, device, `data.url.timeout_s`, `use_rmpad`,
     /// `attention`, `recompute`, workers, the limit on rejected rows, eval, log and checkpoint
     /// settings, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
-        let mut same = self.clone();
+        // Of a model of the hub, the files that are used decide, not the commit.
+        let mut same = self.with_names(|cached| cached.identity(is_model_file));
         let neutral = ModelSection {
             use_rmpad: true,
             attention: crate::train::AttentionChoice::Auto,
@@ -179,6 +200,7 @@ impl RunConfig {
         same.log = LogConfig::default();
         same.data.eval.clear();
         same.data.cache_dir = None;
+        same.data.url.timeout_s = 0.0;
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);

@@ -36,7 +36,7 @@ pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{
-    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels,
+    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig,
 };
 pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
 pub use media::{image, video};

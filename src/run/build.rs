@@ -2,6 +2,7 @@
 
 use super::device::device_name;
 use super::error::RunError;
+use super::hub::download;
 use super::inputs::{
     DataList, check, encoder, load_for_run, loader_options, open_data, order, param_groups,
 };
@@ -90,6 +91,7 @@ impl Run {
     /// loading fails, they stay.
     pub fn with_options(config: &RunConfig, options: &RunOptions<'_>) -> Result<Self, RunError> {
         check(config)?;
+        let config = &download(config, options.observer)?;
         let lock = claim(&config.output_dir)?;
         let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
         checkpointer.recover()?;

@@ -9,6 +9,8 @@ use crate::data::{
     SourceError, VideoConfigError,
 };
 use crate::metrics::JsonlError;
+use crate::net::HttpError;
+use crate::net::hub::HubError;
 use crate::optim::GroupError;
 use std::io;
 use std::path::PathBuf;
@@ -96,6 +98,17 @@ pub enum RunError {
         /// The underlying error.
         problem: VideoConfigError,
     },
+    /// A model or data file of the hub cannot be used.
+    #[error("`{key}`: {problem}")]
+    Hub {
+        /// Dotted key of the config.
+        key: String,
+        /// The underlying error.
+        problem: Box<HubError>,
+    },
+    /// Images by URL cannot be downloaded.
+    #[error("`data.allow_urls`: {0}")]
+    Urls(#[source] HttpError),
     /// A file or token in an entry of `data.train` or `data.eval` cannot be used.
     #[error("`data.{list}.{index}.{key}`: {problem}")]
     DataSet {
@@ -175,6 +188,8 @@ impl RunError {
             Self::DataSet { list, index, key, .. } => {
                 Some(dotted(&format!("data.{list}.{index}.{key}")))
             }
+            Self::Hub { key, .. } => Some(dotted(key)),
+            Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             _ => None,
@@ -204,6 +219,8 @@ impl RunError {
             Self::ImageSetting { problem, .. } => return Some(problem.hint().into()),
             Self::VideoSetting { problem, .. } => return Some(problem.hint().into()),
             Self::DataSet { problem, .. } => return Some(problem.hint().unwrap_or_default()),
+            Self::Hub { problem, .. } => return Some(problem.hint()),
+            Self::Urls(problem) => problem.hint(),
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
             _ => return None,

@@ -8,9 +8,10 @@ use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
-    EncoderError, FileError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture,
-    Order, Purpose, Rmpad, SourceError, VideoConfigError,
+    EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
+    Rmpad, SourceError, VideoConfigError,
 };
+use crate::net::UrlImages;
 use crate::optim::ParamGroups;
 use crate::train::ModelSection;
 use candle_core::Device;
@@ -38,7 +39,7 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
     let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
     let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
     let encoder = encoder.map(|encoder| encoder.with_loss_scale(data.loss_scale));
-    encoder.map(Arc::new).map_err(|error| match error {
+    let encoder = encoder.map_err(|error| match error {
         EncoderError::Image(problem @ ImageConfigError::Budget { .. })
             if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
         {
@@ -53,7 +54,12 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
             RunError::VideoSetting { key, problem }
         }
         error => error.into(),
-    })
+    })?;
+    let Some(limits) = data.url.limits().filter(|_| data.allow_urls) else {
+        return Ok(Arc::new(encoder));
+    };
+    let images = UrlImages::new(&config.cache_dir().join("images"), limits);
+    Ok(Arc::new(encoder.with_urls(Arc::new(images.map_err(RunError::Urls)?))))
 }
 
 /// Opens the data sets of a list. A corpus is tokenised unless its tokens are cached.
@@ -104,12 +110,11 @@ pub(crate) fn open_data(
     };
     rows.map(|rows| rows.cut(cut)).map_err(|problem| {
         let (index, key) = match &problem {
-            SourceError::Read { path, .. }
-            | SourceError::File(
-                FileError::NoFiles { path, .. }
-                | FileError::Mixed { path, .. }
-                | FileError::Splits { path, .. },
-            ) => (index(path), "path".to_owned()),
+            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+            SourceError::File(error) => match error.config_path() {
+                Some(path) => (index(path), "path".to_owned()),
+                None => return problem.into(),
+            },
             SourceError::DatasetInfo { entry, .. } => {
                 let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
                 (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())

@@ -7,6 +7,7 @@
 mod build;
 mod device;
 mod error;
+mod hub;
 mod inputs;
 mod load_model;
 mod observer;
@@ -17,6 +18,7 @@ mod resume;
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
+pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, SetupError, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
 pub use resume::Resume;

@@ -6,6 +6,8 @@ use std::path::Path;
 /// Work whose progress is reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SetupWork {
+    /// Downloading files from the hub; counted in bytes.
+    DownloadBytes,
     /// Tokenising the text of a corpus; counted in bytes.
     TokeniseBytes,
     /// Measuring rows for the length cache; counted in rows.

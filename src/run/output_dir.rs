@@ -43,7 +43,7 @@ pub(super) fn take_over(
     }
     let log = output_dir.join("train.log");
     observer.log_to(&log).map_err(cannot("write", &log))?;
-    Ok(write_atomically(&output_dir.join("config.yaml"), to_yaml(config)?.as_bytes())?)
+    Ok(write_atomically(&output_dir.join("config.yaml"), to_yaml(&config.portable())?.as_bytes())?)
 }
 
 /// Moves checkpoints of steps after `step` to `previous-N`: the resumed run writes these steps

@@ -13,7 +13,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSection {
-    /// Folder in the transformers layout, or a hub id in builds with the feature `hub`.
+    /// Folder in the transformers layout, or an id of the Hugging Face Hub: `owner/name`.
     pub path: PathBuf,
     /// Source of the weights; `pretrained` by default.
     #[serde(default)]

@@ -7,16 +7,18 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 15] = [
+const MAY_IMPORT: [(&str, &[&str]); 16] = [
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
     ("metrics", &[]),
+    // The only module that opens network connections.
+    ("net", &[]),
     ("checkpoint", &[]),
     ("tape", &[]),
     ("optim", &["ops", "tape"]),
     // Neither models nor devices; of `ops`, only the SIMD dispatcher.
-    ("data", &["batch", "ops"]),
+    ("data", &["batch", "net", "ops"]),
     // No data files, no tokenizers, no config of a run; `nn` contains no model family.
     ("nn", &["batch", "metrics", "ops", "tape"]),
     ("models", &["batch", "metrics", "nn", "ops", "tape"]),
@@ -27,7 +29,7 @@ const MAY_IMPORT: [(&str, &[&str]); 15] = [
         &["batch", "checkpoint", "data", "loss", "metrics", "models", "nn", "ops", "optim", "tape"],
     ),
     // Composes the config structs of the sections.
-    ("config", &["checkpoint", "data", "optim", "train"]),
+    ("config", &["checkpoint", "data", "net", "optim", "train"]),
     // Writes configs from those of other trainers; reads `dataset_info.json`.
     ("convert", &["config", "data"]),
     // Assembles a run from a config.
@@ -40,6 +42,7 @@ const MAY_IMPORT: [(&str, &[&str]); 15] = [
             "data",
             "metrics",
             "models",
+            "net",
             "nn",
             "ops",
             "optim",
@@ -59,6 +62,7 @@ const MAY_IMPORT: [(&str, &[&str]); 15] = [
             "data",
             "metrics",
             "models",
+            "net",
             "nn",
             "ops",
             "optim",

@@ -59,6 +59,9 @@ fn trainer(args: &[&str]) -> Output {
     command
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .env_remove("RUST_LOG")
+        .env("HF_HUB_OFFLINE", "1")
+        .env("HF_HOME", "nowhere")
+        .env_remove("HF_HUB_CACHE")
         .env("RUST_BACKTRACE", "1");
     command.args(args).output().unwrap()
 }

@@ -124,7 +124,7 @@ fn every_reason_of_a_rejection_is_explained() {
         "source/error.rs",
         "source/grounding_error.rs",
         "template/mod.rs",
-        "media/image/mod.rs",
+        "media/image/error.rs",
         "media/video/mod.rs",
         "encode/truncate.rs",
     ]

@@ -103,12 +103,17 @@ impl Place {
         names
     }
 
-    /// A command that runs the binary in this folder, without the logging and thread variables of
-    /// the test's environment.
+    /// A command that runs the binary in this folder, without the logging, thread and proxy
+    /// variables of the test's environment. It makes no request to the hub.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
         command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS").env_remove("TRAINER_SIMD");
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN");
+        command.env_remove("HF_HUB_CACHE").env_remove("HF_TOKEN_PATH").env_remove("HF_ENDPOINT");
+        for name in ["http_proxy", "https_proxy", "all_proxy"] {
+            command.env_remove(name).env_remove(name.to_uppercase());
+        }
         command
     }
 

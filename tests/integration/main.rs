@@ -14,6 +14,8 @@ mod docs;
 mod encoding;
 mod grounding;
 mod harness;
+#[cfg(feature = "hub")]
+mod hub;
 mod images;
 mod inspect_html;
 mod laws;
@@ -29,6 +31,10 @@ mod rows;
 mod simd;
 mod sources;
 mod supervision;
+#[cfg(feature = "hub")]
+mod urls;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;
+#[cfg(feature = "hub")]
+mod web;

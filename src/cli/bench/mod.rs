@@ -9,6 +9,7 @@ mod table;
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
+use super::logging::Logging;
 use crate::ops::simd_level;
 use crate::run::device_name;
 use crate::train::{DeviceChoice, Precision};
@@ -64,13 +65,13 @@ pub(super) struct BenchArgs {
 }
 
 /// Runs the benchmarks and prints their tables to stdout.
-pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
             Failure::new(Exit::Usage, "`--step` and `--data` need a config")
                 .hint("add `--config configs/quickstart.yaml`, or use `--ops`")
         })?;
-        ConfigArgs { config: file, overrides: args.overrides.clone() }.load()
+        ConfigArgs { config: file, overrides: args.overrides.clone() }.load(logging)
     };
     let mut table = Table { json: args.json };
     if args.ops || !(args.step || args.data) {

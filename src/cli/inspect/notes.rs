@@ -15,7 +15,10 @@ impl Notes {
     pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
         let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
         let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
-        Self { boxes: image_boxes(&sample).unwrap_or_default(), hidden_thoughts }
+        Self {
+            boxes: image_boxes(rows.encoder().image_processor(), &sample).unwrap_or_default(),
+            hidden_thoughts,
+        }
     }
 
     /// A text about thoughts that are not rendered, to be appended to a list; empty without any.

@@ -13,7 +13,7 @@ use crate::data::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::data::dataset::order::RowOrder;
 use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
-use crate::data::media::image::ImageConfig;
+use crate::data::media::image::{ImageConfig, UrlConfig};
 use crate::data::media::video::VideoConfig;
 use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
 use crate::data::source::UnknownKeys;
@@ -24,6 +24,7 @@ pub use path::DataPath;
 /// The data sets, and how their rows become batches.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a key of the config")]
 pub struct DataConfig {
     /// Training data sets; at least one.
     pub train: Vec<DatasetConfig>,
@@ -75,10 +76,18 @@ pub struct DataConfig {
     /// Limits on the size of images.
     #[serde(default)]
     pub image: ImageConfig,
+    /// Whether rows may name images by URL, which are downloaded once and kept in the cache folder;
+    /// false by default: such rows are rejected.
+    #[serde(default)]
+    pub allow_urls: bool,
+    /// Limits on images by URL.
+    #[serde(default)]
+    pub url: UrlConfig,
     /// Sampling of video frames and limits on their size.
     #[serde(default)]
     pub video: VideoConfig,
-    /// Folder of the length caches, which runs may share; null: `cache` in `output_dir`.
+    /// Folder of the length caches and of images by URL, which runs may share; null: `cache` in
+    /// `output_dir`.
     #[serde(default)]
     pub cache_dir: Option<PathBuf>,
     /// Number of threads that prefetch rows, and of threads that read pixels; 2 by default. It
@@ -172,6 +181,12 @@ pub enum DataConfigError {
         /// The value in the config.
         max_rejected: f64,
     },
+    /// `url.timeout_s` is not a positive number.
+    #[error("`data.url.timeout_s` is `{timeout_s}`, expected a number of seconds above 0")]
+    UrlTimeout {
+        /// The value in the config.
+        timeout_s: f64,
+    },
     /// `truncation` is set without `max_length`.
     #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
     NoLimit {
@@ -189,6 +204,7 @@ impl DataConfigError {
             Self::Balance => "data.balance".to_owned(),
             Self::Entry { key, .. } => key.clone(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
+            Self::UrlTimeout { .. } => "data.url.timeout_s".to_owned(),
             Self::NoLimit { .. } => "data.truncation".to_owned(),
         }
     }
@@ -203,6 +219,7 @@ impl DataConfigError {
             Self::MaxRejected { .. } => {
                 "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
             }
+            Self::UrlTimeout { .. } => "remove it for the default of 30 seconds",
             Self::NoLimit { .. } => {
                 "set `data.max_length` to the maximum number of tokens of a sample"
             }
@@ -230,6 +247,9 @@ impl DataConfig {
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
+        }
+        if self.url.limits().is_none() {
+            return Err(DataConfigError::UrlTimeout { timeout_s: self.url.timeout_s });
         }
         let truncation = match self.truncation {
             Truncation::Left => "left",

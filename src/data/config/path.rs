@@ -17,6 +17,11 @@ impl DataPath {
         &self.0
     }
 
+    /// All paths, to replace addresses of the hub by files.
+    pub(crate) fn paths_mut(&mut self) -> &mut [PathBuf] {
+        &mut self.0
+    }
+
     /// The first path; an empty one if there is none.
     pub fn first(&self) -> &Path {
         self.0.first().map_or(Path::new(""), PathBuf::as_path)

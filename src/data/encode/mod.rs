@@ -19,7 +19,7 @@ pub(in crate::data) mod truncate;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Once;
+use std::sync::{Arc, Once};
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
@@ -42,6 +42,7 @@ use crate::data::row::Length;
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::{TokenizerError, Tokens};
 use crate::data::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use crate::net::UrlImages;
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
@@ -82,6 +83,14 @@ impl Encoder {
     #[must_use]
     pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
         Self { loss_scale, ..self }
+    }
+
+    /// Downloads images by URL, and keeps them. Without this, such images are refused.
+    #[must_use]
+    pub fn with_urls(mut self, images: Arc<UrlImages>) -> Self {
+        self.media.images.set_urls(images.clone());
+        self.media.videos.set_urls(images);
+        self
     }
 
     /// Encodes a whole sample.
@@ -141,7 +150,7 @@ impl Encoder {
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
-        let sample = grounded(sample)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
@@ -161,7 +170,7 @@ impl Encoder {
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
-        let sample = grounded(sample)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.text
             .template
@@ -172,7 +181,7 @@ impl Encoder {
     /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
     /// on. Many templates render the thoughts of the last answer only.
     pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
-        let sample = grounded(sample)?;
+        let sample = grounded(&self.media.images, sample)?;
         let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
@@ -233,7 +242,7 @@ impl Encoder {
 
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
-        let sample = grounded(sample)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let Sample { id, messages, tools, media, .. } = sample;

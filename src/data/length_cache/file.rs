@@ -159,8 +159,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The name has a hash of the `paths` in the config and of that of the images, of `rules` and of
-    /// `text_key`.
+    /// The name has a hash of the arguments; `paths` are those in the config.
     pub(super) fn new(
         folder: &Path,
         paths: &[PathBuf],
@@ -168,13 +167,11 @@ impl Place {
         rules: &RowRules,
         text_key: [u8; 32],
     ) -> Self {
-        let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes());
-        key.update(text_key);
+        let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes()).chain_update(text_key);
         key.update(rules.key());
         for path in paths.iter().map(PathBuf::as_path).chain([image_root]) {
             // a pattern cannot be resolved
-            let path = path.canonicalize().or_else(|_| absolute(path));
-            let path = path.unwrap_or_default();
+            let path = path.canonicalize().or_else(|_| absolute(path)).unwrap_or_default();
             let name = path.as_os_str().as_encoded_bytes();
             key.update((name.len() as u64).to_le_bytes());
             key.update(name);

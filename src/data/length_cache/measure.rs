@@ -264,7 +264,7 @@ fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
         ImageFile { path: path.display().to_string(), stamp }
     };
     let image = |media: &MediaRef| match &media.source {
-        MediaSource::DataUri(_) | MediaSource::Bytes(_) => None,
+        MediaSource::DataUri(_) | MediaSource::Url(_) | MediaSource::Bytes(_) => None,
         MediaSource::File { root, path } => Some(file(root, path)),
     };
     let (mut images, mut videos) = (Vec::new(), Vec::new());

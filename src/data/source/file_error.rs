@@ -119,6 +119,16 @@ impl FileError {
         }
     }
 
+    /// The path in the config that selects no usable files, if this is the cause.
+    pub fn config_path(&self) -> Option<&Path> {
+        match self {
+            Self::NoFiles { path, .. } | Self::Mixed { path, .. } | Self::Splits { path, .. } => {
+                Some(path)
+            }
+            _ => None,
+        }
+    }
+
     /// Whether the cause is a folder that cannot be written, and not the data.
     pub fn is_write(&self) -> bool {
         matches!(self, Self::Unpack { .. })
@@ -127,7 +137,7 @@ impl FileError {
     pub(in crate::data::source) fn broken(
         path: &Path,
         format: &'static str,
-        problem: impl ToString,
+        problem: &(impl ToString + ?Sized),
     ) -> Self {
         Self::Broken { path: path.to_owned(), format, problem: problem.to_string() }
     }

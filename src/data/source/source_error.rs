@@ -62,10 +62,16 @@ pub enum SourceError {
     },
     /// A file cannot be read as rows.
     #[error(transparent)]
-    File(#[from] FileError),
+    File(Box<FileError>),
     /// The corpus cannot be used.
     #[error(transparent)]
     Corpus(#[from] CorpusError),
+}
+
+impl From<FileError> for SourceError {
+    fn from(error: FileError) -> Self {
+        Self::File(Box::new(error))
+    }
 }
 
 impl SourceError {

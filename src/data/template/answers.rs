@@ -54,7 +54,7 @@ impl ChatTemplate {
             }
             None => None,
         };
-        self.end_mark = end_mark.to_owned();
+        end_mark.clone_into(&mut self.end_mark);
         self.before_thoughts = before_thoughts;
         Ok(())
     }

@@ -14,20 +14,22 @@
 
 mod config;
 mod decode;
+mod error;
 mod header;
+mod jpeg;
 mod limits;
 mod patchify;
 mod resize;
 mod smart_resize;
 mod source;
 mod transpose;
+mod urls;
 mod weights;
 
-use std::error::Error;
-use std::fmt;
 use std::io::{Cursor, Read};
 use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
 use config::Settings;
 pub(in crate::data) use config::Size;
@@ -36,6 +38,7 @@ pub(in crate::data) use decode::Rgb;
 use decode::decode;
 #[cfg(feature = "video")]
 pub(in crate::data) use decode::upright;
+pub use error::{ImageError, ImageName};
 pub(in crate::data) use header::MAX_PIXELS;
 #[cfg(feature = "video")]
 pub(in crate::data) use header::swaps_sides;
@@ -49,8 +52,11 @@ pub(in crate::data) use smart_resize::{Frames, fit};
 use source::open;
 #[cfg(feature = "video")]
 pub(in crate::data) use source::resolve;
+pub use urls::UrlConfig;
+use urls::Urls;
 
 use crate::batch::{MediaRef, MediaSource, MediumKind, Patches};
+use crate::net::{UrlImages, for_messages};
 
 /// Loads images as normalised patches, with the settings of one model folder.
 ///
@@ -63,6 +69,7 @@ pub struct ImageProcessor {
     min_pixels: u64,
     max_pixels: u64,
     normalise: Normalise,
+    urls: Urls,
 }
 
 impl ImageProcessor {
@@ -79,7 +86,16 @@ impl ImageProcessor {
             scale,
         } = Settings::read(folder, config)?;
         let normalise = Normalise::new(mean, std, scale);
-        Ok(Self { patch_size, temporal_patch_size, merge_size, min_pixels, max_pixels, normalise })
+        let urls = Urls::Refused;
+        Ok(Self {
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            min_pixels,
+            max_pixels,
+            normalise,
+            urls,
+        })
     }
 
     /// The processor of a text-only model, which rejects rows with images.
@@ -91,7 +107,13 @@ impl ImageProcessor {
             min_pixels: 1,
             max_pixels: 1,
             normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
+            urls: Urls::Refused,
         }
+    }
+
+    /// Downloads images by URL, which are refused otherwise.
+    pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
+        self.urls = Urls::Fetched(images);
     }
 
     /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
@@ -103,7 +125,7 @@ impl ImageProcessor {
     /// Returns the upright size in pixels, read from the header, and the limits of the row. Fails like
     /// [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<ImageSize, ImageError> {
-        let size = ImageSize::new(upright_size(media)?, media.limits);
+        let size = ImageSize::new(self.upright_size(media)?, media.limits);
         self.target(media, size).map(|_| size)
     }
 
@@ -122,7 +144,7 @@ impl ImageProcessor {
 
     /// Decodes an image into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
-        let image = upright_pixels(media)?;
+        let image = self.upright_pixels(media)?;
         let size = [image.height as u32, image.width as u32];
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
@@ -194,36 +216,52 @@ impl ImageProcessor {
     fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
         [1, height / self.patch_size, width / self.patch_size]
     }
-}
 
-/// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
-pub(in crate::data) fn upright_size(media: &MediaRef) -> Result<[u32; 2], ImageError> {
-    let header = match &media.source {
-        MediaSource::File { root, path } => {
-            Header::read(&mut header::for_headers(open(root, path)?))
-        }
-        MediaSource::DataUri(uri) => Header::read(&mut Cursor::new(source::decode_data_uri(uri)?)),
-        MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
-    };
-    Ok(header.map_err(|error| ImageError::of(media, error))?.upright_size())
-}
+    /// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
+    pub(in crate::data) fn upright_size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
+        let header = match &media.source {
+            MediaSource::File { root, path } => {
+                Header::read(&mut header::for_headers(open(root, path)?))
+            }
+            MediaSource::DataUri(uri) => {
+                Header::read(&mut Cursor::new(source::decode_data_uri(uri)?))
+            }
+            MediaSource::Url(url) => Header::read(&mut header::for_headers(self.urls.open(url)?)),
+            MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
+        };
+        Ok(header.map_err(|error| self.error_of(media, error))?.upright_size())
+    }
 
-/// Decodes an image and applies its EXIF orientation.
-pub(in crate::data) fn upright_pixels(media: &MediaRef) -> Result<Rgb, ImageError> {
-    let bytes = match &media.source {
-        MediaSource::File { root, path } => {
-            let mut bytes = Vec::new();
-            open(root, path)?
-                .read_to_end(&mut bytes)
-                .map_err(|source| ImageError::Read { path: path.clone(), source })?;
-            bytes
+    /// Decodes an image and applies its EXIF orientation.
+    pub(in crate::data) fn upright_pixels(&self, media: &MediaRef) -> Result<Rgb, ImageError> {
+        let mut bytes = Vec::new();
+        let bytes = match &media.source {
+            MediaSource::File { root, path } => {
+                open(root, path)?
+                    .read_to_end(&mut bytes)
+                    .map_err(|source| ImageError::Read { path: path.clone(), source })?;
+                &bytes
+            }
+            MediaSource::DataUri(uri) => {
+                bytes = source::decode_data_uri(uri)?;
+                &bytes
+            }
+            MediaSource::Url(url) => {
+                let read = self.urls.open(url)?.read_to_end(&mut bytes);
+                read.map_err(|source| ImageError::Read { path: for_messages(url).into(), source })?;
+                &bytes
+            }
+            MediaSource::Bytes(bytes) => &**bytes,
+        };
+        decode(bytes).map_err(|error| self.error_of(media, error))
+    }
+
+    fn error_of(&self, media: &MediaRef, error: DecodeError) -> ImageError {
+        if let MediaSource::Url(url) = &media.source {
+            self.urls.forget(url);
         }
-        MediaSource::DataUri(uri) => source::decode_data_uri(uri)?,
-        MediaSource::Bytes(bytes) => {
-            return decode(bytes).map_err(|error| ImageError::of(media, error));
-        }
-    };
-    decode(&bytes).map_err(|error| ImageError::of(media, error))
+        ImageError::of(media, error)
+    }
 }
 
 /// An image in 8-bit RGB.
@@ -240,164 +278,6 @@ pub struct Pixels {
 impl From<Rgb> for Pixels {
     fn from(Rgb { width, height, data }: Rgb) -> Self {
         Self { width: width as u32, height: height as u32, rgb: data }
-    }
-}
-
-/// How an error message names an image.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ImageName {
-    /// Path as written in the row.
-    Path(PathBuf),
-    /// A data URI; its text is too long for a message.
-    DataUri,
-    /// Bytes stored in the row.
-    Bytes,
-}
-
-impl ImageName {
-    fn of(media: &MediaRef) -> Self {
-        match &media.source {
-            MediaSource::File { path, .. } => Self::Path(path.clone()),
-            MediaSource::DataUri(_) => Self::DataUri,
-            MediaSource::Bytes(_) => Self::Bytes,
-        }
-    }
-}
-
-impl fmt::Display for ImageName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Path(path) => write!(f, "`{}`", path.display()),
-            Self::DataUri => f.write_str("in a data URI"),
-            Self::Bytes => f.write_str("in the row"),
-        }
-    }
-}
-
-/// The reason why an image cannot be loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum ImageError {
-    /// The file does not exist.
-    #[error("image `{}` does not exist in `{}`", .path.display(), .root.display())]
-    Missing {
-        /// Path as written in the row.
-        path: PathBuf,
-        /// Folder that the path is relative to.
-        root: PathBuf,
-    },
-    /// The folder `image_root` cannot be opened.
-    #[error("cannot open `image_root` `{}`: {source}", .root.display())]
-    Root {
-        /// Path of the folder.
-        root: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
-    /// The path points outside of its root folder, directly or through a symbolic link.
-    #[error("image `{}` is outside of `image_root` `{}`", .path.display(), .root.display())]
-    EscapesRoot {
-        /// Path as written in the row.
-        path: PathBuf,
-        /// Folder that must contain the image.
-        root: PathBuf,
-    },
-    /// The file cannot be read, or is not a regular file.
-    #[error("cannot read image `{}`: {source}", .path.display())]
-    Read {
-        /// Path as written in the row.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
-    /// The data URI is malformed.
-    #[error("cannot read an image from a data URI: {problem}")]
-    DataUri {
-        /// Description of the defect.
-        problem: String,
-    },
-    /// The bytes are not in a supported format.
-    #[error("image {image} is not a PNG, JPEG, WebP, GIF, BMP or TIFF image")]
-    UnknownFormat {
-        /// The image.
-        image: ImageName,
-    },
-    /// The image is damaged or incomplete.
-    #[error("image {image} is damaged: {source}")]
-    Broken {
-        /// The image.
-        image: ImageName,
-        /// Error of the decoder.
-        source: Box<dyn Error + Send + Sync>,
-    },
-    /// The aspect ratio is too large for the model.
-    #[error("image {image} is {width} x {height} pixels, expected an aspect ratio of at most 200")]
-    AspectRatio {
-        /// The image.
-        image: ImageName,
-        /// Upright width in pixels.
-        width: u32,
-        /// Upright height in pixels.
-        height: u32,
-    },
-    /// The header declares more pixels than the decoder accepts.
-    #[error(
-        "image {image} is {width} x {height}, expected at most {limit} pixels in total",
-        limit = MAX_PIXELS
-    )]
-    TooLarge {
-        /// The image.
-        image: ImageName,
-        /// Width in pixels, before orientation.
-        width: u32,
-        /// Height in pixels, before orientation.
-        height: u32,
-    },
-}
-
-impl ImageError {
-    fn of(media: &MediaRef, error: DecodeError) -> Self {
-        let image = ImageName::of(media);
-        match error {
-            DecodeError::UnknownFormat => Self::UnknownFormat { image },
-            DecodeError::TooLarge { width, height } => Self::TooLarge { image, width, height },
-            DecodeError::Broken(source) => Self::Broken { image, source },
-        }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Missing { .. } => {
-                "paths are relative to `image_root` of the data set, which is the folder of the data file by default"
-            }
-            Self::Root { .. } => "set `image_root` of the data set to an existing folder",
-            Self::EscapesRoot { .. } => {
-                "move the image into `image_root`, or set `image_root` to a folder that contains it"
-            }
-            Self::Read { .. } => "the path must point to a regular file with read permission",
-            Self::DataUri { .. } => {
-                "write `data:image/png;base64,` followed by the base64 text of the file"
-            }
-            Self::UnknownFormat { .. } => "convert the image to PNG or JPEG",
-            Self::Broken { .. } => "copy or export the image again",
-            Self::AspectRatio { .. } => "crop or pad the image",
-            Self::TooLarge { .. } => "crop the image or scale it down",
-        }
-    }
-
-    /// Returns the key under which rejected samples are counted, such as `image_missing`.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Missing { .. } => "image_missing",
-            Self::Root { .. } => "image_root_missing",
-            Self::EscapesRoot { .. } => "image_path_escapes_root",
-            Self::Read { .. } => "image_unreadable",
-            Self::DataUri { .. } => "image_data_uri",
-            Self::UnknownFormat { .. } => "image_format",
-            Self::Broken { .. } => "image_broken",
-            Self::AspectRatio { .. } => "image_aspect_ratio",
-            Self::TooLarge { .. } => "image_too_large",
-        }
     }
 }
 

@@ -9,7 +9,7 @@ use base64::Engine as _;
 use base64::alphabet;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 
-use super::ImageError;
+use super::error::ImageError;
 
 /// Padding is removed before decoding. Spare bits of the last character are ignored, as in other
 /// decoders.

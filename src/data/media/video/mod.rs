@@ -18,6 +18,7 @@ mod sampling;
 mod smart_resize;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 #[cfg(feature = "video")]
 use config::Limits;
@@ -31,8 +32,8 @@ use smart_resize::smart_resize;
 use crate::batch::{MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use crate::data::media::image::{
     ImageError, ImageProcessor, MAX_PIXELS, Pixels, Rgb, patchify, resize, unpatchify,
-    upright_pixels, upright_size,
 };
+use crate::net::UrlImages;
 
 /// Loads videos as normalised patches, with the settings of one model folder.
 ///
@@ -75,6 +76,11 @@ impl VideoProcessor {
         Ok(Self { settings, images: images.clone() })
     }
 
+    /// Downloads frames by URL, which are refused otherwise.
+    pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
+        self.images.set_urls(images);
+    }
+
     /// Returns the clip that [`Self::load`] would return. Reads only the header of the file, or of
     /// the first frame of a list.
     pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
@@ -99,7 +105,9 @@ impl VideoProcessor {
                 let plan = self.plan_list(frames, *fps, limits)?;
                 let read = |index: &usize| {
                     let frame = index + 1;
-                    let pixels = upright_pixels(&frames[*index])
+                    let pixels = self
+                        .images
+                        .upright_pixels(&frames[*index])
                         .map_err(|cause| VideoError::Frame { frame, cause })?;
                     plan.resized(pixels, frame)
                 };
@@ -153,7 +161,8 @@ impl VideoProcessor {
             (None, Some(rate)) => sampling.of_clip(frames.len(), rate),
             (None, None) => sampling.of_sampled(frames.len()),
         };
-        let size = upright_size(first).map_err(|cause| VideoError::Frame { frame: 1, cause })?;
+        let size = self.images.upright_size(first);
+        let size = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
         self.plan(indices, fps.unwrap_or(sampling.fps), size, limits)
     }
 

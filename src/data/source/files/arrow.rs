@@ -64,15 +64,15 @@ impl ArrowRows {
             .map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
         let map = Buffer::from(Bytes::from_owner(map));
         let opened = match layout {
-            Layout::File => Self::open_file(map),
-            Layout::Stream => Self::open_stream(map),
+            Layout::File => Self::open_file(&map),
+            Layout::Stream => Self::open_stream(&map),
         };
-        let rows = opened.map_err(|problem| FileError::broken(path, FORMAT, problem))?;
+        let rows = opened.map_err(|problem| FileError::broken(path, FORMAT, &problem))?;
         columns::check(path, &rows.0)?;
         Ok(rows.1)
     }
 
-    fn open_file(map: Buffer) -> Result<(Arc<Schema>, Self), String> {
+    fn open_file(map: &Buffer) -> Result<(Arc<Schema>, Self), String> {
         let truncated = "it does not end with a footer: the file is truncated";
         let (rest, trailer) = map.as_slice().split_last_chunk::<TRAILER>().ok_or(truncated)?;
         let length = read_footer_length(*trailer).map_err(|_| truncated)?;
@@ -82,16 +82,16 @@ impl ArrowRows {
         let schema = Arc::new(try_fb_to_schema(schema).map_err(text)?);
         let mut this = Self::new(map.clone(), schema.clone(), footer.version());
         for block in footer.dictionaries().iter().flatten() {
-            this.decoder.read_dictionary(block, &slice(&map, block)?).map_err(text)?;
+            this.decoder.read_dictionary(block, &slice(map, block)?).map_err(text)?;
         }
         for block in footer.recordBatches().iter().flatten() {
-            let part = slice(&map, block)?;
+            let part = slice(map, block)?;
             this.add(&message(&part)?, *block)?;
         }
         Ok((schema, this))
     }
 
-    fn open_stream(map: Buffer) -> Result<(Arc<Schema>, Self), String> {
+    fn open_stream(map: &Buffer) -> Result<(Arc<Schema>, Self), String> {
         let truncated = || "it ends inside a message: the file is truncated".to_owned();
         let mut found: Option<(Arc<Schema>, Self)> = None;
         let mut offset = 0;
@@ -111,7 +111,7 @@ impl ArrowRows {
             let message = message(&part)?;
             let body = usize::try_from(message.bodyLength()).map_err(|_| truncated())?;
             let block = Block::new(offset as i64, (prefix + length) as i32, body as i64);
-            let whole = slice(&map, &block).map_err(|_| truncated())?;
+            let whole = slice(map, &block).map_err(|_| truncated())?;
             match (message.header_type(), &mut found) {
                 (MessageHeader::Schema, None) => {
                     let schema = message.header_as_schema().ok_or("its schema cannot be read")?;
@@ -181,6 +181,7 @@ impl ArrowRows {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
 fn text(error: ArrowError) -> String {
     error.to_string()
 }

@@ -59,28 +59,20 @@ fn check_type(of: &DataType, name: &str) -> Result<(), (String, String)> {
     use DataType as D;
     let inner = |field: &Field| check_type(field.data_type(), &format!("{name}.{}", field.name()));
     match of {
-        D::Null | D::Boolean => Ok(()),
-        D::Int8 | D::Int16 | D::Int32 | D::Int64 => Ok(()),
-        D::UInt8 | D::UInt16 | D::UInt32 | D::UInt64 => Ok(()),
-        D::Float16 | D::Float32 | D::Float64 => Ok(()),
-        D::Utf8 | D::LargeUtf8 | D::Utf8View => Ok(()),
-        D::Binary | D::LargeBinary | D::BinaryView | D::FixedSizeBinary(_) => Ok(()),
-        D::Date32 | D::Date64 | D::Timestamp(_, _) => Ok(()),
+        D::Null | D::Boolean | D::Float16 | D::Float32 | D::Float64 => Ok(()),
+        D::Date32 | D::Date64 | D::Timestamp(_, _) | D::FixedSizeBinary(_) => Ok(()),
+        of if of.is_integer() || of.is_string() || of.is_binary() => Ok(()),
         D::List(field) | D::LargeList(field) | D::FixedSizeList(field, _) => {
             check_type(field.data_type(), name)
         }
         D::Struct(fields) => fields.iter().try_for_each(|field| inner(field)),
         D::Map(entries, _) => match entries.data_type() {
-            D::Struct(fields) if is_text(fields[0].data_type()) => inner(&fields[1]),
+            D::Struct(fields) if fields[0].data_type().is_string() => inner(&fields[1]),
             _ => Err((name.to_owned(), of.to_string())),
         },
         D::Dictionary(_, values) => check_type(values, name),
         _ => Err((name.to_owned(), of.to_string())),
     }
-}
-
-fn is_text(of: &DataType) -> bool {
-    matches!(of, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View)
 }
 
 /// The row at this index of a batch. A null is a missing key.

@@ -134,7 +134,7 @@ fn failed(path: &Path, error: csv::Error) -> SourceError {
     let problem = error.to_string();
     match error.into_kind() {
         csv::ErrorKind::Io(cause) => SourceError::Read { path: path.to_owned(), cause },
-        _ => FileError::broken(path, "CSV", problem).into(),
+        _ => FileError::broken(path, "CSV", &problem).into(),
     }
 }
 

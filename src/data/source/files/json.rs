@@ -64,7 +64,7 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
     let mut offset = 0u64;
     let mut scan = Scan::default();
     let broken = |rows: usize, problem: &str| {
-        ArrayError::File(FileError::broken(path, "a JSON array", format!("{problem} row {rows}")))
+        ArrayError::File(FileError::broken(path, "a JSON array", &format!("{problem} row {rows}")))
     };
     loop {
         let chunk = reader.fill_buf().map_err(ArrayError::Read)?;
@@ -141,8 +141,7 @@ impl Scan {
         }
         match (&mut self.place, byte) {
             (Place::Before, b'[') => self.place = Place::First,
-            (Place::Before, _) => {} // the byte order mark
-            (Place::First, b']') | (Place::Row(0), b']') => self.place = Place::After,
+            (Place::First | Place::Row(0), b']') => self.place = Place::After,
             (Place::First | Place::Next, b',') | (Place::Next, b']') => return Step::Gap,
             (Place::First | Place::Next, _) => {
                 self.place = Place::Row(u32::from(matches!(byte, b'{' | b'[')));
@@ -153,7 +152,8 @@ impl Scan {
             (Place::Row(depth), b'{' | b'[') => *depth += 1,
             (Place::Row(depth), b'}' | b']') => *depth = depth.saturating_sub(1),
             (Place::Row(_), b'"') => self.in_string = true,
-            (Place::Row(_), _) => {}
+            // before the array, the byte order mark
+            (Place::Before | Place::Row(_), _) => {}
             (Place::After, _) => return Step::Trailing,
         }
         Step::Inside

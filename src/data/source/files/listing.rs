@@ -119,13 +119,11 @@ fn of_saved_dataset(folder: &Path) -> Result<Option<Vec<PathBuf>>, SourceError> 
     if let Some(dict) = json(&folder.join("dataset_dict.json"))? {
         let splits = dict["splits"].as_array().cloned().unwrap_or_default();
         let splits: Vec<&str> = splits.iter().filter_map(Value::as_str).collect();
-        return match splits[..] {
-            [split] => of_saved_dataset(&folder.join(split)),
-            _ => {
-                let splits = splits.join(", ");
-                Err(FileError::Splits { path: folder.to_owned(), splits }.into())
-            }
-        };
+        if let [split] = splits[..] {
+            return of_saved_dataset(&folder.join(split));
+        }
+        let splits = splits.join(", ");
+        return Err(FileError::Splits { path: folder.to_owned(), splits }.into());
     }
     let Some(state) = json(&folder.join("state.json"))? else { return Ok(None) };
     let Some(files) = state["_data_files"].as_array() else { return Ok(None) };
@@ -150,7 +148,7 @@ fn json(path: &Path) -> Result<Option<Value>, SourceError> {
         file => file.map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?,
     };
     let value = serde_json::from_reader(io::BufReader::new(file));
-    let value = value.map_err(|error| FileError::broken(path, "JSON metadata", error))?;
+    let value = value.map_err(|error| FileError::broken(path, "JSON metadata", &error))?;
     Ok(Some(value))
 }
 

@@ -20,7 +20,7 @@ use parquet::arrow::arrow_reader::{
 };
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData};
+use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, RowGroupMetaData};
 use parquet::file::reader::{ChunkReader, Length};
 
 use super::chunks::FileChunks;
@@ -81,7 +81,7 @@ impl ParquetRows {
             if problem.to_lowercase().contains("encrypt") {
                 return FileError::Encrypted { path: path.to_owned() };
             }
-            FileError::broken(path, FORMAT, format!("its footer cannot be read: {problem}"))
+            FileError::broken(path, FORMAT, &format!("its footer cannot be read: {problem}"))
         })?;
         columns::check(path, metadata.schema())?;
         check_compression(path, metadata.metadata())?;
@@ -124,7 +124,7 @@ impl ParquetRows {
     ) -> Result<(), FileError> {
         let broken = |error: ArrowError| match error {
             ArrowError::IoError(_, cause) => failed(cause),
-            error => FileError::broken(&self.path, FORMAT, error),
+            error => FileError::broken(&self.path, FORMAT, &error),
         };
         let rows = self.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(1);
         let (input, metadata) = (self.input.clone(), self.metadata.clone());
@@ -163,7 +163,7 @@ impl ParquetRows {
 
 /// Refuses compressions that need crates which this program does not have.
 fn check_compression(path: &Path, metadata: &ParquetMetaData) -> Result<(), FileError> {
-    for column in metadata.row_groups().iter().flat_map(|group| group.columns()) {
+    for column in metadata.row_groups().iter().flat_map(RowGroupMetaData::columns) {
         let name = match column.compression() {
             Compression::BROTLI(_) => "Brotli",
             Compression::LZO => "LZO",

@@ -27,7 +27,7 @@ const BLOCK: u64 = 512;
 pub(super) fn scan(path: &Path, input: impl Read) -> Result<RowIndex, SourceError> {
     let broken = |rows: usize| {
         move |error: io::Error| {
-            FileError::broken(path, "a tar archive", format!("after row {rows}: {error}"))
+            FileError::broken(path, "a tar archive", &format!("after row {rows}: {error}"))
         }
     };
     let mut archive = Archive::new(Hashing::new(input));
@@ -138,7 +138,9 @@ fn combine(
 fn put_images(key: &str, value: &mut Value, names: &[String], blobs: &[Value], is_used: &mut bool) {
     match value {
         Value::Array(values) => {
-            values.iter_mut().for_each(|value| put_images(key, value, names, blobs, is_used));
+            for value in values {
+                put_images(key, value, names, blobs, is_used);
+            }
         }
         Value::Object(object) => {
             for (key, value) in object {

@@ -15,6 +15,8 @@ use crate::data::source::stamp::Stamp;
 
 /// Folder in the cache folder.
 const FOLDER: &str = "unpacked";
+/// Numbers the files of this process.
+static FILES: AtomicU64 = AtomicU64::new(0);
 
 /// A data file that must be written in another form to read its rows in any order.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +61,6 @@ impl Packed<'_> {
         let temporary_file = "a temporary file".to_owned();
         let into = cache.map_or(temporary_file, |_| target.display().to_string());
         tracing::info!(file = %path.display(), %into, "{why}");
-        static FILES: AtomicU64 = AtomicU64::new(0); // numbers the files of this process
         let number = FILES.fetch_add(1, Ordering::Relaxed);
         let temporary = Temporary(folder.join(format!(".unpack-{}-{number}", std::process::id())));
         let mut options = File::options();
@@ -110,7 +111,7 @@ fn copy(
     let mut buffer = vec![0; 1 << 18];
     loop {
         let num_read = reader.read(&mut buffer).map_err(|error| {
-            FileError::broken(path, format, format!("cannot be unpacked: {error}"))
+            FileError::broken(path, format, &format!("cannot be unpacked: {error}"))
         })?;
         if num_read == 0 {
             return writer.flush().map_err(failed);

@@ -13,6 +13,7 @@ use super::values::{first_of, join, missing, take, wrong_type};
 use crate::batch::{
     Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
 };
+use crate::net::is_web_address;
 
 /// Keys for the image of a part or of a list entry.
 const IMAGE_KEYS: [&str; 8] =
@@ -127,13 +128,11 @@ impl RowMedia<'_> {
             Value::Null => {
                 let has = |key: &&&str| part.get(**key).is_some_and(|value| !value.is_null());
                 let mut kinds = ["text", "image", "image_url", "video", "video_url"].iter();
-                match kinds.find(has) {
-                    Some(kind) => Ok((*kind).to_owned()),
-                    None => {
-                        self.at.check_keys(Place::Part, at, part)?;
-                        Err(missing(self.at.id, &join(at, "type"), "`text`, `image` or `video`"))
-                    }
+                if let Some(kind) = kinds.find(has) {
+                    return Ok((*kind).to_owned());
                 }
+                self.at.check_keys(Place::Part, at, part)?;
+                Err(missing(self.at.id, &join(at, "type"), "`text`, `image` or `video`"))
             }
             other => Err(wrong_type(self.at.id, &join(at, "type"), &other, "a string")),
         }
@@ -213,8 +212,10 @@ impl At<'_> {
             MediaSource::DataUri(text)
         } else if is_base64_image(&text) {
             base64(&text)
+        } else if is_web_address(&text) {
+            MediaSource::Url(text.into())
         } else {
-            let path = self.path(at, &text, "images by URL are")?;
+            let path = self.path(at, &text, "addresses other than `http` and `https` are")?;
             MediaSource::File { root: self.parser.image_root.clone(), path }
         };
         Ok(source.into())

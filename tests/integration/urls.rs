@@ -1,0 +1,166 @@
+//! Images by URL, from a server on this machine.
+
+use crate::harness::{Output, Place, finish, json_lines};
+use crate::web::{Reply, Server};
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+fn image() -> Vec<u8> {
+    fs::read(
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/golden/data/images/exact_astronaut_96x64.png"),
+    )
+    .unwrap()
+}
+
+/// A folder with a model, one row for each URL, and a config that allows URLs.
+fn place(urls: &[String]) -> Place {
+    let place = Place::empty();
+    place.trainer(&["init", "--preset", "debug", "--out", "model"]).ends_with(0);
+    let row = |url: &String| {
+        json!({"messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": "An astronaut."}
+        ]})
+    };
+    let rows: Vec<String> = urls.iter().map(|url| row(url).to_string() + "\n").collect();
+    place.write("rows.jsonl", &rows.concat());
+    place.write(
+        "config.yaml",
+        "output_dir: run\nmodel: {path: model}\n\
+         data: {train: [{path: rows.jsonl}], allow_urls: true, packing_length: 600, shuffle: false, max_rejected: 1.0}\n\
+         train: {epochs: 2}\n",
+    );
+    place
+}
+
+/// Runs a command that may connect to 127.0.0.1, and to no other address of this machine.
+fn run(place: &Place, arguments: &[&str]) -> Output {
+    finish(place.command(arguments).env("TRAINER_TEST_LOOPBACK_URLS", "1"))
+}
+
+fn inspect(place: &Place, more: &[&str]) -> Output {
+    let arguments = ["inspect", "--config", "config.yaml", "--format", "jsonl"];
+    run(place, &[&arguments, more].concat()).ends_with(0)
+}
+
+#[test]
+fn a_url_is_requested_once_for_all_rows_epochs_and_runs() {
+    let server = Server::start(|_| Reply::new(200, image()));
+    let urls = ["/a.png", "/b.png", "/a.png", "/a.png"].map(|path| server.url() + path);
+    let place = place(&urls);
+    let sft = ["sft", "--config", "config.yaml"];
+    run(&place, &[&sft[..], &["--set", "train.max_steps=1"]].concat()).ends_with(0);
+    run(&place, &sft).ends_with(0).says("resume from_step=1");
+    let shown = json_lines(&inspect(&place, &[]).stdout);
+    assert_eq!(shown.len(), 4);
+    assert_eq!(shown[0]["image_grid_thw"], shown[1]["image_grid_thw"]);
+    let mut paths: Vec<String> = server.take().into_iter().map(|request| request.path).collect();
+    paths.sort();
+    assert_eq!(paths, ["/a.png", "/b.png"]);
+    // Equal content is stored once.
+    let content = crate::architecture::files(&place.path("run/cache/images/content"), &[]);
+    assert_eq!(content.len(), 1, "{content:?}");
+    assert_eq!(fs::read(&content[0]).unwrap(), image());
+}
+
+#[test]
+fn without_the_key_of_the_config_a_url_is_refused_and_not_requested() {
+    let server = Server::start(|_| Reply::new(200, image()));
+    let place = place(&[server.url() + "/a.png?secret=1"]);
+    let refused = inspect(&place, &["--set", "data.allow_urls=false"]);
+    let refused = refused.says("hint: set `data.allow_urls: true`");
+    assert!(!refused.stderr.contains("secret=1"), "{}", refused.stderr);
+    assert_eq!(server.take().len(), 0);
+}
+
+#[test]
+fn a_redirect_to_an_address_that_is_not_public_is_refused() {
+    let target = Server::start(|_| Reply::new(200, image()));
+    let port = target.port;
+    for to in [
+        format!("http://127.0.0.2:{port}/"),
+        format!("http://[::1]:{port}/"),
+        format!("http://[::ffff:127.0.0.1]:{port}/"),
+        format!("http://0.0.0.0:{port}/"),
+        "http://10.0.0.1/".to_owned(),
+        "http://169.254.169.254/latest/meta-data".to_owned(),
+    ] {
+        let location = to.clone();
+        let server = Server::start(move |_| Reply::redirect(location.clone()));
+        let place = place(&[server.url() + "/a.png"]);
+        inspect(&place, &[]).says("which is not on the public internet");
+        assert_eq!(server.take().len(), 1, "{to}: a refused address is not requested again");
+    }
+    assert_eq!(target.take().len(), 0);
+}
+
+#[test]
+fn an_error_of_the_server_rejects_the_row_with_the_status() {
+    let server = Server::start(|_| Reply::new(404, "nothing here"));
+    let place = place(&[server.url() + "/a.png"]);
+    inspect(&place, &[]).says("status 404");
+    assert_eq!(server.take().len(), 1);
+    let counted = json_lines(&run(&place, &["cache", "--config", "config.yaml"]).stdout);
+    assert_eq!(counted[0]["rejected"], json!({"image_url": 1}));
+    // Nothing was stored: when the image is there, it is used.
+    let server = Server::start(|_| Reply::new(200, "<html>please wait</html>"));
+    let busy = self::place(&[server.url() + "/a.png"]);
+    inspect(&busy, &[]).says("is not a PNG");
+    inspect(&busy, &[]).says("is not a PNG");
+    assert_eq!(server.take().len(), 2);
+}
+
+#[test]
+fn a_busy_server_receives_the_request_again() {
+    let requests = AtomicUsize::new(0);
+    let server = Server::start(move |_| match requests.fetch_add(1, SeqCst) {
+        0 => Reply::new(503, "busy"),
+        1 => Reply { cut: Some(10), ..Reply::new(200, image()) },
+        _ => Reply::new(200, image()),
+    });
+    let place = place(&[server.url() + "/a.png"]);
+    assert_eq!(json_lines(&inspect(&place, &[]).stdout).len(), 1);
+    assert_eq!(server.take().len(), 3);
+}
+
+#[test]
+fn more_than_five_redirects_are_refused() {
+    let server = Server::start(|request| {
+        let number: u32 = request.path[1..].parse().unwrap();
+        if number == 0 {
+            Reply::new(200, image())
+        } else {
+            Reply::redirect(format!("{}", number - 1))
+        }
+    });
+    let five = place(&[server.url() + "/5"]);
+    assert_eq!(json_lines(&inspect(&five, &[]).stdout).len(), 1);
+    let six = place(&[server.url() + "/6"]);
+    inspect(&six, &[]).says("more than 5 redirects");
+}
+
+#[test]
+fn an_image_that_is_too_large_is_refused_with_and_without_an_announced_size() {
+    for without_length in [false, true] {
+        let server = Server::start(move |_| Reply { without_length, ..Reply::new(200, image()) });
+        let place = place(&[server.url() + "/a.png"]);
+        let refused = inspect(&place, &["--set", "data.url.max_bytes=1000"]);
+        refused.says("more than 1000 bytes (`data.url.max_bytes`)");
+        assert_eq!(json_lines(&inspect(&place, &[]).stdout).len(), 1, "with the default limit");
+    }
+}
+
+#[test]
+fn a_slow_server_rejects_the_row() {
+    let server =
+        Server::start(|_| Reply { wait: Duration::from_secs(60), ..Reply::new(200, image()) });
+    let place = place(&[server.url() + "/a.png"]);
+    let start = Instant::now();
+    let refused = inspect(&place, &["--set", "data.url.timeout_s=0.2"]);
+    refused.says("did not answer in time").says("`data.url.timeout_s`");
+    assert!(start.elapsed() < Duration::from_secs(20));
+}
