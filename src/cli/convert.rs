@@ -26,7 +26,7 @@ pub(super) struct ConvertArgs {
     /// File to write; stdout if it is left out
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Number of processes (GPUs) of the other run, if the files do not say it
+    /// Number of processes (GPUs) of the other run, if the files do not contain it
     #[arg(long, value_name = "N")]
     world_size: Option<NonZeroU64>,
 }

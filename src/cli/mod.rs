@@ -2,7 +2,7 @@
 //!
 //! One file per command; [`crate::run`] loads their model, data and optimizer. Only this module
 //! prints, and only this module reads the environment, except for `TRAINER_SIMD`, which `ops`
-//! reads, and the variables of the hub and of certificates, which `net` reads.
+//! reads, and the variables of the Hub, proxies and certificates, which `net` reads.
 
 mod answers;
 mod args;

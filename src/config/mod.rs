@@ -179,9 +179,9 @@ impl RunConfig {
     /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
     /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: folders, device, `data.url.timeout_s`, `use_rmpad`,
-    /// `attention`, `recompute`, workers, the limit on rejected rows, eval, log and checkpoint
-    /// settings, and the length of the run.
+    /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
+    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, workers, the handling of rejected
+    /// rows, eval, log and checkpoint settings, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         // Of a model of the hub, the files that are used decide, not the commit.

@@ -40,7 +40,7 @@ pub struct Converted {
 /// Converts the settings in `files`, of which later ones win.
 ///
 /// `world_size` is the number of processes that the other trainer ran; it is needed if the files do
-/// not say it.
+/// not contain it.
 pub fn convert(
     trainer: Trainer,
     files: &[PathBuf],

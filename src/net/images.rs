@@ -84,8 +84,8 @@ impl UrlImages {
         Ok(path)
     }
 
-    /// Removes a URL whose content cannot be read as an image, so that the next run requests it again. A server
-    /// that is too busy may answer with a page of text.
+    /// Removes a URL whose content cannot be read as an image, so that the next run requests it
+    /// again. A server that is too busy may answer with a page of text.
     pub fn forget(&self, url: &str) {
         let _ = fs::remove_file(self.entry(url));
     }

@@ -33,8 +33,8 @@ struct Source {
     comment: String,
 }
 
-/// Writes `data.train`, `data.eval`, the mixture and the keys of reading. Returns the number of rows
-/// of an epoch, if they can be counted.
+/// Writes `data.train`, `data.eval`, the mixture and the keys of reading. Returns the number of
+/// rows of an epoch, if they can be counted.
 pub(super) fn data_sets(work: &mut Work) -> Option<u64> {
     reading(work);
     let media = work.given(Role::MediaDir);
@@ -104,7 +104,7 @@ fn swift(work: &mut Work, role: Role) -> Vec<Source> {
         let samples = samples.map(str::parse::<u64>);
         if !is_local(name) || matches!(samples, Some(Err(_))) {
             work.refuse(&setting, &format!(
-                "`{text}` is not a file: download the data set, for example with `hf download --repo-type dataset`, and give the path of its file"
+                "`{text}` is not a file: download the data set and give the path of its file, or write `hf://datasets/OWNER/NAME/FILE` for a data set of the Hugging Face Hub"
             ));
             continue;
         }
@@ -166,13 +166,13 @@ fn lmms_engine(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
     let format = work.take(Role::DatasetFormat);
     let is_list = format.as_ref().is_some_and(|format| format.value.text() == Some("yaml"));
     if let Some(format) = &format {
-        work.drop(format, "the ending of a file decides");
+        work.drop(format, "the format of a file is recognised by its content");
     }
     let mut train = Vec::new();
     if let Some(setting) = &list {
         train.extend(lmms_list(work, setting, &setting.value.clone()));
         if let Some(path) = &path {
-            work.drop(path, "`datasets` decides");
+            work.drop(path, "`datasets` is used instead");
         }
     } else if let Some(setting) = &path {
         train = lmms_path(work, setting, is_list);
@@ -189,7 +189,10 @@ fn lmms_path(work: &mut Work, setting: &Setting, is_list: bool) -> Vec<Source> {
     let ending = Path::new(&path).extension().and_then(|ending| ending.to_str());
     if !is_list || !matches!(ending, Some("yaml" | "yml")) {
         if !is_local(&path) {
-            work.refuse(setting, "it is not a file: download the data set and give its path");
+            work.refuse(
+                setting,
+                "it is not a file: download the data set and give the path of its file",
+            );
         }
         let root = Some((".".to_owned(), LMMS_ROOT.to_owned()));
         return vec![Source::file(&path, root, None, work.from(setting))];
@@ -242,7 +245,7 @@ fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
             }
         }
         if !is_local(&path) {
-            work.refuse(setting, &format!("`{path}` is not a file: download the data set"));
+            work.refuse(setting, &format!("`{path}` is not a file: download the data set and give the path of its file, or write `hf://datasets/OWNER/NAME/FILE`"));
         }
         sources.push(source);
     }

@@ -6,7 +6,7 @@ use crate::convert::trainer::Trainer;
 use crate::convert::value::{Setting, Value};
 use crate::convert::work::Work;
 
-/// What a model is, as far as its name says.
+/// Kind of a model, judged by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Family {
     VisionLanguage,

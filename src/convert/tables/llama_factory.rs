@@ -22,7 +22,11 @@ pub(super) const SYSTEM: &str =
 pub(super) const ROWS: &[Row] = &[
     // model
     row("model_name_or_path", "", Is(Role::Model)),
-    row("model_revision", "", Only(&["main"], "download the revision and give its folder")),
+    row(
+        "model_revision",
+        "",
+        Only(&["main"], "write the revision into `model_name_or_path`: `OWNER/NAME@REVISION`"),
+    ),
     row("train_from_scratch", "", Is(Role::RandomWeights)),
     row("trust_remote_code", "", Drop("no code of a model folder is ever run")),
     row("cache_dir", "", Drop("set the environment variable `HF_HOME`")),

@@ -20,7 +20,7 @@ pub(super) const ROWS: &[Row] = &[
     // model
     row("model", "", Is(Role::Model)),
     row("model_type", "", Drop("`config.json` of the model folder decides")),
-    row("model_revision", "", Refuse("download the revision and give its folder as `model`")),
+    row("model_revision", "", Refuse("write the revision into `model`: `OWNER/NAME@REVISION`")),
     row("task_type", "", Only(&["causal_lm"], OBJECTIVE)),
     row("torch_dtype", "bfloat16", Is(Role::TorchDtype)),
     row("bf16", "", Is(Role::Bf16)),

@@ -199,7 +199,7 @@ impl Entry<'_> {
                 _ if is_off => {}
                 Some((_, hint)) => return Err(self.fault(key, value, hint)),
                 None if READ.contains(&key.as_str()) => {}
-                None => return Err(self.fault(key, value, "an entry has no such key")),
+                None => return Err(self.fault(key, value, "this key is unknown")),
             }
         }
         let text = |key: &str| self.keys.get(key).and_then(Value::as_str);
@@ -243,7 +243,7 @@ impl Entry<'_> {
         let (given, tags) = (self.texts("columns")?, self.texts("tags")?);
         let known = |key: &str| key == "messages" || COLUMNS.iter().any(|(known, _)| *known == key);
         if let Some((key, name)) = given.iter().find(|(key, _)| !known(key)) {
-            let hint = "a column that is not supported; preference data is not";
+            let hint = "this column is not supported";
             return Err(self.fault(&format!("columns.{key}"), &Value::from(name.as_str()), hint));
         }
         let column = |key: &str| {
@@ -267,7 +267,7 @@ impl Entry<'_> {
         };
         if let Some((tag, name)) = tags.iter().find(|(tag, _)| !known(tag)) {
             let found = Value::from(name.as_str());
-            return Err(self.fault(&format!("tags.{tag}"), &found, "a tag that is not supported"));
+            return Err(self.fault(&format!("tags.{tag}"), &found, "this tag is not supported"));
         }
         let tag = |key: &str, default: &str| {
             let named = tags.iter().find(|(tag, _)| tag == key).map(|(_, name)| name.clone());

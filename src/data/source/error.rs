@@ -29,7 +29,7 @@ pub enum SampleError {
         problem: String,
     },
     /// The row is JSON, but not an object.
-    #[error("{id}: expected one JSON object per line, found {found}")]
+    #[error("{id}: expected a JSON object, found {found}")]
     NotAnObject {
         /// File and line of the row.
         id: SampleId,
@@ -311,7 +311,7 @@ impl SampleError {
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::NotAnObject { .. } => {
-                "convert a JSON array to rows with `jq -c '.[]' in.json > out.jsonl`"
+                "write each row as one JSON object; a file may also be one JSON array of such objects"
             }
             Self::TextOnlyModel { .. } => {
                 "remove the row, or use a model with a vision encoder (`model.path`)"

@@ -18,7 +18,7 @@ use crate::batch::SampleId;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnknownKeys {
-    /// Each key is reported once per file.
+    /// Each key is reported once per data set.
     #[default]
     Warn,
     /// The row is rejected.

@@ -253,7 +253,7 @@ impl Place {
     }
 }
 
-/// Returns whether a value says something: not null, and not an empty text, list or object.
+/// Returns whether a value is neither null nor an empty text, list or object.
 pub(super) fn is_given(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -1,5 +1,6 @@
 //! What users should know about the rows of a file: keys that are not read, and how the parser
-//! understood rows that may mean several things. Each finding is reported once per file.
+//! understood rows that may mean several things. Each finding is reported once per data
+//! set.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -41,7 +42,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// The findings of a file so far. Threads that parse rows share it.
+/// The findings of a data set so far. Threads that parse rows share it.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     seen: RwLock<BTreeSet<Finding>>,

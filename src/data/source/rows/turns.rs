@@ -20,7 +20,7 @@ pub(super) struct Turns<'a> {
     pub(super) messages: Vec<Message>,
 }
 
-/// What a turn says, by its role.
+/// Kind of a turn, by its role.
 enum Role {
     /// A role of the chat template.
     Plain(&'static str),
