@@ -75,7 +75,7 @@ fn world(work: &mut Work, given: Option<NonZeroU64>) -> Option<u64> {
     if world.is_none_or(|world| world == 0) {
         work.need(
             "--world-size",
-            "the number of processes (GPUs) of the run, which `train.gradient_accumulation_steps` depends on, is not in the files: pass `--world-size N`, 1 for one GPU",
+            "the files do not contain the number of processes (GPUs) of the run: pass `--world-size N`, 1 for one GPU",
         );
         return None;
     }
