@@ -14,8 +14,12 @@ impl Notes {
     /// The notes of a row that can be encoded.
     pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
         let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
-        let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
-        Self { boxes: image_boxes(&sample).unwrap_or_default(), hidden_thoughts }
+        let encoder = rows.encoder();
+        let boxes = image_boxes(&sample, encoder.image_processor());
+        Self {
+            boxes: boxes.unwrap_or_default(),
+            hidden_thoughts: encoder.hidden_thoughts(&sample).unwrap_or_default(),
+        }
     }
 
     /// A text about thoughts that are not rendered, to be appended to a list; empty without any.

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 
 use crate::batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
-use crate::data::media::image::upright_size;
+use crate::data::media::image::ImageProcessor;
 use crate::data::source::{
     BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut,
 };
@@ -27,7 +27,10 @@ pub struct ImageBox {
 }
 
 /// The boxes of a row. Reads the headers of images whose boxes are given in pixels.
-pub fn image_boxes(sample: &Sample) -> Result<Vec<ImageBox>, SampleError> {
+pub fn image_boxes(
+    sample: &Sample,
+    processor: &ImageProcessor,
+) -> Result<Vec<ImageBox>, SampleError> {
     let names = &sample.objects.names;
     let num_boxes = sample.objects.boxes.len();
     let name = |index: usize| match names.as_slice() {
@@ -43,15 +46,18 @@ pub fn image_boxes(sample: &Sample) -> Result<Vec<ImageBox>, SampleError> {
         };
         ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
     };
-    Ok(relative(sample)?.into_iter().enumerate().map(shown).collect())
+    Ok(relative(sample, processor)?.into_iter().enumerate().map(shown).collect())
 }
 
 /// The sample with names and boxes in place of their placeholders.
-pub(super) fn grounded(sample: &Sample) -> Result<Cow<'_, Sample>, SampleError> {
+pub(super) fn grounded<'a>(
+    sample: &'a Sample,
+    processor: &ImageProcessor,
+) -> Result<Cow<'a, Sample>, SampleError> {
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
-    let mut boxes = relative(sample)?.into_iter().map(|corners| format!("{corners:?}"));
+    let mut boxes = relative(sample, processor)?.into_iter().map(|corners| format!("{corners:?}"));
     let mut names = sample.objects.names.iter();
     let mut sample = sample.clone();
     let objects = std::mem::take(&mut sample.objects);
@@ -80,7 +86,7 @@ pub(super) fn grounded(sample: &Sample) -> Result<Cow<'_, Sample>, SampleError> 
 }
 
 /// The coordinates of each box in thousandths of the sides of its image.
-fn relative(sample: &Sample) -> Result<Vec<Vec<u32>>, SampleError> {
+fn relative(sample: &Sample, processor: &ImageProcessor) -> Result<Vec<Vec<u32>>, SampleError> {
     let images: Vec<_> = sample
         .media
         .iter()
@@ -98,18 +104,17 @@ fn relative(sample: &Sample) -> Result<Vec<Vec<u32>>, SampleError> {
             let cause = GroundingError::NoImage { index, image: *image, images: images.len() };
             return Err(SampleError::Grounding { id: id.clone(), cause });
         }
-        let [height, width] =
-            match (unit, sizes.get(*image).copied().flatten()) {
-                (BoxUnit::One, _) => [1; 2],
-                (BoxUnit::Thousandth, _) => [SIDE; 2],
-                (BoxUnit::Pixel, Some(size)) => size,
-                (BoxUnit::Pixel, None) => {
-                    let size = upright_size(images[*image]).map_err(|cause| {
-                        SampleError::Image { id: id.clone(), index: image + 1, cause }
-                    })?;
-                    *sizes[*image].insert(size)
-                }
-            };
+        let [height, width] = match (unit, sizes.get(*image).copied().flatten()) {
+            (BoxUnit::One, _) => [1; 2],
+            (BoxUnit::Thousandth, _) => [SIDE; 2],
+            (BoxUnit::Pixel, Some(size)) => size,
+            (BoxUnit::Pixel, None) => {
+                let size = processor.upright_size(images[*image]).map_err(|cause| {
+                    SampleError::Image { id: id.clone(), index: image + 1, cause }
+                })?;
+                *sizes[*image].insert(size)
+            }
+        };
         thousandths(id, index, coordinates, [width, height])
     };
     sample.objects.boxes.iter().enumerate().map(&mut relative_of).collect()
