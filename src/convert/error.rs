@@ -110,5 +110,10 @@ fn count(refusals: &[Refusal]) -> String {
 }
 
 fn listed(refusals: &[Refusal]) -> String {
-    refusals.iter().map(|refusal| format!("\n  {refusal}")).collect()
+    let mut text = String::new();
+    for refusal in refusals {
+        text.push_str("\n  ");
+        text.push_str(&refusal.to_string());
+    }
+    text
 }

@@ -67,10 +67,10 @@ fn convert_input(
     yaml += &out.yaml();
     for (title, lines) in [("Dropped", &dropped), ("Notes", &notes)] {
         if !lines.is_empty() {
-            yaml += &format!("\n# {title}:\n");
+            yaml.extend(["\n# ", title, ":\n"]);
         }
         for line in lines {
-            yaml += &format!("# - {line}\n");
+            yaml.extend(["# - ", line, "\n"]);
         }
     }
     check(&yaml)?;

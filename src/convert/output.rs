@@ -85,7 +85,7 @@ impl Output {
             let name = sections.pop().unwrap_or_default();
             let common = open.iter().zip(&sections).take_while(|(a, b)| a == b).count();
             for (depth, section) in sections.iter().enumerate().skip(common) {
-                text += &format!("{:1$}{section}:\n", "", 2 * depth);
+                text.extend([&" ".repeat(2 * depth), *section, ":\n"]);
             }
             let indent = 2 * sections.len();
             match name {
@@ -100,7 +100,7 @@ impl Output {
 }
 
 fn data_sets(text: &mut String, name: &str, sets: &[Vec<Line>]) {
-    *text += &format!("  {name}:\n");
+    text.extend(["  ", name, ":\n"]);
     for set in sets {
         for (index, line) in set.iter().enumerate() {
             *text += &line_of(4, if index == 0 { "- " } else { "  " }, &line.key, line);

@@ -75,10 +75,11 @@ impl Work {
             Rule::Only(values, reason) => {
                 let text = setting.value.to_string().to_ascii_lowercase();
                 let flag = setting.value.flag().map(|flag| flag.to_string());
-                let fits = |value: &&str| *value == text || flag.as_deref() == Some(value);
-                match setting.value == Value::Null || values.iter().any(|value| fits(value)) {
-                    true => self.drop(&setting, "the same happens here"),
-                    false => self.refuse(&setting, reason),
+                let fits = |value: &&str| *value == text || flag.as_deref() == Some(*value);
+                if setting.value == Value::Null || values.iter().any(fits) {
+                    self.drop(&setting, "the same happens here");
+                } else {
+                    self.refuse(&setting, reason);
                 }
             }
             Rule::Adapter => self.adapters.push(setting),
@@ -89,7 +90,7 @@ impl Work {
         match row.rule {
             Rule::Copy(kind) => {
                 let ours = our_key(setting.name()).unwrap_or_default();
-                if !self.out.is_default(ours, &self.copied(kind, &setting).unwrap_or_default()) {
+                if !self.out.is_default(ours, &Self::copied(kind, &setting).unwrap_or_default()) {
                     self.copy(kind, &setting);
                 }
             }
@@ -101,7 +102,7 @@ impl Work {
     }
 
     /// The value of a copied setting as ours; `None` if it has the wrong type.
-    fn copied(&self, kind: Kind, Setting { value, .. }: &Setting) -> Option<String> {
+    fn copied(kind: Kind, Setting { value, .. }: &Setting) -> Option<String> {
         match kind {
             Kind::Number => value.number().and(value.text()).map(str::to_owned),
             Kind::Count => value.count().map(|count| count.to_string()),
@@ -114,7 +115,7 @@ impl Work {
         if setting.value == Value::Null {
             return self.drop(setting, "it is empty, so the default applies");
         }
-        let Some(value) = self.copied(kind, setting) else {
+        let Some(value) = Self::copied(kind, setting) else {
             let expected = match kind {
                 Kind::Number => "expected a number",
                 Kind::Count => "expected a whole number of 0 or more",
@@ -184,13 +185,11 @@ impl Work {
         read: impl Fn(&Value) -> Option<T>,
     ) -> Option<(T, Setting)> {
         let setting = self.take(role)?;
-        match read(&setting.value) {
-            Some(value) => Some((value, setting)),
-            None => {
-                self.refuse(&setting, &format!("expected {expected}"));
-                None
-            }
+        let found = read(&setting.value);
+        if found.is_none() {
+            self.refuse(&setting, &format!("expected {expected}"));
         }
+        Some((found?, setting))
     }
 
     pub(super) fn flag(&mut self, role: Role) -> Option<(bool, Setting)> {

@@ -14,11 +14,10 @@ impl Notes {
     /// The notes of a row that can be encoded.
     pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
         let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
-        let encoder = rows.encoder();
-        let boxes = image_boxes(&sample, encoder.image_processor());
+        let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
         Self {
-            boxes: boxes.unwrap_or_default(),
-            hidden_thoughts: encoder.hidden_thoughts(&sample).unwrap_or_default(),
+            boxes: image_boxes(rows.encoder().image_processor(), &sample).unwrap_or_default(),
+            hidden_thoughts,
         }
     }
 

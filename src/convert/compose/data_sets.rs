@@ -186,7 +186,8 @@ fn lmms_engine(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
 
 fn lmms_path(work: &mut Work, setting: &Setting, is_list: bool) -> Vec<Source> {
     let path = setting.value.text().unwrap_or_default().to_owned();
-    if !is_list || !path.ends_with(".yaml") && !path.ends_with(".yml") {
+    let ending = Path::new(&path).extension().and_then(|ending| ending.to_str());
+    if !is_list || !matches!(ending, Some("yaml" | "yml")) {
         if !is_local(&path) {
             work.refuse(setting, "it is not a file: download the data set and give its path");
         }
@@ -196,12 +197,11 @@ fn lmms_path(work: &mut Work, setting: &Setting, is_list: bool) -> Vec<Source> {
     match read_tree(Path::new(&path)) {
         Ok(root) => {
             let value = Value::of(&root);
-            match value.get("datasets").cloned() {
-                Some(list) => lmms_list(work, setting, &list),
-                None => {
-                    work.refuse(setting, "the file has no list `datasets`");
-                    Vec::new()
-                }
+            if let Some(list) = value.get("datasets") {
+                lmms_list(work, setting, list)
+            } else {
+                work.refuse(setting, "the file has no list `datasets`");
+                Vec::new()
             }
         }
         Err(error) => {
@@ -234,7 +234,10 @@ fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
                 ("ratio", Some(ratio)) => source.weight = Some((ratio, work.from(setting))),
                 _ if value.is_off() => {}
                 _ => {
-                    work.refuse(setting, &format!("`{key}: {value}` of `{path}` has no equivalent"))
+                    work.refuse(
+                        setting,
+                        &format!("`{key}: {value}` of `{path}` has no equivalent"),
+                    );
                 }
             }
         }

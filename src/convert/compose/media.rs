@@ -63,7 +63,7 @@ fn frames(work: &mut Work) -> u64 {
     if let Some(setting) = sampling {
         match setting.value.text() {
             Some("fps" | "frame_num") => {
-                work.drop(&setting, "it decides which of the frame settings apply")
+                work.drop(&setting, "it decides which of the frame settings apply");
             }
             _ => work.refuse(&setting, "expected `fps` or `frame_num`"),
         }

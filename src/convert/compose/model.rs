@@ -133,16 +133,13 @@ fn precision(work: &mut Work) {
 }
 
 fn output_dir(work: &mut Work, model: Option<&str>) {
-    match work.take(Role::OutputDir) {
-        Some(setting) => {
-            let path = setting.value.text().unwrap_or_default().to_owned();
-            work.write("output_dir", &quoted(&path), &work.from(&setting));
-        }
-        None => {
-            let name = model.map_or("model", |path| path.rsplit('/').next().unwrap_or(path));
-            let comment = format!("default of {}", work.trainer.title());
-            work.write("output_dir", &quoted(&format!("output/{name}")), &comment);
-        }
+    if let Some(setting) = work.take(Role::OutputDir) {
+        let path = setting.value.text().unwrap_or_default().to_owned();
+        work.write("output_dir", &quoted(&path), &work.from(&setting));
+    } else {
+        let name = model.map_or("model", |path| path.rsplit('/').next().unwrap_or(path));
+        let comment = format!("default of {}", work.trainer.title());
+        work.write("output_dir", &quoted(&format!("output/{name}")), &comment);
     }
     if work.trainer == Trainer::MsSwift {
         work.note("ms-swift adds a folder with version and date to `output_dir`; here it is used as it is, and continued by the next run");
@@ -199,7 +196,7 @@ pub(super) fn freeze(work: &mut Work, family: Family) {
             match frozen_names(role, item) {
                 Some(names) => frozen.extend(names.into_iter().map(|name| (name, setting.clone()))),
                 None => {
-                    work.refuse(&setting, "expected names such as `visual` or `language_model`")
+                    work.refuse(&setting, "expected names such as `visual` or `language_model`");
                 }
             }
         }

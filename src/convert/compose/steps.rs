@@ -71,7 +71,7 @@ fn every(
     let steps = work.take(steps);
     let name = strategy.as_ref().and_then(|setting| setting.value.text()).unwrap_or("steps");
     match (name.to_ascii_lowercase().as_str(), &strategy) {
-        ("steps", _) => {}
+        ("steps", _) | (_, None) => {}
         ("no" | "false", Some(setting)) => {
             work.write_from(key, "0", setting);
             if let Some(steps) = steps {
@@ -96,7 +96,6 @@ fn every(
             work.refuse(setting, "expected `steps`, `epoch` or `no`");
             return None;
         }
-        (_, None) => {}
     }
     let found = match steps {
         None => fallback,
@@ -120,7 +119,7 @@ fn keep(work: &mut Work) {
     let Some(setting) = work.take(Role::Keep) else { return };
     match setting.value.count() {
         Some(count) if count > 0 => {
-            work.write_from("checkpoint.keep", &count.to_string(), &setting)
+            work.write_from("checkpoint.keep", &count.to_string(), &setting);
         }
         _ if setting.value.is_off() => {
             work.write("checkpoint.keep", KEEP_ALL, &work.from(&setting));

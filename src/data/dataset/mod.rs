@@ -37,7 +37,10 @@ impl DataSet {
                 .map(Self::Corpus);
         }
         let info = set.dataset_info.as_ref().map(|entry| {
-            let of = |problem| SourceError::DatasetInfo { entry: entry.clone(), problem };
+            let of = |problem| {
+                let problem = Box::new(problem);
+                SourceError::DatasetInfo { entry: entry.clone(), problem }
+            };
             DatasetInfo::of(entry).map(Arc::new).map_err(of)
         });
         let info = info.transpose()?;

@@ -28,8 +28,8 @@ pub struct ImageBox {
 
 /// The boxes of a row. Reads the headers of images whose boxes are given in pixels.
 pub fn image_boxes(
-    sample: &Sample,
     processor: &ImageProcessor,
+    sample: &Sample,
 ) -> Result<Vec<ImageBox>, SampleError> {
     let names = &sample.objects.names;
     let num_boxes = sample.objects.boxes.len();
@@ -46,18 +46,18 @@ pub fn image_boxes(
         };
         ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
     };
-    Ok(relative(sample, processor)?.into_iter().enumerate().map(shown).collect())
+    Ok(relative(processor, sample)?.into_iter().enumerate().map(shown).collect())
 }
 
 /// The sample with names and boxes in place of their placeholders.
 pub(super) fn grounded<'a>(
-    sample: &'a Sample,
     processor: &ImageProcessor,
+    sample: &'a Sample,
 ) -> Result<Cow<'a, Sample>, SampleError> {
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
-    let mut boxes = relative(sample, processor)?.into_iter().map(|corners| format!("{corners:?}"));
+    let mut boxes = relative(processor, sample)?.into_iter().map(|corners| format!("{corners:?}"));
     let mut names = sample.objects.names.iter();
     let mut sample = sample.clone();
     let objects = std::mem::take(&mut sample.objects);
@@ -86,7 +86,7 @@ pub(super) fn grounded<'a>(
 }
 
 /// The coordinates of each box in thousandths of the sides of its image.
-fn relative(sample: &Sample, processor: &ImageProcessor) -> Result<Vec<Vec<u32>>, SampleError> {
+fn relative(processor: &ImageProcessor, sample: &Sample) -> Result<Vec<Vec<u32>>, SampleError> {
     let images: Vec<_> = sample
         .media
         .iter()

@@ -150,7 +150,7 @@ impl Encoder {
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
-        let sample = grounded(sample, &self.media.images)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
@@ -170,7 +170,7 @@ impl Encoder {
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
-        let sample = grounded(sample, &self.media.images)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.text
             .template
@@ -181,7 +181,7 @@ impl Encoder {
     /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
     /// on. Many templates render the thoughts of the last answer only.
     pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
-        let sample = grounded(sample, &self.media.images)?;
+        let sample = grounded(&self.media.images, sample)?;
         let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
@@ -242,7 +242,7 @@ impl Encoder {
 
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
-        let sample = grounded(sample, &self.media.images)?;
+        let sample = grounded(&self.media.images, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let Sample { id, messages, tools, media, .. } = sample;

@@ -154,7 +154,7 @@ impl DatasetInfo {
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(DatasetInfoError::NoEntry { path: owned(), name: name.to_owned(), known });
         };
-        Entry { path, name, entry }.info()
+        Entry { path, name, keys: entry }.info()
     }
 
     /// The file or folder with the rows.
@@ -187,12 +187,12 @@ impl DatasetInfo {
 struct Entry<'a> {
     path: &'a Path,
     name: &'a str,
-    entry: &'a Map<String, Value>,
+    keys: &'a Map<String, Value>,
 }
 
 impl Entry<'_> {
     fn info(&self) -> Result<DatasetInfo, DatasetInfoError> {
-        for (key, value) in self.entry {
+        for (key, value) in self.keys {
             let is_off = matches!(value, Value::Null | Value::Bool(false)) || value == "";
             let refused = REFUSED.iter().find(|(refused, _)| refused == key);
             match refused {
@@ -202,7 +202,7 @@ impl Entry<'_> {
                 None => return Err(self.fault(key, value, "an entry has no such key")),
             }
         }
-        let text = |key: &str| self.entry.get(key).and_then(Value::as_str);
+        let text = |key: &str| self.keys.get(key).and_then(Value::as_str);
         match text("split") {
             None | Some("train") => {}
             Some(split) => {
@@ -213,7 +213,7 @@ impl Entry<'_> {
         let Some(file) = text("file_name").filter(|file| !file.is_empty()) else {
             return Err(self.fault("file_name", &Value::Null, "expected the name of a file"));
         };
-        let num_samples = match self.entry.get("num_samples") {
+        let num_samples = match self.keys.get("num_samples") {
             None | Some(Value::Null) => None,
             Some(value) => match value.as_u64().filter(|samples| *samples > 0) {
                 Some(samples) => Some(samples),
@@ -280,7 +280,7 @@ impl Entry<'_> {
     /// The texts of a section of the entry.
     fn texts(&self, section: &str) -> Result<Vec<(String, String)>, DatasetInfoError> {
         let mut texts = Vec::new();
-        match self.entry.get(section) {
+        match self.keys.get(section) {
             None | Some(Value::Null) => {}
             Some(Value::Object(entries)) => {
                 for (key, value) in entries.iter().filter(|(_, value)| !value.is_null()) {

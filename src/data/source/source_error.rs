@@ -58,7 +58,7 @@ pub enum SourceError {
         /// `FILE#NAME` in the config.
         entry: String,
         /// What is wrong with it.
-        problem: DatasetInfoError,
+        problem: Box<DatasetInfoError>,
     },
     /// A file cannot be read as rows.
     #[error(transparent)]

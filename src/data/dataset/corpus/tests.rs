@@ -215,8 +215,14 @@ fn progress_ends_at_the_total_and_cached_tokens_report_none() {
         let reported = RefCell::new(Vec::new());
         let open = || {
             let progress = |done, total| reported.borrow_mut().push((done, total));
-            Corpus::open(&[path.clone()], &config(DOCUMENTS), &encoder(), &options, &progress)
-                .unwrap();
+            Corpus::open(
+                std::slice::from_ref(&path),
+                &config(DOCUMENTS),
+                &encoder(),
+                &options,
+                &progress,
+            )
+            .unwrap();
             reported.take()
         };
         let first = open();

@@ -5,13 +5,13 @@ use serde_json::json;
 
 fn info(entry: &Value) -> Result<DatasetInfo, DatasetInfoError> {
     let Value::Object(entry) = entry else { panic!("an object") };
-    Entry { path: Path::new("data/dataset_info.json"), name: "a", entry }.info()
+    Entry { path: Path::new("data/dataset_info.json"), name: "a", keys: entry }.info()
 }
 
-fn applied(entry: Value, row: Value) -> Value {
+fn applied(entry: &Value, row: Value) -> Value {
     let Value::Object(object) = row else { panic!("an object") };
     let mut row = RawRow { object, blobs: Vec::new() };
-    info(&entry).unwrap().mapping.apply(&mut row);
+    info(entry).unwrap().mapping.apply(&mut row);
     Value::Object(row.object)
 }
 
@@ -23,7 +23,7 @@ fn columns_of_an_alpaca_row_get_our_names() {
         "photos": ["p.png"], "system": "not named by the entry, so not read"});
     let expected = json!({"id": 7, "instruction": "q", "input": "c", "output": "a",
         "images": ["p.png"]});
-    assert_eq!(applied(entry, row), expected);
+    assert_eq!(applied(&entry, row), expected);
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn columns_may_swap_their_names() {
         "prompt": "output", "response": "instruction"}});
     let row = json!({"instruction": "the answer", "output": "the question"});
     let expected = json!({"instruction": "the question", "output": "the answer"});
-    assert_eq!(applied(entry, row), expected);
+    assert_eq!(applied(&entry, row), expected);
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn tags_of_a_sharegpt_row_get_our_roles() {
     let expected = json!({"system": "s", "conversations": [{"from": "human", "value": "q"},
         {"from": "function_call", "value": "f"}, {"from": "observation", "value": "t"},
         {"from": "gpt", "value": "a"}]});
-    assert_eq!(applied(entry, row), expected);
+    assert_eq!(applied(&entry, row), expected);
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn a_system_turn_wins_over_the_system_column() {
         "columns": {"system": "system"}});
     let row = json!({"system": "column", "conversations": [
         {"from": "system", "value": "turn"}, {"from": "human", "value": "q"}]});
-    assert_eq!(applied(entry, row.clone())["system"], Value::Null);
+    assert_eq!(applied(&entry, row.clone())["system"], Value::Null);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn entries_that_are_not_supported_are_refused_by_name() {
 
 #[test]
 fn another_mapping_has_another_digest() {
-    let digest = |entry: Value| info(&entry).unwrap().digest();
+    let digest = |entry: Value| info(entry).unwrap().digest();
     let plain = digest(json!({"file_name": "a.json"}));
     assert_eq!(plain, digest(json!({"file_name": "b.json"})));
     let other = json!({"file_name": "a.json", "columns": {"response": "answer"}});

@@ -59,9 +59,13 @@ fn check_type(of: &DataType, name: &str) -> Result<(), (String, String)> {
     use DataType as D;
     let inner = |field: &Field| check_type(field.data_type(), &format!("{name}.{}", field.name()));
     match of {
-        D::Null | D::Boolean | D::Float16 | D::Float32 | D::Float64 => Ok(()),
-        D::Date32 | D::Date64 | D::Timestamp(_, _) | D::FixedSizeBinary(_) => Ok(()),
-        of if of.is_integer() || of.is_string() || of.is_binary() => Ok(()),
+        D::Null
+        | D::Boolean
+        | D::Date32
+        | D::Date64
+        | D::Timestamp(_, _)
+        | D::FixedSizeBinary(_) => Ok(()),
+        of if of.is_integer() || of.is_floating() || of.is_string() || of.is_binary() => Ok(()),
         D::List(field) | D::LargeList(field) | D::FixedSizeList(field, _) => {
             check_type(field.data_type(), name)
         }

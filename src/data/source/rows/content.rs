@@ -128,13 +128,11 @@ impl RowMedia<'_> {
             Value::Null => {
                 let has = |key: &&&str| part.get(**key).is_some_and(|value| !value.is_null());
                 let mut kinds = ["text", "image", "image_url", "video", "video_url"].iter();
-                match kinds.find(has) {
-                    Some(kind) => Ok((*kind).to_owned()),
-                    None => {
-                        self.at.check_keys(Place::Part, at, part)?;
-                        Err(missing(self.at.id, &join(at, "type"), "`text`, `image` or `video`"))
-                    }
+                if let Some(kind) = kinds.find(has) {
+                    return Ok((*kind).to_owned());
                 }
+                self.at.check_keys(Place::Part, at, part)?;
+                Err(missing(self.at.id, &join(at, "type"), "`text`, `image` or `video`"))
             }
             other => Err(wrong_type(self.at.id, &join(at, "type"), &other, "a string")),
         }

@@ -94,14 +94,14 @@ impl At<'_> {
                 }
                 Use::Unknown => Finding::Unknown(place, key.clone()),
             };
-            self.parser.findings.report(self.id, finding);
+            self.parser.findings.report(self.id, &finding);
         }
         Ok(())
     }
 
     /// Reports how the row was understood.
     pub(super) fn note(&self, note: &'static str) {
-        self.parser.findings.report(self.id, Finding::Note(note));
+        self.parser.findings.report(self.id, &Finding::Note(note));
     }
 
     pub(super) fn not_supported(&self, at: &str, what: &'static str) -> SampleError {

@@ -71,7 +71,7 @@ impl Findings {
     }
 
     /// Adds a finding of the row `id`, and logs it if it is new.
-    pub(super) fn report(&self, id: &SampleId, finding: Finding) {
+    pub(super) fn report(&self, id: &SampleId, finding: &Finding) {
         if !self.add(finding.clone()) || self.is_silent {
             return;
         }

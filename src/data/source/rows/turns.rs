@@ -1,6 +1,6 @@
 //! Parses the turns of a conversation.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use super::context::At;
@@ -238,5 +238,7 @@ impl<'a> Turns<'a> {
 
 /// A call in the form of OpenAI's `tool_calls`, which chat templates read.
 fn function(call: Value) -> Value {
-    json!({"type": "function", "function": call})
+    let mut entry = Map::from_iter([("type".to_owned(), Value::from("function"))]);
+    entry.insert("function".to_owned(), call);
+    Value::Object(entry)
 }
