@@ -372,6 +372,11 @@ fn data_files_of_the_hub_are_opened_like_local_files() {
         let shown = inspect(&path).ends_with(0);
         assert!(shown.stdout.contains("train-0.jsonl:"), "{}", shown.stdout);
     }
+    // A pattern and a folder.
+    for path in ["hf://datasets/o/n/data/*.jsonl", "hf://datasets/o/n/data"] {
+        let shown = inspect(path).ends_with(0);
+        assert!(shown.stdout.contains("train-0.jsonl:"), "{}", shown.stdout);
+    }
     let file =
         place.path("hf/hub/datasets--o--n/snapshots").join(COMMIT).join("data/train-0.jsonl");
     assert!(fs::read_link(file).unwrap().starts_with("../../../blobs"));

@@ -93,7 +93,7 @@ fn entries_that_are_not_supported_are_refused_by_name() {
 
 #[test]
 fn another_mapping_has_another_digest() {
-    let digest = |entry: Value| info(entry).unwrap().digest();
+    let digest = |entry: Value| info(&entry).unwrap().digest();
     let plain = digest(json!({"file_name": "a.json"}));
     assert_eq!(plain, digest(json!({"file_name": "b.json"})));
     let other = json!({"file_name": "a.json", "columns": {"response": "answer"}});
