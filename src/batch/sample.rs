@@ -158,6 +158,13 @@ pub enum VideoRef {
 }
 
 impl VideoRef {
+    /// Frames per second of this video.
+    pub fn fps_mut(&mut self) -> &mut Option<f64> {
+        match self {
+            Self::Frames { fps, .. } | Self::File { fps, .. } => fps,
+        }
+    }
+
     /// The settings of this video.
     pub fn limits_mut(&mut self) -> &mut VideoLimits {
         match self {

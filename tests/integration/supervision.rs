@@ -286,6 +286,25 @@ fn the_loss_scale_all_excludes_media_and_their_marks() {
 }
 
 #[test]
+fn the_loss_scale_all_keeps_the_weights_of_rows_and_of_excluded_turns() {
+    let encoder = load_changed(|_| ()).unwrap().with_loss_scale(LossScale::All);
+    let turns = || json!([user("What?"), assistant("A moon.")]);
+    let half = encoder.encode(&read(json!({"weight": 0.5, "messages": turns()}))).unwrap();
+    assert!(half.labels.iter().all(|label| *label != IGNORE_INDEX));
+    assert_eq!(half.weights.unwrap(), vec![0.5; half.labels.len()]);
+    let reason = |row: Value| encoder.encode(&read(row)).unwrap_err().reason();
+    assert_eq!(reason(json!({"train": false, "messages": turns()})), "no_supervised_token");
+    let quiet = |role: &str, text: &str| json!({"role": role, "content": text, "train": false});
+    let both = json!([quiet("system", "Be brief."), quiet("user", "What?"), assistant("A moon.")]);
+    let sample = read(json!({ "messages": both }));
+    assert_eq!(supervised(&encoder, &sample), "A moon.<|im_end|>");
+    let one = json!([{"role": "system", "content": "Be brief."}, quiet("user", "What?"), assistant("A moon.")]);
+    assert_eq!(reason(json!({ "messages": one })), "not_supported");
+    let prompt = json!({"prompt": [user("What?")], "completion": [assistant("A moon.")]});
+    assert_eq!(supervised(&encoder, &read(prompt)), "A moon.<|im_end|>");
+}
+
+#[test]
 fn another_loss_scale_has_another_length_cache() {
     let place = length_cache::Place::new(&[length_cache::chat("a", "b")]);
     for (loss_scale, measured) in

@@ -26,6 +26,8 @@ struct Source {
     value: String,
     /// The file with the rows, if it is known.
     file: Option<PathBuf>,
+    /// Number of rows that weight 1 uses; `None`: all rows of the file.
+    num_rows: Option<u64>,
     image_root: Option<(String, String)>,
     /// Number of rows to use, and the setting that says so.
     samples: Option<(u64, String)>,
@@ -133,11 +135,13 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
             names.flat_map(|names| names.split(',')).map(|name| name.trim().to_owned()).collect();
         for name in names {
             let info = Path::new(&folder).join("dataset_info.json");
-            let mut file = None;
+            let (mut file, mut num_rows) = (None, None);
             // A folder of another machine cannot be checked here; the run checks it.
             if info.is_file() {
                 match DatasetInfo::read(&info, &name) {
-                    Ok(found) => file = Some(found.path().to_owned()),
+                    Ok(found) => {
+                        (file, num_rows) = (Some(found.path().to_owned()), found.num_samples());
+                    }
                     Err(error) => work.refuse(&setting, &error.to_string()),
                 }
             }
@@ -145,6 +149,7 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
                 key: "dataset_info",
                 value: format!("{}#{name}", info.display()),
                 file,
+                num_rows,
                 image_root: None,
                 samples: samples.clone(),
                 weight: None,
@@ -306,7 +311,7 @@ fn mixture(work: &mut Work, train: &mut [Source]) -> bool {
 
 /// Turns a number of rows into a weight. Returns the rows of an epoch, if they can be counted.
 fn weight(work: &mut Work, source: &mut Source, is_joined: bool) -> Option<u64> {
-    let rows = source.file.as_deref().and_then(count_rows);
+    let rows = source.num_rows.or_else(|| source.file.as_deref().and_then(count_rows));
     let Some((samples, comment)) = source.samples.take() else { return rows };
     let is_swift = work.trainer == Trainer::MsSwift;
     let name = source.value.clone();
@@ -337,7 +342,8 @@ impl Source {
         comment: String,
     ) -> Self {
         let (key, value) = ("path", path.to_owned());
-        Self { key, file: Some(path.into()), value, image_root, samples, weight: None, comment }
+        let (file, num_rows) = (Some(path.into()), None);
+        Self { key, file, num_rows, value, image_root, samples, weight: None, comment }
     }
 }
 

@@ -260,6 +260,11 @@ impl Encoder {
                 tracing::warn!(row = %id, "the chat template does not render `reasoning_content`: it is not trained on");
             });
         }
+        if let Some(turn) = self.loss_scale.unequal_turn(messages) {
+            let at = format!("turn {}", turn + 1);
+            let what = "with `loss_scale: all`, a weight of a single turn of the user, the system or a tool is";
+            return Err(SampleError::NotSupported { id: id.clone(), at, what });
+        }
         let supervision = self.loss_scale.supervision(messages, &chat);
         Ok((chat.text, supervision))
     }

@@ -35,6 +35,21 @@ impl LossScale {
         }
     }
 
+    /// The weight of the text outside of answers, with [`LossScale::All`]: that of the turns of the
+    /// others, which have the weight of the row unless they are excluded.
+    fn rest(messages: &[Message]) -> f32 {
+        let others = messages.iter().filter(|message| message.role != "assistant");
+        others.chain(messages).next().map_or(1.0, |message| message.weight)
+    }
+
+    /// The index of a turn that [`LossScale::All`] cannot give its own weight: one that is not the
+    /// assistant's, with another weight than the earlier ones.
+    pub(super) fn unequal_turn(self, messages: &[Message]) -> Option<usize> {
+        let rest = Self::rest(messages);
+        let is_unequal = |message: &Message| message.role != "assistant" && message.weight != rest;
+        messages.iter().position(is_unequal).filter(|_| self == Self::All)
+    }
+
     /// The supervised parts of a chat whose needed answers were located.
     pub(super) fn supervision(self, messages: &[Message], chat: &RenderedChat) -> Supervision {
         let target = |answer: &Answer| {
@@ -45,7 +60,8 @@ impl LossScale {
             Target { range: start..end, weight: messages[answer.turn].weight }
         };
         let targets = chat.answers.iter().map(target).collect();
-        Supervision { targets, rest: if self == Self::All { 1.0 } else { 0.0 } }
+        let rest = if self == Self::All { Self::rest(messages) } else { 0.0 };
+        Supervision { targets, rest }
     }
 }
 

@@ -249,7 +249,9 @@ impl Entry<'_> {
         let column = |key: &str| {
             let named =
                 given.iter().find(|(column, _)| column == key).map(|(_, name)| name.as_str());
+            // `columns` replaces all defaults, as in LLaMA-Factory
             let default = DEFAULT_COLUMNS.iter().find(|(column, _)| *column == key);
+            let default = default.filter(|_| given.is_empty());
             named.or(default.map(|(_, name)| *name)).map(str::to_owned)
         };
         let is_text = |ours: &str| matches!(ours, "instruction" | "input" | "output" | "history");

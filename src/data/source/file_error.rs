@@ -76,7 +76,7 @@ pub enum FileError {
         /// The formats.
         found: String,
     },
-    /// A folder saved by `datasets` has several splits.
+    /// A folder has the files of several splits.
     #[error("`{}` has the splits {splits}", .path.display())]
     Splits {
         /// Path in the config.
@@ -112,7 +112,9 @@ impl FileError {
                 "write the path of a file, of a folder with data files, or a pattern such as `data/**/*.parquet`"
             }
             Self::Mixed { .. } => "write a pattern such as `FOLDER/*.jsonl` as `path`",
-            Self::Splits { .. } => "write the folder of one split as `path`",
+            Self::Splits { .. } => {
+                "write the folder of one split as `path`, or a pattern such as `FOLDER/train-*`"
+            }
             Self::Unpack { .. } => {
                 "check free space and permissions, or set `data.cache_dir` to another folder"
             }

@@ -94,7 +94,7 @@ impl ArrowRows {
     fn open_stream(map: &Buffer) -> Result<(Arc<Schema>, Self), String> {
         let truncated = || "it ends inside a message: the file is truncated".to_owned();
         let mut found: Option<(Arc<Schema>, Self)> = None;
-        let mut offset = 0;
+        let (mut offset, mut is_ended) = (0, false);
         while let Some(head) = map.as_slice().get(offset..offset + 8) {
             let (prefix, length) = match head.split_at(4) {
                 (mark, length) if mark == CONTINUATION => (8, length),
@@ -102,7 +102,8 @@ impl ArrowRows {
             };
             let length = length.try_into().map_or(0, u32::from_le_bytes) as usize;
             if length == 0 {
-                break; // the end mark
+                is_ended = true; // the end mark
+                break;
             }
             if map.len() - offset < prefix + length {
                 return Err(truncated());
@@ -129,6 +130,14 @@ impl ArrowRows {
                 (kind, _) => return Err(format!("it has an unexpected message ({kind:?})")),
             }
             offset += prefix + length + body;
+        }
+        if !is_ended && offset < map.len() {
+            return Err(truncated());
+        }
+        if !is_ended {
+            tracing::warn!(
+                "an Arrow stream has no end mark: if its writer was stopped, rows are missing"
+            );
         }
         found.ok_or_else(|| "it has no schema".to_owned())
     }

@@ -60,9 +60,10 @@ impl FileChunks {
             is_new = true;
             decode()
         });
-        if is_new {
-            let bytes = batch.as_ref().map_or(0, memory);
-            lock().account(key, &slot, bytes);
+        match batch {
+            Ok(batch) if is_new => lock().account(key, &slot, memory(batch)),
+            Err(_) if is_new => lock().forget(key, &slot), // the next reader tries again
+            _ => {}
         }
         batch.clone()
     }
@@ -85,6 +86,13 @@ impl Chunks {
         let entry = self.entries.entry(key).or_insert_with(new);
         entry.last_used = self.clock;
         entry.slot.clone()
+    }
+
+    /// Removes a chunk that cannot be decoded.
+    fn forget(&mut self, key: Key, slot: &Slot) {
+        if self.entries.get(&key).is_some_and(|entry| Arc::ptr_eq(&entry.slot, slot)) {
+            self.entries.remove(&key);
+        }
     }
 
     /// Adds the size of a decoded chunk, and removes the least recently used ones above the limit.

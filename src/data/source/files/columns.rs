@@ -158,7 +158,12 @@ fn number<T: ArrowPrimitiveType>(array: &dyn Array, at: usize) -> T::Native {
 }
 
 /// Null for a value that JSON cannot have, such as infinity.
+/// A number; null for NaN, which stands for a missing value. Infinity becomes a text, so that a key
+/// that expects a number refuses it.
 fn float(value: f64) -> Value {
+    if value.is_infinite() {
+        return Value::from(value.to_string());
+    }
     Number::from_f64(value).map_or(Value::Null, Value::Number)
 }
 

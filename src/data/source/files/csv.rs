@@ -81,7 +81,7 @@ impl Header {
     pub(super) fn scan(&self, input: impl Read) -> io::Result<RowIndex> {
         let (mut input, mut index) = (Hashing::new(input), RowIndex::default());
         let mut buffer = vec![0; 1 << 18];
-        let (mut offset, mut line, mut is_header) = (0, 1, true);
+        let (mut offset, mut line, mut first, mut is_header) = (0, 1, 1, true);
         let mut place = Place::Record;
         loop {
             let num_read = input.read(&mut buffer)?;
@@ -93,6 +93,9 @@ impl Header {
             for byte in &buffer[skipped..num_read] {
                 let next = place.after(*byte, self.delimiter);
                 let is_first = matches!(place, Place::Record) && !matches!(next, Place::Record);
+                if is_first {
+                    first = line;
+                }
                 if is_first && !std::mem::replace(&mut is_header, false) {
                     index.push(offset, line);
                 }
@@ -100,6 +103,11 @@ impl Header {
                 line += u64::from(*byte == b'\n');
                 place = next;
             }
+        }
+        if matches!(place, Place::Quoted) {
+            let problem =
+                format!("the file ends inside double quotes that the record of line {first} opens");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
         }
         let (num_bytes, sha256) = input.finish()?;
         Ok(index.finish(num_bytes, sha256))
@@ -172,7 +180,10 @@ mod tests {
         ) {
             let text = format!("h\n{text}");
             let header = Header { names: vec!["h".to_owned()], delimiter: b',' };
-            let index = header.scan(text.as_bytes()).unwrap();
+            let Ok(index) = header.scan(text.as_bytes()) else {
+                prop_assert!(text.matches('"').count() % 2 == 1, "quotes are closed: {text:?}");
+                return Ok(());
+            };
             let mut all = reader(b',', text.as_bytes());
             let expected: Vec<ByteRecord> = all.byte_records().skip(1).map(Result::unwrap).collect();
             prop_assert_eq!(index.len(), expected.len());
@@ -183,6 +194,14 @@ mod tests {
                 prop_assert_eq!(&record, expected);
             }
         }
+    }
+
+    #[test]
+    fn an_open_quote_does_not_join_the_rest_of_the_file() {
+        let text = "a,b\n1,2\n3,\"4\n5,6\n";
+        let header = Header::read(Path::new("a.csv"), b',', text.as_bytes()).unwrap();
+        let error = header.scan(text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("the record of line 3"), "{error}");
     }
 
     #[test]

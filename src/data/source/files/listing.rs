@@ -103,8 +103,21 @@ fn of_folder(folder: &Path) -> Result<Vec<PathBuf>, SourceError> {
         let found: Vec<String> = extensions.iter().map(|of| format!(".{of}")).collect();
         return Err(FileError::Mixed { path, found: found.join(", ") }.into());
     }
+    let splits: BTreeSet<String> = files.iter().filter_map(|file| split_of(file)).collect();
+    if splits.len() > 1 {
+        let splits = splits.into_iter().collect::<Vec<_>>().join(", ");
+        return Err(FileError::Splits { path, splits }.into());
+    }
     files.sort_by(|one, other| natural_order(one, other));
     Ok(files)
+}
+
+/// The split that a file name such as `train-00000-of-00002.parquet` begins with.
+fn split_of(file: &Path) -> Option<String> {
+    const SPLITS: [&str; 7] = ["train", "validation", "valid", "val", "dev", "test", "eval"];
+    let name = file.file_name()?.to_str()?.to_ascii_lowercase();
+    let word = name.split(['-', '_', '.']).next()?;
+    SPLITS.contains(&word).then(|| word.to_owned())
 }
 
 /// The extension of a file name in lower case, without that of a compression.
@@ -228,6 +241,19 @@ mod tests {
             let error = names(folder, path).unwrap_err();
             assert!(error.contains(problem), "{error}");
         }
+    }
+
+    #[test]
+    fn a_folder_with_several_splits_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        for name in ["train-00000-of-00001.jsonl", "Test.jsonl"] {
+            fs::write(folder.join(name), "{}\n").unwrap();
+        }
+        let error = of_folder(folder).unwrap_err();
+        assert!(error.to_string().ends_with("has the splits test, train"), "{error}");
+        fs::remove_file(folder.join("Test.jsonl")).unwrap();
+        assert_eq!(of_folder(folder).unwrap().len(), 1);
     }
 
     #[test]

@@ -19,7 +19,7 @@ const IMAGES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "t
 /// Keys of a JSON file that make it a row, so that a caption next to it is not used.
 const ROW_KEYS: [&str; 5] = ["messages", "conversations", "instruction", "query", "prompt"];
 /// Keys whose texts may name an image of the row.
-const IMAGE_KEYS: [&str; 6] = ["image", "images", "path", "url", "image_url", "file_name"];
+const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];
 /// Size of a header, and alignment of the data.
 const BLOCK: u64 = 512;
 
@@ -114,9 +114,11 @@ fn combine(
     row.object = match (object, caption) {
         (Some(object), caption) if caption.is_none() || is_row(&object) => object,
         (_, Some(text)) if blobs.is_empty() => Map::from_iter([("text".to_owned(), text.into())]),
-        (_, caption) => {
+        // without a form, the row is rejected with its keys
+        (_, None) => Map::new(),
+        (_, Some(caption)) if caption.trim().is_empty() => Map::new(),
+        (_, Some(caption)) => {
             let placeholders = "<image>".repeat(blobs.len());
-            let caption = caption.unwrap_or_default();
             let messages = json!([
                 {"role": "user", "content": placeholders},
                 {"role": "assistant", "content": caption.trim()},
@@ -125,7 +127,11 @@ fn combine(
         }
     };
     let mut is_used = false;
-    for (key, value) in &mut row.object {
+    // Other keys of the row do not hold images, so their texts remain.
+    let is_read = |key: &String, value: &Value| {
+        !value.is_string() || ["image", "images"].contains(&key.as_str())
+    };
+    for (key, value) in row.object.iter_mut().filter(|(key, value)| is_read(key, value)) {
         put_images(key, value, &names, &blobs, &mut is_used);
     }
     if !is_used && !blobs.is_empty() {
@@ -213,6 +219,28 @@ mod tests {
         assert_eq!(named[1]["content"], "0003.jpg", "texts are not replaced");
         assert!(!rows[2].object.contains_key("images"));
         assert_eq!(Value::Object(rows[3].object.clone()), json!({"text": "only text"}));
+    }
+
+    #[test]
+    fn an_image_without_a_caption_is_not_a_row_with_an_empty_answer() {
+        let bytes = archive(&[
+            ("1.jpg", "JPEG"),
+            ("1.caption", "a moon"),
+            ("2.jpg", "JPEG"),
+            ("2.txt", " \n"),
+        ]);
+        for row in rows(&bytes) {
+            let keys: Vec<&String> = row.object.keys().collect();
+            assert_eq!(keys, ["images"], "a row without a form, which is rejected");
+        }
+    }
+
+    #[test]
+    fn an_image_named_by_a_key_that_is_not_read_is_kept() {
+        let text = r#"{"file_name": "1.jpg", "path": "1.jpg", "query": "?", "response": "!"}"#;
+        let row = &rows(&archive(&[("1.jpg", "JPEG"), ("1.json", text)]))[0];
+        assert_eq!(blob(&row.blobs, &row.object["images"][0]).unwrap()[..], *b"JPEG");
+        assert_eq!(row.object["file_name"], "1.jpg");
     }
 
     #[test]

@@ -67,7 +67,8 @@ impl Packed<'_> {
         options.read(true).write(true).create(true).truncate(true);
         let unpacked = options.open(&temporary.0).map_err(failed)?;
         write(&unpacked, &failed)?;
-        if cache.is_some() {
+        // another change of a file that is not settled may leave the same stamp
+        if cache.is_some() && is_settled {
             unpacked.sync_all().map_err(failed)?;
             fs::rename(&temporary.0, &target).map_err(failed)?;
         }

@@ -18,6 +18,9 @@ use crate::net::is_web_address;
 /// Keys for the image of a part or of a list entry.
 const IMAGE_KEYS: [&str; 8] =
     ["bytes", "image", "image_url", "url", "path", "base64", "data", "source"];
+/// Keys that a part with a text must not have.
+const NOT_IN_TEXTS: [&str; 9] =
+    ["image", "image_url", "video", "video_url", "url", "path", "base64", "bytes", "source"];
 /// Keys for the video of a part or of a list entry.
 const VIDEO_KEYS: [&str; 4] = ["video", "video_url", "url", "path"];
 /// Keys for the frames per second of a video.
@@ -52,7 +55,7 @@ impl RowMedia<'_> {
         match kind.as_str() {
             "text" => {
                 self.at.check_keys(Place::Part, at, &part)?;
-                self.refuse_second(at, &part, &["image", "image_url", "video", "video_url"])?;
+                self.refuse_second(at, &part, &NOT_IN_TEXTS)?;
                 match take(&mut part, "text") {
                     Value::String(text) => match self.text(text) {
                         Content::Text(text) => parts.push(Part::Text(text)),
@@ -74,6 +77,7 @@ impl RowMedia<'_> {
                         return Err(missing(self.at.id, &join(at, "image"), "a list of images"));
                     }
                     Some(Value::Array(images)) => {
+                        self.refuse_second(at, &part, &IMAGE_KEYS)?;
                         self.at.check_keys(Place::Image, at, &part)?;
                         let limits = self.at.image_limits(at, &part)?;
                         for (index, image) in images.into_iter().enumerate() {
@@ -100,14 +104,16 @@ impl RowMedia<'_> {
                 self.refuse_second(at, &part, &["text", "image", "image_url"])?;
                 let is_given = |key: &&str| part.get(*key).is_some_and(|value| !value.is_null());
                 parts.push(if VIDEO_KEYS.iter().any(is_given) {
-                    let video = self.at.video(at, Value::Object(part), None)?;
+                    let video = self.at.video(at, Value::Object(part), self.fps)?;
                     self.add(Medium::Video(video))
                 } else {
                     self.at.check_keys(Place::Video, at, &part)?;
-                    let given = self.at.video_limits(at, &part)?;
+                    let (given, rate) =
+                        (self.at.video_limits(at, &part)?, self.at.rate(at, &part)?);
                     let part = self.next_of(MediumKind::Video);
-                    if let (Some(given), Some(Medium::Video(video))) = (given, self.last()) {
-                        *video.limits_mut() = given;
+                    if let Some(Medium::Video(video)) = self.last() {
+                        *video.limits_mut() = given.unwrap_or(*video.limits_mut());
+                        *video.fps_mut() = rate.or(*video.fps_mut());
                     }
                     part
                 });
@@ -145,9 +151,14 @@ impl RowMedia<'_> {
         part: &Map<String, Value>,
         others: &[&str],
     ) -> Result<(), SampleError> {
-        match others.iter().find(|key| part.get(**key).is_some_and(is_given)) {
+        // a text in `source` names the origin of a part
+        let is_second = |key: &&&str| match part.get(**key) {
+            Some(Value::String(_)) if **key == "source" => false,
+            value => value.is_some_and(is_given),
+        };
+        match others.iter().find(is_second) {
             Some(key) => {
-                let what = "a part with two of text, image and video (write one part for each) is";
+                let what = "a part with two texts, images or videos (write one part for each) is";
                 Err(self.at.not_supported(&join(at, key), what))
             }
             None => Ok(()),
@@ -190,6 +201,15 @@ impl At<'_> {
         }
         let Some((key, value)) = first_of(&mut object, &IMAGE_KEYS) else { return Ok(None) };
         let limits = self.image_limits(at, &object)?;
+        let is_second = |other: &&&str| match object.get(**other) {
+            Some(second) if *second == value => false,
+            // the form of `datasets`, and the origin of an image
+            Some(Value::String(_)) => !matches!((key, **other), ("bytes", "path") | (_, "source")),
+            second => second.is_some_and(is_given),
+        };
+        if let Some(other) = IMAGE_KEYS.iter().find(is_second) {
+            return Err(self.not_supported(&join(at, other), "a second source of an image is"));
+        }
         let at = join(at, key);
         let is_blob = blob(self.blobs, &value).is_some();
         let mut image = match (key, value) {
@@ -277,8 +297,8 @@ impl At<'_> {
         at: &str,
         object: &Map<String, Value>,
     ) -> Result<Option<f64>, SampleError> {
-        let given = RATE_KEYS.iter().find_map(|key| Some((*key, object.get(*key)?)));
-        let Some((key, value)) = given.filter(|(_, value)| !value.is_null()) else {
+        let mut given = RATE_KEYS.iter().filter_map(|key| Some((*key, object.get(*key)?)));
+        let Some((key, value)) = given.find(|(_, value)| !value.is_null()) else {
             return Ok(None);
         };
         let number = match value {

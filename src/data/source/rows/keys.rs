@@ -13,7 +13,7 @@ use super::form::RowForm;
 const SIMILAR: f64 = 0.8;
 
 /// Usual keys of rows, turns and images that do not affect training.
-const METADATA: [&str; 45] = [
+const METADATA: [&str; 44] = [
     "annotations",
     "author",
     "cache_control",
@@ -28,7 +28,6 @@ const METADATA: [&str; 45] = [
     "date",
     "difficulty",
     "domain",
-    "file_name",
     "format",
     "height",
     "id",

@@ -17,6 +17,8 @@ pub(super) struct RowMedia<'a> {
     images: List,
     videos: List,
     media: Vec<Medium>,
+    /// Frames per second of videos that give no rate themselves.
+    pub(super) fps: Option<f64>,
 }
 
 /// Images or videos that a row lists outside of its turns, and their placeholders.
@@ -61,7 +63,7 @@ impl<'a> RowMedia<'a> {
             values.map(|entry| image(entry).map(Medium::Image)).collect::<Result<_, _>>()
         });
         let videos = listed(at, row, ["videos", "video"], "`video` together with `videos` is")?;
-        let fps = if videos.is_some() { at.rate("", row)? } else { None };
+        let fps = at.rate("", row)?;
         let videos = videos.map(|(key, value)| {
             // A flat list under the singular key `video` is the frames of one video, as in a part.
             let is_flat = |list: &[Value]| list.iter().all(|entry| !entry.is_array());
@@ -79,6 +81,7 @@ impl<'a> RowMedia<'a> {
             images: List::new(MediumKind::Image, images.transpose()?, literal),
             videos: List::new(MediumKind::Video, videos.transpose()?, literal),
             media: Vec::new(),
+            fps,
         })
     }
 
@@ -140,7 +143,7 @@ impl<'a> RowMedia<'a> {
     /// are put in front of the first user turn of `messages`. Fails if the numbers of placeholders
     /// and of listed media differ otherwise.
     pub(super) fn finish(self, messages: &mut [Message]) -> Result<Vec<Medium>, SampleError> {
-        let Self { at, images, videos, mut media } = self;
+        let Self { at, images, videos, mut media, fps: _ } = self;
         // as in ms-swift, videos are put before images
         for list in [images, videos] {
             let List { kind, rest, listed, placeholders, .. } = list;

@@ -13,6 +13,7 @@ mod switches;
 mod turns;
 mod values;
 
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -82,6 +83,9 @@ impl RowParser {
     }
 }
 
+/// Weights of answers other than 0.
+const WEIGHTS: RangeInclusive<f32> = 1.0 / 1048576.0..=1048576.0;
+
 /// The parsed row `row`.
 fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sample, SampleError> {
     let id = at.id;
@@ -108,6 +112,11 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     let (mut messages, media) = turns.finish()?;
     for message in &mut messages {
         message.weight *= weight;
+        // outside of these limits, sums of weights are not exact
+        if message.weight != 0.0 && !WEIGHTS.contains(&message.weight) {
+            let what = "a weight of the loss below 2^-20 or above 2^20 is";
+            return Err(at.not_supported("weight", what));
+        }
     }
     let objects = at.objects(row, &messages)?;
     Ok(Sample { id: id.clone(), messages, media, tools, objects })

@@ -36,28 +36,35 @@ impl At<'_> {
         Ok(weight)
     }
 
-    /// Checks the keys of a turn that is not trained on: they must not request training.
-    pub(super) fn no_weight(
+    /// The factor of the loss of a turn of another role, which only `loss_scale: all` trains on: 0 if
+    /// a key excludes the turn, else 1. The keys must not request training.
+    pub(super) fn other_weight(
         &self,
         at: &str,
         object: &mut Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<f32, SampleError> {
         const WHAT: &str = "training on a turn other than the assistant's is";
+        let mut weight = 1.0;
         for key in TRAIN_KEYS {
             match take(object, key) {
-                Value::Null | Value::Bool(false) => {}
+                Value::Null => {}
+                Value::Bool(false) => weight = 0.0,
                 Value::Bool(true) => return Err(self.not_supported(&join(at, key), WHAT)),
                 other => return Err(wrong_type(self.id, &join(at, key), &other, "a boolean")),
             }
         }
         for key in WEIGHT_KEYS {
             let (value, at) = (take(object, key), join(at, key));
-            // 1 is the usual default
-            if !value.is_null() && ![0.0, 1.0].contains(&self.factor(&at, &value)?) {
-                return Err(self.not_supported(&at, WHAT));
+            if value.is_null() {
+                continue;
+            }
+            match self.factor(&at, &value)? {
+                0.0 => weight = 0.0,
+                1.0 => {} // the usual default
+                _ => return Err(self.not_supported(&at, WHAT)),
             }
         }
-        Ok(())
+        Ok(weight)
     }
 
     fn factor(&self, at: &str, value: &Value) -> Result<f32, SampleError> {

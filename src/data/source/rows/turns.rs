@@ -101,8 +101,7 @@ impl<'a> Turns<'a> {
         let weight = if is_answer {
             self.at.weight(at, &mut turn)?
         } else {
-            self.at.no_weight(at, &mut turn)?;
-            1.0
+            self.at.other_weight(at, &mut turn)?
         };
         let tool_calls = self.tool_calls(at, &mut turn)?;
         let reasoning_content = self.thoughts(at, &mut turn)?;
