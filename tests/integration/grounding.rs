@@ -32,7 +32,7 @@ fn encode(row: &Value) -> Result<EncodedSample, SampleError> {
 }
 
 /// A row whose answer is `answer`, with these images and objects.
-fn row(images: &[&str], answer: &str, objects: Value) -> Value {
+fn row(images: &[&str], answer: &str, objects: &Value) -> Value {
     let placeholders = "<image>".repeat(images.len());
     json!({
         "messages": [user(format!("{placeholders}Where?")), assistant(answer)],
@@ -59,7 +59,7 @@ fn a_box_becomes_thousandths_of_the_image_before_any_resize() {
         (json!("real"), json!([15, 10]), "[100, 100]"),
     ] {
         let objects = json!({"bbox": [bbox], "bbox_type": unit});
-        assert_eq!(answer(&row(&photo, "at <bbox>.", objects)), format!("at {expected}."));
+        assert_eq!(answer(&row(&photo, "at <bbox>.", &objects)), format!("at {expected}."));
     }
 }
 
@@ -68,7 +68,7 @@ fn names_and_boxes_fill_their_placeholders_in_the_order_of_the_text() {
     let mut row = row(
         &["photo_150x100.png", "photo_40x30.png"],
         "<ref-object>: <bbox>, <ref-object>: <bbox>",
-        json!({"ref": ["eye", "<bbox> & <ref-object>", "ear"], "bbox": [[15, 10, 30, 20], [4, 3, 20, 15]], "image_id": [0, 1]}),
+        &json!({"ref": ["eye", "<bbox> & <ref-object>", "ear"], "bbox": [[15, 10, 30, 20], [4, 3, 20, 15]], "image_id": [0, 1]}),
     );
     row["messages"][0]["content"] = json!("<image>Find the <ref-object>.<image>");
     // a name is not searched for placeholders
@@ -83,7 +83,7 @@ fn names_and_boxes_fill_their_placeholders_in_the_order_of_the_text() {
 fn boxes_count_in_the_upright_image() {
     let (width, height) = (24, 16); // as stored; EXIF says to turn it
     let objects = json!({"bbox": [[0, 0, height, width]]});
-    let row = row(&["orientation_6.jpg"], "<bbox>", objects);
+    let row = row(&["orientation_6.jpg"], "<bbox>", &objects);
     assert_eq!(answer(&row), "[0, 0, 1000, 1000]");
 }
 
@@ -109,11 +109,11 @@ fn boxes_that_cannot_be_meant_reject_the_row() {
         (json!({"bbox": [[0, 0, 9, 9]], "image_id": [0, 0]}), "missing_key"),
         (json!({"bbox": [[0, 0, 9, 9]], "label": ["eye"]}), "not_supported"),
     ] {
-        assert_eq!(reason(&row(&photo, "<bbox>", objects.clone())), expected, "{objects}");
+        assert_eq!(reason(&row(&photo, "<bbox>", &objects)), expected, "{objects}");
     }
     let objects = json!({"bbox": [[0, 0, 9, 9]]});
-    assert_eq!(reason(&row(&["missing.png"], "<bbox>", objects.clone())), "image_missing");
-    assert_eq!(reason(&row(&[], "<bbox>", objects)), "box_image");
+    assert_eq!(reason(&row(&["missing.png"], "<bbox>", &objects)), "image_missing");
+    assert_eq!(reason(&row(&[], "<bbox>", &objects)), "box_image");
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn the_page_of_inspect_draws_each_box_on_its_image() {
     let rows = row(
         &["photo_150x100.png", "photo_40x30.png"],
         "<bbox> <bbox>",
-        json!({"bbox": [[30, 20, 75, 60], [4, 3, 20, 15]], "image_id": [0, 1]}),
+        &json!({"bbox": [[30, 20, 75, 60], [4, 3, 20, 15]], "image_id": [0, 1]}),
     );
     place.write("rows.jsonl", &rows.to_string());
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");

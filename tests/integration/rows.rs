@@ -118,7 +118,7 @@ fn every_row_form_encodes_like_its_plain_row_and_every_mistake_is_refused_by_nam
     let mut files: Vec<String> = fs::read_dir(root("fixtures/rows"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| name.ends_with(".jsonl"))
+        .filter(|name| name != "table.json")
         .collect();
     files.sort();
     let listed: Vec<&str> = cases.iter().map(|case| case["file"].as_str().unwrap()).collect();

@@ -12,6 +12,7 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -108,7 +109,11 @@ fn file(folder: &Path, name: &str, bytes: &[u8]) -> Value {
 }
 
 fn lines(rows: &[Value]) -> String {
-    rows.iter().map(|row| format!("{row}\n")).collect()
+    let mut lines = String::new();
+    for row in rows {
+        writeln!(lines, "{row}").unwrap();
+    }
+    lines
 }
 
 fn pretty(row: &Value) -> String {
@@ -203,7 +208,7 @@ fn batch(rows: &[Value]) -> RecordBatch {
         }
         messages.append(true);
     }
-    let id = StringArray::from_iter(rows.iter().map(|row| row["id"].as_str()));
+    let id = rows.iter().map(|row| row["id"].as_str()).collect::<StringArray>();
     let columns = [("id", Arc::new(id) as ArrayRef), ("messages", Arc::new(messages.finish()))];
     RecordBatch::try_from_iter(columns).unwrap()
 }

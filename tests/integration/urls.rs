@@ -157,7 +157,7 @@ fn an_image_that_is_too_large_is_refused_with_and_without_an_announced_size() {
 #[test]
 fn a_slow_server_rejects_the_row() {
     let server =
-        Server::start(|_| Reply { wait: Duration::from_secs(60), ..Reply::new(200, image()) });
+        Server::start(|_| Reply { wait: Duration::from_mins(1), ..Reply::new(200, image()) });
     let place = place(&[server.url() + "/a.png"]);
     let start = Instant::now();
     let refused = inspect(&place, &["--set", "data.url.timeout_s=0.2"]);

@@ -1,5 +1,6 @@
 //! A web server for tests: one thread per connection, one request per connection.
 
+use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -122,10 +123,10 @@ fn answer(
     thread::sleep(wait);
     let mut head = format!("HTTP/1.1 {status} Status\r\nConnection: close\r\n");
     for (name, value) in headers {
-        head.push_str(&format!("{name}: {value}\r\n"));
+        let _ = write!(head, "{name}: {value}\r\n"); // writing to a String cannot fail
     }
     if !without_length {
-        head.push_str(&format!("Content-Length: {}\r\n", body.len()));
+        let _ = write!(head, "Content-Length: {}\r\n", body.len());
     }
     stream.write_all(format!("{head}\r\n").as_bytes())?;
     if request.method != "HEAD" {

@@ -247,9 +247,7 @@ mod tests {
     fn a_folder_with_several_splits_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
-        for name in ["train-00000-of-00001.jsonl", "Test.jsonl"] {
-            fs::write(folder.join(name), "{}\n").unwrap();
-        }
+        touch(folder, &["train-00000-of-00001.jsonl", "Test.jsonl"]);
         let error = of_folder(folder).unwrap_err();
         assert!(error.to_string().ends_with("has the splits test, train"), "{error}");
         fs::remove_file(folder.join("Test.jsonl")).unwrap();
