@@ -36,6 +36,14 @@ fn columns_may_swap_their_names() {
 }
 
 #[test]
+fn columns_replace_all_defaults() {
+    let entry =
+        json!({"file_name": "a.json", "columns": {"prompt": "instruction", "response": "output"}});
+    let row = json!({"instruction": "q", "input": "not named", "output": "a"});
+    assert_eq!(applied(&entry, row), json!({"instruction": "q", "output": "a"}));
+}
+
+#[test]
 fn tags_of_a_sharegpt_row_get_our_roles() {
     let entry = json!({"file_name": "a.json", "formatting": "sharegpt",
         "columns": {"messages": "messages", "system": "intro"},
@@ -53,7 +61,7 @@ fn tags_of_a_sharegpt_row_get_our_roles() {
 #[test]
 fn a_system_turn_wins_over_the_system_column() {
     let entry = json!({"file_name": "a.json", "formatting": "sharegpt",
-        "columns": {"system": "system"}});
+        "columns": {"messages": "conversations", "system": "system"}});
     let row = json!({"system": "column", "conversations": [
         {"from": "system", "value": "turn"}, {"from": "human", "value": "q"}]});
     assert_eq!(applied(&entry, row.clone())["system"], Value::Null);

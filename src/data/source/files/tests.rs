@@ -117,7 +117,7 @@ fn columns_of_every_json_type_become_their_json_values() {
     });
     assert_eq!(Value::Object(first), expected);
     let expected = json!({
-        "int": 2, "big": 0, "double": 2.0, "large": "", "messages": "[broken", "word": "y",
+        "int": 2, "big": 0, "float": "inf", "double": 2.0, "large": "", "messages": "[broken", "word": "y",
         "day": "1970-01-01 00:00:00", "time": "1970-01-01 00:00:00", "image": "a.png",
     });
     assert_eq!(Value::Object(rows[1].object.clone()), expected);
