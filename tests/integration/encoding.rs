@@ -47,7 +47,7 @@ pub(super) fn rows(values: &[Value]) -> (TempDir, RowFile) {
     (folder, file)
 }
 
-fn encode(row: Value) -> Result<EncodedSample, SampleError> {
+pub(super) fn encode(row: Value) -> Result<EncodedSample, SampleError> {
     let (_folder, file) = rows(&[row]);
     let sample = file.read(0)?;
     let encoded = encoder().encode(&sample);

@@ -1,25 +1,13 @@
 //! Limits of single images and videos.
 
 use serde_json::{Value, json};
-use trainer::batch::EncodedSample;
-use trainer::data::{Length, RowReader, SampleError};
+use trainer::data::{Length, RowReader};
 
-use super::encoding::{assistant, encoder, rows, user};
+use super::encoding::{assistant, encode, user};
 use super::length_cache::{self, assert_as_measured, max_tokens};
 
 /// An image of 96 x 64 pixels.
 const MOON: &str = "images/exact_moon_96x64.png";
-
-fn encode(row: Value) -> Result<EncodedSample, SampleError> {
-    let (_folder, file) = rows(&[row]);
-    let sample = file.read(0)?;
-    let encoded = encoder().encode(&sample);
-    assert_eq!(
-        encoder().length(&sample).map_err(|error| error.to_string()),
-        encoded.as_ref().map(Length::of).map_err(ToString::to_string)
-    );
-    encoded
-}
 
 fn part(mut part: Value, limits: &Value) -> Value {
     part.as_object_mut().unwrap().extend(limits.as_object().unwrap().clone());
