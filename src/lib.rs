@@ -18,6 +18,7 @@ pub mod cli;
 pub mod config;
 pub mod convert;
 pub mod data;
+pub mod dist;
 pub mod loss;
 pub mod metrics;
 pub mod models;

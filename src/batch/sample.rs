@@ -201,8 +201,14 @@ pub struct AreaLimits {
 }
 
 /// Settings of one video that the row gives. They precede those of the config.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct VideoLimits {
+    /// Time in seconds of the first frame that may be sampled. `None` starts with the first frame.
+    pub start: Option<f64>,
+    /// Time in seconds of the last frame that may be sampled. `None` ends with the last frame.
+    pub end: Option<f64>,
+    /// `[height, width]` in pixels to use in place of the size of the frames.
+    pub resized: Option<[NonZeroU32; 2]>,
     /// Number of frames to sample, whatever the frame rate.
     pub num_frames: Option<NonZeroU32>,
     /// Minimum number of frames to sample.

@@ -78,6 +78,7 @@ pub use linear_cross_entropy::{
 };
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
+pub(crate) use rows::change_f32;
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 16] = [
+const MAY_IMPORT: [(&str, &[&str]); 17] = [
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
@@ -17,8 +17,10 @@ const MAY_IMPORT: [(&str, &[&str]); 16] = [
     ("checkpoint", &[]),
     ("tape", &[]),
     ("optim", &["ops", "tape"]),
+    // Ranks know tensors, but no models and no steps.
+    ("dist", &["ops"]),
     // Neither models nor devices; of `ops`, only the SIMD dispatcher.
-    ("data", &["batch", "net", "ops"]),
+    ("data", &["batch", "dist", "net", "ops"]),
     // No data files, no tokenizers, no config of a run; `nn` contains no model family.
     ("nn", &["batch", "metrics", "ops", "tape"]),
     ("models", &["batch", "metrics", "nn", "ops", "tape"]),
@@ -26,10 +28,22 @@ const MAY_IMPORT: [(&str, &[&str]); 16] = [
     // The only module that uses data, models, losses and optimizers together.
     (
         "train",
-        &["batch", "checkpoint", "data", "loss", "metrics", "models", "nn", "ops", "optim", "tape"],
+        &[
+            "batch",
+            "checkpoint",
+            "data",
+            "dist",
+            "loss",
+            "metrics",
+            "models",
+            "nn",
+            "ops",
+            "optim",
+            "tape",
+        ],
     ),
     // Composes the config structs of the sections.
-    ("config", &["checkpoint", "data", "net", "optim", "train"]),
+    ("config", &["checkpoint", "data", "dist", "net", "optim", "train"]),
     // Writes configs from those of other trainers; reads `dataset_info.json`.
     ("convert", &["config", "data"]),
     // Assembles a run from a config.
@@ -40,6 +54,7 @@ const MAY_IMPORT: [(&str, &[&str]); 16] = [
             "checkpoint",
             "config",
             "data",
+            "dist",
             "metrics",
             "models",
             "net",
@@ -60,6 +75,7 @@ const MAY_IMPORT: [(&str, &[&str]); 16] = [
             "config",
             "convert",
             "data",
+            "dist",
             "metrics",
             "models",
             "net",

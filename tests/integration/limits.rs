@@ -75,8 +75,14 @@ fn impossible_limits_reject_the_row() {
         (image(&json!({"min_pixels": 1e12})), "wrong_type"),
         (image(&json!({"resized_height": 64})), "missing_key"),
         (image(&json!({"resized_height": 1, "resized_width": 999})), "image_aspect_ratio"),
-        (video(4, &json!({"video_start": 1.0})), "not_supported"),
-        (video(4, &json!({"resized_height": 64, "resized_width": 64})), "not_supported"),
+        (video(4, &json!({"video_start": 2.0})), "video_empty_range"),
+        (video(4, &json!({"video_start": 0.1, "video_end": 0.4})), "video_empty_range"),
+        (video(4, &json!({"video_end": 0.4})), "video_too_short"),
+        (video(4, &json!({"video_start": 1.0, "video_end": 1.0})), "wrong_type"),
+        (video(4, &json!({"video_start": -1})), "wrong_type"),
+        (video(4, &json!({"video_end": "end"})), "wrong_type"),
+        (video(4, &json!({"resized_height": 64})), "missing_key"),
+        (video(4, &json!({"resized_height": 1, "resized_width": 999})), "video_aspect_ratio"),
         (video(4, &json!({"nframes": 2, "fps": 1})), "not_supported"),
         (video(4, &json!({"min_frames": 3, "max_frames": 2})), "wrong_type"),
         (
@@ -105,6 +111,15 @@ fn settings_of_a_video_decide_its_frames_and_their_size() {
         (json!({"total_pixels": 8 * 4096}), [4, 2, 4]),
         (json!({"nframes": 2, "max_pixels": 4096}), [1, 2, 4]),
         (json!({"min_pixels": 10000}), [4, 6, 8]),
+        (json!({"resized_height": 100, "resized_width": 50}), [4, 6, 4]),
+        (json!({"resized_height": 320, "resized_width": 320, "max_pixels": 1024}), [4, 20, 20]),
+        // a list without `fps` has 2 frames per second, as `data.video.fps`
+        (json!({"video_start": 1.0}), [3, 4, 6]),
+        (json!({"video_start": "1.1", "video_end": 2.9}), [2, 4, 6]),
+        (json!({"video_end": 1.5}), [2, 4, 6]),
+        (json!({"video_end": 1e9}), [4, 4, 6]),
+        (json!({"video_start": 1.0, "nframes": 2}), [1, 4, 6]),
+        (json!({"video_start": 0.5, "fps": 8}), [2, 4, 6]),
     ] {
         let encoded = encode(video(8, &limits)).unwrap();
         assert_eq!(encoded.media[0].grid_thw, expected, "{limits}");

@@ -300,7 +300,7 @@ fn each_unusable_video_is_rejected_with_its_reason() {
         (json!([frames(2), frames(2)]), "video_count", "1 video placeholders but the row lists 2"),
         (json!([]), "media_missing", "1 video placeholders but the row lists 0"),
         (json!([[]]), "missing_key", "`videos[0]` is missing"),
-        (json!([{"video": frames(2), "video_end": 2}]), "not_supported", "`videos[0].video_end`"),
+        (json!([{"video": frames(2), "crop": 2}]), "not_supported", "`videos[0].crop`"),
         (json!([{"video": frames(2), "fps": 0}]), "wrong_type", "`videos[0].fps`"),
         (json!(["https://a.b/c.mp4"]), "not_supported", "videos by URL are not supported"),
     ] {

@@ -17,6 +17,8 @@ mod file;
 mod sampling;
 mod smart_resize;
 
+use std::num::NonZeroU32;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,7 +28,7 @@ use config::Settings;
 pub use config::{VideoConfig, VideoConfigError, VideoMarks};
 #[cfg(feature = "video")]
 use file::VideoFile;
-use sampling::Sampling;
+use sampling::{Sampling, frames_between};
 use smart_resize::smart_resize;
 
 use crate::batch::{MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
@@ -156,14 +158,16 @@ impl VideoProcessor {
     ) -> Result<Plan, VideoError> {
         let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
         let (sampling, count) = self.settings.sampling.of_video(None, limits);
+        let rate = fps.unwrap_or(sampling.fps);
+        let among = between(frames.len(), rate, limits)?;
         let indices = match (count, fps) {
-            (Some(count), _) => Sampling::of_count(frames.len(), count),
-            (None, Some(rate)) => sampling.of_clip(frames.len(), rate),
-            (None, None) => sampling.of_sampled(frames.len()),
+            (Some(count), _) => Sampling::of_count(among.len(), count),
+            (None, Some(rate)) => sampling.of_clip(among.len(), rate),
+            (None, None) => sampling.of_sampled(among.len()),
         };
         let size = self.images.upright_size(first);
         let size = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
-        self.plan(indices, fps.unwrap_or(sampling.fps), size, limits)
+        self.plan(shifted(indices, among.start), rate, size, limits)
     }
 
     #[cfg(feature = "video")]
@@ -174,11 +178,12 @@ impl VideoProcessor {
         limits: &VideoLimits,
     ) -> Result<Plan, VideoError> {
         let (sampling, count) = self.settings.sampling.of_video(fps, limits);
+        let among = between(file.total(), file.rate(), limits)?;
         let indices = match count {
-            Some(count) => Sampling::of_count(file.total(), count),
-            None => sampling.of_clip(file.total(), file.rate()),
+            Some(count) => Sampling::of_count(among.len(), count),
+            None => sampling.of_clip(among.len(), file.rate()),
         };
-        self.plan(indices, file.rate(), file.size(), limits)
+        self.plan(shifted(indices, among.start), file.rate(), file.size(), limits)
     }
 
     /// `rate` is in frames per second; `source` is `[height, width]` in pixels.
@@ -195,9 +200,10 @@ impl VideoProcessor {
             return Err(VideoError::TooShort { frames });
         }
         let factor = self.images.patch_size() * self.images.merge_size();
-        let [height, width] = source;
+        let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
+        let [height, width] = shape;
         let budget = self.settings.budget.of_video(frames, limits);
-        let target = smart_resize(frames, source, temporal, factor, budget)
+        let target = smart_resize(frames, shape, temporal, factor, budget)
             .ok_or(VideoError::AspectRatio { width, height })?;
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
@@ -211,6 +217,22 @@ impl VideoProcessor {
         let grid_thw = plan.clip.grid_thw;
         (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
     }
+}
+
+/// Returns the frames between `video_start` and `video_end`.
+fn between(total: usize, rate: f64, limits: &VideoLimits) -> Result<Range<usize>, VideoError> {
+    let among = frames_between(total, rate, limits);
+    if among.is_empty() && total > 0 {
+        let seconds = total as f64 / rate;
+        return Err(VideoError::EmptyRange { start: limits.start, end: limits.end, seconds });
+    }
+    Ok(among)
+}
+
+/// Adds the index of the first frame of a range to indices within the range.
+fn shifted(mut indices: Vec<usize>, first: usize) -> Vec<usize> {
+    indices.iter_mut().for_each(|index| *index += first);
+    indices
 }
 
 impl Plan {
@@ -339,6 +361,20 @@ pub enum VideoError {
         /// Number of sampled frames.
         frames: usize,
     },
+    /// The video has no frames between `video_start` and `video_end`.
+    #[error(
+        "no frames from {} to {} s: the video takes {seconds:.1} s",
+        .start.unwrap_or(0.0),
+        .end.unwrap_or(*.seconds)
+    )]
+    EmptyRange {
+        /// `video_start` of the row, in seconds.
+        start: Option<f64>,
+        /// `video_end` of the row, in seconds.
+        end: Option<f64>,
+        /// Duration of the video in seconds.
+        seconds: f64,
+    },
     /// The aspect ratio of the frames is too large for the model.
     #[error("frames are {width} x {height} pixels, expected an aspect ratio of at most 200")]
     AspectRatio {
@@ -384,6 +420,7 @@ impl VideoError {
             Self::Frame { cause, .. } => cause.hint(),
             Self::FrameSize { .. } => "resize all frames of the list to one size",
             Self::TooShort { .. } => "list more frames, or use an image instead of a video",
+            Self::EmptyRange { .. } => "correct `video_start` and `video_end`, in seconds",
             Self::AspectRatio { .. } => "crop or pad the video",
         }
     }
@@ -403,6 +440,7 @@ impl VideoError {
             Self::Frame { .. } => "video_frame",
             Self::FrameSize { .. } => "video_frame_size",
             Self::TooShort { .. } => "video_too_short",
+            Self::EmptyRange { .. } => "video_empty_range",
             Self::AspectRatio { .. } => "video_aspect_ratio",
         }
     }

@@ -5,6 +5,7 @@
 //! the file are not used.
 
 use std::num::NonZeroU32;
+use std::ops::Range;
 
 use crate::batch::VideoLimits;
 
@@ -17,6 +18,16 @@ pub(super) struct Sampling {
     pub(super) min_frames: usize,
     /// Maximum number of sampled frames.
     pub(super) max_frames: usize,
+}
+
+/// Returns the frames of a video of `total` frames at `rate` frames per second that lie between the
+/// `start` and the `end` of `limits`; the last one is at `end` or before it. Empty if there are none.
+///
+/// The rounding equals that of `calculate_video_frame_range` in qwen-vl-utils.
+pub(super) fn frames_between(total: usize, rate: f64, limits: &VideoLimits) -> Range<usize> {
+    let first = limits.start.map_or(0, |seconds| (seconds * rate).ceil() as usize);
+    let past = limits.end.map_or(total, |seconds| (seconds * rate).floor() as usize + 1);
+    first..past.min(total).max(first)
 }
 
 impl Sampling {
@@ -110,6 +121,22 @@ mod tests {
                 .collect();
             assert_eq!(times[..expected.len()], expected, "{case}");
         }
+    }
+
+    /// The results of `calculate_video_frame_range` in qwen-vl-utils 0.0.14.
+    #[test]
+    fn a_range_begins_at_the_frame_after_its_start_and_ends_at_the_frame_before_its_end() {
+        let range = |start, end| {
+            let limits = VideoLimits { start, end, ..VideoLimits::default() };
+            frames_between(100, 25.0, &limits)
+        };
+        assert_eq!(range(None, None), 0..100);
+        assert_eq!(range(Some(1.0), None), 25..100);
+        assert_eq!(range(Some(1.01), Some(2.01)), 26..51);
+        assert_eq!(range(Some(0.0), Some(4.0)), 0..100);
+        assert_eq!(range(Some(3.99), Some(9.0)), 100..100);
+        assert!(range(Some(7.0), None).is_empty());
+        assert!(range(Some(0.01), Some(0.03)).is_empty());
     }
 
     #[test]

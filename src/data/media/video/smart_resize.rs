@@ -21,6 +21,9 @@ impl Budget {
     /// The limits of a video of `num_frames` frames with settings of its own. If a limit of the row
     /// contradicts another one, the maximum applies.
     pub(super) fn of_video(self, num_frames: usize, limits: &VideoLimits) -> Self {
+        if limits.resized.is_some() {
+            return self; // as for images, a size of the row precedes its limits
+        }
         let frames = num_frames as u64;
         let all = |a_frame: Option<NonZeroU32>| a_frame.map(|area| u64::from(area.get()) * frames);
         let total = limits.total_pixels.map(|total| u64::from(total.get()));

@@ -99,7 +99,7 @@ const IMAGE_TOO: [&str; 11] = [
     "resized_width",
 ];
 const VIDEO: [&str; 4] = ["video", "url", "path", "fps"];
-const VIDEO_TOO: [&str; 15] = [
+const VIDEO_TOO: [&str; 19] = [
     "type",
     "text",
     "video_url",
@@ -115,6 +115,10 @@ const VIDEO_TOO: [&str; 15] = [
     "min_pixels",
     "max_pixels",
     "total_pixels",
+    "resized_height",
+    "resized_width",
+    "video_start",
+    "video_end",
 ];
 
 /// Refused keys of a row: the key, and the feature with `is` or `are`.
@@ -158,15 +162,6 @@ const REFUSED_IN_MEDIA: [(&str, &str); 4] = [
 /// Refused keys of an image, besides [`REFUSED_IN_MEDIA`].
 const REFUSED_IN_IMAGES: [(&str, &str); 1] =
     [("total_pixels", "limits for all images together (use `max_pixels`) are")];
-const VIDEO_PARTS: &str = "parts of a video (cut the file) are";
-const VIDEO_SIZES: &str = "fixed sizes of a video (use `max_pixels`) are";
-/// Refused keys of a video, besides [`REFUSED_IN_MEDIA`].
-const REFUSED_IN_VIDEOS: [(&str, &str); 4] = [
-    ("video_start", VIDEO_PARTS),
-    ("video_end", VIDEO_PARTS),
-    ("resized_height", VIDEO_SIZES),
-    ("resized_width", VIDEO_SIZES),
-];
 
 /// What an object of a row describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -212,9 +207,8 @@ impl Place {
         match self {
             Self::Row(_) => [&REFUSED_IN_ROWS, &[]],
             Self::Turn => [&REFUSED_IN_TURNS, &[]],
-            Self::Part => [&REFUSED_IN_MEDIA, &[]],
+            Self::Part | Self::Video => [&REFUSED_IN_MEDIA, &[]],
             Self::Image => [&REFUSED_IN_MEDIA, &REFUSED_IN_IMAGES],
-            Self::Video => [&REFUSED_IN_MEDIA, &REFUSED_IN_VIDEOS],
         }
     }
 

@@ -18,21 +18,7 @@ impl At<'_> {
         object: &Map<String, Value>,
     ) -> Result<Option<ImageLimits>, SampleError> {
         let keys = Keys { id: self.id, at, object };
-        let [height, width] = ["resized_height", "resized_width"].map(|key| keys.count(key));
-        let resized = match (height?, width?) {
-            (Some(height), Some(width)) => Some([height, width]),
-            (None, None) => None,
-            (height, _) => {
-                let key = if height.is_some() { "resized_width" } else { "resized_height" };
-                let (id, at) = (self.id.clone(), join(at, key));
-                return Err(SampleError::Missing {
-                    id,
-                    at,
-                    expected: "the other side of the image too",
-                });
-            }
-        };
-        let limits = ImageLimits { resized, area: keys.area()? };
+        let limits = ImageLimits { resized: keys.resized()?, area: keys.area()? };
         Ok(Some(limits).filter(|limits| *limits != ImageLimits::default()))
     }
 
@@ -48,6 +34,9 @@ impl At<'_> {
             return Err(self.not_supported(&join(at, "fps"), "`nframes` together with `fps` is"));
         }
         let limits = VideoLimits {
+            start: keys.seconds("video_start")?,
+            end: keys.seconds("video_end")?,
+            resized: keys.resized()?,
             num_frames,
             min_frames: keys.count("min_frames")?,
             max_frames: keys.count("max_frames")?,
@@ -55,6 +44,9 @@ impl At<'_> {
             total_pixels: keys.count("total_pixels")?,
         };
         keys.check_order("min_frames", limits.min_frames, limits.max_frames)?;
+        if limits.start.zip(limits.end).is_some_and(|(start, end)| start >= end) {
+            return Err(keys.expected("video_start", "a time before `video_end`"));
+        }
         Ok(Some(limits).filter(|limits| *limits != VideoLimits::default()))
     }
 
@@ -99,6 +91,33 @@ impl Keys<'_> {
         match whole.and_then(|number: f64| NonZeroU32::new(number as u32)) {
             Some(count) => Ok(Some(count)),
             None => Err(self.expected(key, "a whole number above 0")),
+        }
+    }
+
+    /// A time in seconds from the start of the video. A text with such a number is accepted.
+    fn seconds(&self, key: &str) -> Result<Option<f64>, SampleError> {
+        let number = match self.value(key) {
+            Value::Null => return Ok(None),
+            Value::String(text) => text.trim().parse().ok(),
+            value => value.as_f64(),
+        };
+        match number.filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0) {
+            Some(seconds) => Ok(Some(seconds)),
+            None => Err(self.expected(key, "a number of seconds, at least 0")),
+        }
+    }
+
+    /// The size `[height, width]` to use in place of that of the image or the frames.
+    fn resized(&self) -> Result<Option<[NonZeroU32; 2]>, SampleError> {
+        let [height, width] = ["resized_height", "resized_width"].map(|key| self.count(key));
+        match (height?, width?) {
+            (Some(height), Some(width)) => Ok(Some([height, width])),
+            (None, None) => Ok(None),
+            (height, _) => {
+                let key = if height.is_some() { "resized_width" } else { "resized_height" };
+                let (id, at) = (self.id.clone(), join(self.at, key));
+                Err(SampleError::Missing { id, at, expected: "the other side too" })
+            }
         }
     }
 

@@ -1,0 +1,47 @@
+//! Errors of ranks and of the connections between them.
+
+/// The reason why ranks cannot work together, or no longer can.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DistError {
+    /// A rank ended or cannot be reached.
+    #[error("rank {rank} was lost: {problem}")]
+    Lost {
+        /// The rank.
+        rank: usize,
+        /// What happened.
+        problem: String,
+    },
+    /// A rank failed and reported why.
+    #[error("rank {rank} failed: {message}")]
+    Failed {
+        /// The rank.
+        rank: usize,
+        /// Its error message.
+        message: String,
+    },
+    /// This rank closed the connection itself, because it needs it no longer.
+    #[error("the connection between the ranks is closed")]
+    Closed,
+    /// A rank sent something that this program does not understand.
+    #[error("rank {rank} sent a message that cannot be read: {problem}")]
+    Message {
+        /// The rank.
+        rank: usize,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A collective operation failed.
+    #[error("{operation} failed: {problem}")]
+    Collective {
+        /// Name of the operation.
+        operation: &'static str,
+        /// What happened.
+        problem: String,
+    },
+}
+
+impl From<DistError> for candle_core::Error {
+    fn from(error: DistError) -> Self {
+        Self::wrap(error)
+    }
+}
