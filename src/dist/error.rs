@@ -1,5 +1,7 @@
 //! Errors of ranks and of the connections between them.
 
+use super::rendezvous::ConnectError;
+
 /// The reason why ranks cannot work together, or no longer can.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DistError {
@@ -19,6 +21,19 @@ pub enum DistError {
         /// Its error message.
         message: String,
     },
+    /// Ranks make no progress, and others wait for them.
+    #[error("no progress for {seconds} s in `{work}` on {}", ranks_text(.ranks))]
+    Hung {
+        /// The ranks.
+        ranks: Vec<usize>,
+        /// The current work of the first of them.
+        work: String,
+        /// The time-out.
+        seconds: u64,
+    },
+    /// The ranks could not connect to each other.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// This rank closed the connection itself, because it needs it no longer.
     #[error("the connection between the ranks is closed")]
     Closed,
@@ -38,6 +53,11 @@ pub enum DistError {
         /// What happened.
         problem: String,
     },
+}
+
+fn ranks_text(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, names.join(", "))
 }
 
 impl From<DistError> for candle_core::Error {
