@@ -35,7 +35,7 @@ impl First {
         let peers: Vec<Peer> = streams.into_iter().map(peer).collect::<io::Result<_>>()?;
         let now = Instant::now();
         let work = "start".to_owned();
-        let start = Seen { heard: now, work, waits: false, since: now, is_finished: false };
+        let start = Seen { last_beat: now, work, waits: false, since: now, is_finished: false };
         let seen = vec![start; peers.len() + 1];
         Ok(Self { peers, seen, shared })
     }
@@ -107,7 +107,7 @@ impl First {
         let now = Instant::now();
         self.shared.watch.forgive(stopped);
         for seen in &mut self.seen {
-            seen.heard = now;
+            seen.last_beat = now;
             seen.since = (seen.since + stopped).min(now);
         }
     }
@@ -115,7 +115,7 @@ impl First {
     fn see_own(&mut self) {
         let status = self.shared.watch.status();
         let own = &mut self.seen[0];
-        own.heard = Instant::now();
+        own.last_beat = Instant::now();
         (own.work, own.waits, own.since) = (status.work, status.waits, status.since);
     }
 
@@ -143,11 +143,11 @@ impl Peer {
                     Ok(None) => break,
                     Err(problem) => return lost(seen, &problem),
                 };
-                seen.heard = Instant::now();
+                seen.last_beat = Instant::now();
                 match message {
                     Ok(Message::Heartbeat { work, waits, age_ms }) => {
                         let age = Duration::from_millis(age_ms);
-                        let since = seen.heard.checked_sub(age).unwrap_or(seen.heard);
+                        let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);
                         (seen.work, seen.waits, seen.since) = (work, waits, since);
                     }
                     Ok(Message::Fail(message)) => return Some(End::Failed { rank, message }),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone)]
 pub(super) struct Seen {
     /// Time of its last heartbeat.
-    pub(super) heard: Instant,
+    pub(super) last_beat: Instant,
     /// Its current work.
     pub(super) work: String,
     /// Whether it waits for other ranks.
@@ -28,8 +28,8 @@ pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<E
     let is_over = |time: Instant| now.saturating_duration_since(time) > timeout;
     let unfinished = || ranks.iter().enumerate().filter(|(_, seen)| !seen.is_finished);
     let seconds = timeout.as_secs();
-    if let Some((rank, seen)) = unfinished().min_by_key(|(_, seen)| seen.heard)
-        && is_over(seen.heard)
+    if let Some((rank, seen)) = unfinished().min_by_key(|(_, seen)| seen.last_beat)
+        && is_over(seen.last_beat)
     {
         let problem = format!("no heartbeat for {seconds} s; its last work is `{}`", seen.work);
         return Some(End::Lost { rank, problem });
@@ -80,18 +80,20 @@ mod tests {
 
     /// A rank, with the seconds since its last heartbeat and since its last progress. Work that
     /// begins with `wait` waits for other ranks.
-    fn seen(now: Instant, heard: u64, since: u64, work: &str) -> Seen {
+    fn seen(now: Instant, last_beat: u64, since: u64, work: &str) -> Seen {
         let before = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
-        let (heard, since) = (before(heard), before(since));
+        let (last_beat, since) = (before(last_beat), before(since));
         let waits = work.starts_with("wait");
-        Seen { heard, work: work.to_owned(), waits, since, is_finished: work == "finished" }
+        Seen { last_beat, work: work.to_owned(), waits, since, is_finished: work == "finished" }
     }
 
-    /// The ranks that are named, of ranks `(heard, since, work)`.
+    /// The ranks that are named, of ranks `(last_beat, since, work)`.
     fn named(ranks: &[(u64, u64, &str)]) -> Vec<usize> {
         let now = Instant::now() + Duration::from_secs(1000);
-        let ranks: Vec<Seen> =
-            ranks.iter().map(|(heard, since, work)| seen(now, *heard, *since, work)).collect();
+        let ranks: Vec<Seen> = ranks
+            .iter()
+            .map(|(last_beat, since, work)| seen(now, *last_beat, *since, work))
+            .collect();
         match judge(&ranks, now, TIMEOUT) {
             None => Vec::new(),
             Some(End::Lost { rank, .. }) => vec![rank],

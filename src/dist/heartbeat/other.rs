@@ -15,7 +15,7 @@ pub(super) struct Other {
     inbox: Inbox,
     shared: Arc<Shared>,
     /// Time of the last message of rank 0, and its work.
-    heard: Instant,
+    last_beat: Instant,
     work: String,
 }
 
@@ -33,7 +33,7 @@ impl Other {
         stream.set_read_timeout(Some(TICK))?;
         stream.set_write_timeout(Some(TICK))?;
         let work = "start".to_owned();
-        Ok(Self { stream, inbox: Inbox::new(MAX), shared, heard: Instant::now(), work })
+        Ok(Self { stream, inbox: Inbox::new(MAX), shared, last_beat: Instant::now(), work })
     }
 
     pub(super) fn run(mut self) {
@@ -65,7 +65,7 @@ impl Other {
                 sent = Some(Instant::now());
             }
             if let Some(stopped) = clock.stopped() {
-                self.heard = Instant::now();
+                self.last_beat = Instant::now();
                 self.shared.watch.forgive(stopped);
             }
             match self.receive() {
@@ -89,7 +89,7 @@ impl Other {
                 Ok(None) => break,
                 Err(problem) => return Next::End(DistError::Message { rank: 0, problem }),
             };
-            self.heard = Instant::now();
+            self.last_beat = Instant::now();
             match message {
                 Ok(Message::Heartbeat { work, .. }) => self.work = work,
                 Ok(Message::AllFinished) => return Next::Finished,
@@ -107,7 +107,7 @@ impl Other {
         };
         match arrival {
             Arrival::Closed(problem) => lost(problem),
-            _ if self.heard.elapsed() > self.shared.timeout => {
+            _ if self.last_beat.elapsed() > self.shared.timeout => {
                 lost(format!("no heartbeat for {} s", self.shared.timeout.as_secs()))
             }
             _ => Next::Continue,
