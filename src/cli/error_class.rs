@@ -10,7 +10,7 @@ use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
-use crate::dist::DistError;
+use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
@@ -35,7 +35,11 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return run(error);
     }
     if let Some(error) = error.downcast_ref::<DistError>() {
-        return Some(ErrorClass::new(Exit::Ranks, error.hint().to_owned()));
+        let exit = if error.is_usage() { Exit::Usage } else { Exit::Ranks };
+        return Some(ErrorClass::new(exit, error.hint().to_owned()));
+    }
+    if let Some(error) = error.downcast_ref::<LaunchError>() {
+        return Some(ErrorClass::new(Exit::Usage, error.hint()));
     }
     match inner(error) {
         Some(inner) => classify(inner),
