@@ -88,7 +88,8 @@ impl MemoryModel {
     /// Weights, gradients, moments, and `f32` masters of `bf16` weights.
     pub fn state_bytes(&self) -> f64 {
         let master = if self.element < 4.0 { 4.0 } else { 0.0 };
-        self.element * self.parameters + (4.0 * self.gradients + 2.0 * self.moment + master) * self.trained
+        self.element * self.parameters
+            + (4.0 * self.gradients + 2.0 * self.moment + master) * self.trained
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
