@@ -15,6 +15,7 @@ mod failure;
 mod generate;
 mod init;
 mod inspect;
+mod launch;
 mod logging;
 mod panics;
 mod progress;

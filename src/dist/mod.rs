@@ -8,15 +8,21 @@
 mod collective;
 mod error;
 mod lane;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod rank;
 mod threads;
+mod tree;
 
-pub use collective::{Collective, HostCollective, Transport};
+pub use collective::{Collective, HostCollective};
 pub use error::DistError;
 pub use lane::Lane;
 pub(crate) use lane::gather;
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use rank::Rank;
 pub use threads::threads;
+pub use tree::Transport;
 
 use std::sync::Arc;
 
