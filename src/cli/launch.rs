@@ -312,7 +312,8 @@ mod tests {
         });
         let status = Path::new("/proc").join(pid.trim()).join("status");
         let status = || std::fs::read_to_string(&status).unwrap_or_default();
-        let runs = || status().lines().any(|line| line.starts_with("State:") && !line.contains('Z'));
+        let runs =
+            || status().lines().any(|line| line.starts_with("State:") && !line.contains('Z'));
         assert!(runs());
         starter.kill().unwrap();
         starter.wait().unwrap();

@@ -11,6 +11,7 @@ mod lane;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod rank;
+mod selftest;
 mod threads;
 mod tree;
 
@@ -21,6 +22,7 @@ pub(crate) use lane::gather;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use rank::Rank;
+pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
 pub use tree::Transport;
 
