@@ -16,8 +16,8 @@ pub(super) enum Exit {
     Data = 65,
     /// A file cannot be written.
     CannotWrite = 73,
-    /// Another rank was lost: it ended, hangs, or cannot be reached.
-    Lost = 74,
+    /// A rank was lost or hung.
+    Ranks = 74,
     /// Stopped by a signal after a checkpoint was saved: the same command continues the run.
     Stopped = 75,
     /// Stopped at once by a second Ctrl-C.
@@ -30,8 +30,8 @@ pub(super) enum Exit {
 impl Exit {
     /// The exit code of another process of this program.
     pub(super) fn from_code(code: i32) -> Self {
-        use Exit::{CannotWrite, ClosedPipe, Data, Interrupted, Lost, Stopped, Unknown, Usage};
-        let all = [Usage, Data, CannotWrite, Lost, Stopped, Interrupted, ClosedPipe];
+        use Exit::{CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Stopped, Unknown, Usage};
+        let all = [Usage, Data, CannotWrite, Ranks, Stopped, Interrupted, ClosedPipe];
         all.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Unknown)
     }
 }

@@ -48,7 +48,7 @@ impl Signals {
 /// are then ended with SIGKILL. If this process ends before them, the system ends them. Returns an
 /// error unless all ranks succeed: [`Exit::Stopped`] if they were stopped after they saved the run,
 /// and otherwise the exit code of the failure that came first. A rank that was lost
-/// ([`Exit::Lost`]) only explains the failure if no other rank has a code of its own.
+/// ([`Exit::Ranks`]) only explains the failure if no other rank has a code of its own.
 pub(super) fn launch(commands: Vec<Command>, signals: &Signals) -> anyhow::Result<()> {
     watch(commands, signals, GRACE)
 }
@@ -184,13 +184,13 @@ fn outcome(ends: &[(usize, End)]) -> anyhow::Result<()> {
         return Err(Failure::new(Exit::Stopped, message).hint(hint).into());
     };
     // A rank that fails ends others, which may end before it.
-    let lost = |end: End| end == End::Failed(Exit::Lost);
+    let lost = |end: End| end == End::Failed(Exit::Ranks);
     let (rank, end) = failures().find(|(_, end)| !lost(*end)).unwrap_or(first);
     Err(match end {
         End::Killed(signal) => {
             let name = signal_hook::low_level::signal_name(*signal).unwrap_or("signal");
             let message = format!("rank {rank} was ended by {name} ({signal})");
-            let failure = Failure::new(Exit::Lost, message);
+            let failure = Failure::new(Exit::Ranks, message);
             if *signal == Signal::KILL.as_raw() {
                 failure.hint("the system does this when memory is full: see `dmesg`")
             } else {
@@ -243,9 +243,9 @@ mod tests {
             // Rank 1 reports bad data to rank 0, which ends before it.
             (["exit 74", "sleep 0.2; exit 65"], Exit::Data, "rank 1 has failed with exit code 65"),
             (["exit 65", "sleep 0.2; exit 73"], Exit::Data, "rank 0 has failed with exit code 65"),
-            (["kill -9 $$", "sleep 0.2; exit 74"], Exit::Lost, "rank 0 was ended by SIGKILL (9)"),
-            (["kill -9 $$", "sleep 0.2; exit 1"], Exit::Lost, "rank 0 was ended by SIGKILL (9)"),
-            (["exit 0", "exit 74"], Exit::Lost, "rank 1 has failed with exit code 74"),
+            (["kill -9 $$", "sleep 0.2; exit 74"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
+            (["kill -9 $$", "sleep 0.2; exit 1"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
+            (["exit 0", "exit 74"], Exit::Ranks, "rank 1 has failed with exit code 74"),
             (["exit 75", "exit 101"], Exit::Unknown, "rank 1 has failed with exit code 1"),
         ] {
             let error = run(&scripts, LONG).unwrap_err();
@@ -261,7 +261,7 @@ mod tests {
     fn a_rank_that_hangs_is_ended_a_moment_after_another_has_failed() {
         let started = Instant::now();
         let error = run(&["kill -STOP $$", "exit 74"], Duration::from_millis(100)).unwrap_err();
-        assert_eq!(exit(&error), Exit::Lost);
+        assert_eq!(exit(&error), Exit::Ranks);
         assert!(started.elapsed() < LONG);
     }
 
