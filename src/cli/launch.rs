@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_is_forwarded_to_all_ranks_and_a_saved_run_is_no_failure() {
+    fn a_signal_is_forwarded_to_all_ranks_and_their_code_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let ready = |rank: usize| folder.path().join(rank.to_string());
         let script = |rank: usize| {

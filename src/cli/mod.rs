@@ -19,7 +19,9 @@ mod launch;
 mod logging;
 mod panics;
 mod progress;
+mod ranks;
 mod report;
+mod selftest;
 mod sft;
 mod stdout;
 
@@ -53,6 +55,8 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
+    /// Check the connections between ranks: messages, sums, and failures
+    Selftest(selftest::SelftestArgs),
 }
 
 /// Runs the command that the arguments name, and reports its error.
@@ -93,5 +97,6 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Cache(args) => cache::run(args, &logging),
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
+        Command::Selftest(args) => selftest::run(args),
     }
 }

@@ -22,6 +22,7 @@ pub(crate) use lane::gather;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use rank::Rank;
+pub(crate) use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
 pub use tree::Transport;

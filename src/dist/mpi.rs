@@ -66,18 +66,6 @@ impl Mpi {
         }
         Ok(Self { rank: rank.rank, this_thread: PhantomData })
     }
-
-    /// Waits until both ranks that take part in an exchange are ready for it.
-    fn meet(&self, to: usize, from: usize) -> Result<(), DistError> {
-        let mut partners = vec![to];
-        partners.extend(Some(from).filter(|from| *from != to));
-        let mut requests = Requests::default();
-        for partner in partners {
-            requests.receive(partner, READY, &mut [])?;
-            requests.send(partner, READY, &[])?;
-        }
-        requests.wait(true)
-    }
 }
 
 impl Transport for Mpi {
@@ -91,7 +79,7 @@ impl Transport for Mpi {
         debug_assert!(to != self.rank && from != self.rank, "a rank sends nothing to itself");
         let is_large = send.len().max(receive.len()) > SMALL;
         if is_large {
-            self.meet(to, from)?;
+            meet(to, from)?;
         }
         let mut requests = Requests::default();
         for part in receive.chunks_mut(MAX_BYTES) {
@@ -107,6 +95,18 @@ impl Transport for Mpi {
         // SAFETY: all requests are complete, and no function of MPI is called afterwards.
         check("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
     }
+}
+
+/// Waits until both ranks that take part in an exchange are ready for it.
+fn meet(to: usize, from: usize) -> Result<(), DistError> {
+    let mut partners = vec![to];
+    partners.extend(Some(from).filter(|from| *from != to));
+    let mut requests = Requests::default();
+    for partner in partners {
+        requests.receive(partner, READY, &mut [])?;
+        requests.send(partner, READY, &[])?;
+    }
+    requests.wait(true)
 }
 
 /// Messages on their way. They end before the memory that they use does.

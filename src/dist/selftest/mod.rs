@@ -44,7 +44,7 @@ pub fn selftest(
             Err(Problem::Dist(error)) => return Err(error),
         };
         let (measured, time) = (context.measured, started.elapsed());
-        let problem = agree(group, found)?;
+        let problem = agree(group, found.as_deref())?;
         passed &= problem.is_none();
         report(CaseResult { name, problem, time, measured });
     }
@@ -54,10 +54,11 @@ pub fn selftest(
 /// The first problem of all ranks, with the number of the rank.
 pub(crate) fn agree(
     group: &mut Group,
-    problem: Option<String>,
+    problem: Option<&str>,
 ) -> Result<Option<String>, DistError> {
-    let problems = gather(group.step.as_mut(), &problem)?.into_iter().enumerate();
-    Ok(problems.filter_map(|(rank, found)| Some(format!("rank {rank}: {}", found?))).next())
+    let problems = gather(group.step.as_mut(), &problem.map(str::to_owned))?;
+    let mut problems = problems.into_iter().enumerate();
+    Ok(problems.find_map(|(rank, found)| Some(format!("rank {rank}: {}", found?))))
 }
 
 /// Why a case did not pass.
