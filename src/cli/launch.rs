@@ -31,7 +31,8 @@ impl Signals {
         Ok(signals)
     }
 
-    fn none() -> Self {
+    /// Receives no signals.
+    pub(super) fn none() -> Self {
         Self([Signal::INT, Signal::TERM].map(|signal| (signal, Arc::default())))
     }
 

@@ -62,11 +62,14 @@ fn processes(processes: Processes, device: DeviceChoice, gpus: usize) -> Result<
     if count == 1 || count <= usable {
         return Ok(count);
     }
-    let message = format!("`distributed.processes` is {count}, and this run uses {}", match usable {
-        0 => "the CPU".to_owned(),
-        1 => "one GPU".to_owned(),
-        _ => format!("{usable} GPUs"),
-    });
+    let message = format!(
+        "`distributed.processes` is {count}, and this run uses {}",
+        match usable {
+            0 => "the CPU".to_owned(),
+            1 => "one GPU".to_owned(),
+            _ => format!("{usable} GPUs"),
+        }
+    );
     let hint = format!(
         "several ranks on the CPU or on one GPU use MPI: build with `--features mpi` and start \
          `mpirun -n {count} trainer ..`"
@@ -75,10 +78,7 @@ fn processes(processes: Processes, device: DeviceChoice, gpus: usize) -> Result<
 }
 
 /// This program with `arguments`, once per rank, as ranks on this machine.
-pub(super) fn rank_commands(
-    world: usize,
-    arguments: &[OsString],
-) -> anyhow::Result<Vec<Command>> {
+pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Result<Vec<Command>> {
     let program = env::current_exe()?;
     // The port is free, as the system has just chosen it.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();

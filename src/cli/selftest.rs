@@ -6,8 +6,7 @@ use super::ranks::{end, group, rank_commands, started_ranks};
 use super::report;
 use super::stdout::stdout;
 use crate::dist::{
-    CaseResult, DistError, Distributed, Group, Launched, NUM_CASES, agree, connect, selftest,
-    threads,
+    CaseResult, Distributed, Group, Launched, NUM_CASES, agree, connect, selftest, threads,
 };
 use crate::train::DeviceChoice;
 use anyhow::Context as _;
@@ -59,6 +58,12 @@ const PLANTED_RANK: usize = 1;
 /// `timeout_s` of the ranks of a case with a planted failure.
 const PLANTED_TIMEOUT_S: u32 = 2;
 
+/// The cases with planted failures. Only the machine of rank 0 runs them.
+const PLANTED: [(&str, Planted); 2] = [
+    ("all ranks end when one is killed, and name it", Planted::Killed),
+    ("all ranks end when one hangs, and name it", Planted::Stopped),
+];
+
 /// How a rank fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Planted {
@@ -84,8 +89,7 @@ pub(super) fn run(args: &SelftestArgs) -> anyhow::Result<()> {
     let passed = match group(&distributed)? {
         Some(mut group) => {
             let device = args.device.open_for(group.rank)?;
-            let is_first = group.rank.is_first();
-            let passed = cases(&mut group, &device, large, is_first)?;
+            let passed = cases(&mut group, &device, large)?;
             group.sums.finish()?;
             group.monitor.finish();
             passed
@@ -104,10 +108,7 @@ fn on_threads(large: usize) -> anyhow::Result<bool> {
     thread::scope(|scope| {
         let mut ranks = Vec::new();
         for mut group in threads(4)? {
-            ranks.push(scope.spawn(move || {
-                let is_first = group.rank.is_first();
-                cases(&mut group, &Device::Cpu, large, is_first)
-            }));
+            ranks.push(scope.spawn(move || cases(&mut group, &Device::Cpu, large)));
         }
         let mut passed = true;
         for rank in ranks {
@@ -117,50 +118,60 @@ fn on_threads(large: usize) -> anyhow::Result<bool> {
     })
 }
 
-/// Runs all cases on this rank, and returns whether they pass.
-fn cases(group: &mut Group, device: &Device, large: usize, print: bool) -> anyhow::Result<bool> {
-    let (mut done, mut failed) = (0, 0);
-    let mut show = |result: &CaseResult| -> anyhow::Result<()> {
-        done += 1;
-        failed += usize::from(result.problem.is_some());
-        if print { line(done, result) } else { Ok(()) }
-    };
+/// The results so far.
+#[derive(Default)]
+struct Tally {
+    /// Whether to print a line for each case.
+    print: bool,
+    done: usize,
+    failed: usize,
+}
+
+impl Tally {
+    fn add(&mut self, result: &CaseResult) -> anyhow::Result<()> {
+        self.done += 1;
+        self.failed += usize::from(result.problem.is_some());
+        if !self.print {
+            return Ok(());
+        }
+        let CaseResult { name, problem, measured, .. } = result;
+        let place = format!("{:2}/{}", self.done, NUM_CASES + PLANTED.len());
+        let mut out = stdout();
+        match (problem, measured) {
+            (Some(problem), _) => writeln!(out, "FAILED {place} {name}: {problem}")?,
+            (None, Some(measured)) => writeln!(out, "ok     {place} {name} ({measured})")?,
+            (None, None) => writeln!(out, "ok     {place} {name}")?,
+        }
+        Ok(())
+    }
+}
+
+/// Runs all cases on this rank, and returns whether they pass. Rank 0 prints.
+fn cases(group: &mut Group, device: &Device, large: usize) -> anyhow::Result<bool> {
+    let is_first = group.rank.is_first();
+    let mut tally = Tally { print: is_first, ..Tally::default() };
     let mut printed = Ok(());
     let ran = selftest(group, device, large, |result| {
         if printed.is_ok() {
-            printed = show(&result);
+            printed = tally.add(&result);
         }
     });
     printed?;
-    ran.with_context(|| format!("case {} has ended early", done + 1))?;
-    for (name, planted) in [
-        ("all ranks end when one is killed, and name it", Planted::Killed),
-        ("all ranks end when one hangs, and name it", Planted::Stopped),
-    ] {
+    ran.with_context(|| format!("case {} has ended early", tally.done + 1))?;
+    for (name, planted) in PLANTED {
         group.monitor.report(name);
         let started = Instant::now();
-        let found = if print { plant(planted)? } else { None };
+        let found = if is_first { plant(planted)? } else { None };
         let time = started.elapsed();
-        let measured = print.then(|| format!("{:.1} s", time.as_secs_f64()));
-        show(&CaseResult { name, problem: agree(group, found.as_deref())?, time, measured })?;
+        let problem = agree(group, found.as_deref())?;
+        let measured = Some(format!("{:.1} s", time.as_secs_f64()));
+        tally.add(&CaseResult { name, problem, time, measured })?;
     }
-    if print {
-        let (passed, world) = (done - failed, group.rank.world);
-        writeln!(stdout(), "{passed} of {done} cases passed on {world} ranks")?;
+    if is_first {
+        let (passed, world) = (tally.done - tally.failed, group.rank.world);
+        writeln!(stdout(), "{passed} of {} cases passed on {world} ranks", tally.done)?;
     }
-    Ok(failed == 0)
-}
-
-fn line(number: usize, result: &CaseResult) -> anyhow::Result<()> {
-    let CaseResult { name, problem, measured, .. } = result;
-    let all = NUM_CASES + 2;
-    let mut out = stdout();
-    match (problem, measured) {
-        (Some(problem), _) => writeln!(out, "FAILED {number:2}/{all} {name}: {problem}")?,
-        (None, Some(measured)) => writeln!(out, "ok     {number:2}/{all} {name} ({measured})")?,
-        (None, None) => writeln!(out, "ok     {number:2}/{all} {name}")?,
-    }
-    Ok(())
+    Ok(tally.failed == 0)
 }
 
 /// Starts ranks on this machine, one of which fails, and checks how the others end. Returns the

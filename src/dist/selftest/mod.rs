@@ -52,10 +52,7 @@ pub fn selftest(
 }
 
 /// The first problem of all ranks, with the number of the rank.
-pub(crate) fn agree(
-    group: &mut Group,
-    problem: Option<&str>,
-) -> Result<Option<String>, DistError> {
+pub(crate) fn agree(group: &mut Group, problem: Option<&str>) -> Result<Option<String>, DistError> {
     let problems = gather(group.step.as_mut(), &problem.map(str::to_owned))?;
     let mut problems = problems.into_iter().enumerate();
     Ok(problems.find_map(|(rank, found)| Some(format!("rank {rank}: {}", found?))))
