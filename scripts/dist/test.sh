@@ -39,20 +39,21 @@ train() { # number of ranks, output_dir, further arguments..
     exit 1
   fi
 }
-# Checksums of weights, optimizer state and position in the data, and the losses of all steps.
-result() { # output_dir
+# Checksums of weights, optimizer state and position in the data.
+sums() { # output_dir
   local last
-  last=$folder/$1/checkpoints/step-$(printf '%08d' "$steps")
-  sha256sum "$folder/$1/final/model.safetensors" "$last"/{optimizer.safetensors,trainer_state.json} |
-    sed "s|$folder/$1/||"
+  last=checkpoints/step-$(printf '%08d' "$steps")
+  (cd "$folder/$1" && sha256sum final/model.safetensors "$last"/{optimizer.safetensors,trainer_state.json})
+}
+# Losses, gradient norms and accuracies of all steps and evaluations.
+losses() { # output_dir
   grep -oE '"(loss|grad_norm|accuracy)":[^,}]*' "$folder/$1/metrics.jsonl"
 }
-expect_same() { # output_dir
-  if ! diff <(result one) <(result "$1"); then
-    echo "error: the run \`$1\` differs from the run on one rank" >&2
+expect_same() { # function, output_dir
+  if ! diff <("$1" one) <("$1" "$2"); then
+    echo "error: the $1 of \`$2\` differ from those of the run on one rank" >&2
     exit 1
   fi
-  echo "$1: equal to the run on one rank"
 }
 
 for world in 2 4; do
@@ -60,25 +61,19 @@ for world in 2 4; do
 done
 
 train 1 one
-result one | head -n 3
+sums one
 for world in 2 4; do
   train "$world" "world-$world"
-  expect_same "world-$world"
+  expect_same sums "world-$world"
+  expect_same losses "world-$world"
+  echo "$world ranks: equal to the run on one rank"
 done
 
-# Half of the steps on some ranks, the others on another number of them.
-for pair in "4 2" "1 4"; do
-  read -r before after <<<"$pair"
-  run=resumed-$before-$after
-  # The length of the run decides the learning rate, so the run is continued from its checkpoint in
-  # the middle, not from a shorter run.
-  source=$([ "$before" = 1 ] && echo one || echo "world-$before")
-  middle=$folder/$source/checkpoints/step-$(printf '%08d' $((steps / 2)))
-  train "$after" "$run" --resume "$middle"
-  # Losses of the first half are in the metrics of the other run.
-  if ! diff <(result one | head -n 3) <(result "$run" | head -n 3); then
-    echo "error: the run \`$run\` differs from the run on one rank" >&2
-    exit 1
-  fi
-  echo "$run: equal to the run on one rank"
+# The second half of a run, resumed from its middle on another number of ranks.
+middle=checkpoints/step-$(printf '%08d' $((steps / 2)))
+train 2 from-4-to-2 --resume "$folder/world-4/$middle"
+train 4 from-1-to-4 --resume "$folder/one/$middle"
+for run in from-4-to-2 from-1-to-4; do
+  expect_same sums "$run"
+  echo "resumed $run ranks: equal to the run on one rank"
 done

@@ -83,7 +83,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run(command: &Command) -> anyhow::Result<()> {
-    let logging = logging::Logging::start()?;
+    let logging = logging::Logging::start(ranks::log_level())?;
     crate::ops::simd_level().map_err(|error| {
         Failure::of(Exit::Usage, error)
             .hint("unset it: the default is the highest level that the CPU supports")

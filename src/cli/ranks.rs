@@ -4,7 +4,8 @@ use super::failure::{Exit, Failure};
 use super::launch::{Signals, launch};
 use super::report;
 use crate::dist::{
-    Collective, DistError, Distributed, Group, Launched, Launcher, Processes, Rank, connect,
+    Collective, DistError, Distributed, Group, Launched, Launcher, Monitor, Processes, Rank,
+    connect,
 };
 use crate::ops::count_gpus;
 use crate::train::DeviceChoice;
@@ -48,6 +49,14 @@ fn place() -> anyhow::Result<Option<Launched>> {
         let hint = error.hint();
         Failure::of(Exit::Usage, error).hint(hint)
     })?)
+}
+
+/// The log level of this process, unless `RUST_LOG` sets it: ranks other than 0 only warn.
+pub(super) fn log_level() -> &'static str {
+    match place() {
+        Ok(Some(place)) if place.rank > 0 => "warn",
+        _ => "info", // an error is reported when the ranks connect
+    }
 }
 
 /// Number of processes to start, without a launcher.
@@ -115,16 +124,41 @@ pub(super) fn group(distributed: &Distributed) -> anyhow::Result<Option<Group>> 
     let engine = engine()?;
     let connections = connect(&place, distributed, end)?;
     let sums = engine(connections.rank)?;
-    let rank = connections.rank;
-    if rank.is_first() {
-        let mut machines = connections.hosts.clone();
-        machines.sort();
-        machines.dedup();
-        let (launcher, ranks) = (place.launcher, rank.world);
-        tracing::info!(%launcher, ranks, machines = machines.len(), "connected");
-    }
+    let (rank, mut machines) = (connections.rank, connections.hosts);
+    machines.sort();
+    machines.dedup();
+    let (launcher, ranks, machines) = (place.launcher, rank.world, machines.len());
+    tracing::info!(%launcher, ranks, machines, "all ranks are connected");
     let (data, step, monitor) = (connections.data, connections.step, connections.monitor);
     Ok(Some(Group { rank, data, step, sums, monitor }))
+}
+
+/// The connections of this rank that end with the command.
+pub(super) struct Ending {
+    sums: Arc<dyn Collective>,
+    monitor: Arc<dyn Monitor>,
+}
+
+impl Ending {
+    pub(super) fn of(group: &Group) -> Self {
+        Self { sums: Arc::clone(&group.sums), monitor: Arc::clone(&group.monitor) }
+    }
+
+    /// Ends the connections together with the other ranks if `result` is a success, or a stop after
+    /// the run was saved. Otherwise ends all ranks with the error. Returns `result`.
+    pub(super) fn after<T>(self, result: anyhow::Result<T>) -> anyhow::Result<T> {
+        match &result {
+            Err(error) if report::exit(error) != Exit::Stopped => {
+                self.monitor.fail(&error.to_string());
+            }
+            _ => {
+                self.monitor.report("ending the connections");
+                self.sums.finish()?;
+                self.monitor.finish();
+            }
+        }
+        result
+    }
 }
 
 /// Ends this process because another rank has ended the run.

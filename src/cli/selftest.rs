@@ -2,7 +2,7 @@
 
 use super::failure::{Exit, Failure};
 use super::launch::{Signals, launch};
-use super::ranks::{end, group, rank_commands, started_ranks};
+use super::ranks::{Ending, end, group, rank_commands, started_ranks};
 use super::report;
 use super::stdout::stdout;
 use crate::dist::{
@@ -88,11 +88,9 @@ pub(super) fn run(args: &SelftestArgs) -> anyhow::Result<()> {
     let large = args.megabytes * 250_000;
     let passed = match group(&distributed)? {
         Some(mut group) => {
-            let device = args.device.open_for(group.rank)?;
-            let passed = cases(&mut group, &device, large)?;
-            group.sums.finish()?;
-            group.monitor.finish();
-            passed
+            let ending = Ending::of(&group);
+            let device = args.device.open_for(group.rank).map_err(Into::into);
+            ending.after(device.and_then(|device| cases(&mut group, &device, large)))?
         }
         None => on_threads(large)?,
     };
