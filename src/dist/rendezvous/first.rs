@@ -12,7 +12,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-use tracing::{info, warn};
+use tracing::warn;
 
 /// Time in which a connection has to send its hello.
 const HELLO: Duration = Duration::from_secs(10);
@@ -186,7 +186,6 @@ fn welcome(slots: Vec<Slot>, place: &Launched) -> Joined {
             lane.push(stream);
         }
     }
-    info!(world = place.world, "all ranks are connected");
     let [data, step, monitor] = lanes;
     let hosts = machines.iter().map(|machine| machine.name.clone()).collect();
     Joined { rank: rank(place, &machines), hosts, data, step, monitor }
