@@ -44,11 +44,7 @@ pub(super) fn started_ranks(
 
 /// The place that a launcher gives to this process; `None` without a launcher.
 fn place() -> anyhow::Result<Option<Launched>> {
-    let found = Launched::find(|name| env::var(name).ok());
-    Ok(found.map_err(|error| {
-        let hint = error.hint();
-        Failure::of(Exit::Usage, error).hint(hint)
-    })?)
+    Ok(Launched::find(|name| env::var(name).ok())?)
 }
 
 /// The log level of this process, unless `RUST_LOG` sets it: ranks other than 0 only warn.
