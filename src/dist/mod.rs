@@ -13,22 +13,31 @@ mod frame;
 mod heartbeat;
 mod lane;
 mod launcher;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod rank;
 mod rendezvous;
+mod selftest;
 mod tcp_lane;
 mod threads;
+mod tree;
 mod watch;
 
-pub use collective::{Collective, HostCollective, Transport};
+pub use collective::{Collective, HostCollective};
 pub use config::{Distributed, Exact, Processes};
 pub use control::{Connections, connect};
 pub use error::DistError;
 pub use lane::Lane;
 pub(crate) use lane::{from_first, gather};
 pub use launcher::{LaunchError, Launched, Launcher};
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use rank::Rank;
 pub use rendezvous::ConnectError;
+pub(crate) use selftest::agree;
+pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
+pub use tree::Transport;
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
