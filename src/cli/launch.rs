@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 /// no more than a moment to end; a rank that hangs is ended after this time.
 const GRACE: Duration = Duration::from_secs(3);
 
+/// Programs that report the signal that ended another one add its number to this exit code.
+const SIGNALLED: i32 = 128;
+
 /// Time between two checks of the processes and signals.
 const POLL: Duration = Duration::from_millis(10);
 
@@ -45,16 +48,35 @@ impl Signals {
 
 /// Runs each of `commands` as a rank, in their order, and waits until all have ended.
 ///
-/// Signals are forwarded to all ranks. If a rank fails, the others have a few seconds to end, and
+/// Signals are forwarded to all ranks, as `forwarded` says. If a rank fails, the others have a few seconds to end, and
 /// are then ended with SIGKILL. If this process ends before them, the system ends them. Returns an
 /// error unless all ranks succeed: [`Exit::Stopped`] if they were stopped after they saved the run,
 /// and otherwise the exit code of the failure that came first. A rank that was lost
 /// ([`Exit::Ranks`]) only explains the failure if no other rank has a code of its own.
-pub(super) fn launch(commands: Vec<Command>, signals: &Signals) -> anyhow::Result<()> {
-    watch(commands, signals, GRACE)
+pub(super) fn launch(
+    commands: Vec<Command>,
+    signals: &Signals,
+    forwarded: Forwarded,
+) -> anyhow::Result<()> {
+    watch(commands, signals, forwarded, GRACE)
 }
 
-fn watch(commands: Vec<Command>, signals: &Signals, grace: Duration) -> anyhow::Result<()> {
+/// How signals reach the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Forwarded {
+    /// Unchanged: the processes are the ranks.
+    Unchanged,
+    /// As SIGUSR1 to `mpirun`, which passes it on to the ranks. On SIGINT and SIGTERM, `mpirun` ends
+    /// the ranks before they can save.
+    AsUsr1,
+}
+
+fn watch(
+    commands: Vec<Command>,
+    signals: &Signals,
+    how: Forwarded,
+    grace: Duration,
+) -> anyhow::Result<()> {
     let mut ranks = Ranks(Vec::new());
     for (rank, command) in commands.into_iter().enumerate() {
         let child = spawn(command).with_context(|| format!("cannot start rank {rank}"))?;
@@ -66,7 +88,10 @@ fn watch(commands: Vec<Command>, signals: &Signals, grace: Duration) -> anyhow::
     while ranks.0.iter().any(Option::is_some) {
         for signal in signals.take() {
             forwarded.push(signal);
-            ranks.kill(signal);
+            ranks.kill(match how {
+                Forwarded::Unchanged => signal,
+                Forwarded::AsUsr1 => Signal::USR1,
+            });
         }
         for (rank, status) in ranks.ended()? {
             let end = End::of(status, &forwarded);
@@ -83,7 +108,7 @@ fn watch(commands: Vec<Command>, signals: &Signals, grace: Duration) -> anyhow::
         }
         thread::sleep(POLL);
     }
-    outcome(&ends)
+    outcome(&ends, ranks.0.len() == 1)
 }
 
 /// Starts a process that the system ends when this thread ends.
@@ -163,6 +188,10 @@ impl End {
         match (status.code(), status.signal()) {
             (Some(0), _) => Self::Done,
             (Some(code), _) if code == Exit::Stopped as i32 => Self::Stopped,
+            // `mpirun` ends with this code if a signal ended a rank.
+            (Some(code), _) if code > SIGNALLED && Exit::from_code(code) == Exit::Unknown => {
+                Self::Killed(code - SIGNALLED)
+            }
             (Some(code), _) => Self::Failed(Exit::from_code(code)),
             // It had not yet prepared for signals.
             (None, number) if number.as_ref().is_some_and(signal) => {
@@ -173,8 +202,9 @@ impl End {
     }
 }
 
-/// The result of ranks that ended in this order.
-fn outcome(ends: &[(usize, End)]) -> anyhow::Result<()> {
+/// The result of ranks that ended in this order. `by_mpirun`: the only process is `mpirun`, which has
+/// printed the number of the rank.
+fn outcome(ends: &[(usize, End)], by_mpirun: bool) -> anyhow::Result<()> {
     let failures = || ends.iter().filter(|(_, end)| !matches!(end, End::Done | End::Stopped));
     let Some(first) = failures().next() else {
         if ends.iter().all(|(_, end)| *end == End::Done) {
@@ -187,10 +217,11 @@ fn outcome(ends: &[(usize, End)]) -> anyhow::Result<()> {
     // A rank that fails ends others, which may end before it.
     let lost = |end: End| end == End::Failed(Exit::Ranks);
     let (rank, end) = failures().find(|(_, end)| !lost(*end)).unwrap_or(first);
+    let rank = if by_mpirun { "a rank".to_owned() } else { format!("rank {rank}") };
     Err(match end {
         End::Killed(signal) => {
             let name = signal_hook::low_level::signal_name(*signal).unwrap_or("signal");
-            let message = format!("rank {rank} was ended by {name} ({signal})");
+            let message = format!("{rank} was ended by {name} ({signal})");
             let failure = Failure::new(Exit::Ranks, message);
             if *signal == Signal::KILL.as_raw() {
                 failure.hint("the system does this when memory is full: see `dmesg`")
@@ -200,7 +231,7 @@ fn outcome(ends: &[(usize, End)]) -> anyhow::Result<()> {
         }
         End::Failed(exit) => {
             let code = *exit as u8;
-            Failure::new(*exit, format!("rank {rank} has failed with exit code {code}"))
+            Failure::new(*exit, format!("{rank} has failed with exit code {code}"))
         }
         End::Done | End::Stopped => unreachable!("not a failure"),
     }
@@ -222,7 +253,8 @@ mod tests {
     }
 
     fn run(scripts: &[&str], grace: Duration) -> anyhow::Result<()> {
-        watch(scripts.iter().map(|script| shell(script)).collect(), &Signals::none(), grace)
+        let commands = scripts.iter().map(|script| shell(script)).collect();
+        watch(commands, &Signals::none(), Forwarded::Unchanged, grace)
     }
 
     fn wait_until(mut condition: impl FnMut() -> bool) {
@@ -280,12 +312,14 @@ mod tests {
                 wait_until(|| ready(0).exists() && ready(1).exists());
                 signals.0[1].1.store(true, Ordering::Relaxed);
             });
-            watch(vec![shell(&script(0)), shell(&script(1))], &signals, LONG).unwrap_err()
+            watch(vec![shell(&script(0)), shell(&script(1))], &signals, Forwarded::Unchanged, LONG)
+                .unwrap_err()
         });
         assert_eq!(exit(&stopped), Exit::Stopped);
         // A rank that has not yet prepared for the signal ends at once.
         signals.0[1].1.store(true, Ordering::Relaxed);
-        let ended = watch(vec![shell("exec sleep 60")], &signals, LONG).unwrap_err();
+        let ended =
+            watch(vec![shell("exec sleep 60")], &signals, Forwarded::Unchanged, LONG).unwrap_err();
         assert_eq!(exit(&ended), Exit::Interrupted);
     }
 

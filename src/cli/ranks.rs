@@ -1,7 +1,7 @@
 //! The ranks of a command: started by a launcher, or by this program itself.
 
 use super::failure::{Exit, Failure};
-use super::launch::{Signals, launch};
+use super::launch::{Forwarded, Signals, launch};
 use super::report;
 use crate::dist::{
     Collective, DistError, Distributed, Group, Launched, Launcher, Monitor, Processes, Rank,
@@ -30,16 +30,54 @@ pub(super) fn started_ranks(
     if place()?.is_some() {
         return Ok(false);
     }
-    let world = processes(distributed.processes, device, count_gpus())?;
+    let (world, engine) = processes(distributed.processes, device, count_gpus())?;
     if world == 1 {
         return Ok(false);
     }
-    tracing::info!(ranks = world, "starting one process per GPU");
     // Received from now on, so that no signal ends this process before it is forwarded.
     let signals = Signals::receive()?;
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
-    launch(rank_commands(world, &arguments)?, &signals)?;
+    let (commands, forwarded) = match engine {
+        Start::OnePerGpu => {
+            tracing::info!(ranks = world, "starting one process per GPU");
+            (rank_commands(world, &arguments)?, Forwarded::Unchanged)
+        }
+        Start::Mpirun => {
+            tracing::info!(ranks = world, "starting `mpirun`");
+            (vec![mpirun(world, &arguments)?], Forwarded::AsUsr1)
+        }
+    };
+    launch(commands, &signals, forwarded)?;
     Ok(true)
+}
+
+/// How this program starts ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Start {
+    /// It starts one process for each GPU.
+    OnePerGpu,
+    /// `mpirun` starts ranks on the CPU.
+    Mpirun,
+}
+
+/// `mpirun` of OpenMPI with `world` ranks of this program on this machine.
+fn mpirun(world: usize, arguments: &[OsString]) -> anyhow::Result<Command> {
+    let mut command = Command::new("mpirun");
+    // More ranks than cores are allowed.
+    command.args(["--oversubscribe", "--bind-to", "none", "-n", &world.to_string()]);
+    if rustix::process::geteuid().is_root() {
+        command.arg("--allow-run-as-root");
+    }
+    command.arg(env::current_exe()?).args(arguments);
+    if env::var_os(THREADS).is_none() {
+        command.env(THREADS, threads_of_rank(world).to_string());
+    }
+    Ok(command)
+}
+
+/// Number of threads of each of `world` ranks on this machine.
+fn threads_of_rank(world: usize) -> usize {
+    available_parallelism().map_or(1, |cores| (cores.get() / world).max(1))
 }
 
 /// The place that a launcher gives to this process; `None` without a launcher.
@@ -56,16 +94,25 @@ pub(super) fn log_level() -> &'static str {
 }
 
 /// Number of processes to start, without a launcher.
-fn processes(processes: Processes, device: DeviceChoice, gpus: usize) -> Result<usize, Failure> {
+fn processes(
+    processes: Processes,
+    device: DeviceChoice,
+    gpus: usize,
+) -> Result<(usize, Start), Failure> {
     let usable = match device {
         DeviceChoice::Auto => gpus,
         DeviceChoice::Cuda(_) => gpus.min(1),
         DeviceChoice::Cpu => 0,
     };
-    let Processes::Count(count) = processes else { return Ok(usable.max(1)) };
+    let Processes::Count(count) = processes else {
+        return Ok((usable.max(1), Start::OnePerGpu));
+    };
     let count = count.get();
     if count == 1 || count <= usable {
-        return Ok(count);
+        return Ok((count, Start::OnePerGpu));
+    }
+    if usable == 0 && cfg!(feature = "mpi") {
+        return Ok((count, Start::Mpirun));
     }
     let message = format!(
         "`distributed.processes` is {count}, and this run uses {}",
@@ -89,7 +136,7 @@ pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Res
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let job = format!("{}-{}", std::process::id(), time.as_nanos());
-    let threads = available_parallelism().map_or(1, |cores| (cores.get() / world).max(1));
+    let threads = threads_of_rank(world);
     let command = |rank| {
         let place = Launched {
             launcher: Launcher::Explicit,
@@ -203,7 +250,8 @@ mod tests {
             (count(2), Auto, 8, 2),
             (count(1), Cpu, 0, 1),
         ] {
-            assert_eq!(processes(wanted, device, gpus).unwrap(), expected, "{wanted:?} {device}");
+            let found = processes(wanted, device, gpus).unwrap();
+            assert_eq!(found, (expected, Start::OnePerGpu), "{wanted:?} {device}");
         }
     }
 
@@ -216,6 +264,10 @@ mod tests {
             (Cuda(3), 8, "one GPU"),
             (Auto, 3, "3 GPUs"),
         ] {
+            if uses == "the CPU" && cfg!(feature = "mpi") {
+                assert_eq!(processes(count(4), device, gpus).unwrap(), (4, Start::Mpirun));
+                continue;
+            }
             let error = processes(count(4), device, gpus).unwrap_err();
             let expected = format!("`distributed.processes` is 4, and this run uses {uses}");
             assert_eq!(error.to_string(), expected);

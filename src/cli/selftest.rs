@@ -1,7 +1,7 @@
 //! `trainer selftest`: checks the connections between ranks on this machine or on a cluster.
 
 use super::failure::{Exit, Failure};
-use super::launch::{Signals, launch};
+use super::launch::{Forwarded, Signals, launch};
 use super::ranks::{Ending, end, group, rank_commands, started_ranks};
 use super::report;
 use super::stdout::stdout;
@@ -185,7 +185,7 @@ fn plant(planted: Planted) -> anyhow::Result<Option<String>> {
     }
     drop(stderr);
     let started = Instant::now();
-    let ended = launch(commands, &Signals::none());
+    let ended = launch(commands, &Signals::none(), Forwarded::Unchanged);
     let took = started.elapsed();
     let mut text = String::new();
     printed.read_to_string(&mut text)?;

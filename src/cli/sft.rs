@@ -97,15 +97,16 @@ fn train(
     }
 }
 
-/// The first SIGINT or SIGTERM sets the returned flag, which stops the run after the current step;
-/// a second SIGINT ends the process.
+/// The first SIGINT, SIGTERM or SIGUSR1 sets the returned flag, which stops the run after the current
+/// step; a second SIGINT ends the process. Schedulers such as SLURM can send SIGUSR1 before their time
+/// limit.
 fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
     use signal_hook::flag;
     let stop = Arc::new(AtomicBool::new(false));
     // Registered first, so that it reads the flag before the same signal sets it.
     flag::register_conditional_shutdown(SIGINT, Exit::Interrupted as i32, stop.clone())?;
-    for signal in [SIGINT, SIGTERM] {
+    for signal in [SIGINT, SIGTERM, SIGUSR1] {
         flag::register(signal, stop.clone())?;
     }
     Ok(stop)
