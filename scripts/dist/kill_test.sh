@@ -86,7 +86,7 @@ while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
   [ "$took" -le $((timeout_s * 1000 + 5000)) ] || fail "the ranks ended $took ms after SIG$signal"
   [ "$took" -le "$slowest" ] || slowest=$took
   [ -z "$(pgrep -f "output_dir=$folder/run" || true)" ] || fail "a process is left after SIG$signal"
-  grep -qE '^error: (rank|ranks|no progress)' "$folder/log" || fail "no rank is named after SIG$signal"
+  grep -qE '^error: (rank|ranks|no progress)|mpirun noticed that process rank' "$folder/log" || fail "no rank is named after SIG$signal"
   if [ $signal = KILL ]; then killed=$((killed + 1)); else stopped=$((stopped + 1)); fi
 done
 start run
