@@ -205,7 +205,7 @@ fn a_rank_that_sends_no_heartbeats_is_lost() {
             }
             let (_ranks, failures) = started(joined, SHORT);
             let error = failure(&failures).to_string();
-            let expected = format!("rank {silent} was lost: no heartbeat for 2 s; its last work");
+            let expected = format!("rank {silent} was lost: no heartbeat for ");
             assert!(error.starts_with(&expected), "{error}");
             is_over.wait();
         });
