@@ -62,7 +62,7 @@ impl First {
             }
             match request {
                 Some(Request::Fail(message)) => {
-                    end = end.or(Some(End::Failed { rank: 0, message }))
+                    end = end.or(Some(End::Failed { rank: 0, message }));
                 }
                 Some(Request::Finish) => self.seen[0].is_finished = true,
                 None => {}

@@ -89,7 +89,7 @@ fn number(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_secs(300);
+    const TIMEOUT: Duration = Duration::from_mins(5);
     const NONE: [usize; 0] = [];
 
     /// A rank, with the seconds since its last heartbeat and since its last progress. Work that
