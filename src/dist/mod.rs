@@ -13,24 +13,36 @@ mod frame;
 mod heartbeat;
 mod lane;
 mod launcher;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod rank;
 mod rendezvous;
+mod selftest;
 mod tcp_lane;
 mod threads;
+mod tree;
 mod watch;
 
-pub use collective::{Collective, HostCollective, Transport};
+pub use collective::{Collective, HostCollective};
 pub use config::{Distributed, Exact, Processes};
 pub use control::{Connections, connect};
 pub use error::DistError;
 pub use lane::Lane;
 pub(crate) use lane::gather;
 pub use launcher::{LaunchError, Launched, Launcher};
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use rank::Rank;
 pub use rendezvous::ConnectError;
+pub(crate) use selftest::agree;
+pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
+pub use tree::Transport;
 
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
 
 /// What a rank needs to take part in a run.
 pub struct Group {
@@ -70,4 +82,23 @@ impl Monitor for () {
     fn report(&self, _: &str) {}
     fn fail(&self, _: &str) {}
     fn finish(&self) {}
+}
+
+/// Calls `f`, whose work may take longer than `timeout_s`, such as writing a checkpoint to a slow
+/// disk. Until it returns, this rank does not count as hung; it still counts as lost if its process
+/// is stopped or ends.
+pub(crate) fn during<T>(monitor: &dyn Monitor, work: &str, f: impl FnOnce() -> T) -> T {
+    const INTERVAL: Duration = Duration::from_millis(500);
+    thread::scope(|scope| {
+        let (done, ended) = channel::<()>();
+        scope.spawn(move || {
+            monitor.report(work);
+            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                monitor.report(work);
+            }
+        });
+        let result = f();
+        drop(done);
+        result
+    })
 }

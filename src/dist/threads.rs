@@ -13,7 +13,7 @@ pub fn threads(world: usize) -> Result<Vec<Group>, DistError> {
         let lane = |meeting: &Arc<Meeting>| {
             Box::new(ThreadLane { rank: rank.rank, calls: 0, meeting: Arc::clone(meeting) })
         };
-        let sums = HostCollective::start(rank, Box::new(transport))?;
+        let sums = HostCollective::start(rank, move || Ok(Box::new(transport)))?;
         let (data, step) = (lane(&data), lane(&step));
         Ok(Group { rank, data, step, sums: Arc::new(sums), monitor: Arc::new(()) })
     };
@@ -140,7 +140,6 @@ impl Transport for Channels {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Collective as _;
     use super::*;
     use candle_core::{Device, Tensor};
     use std::thread;
