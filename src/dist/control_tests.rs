@@ -269,3 +269,34 @@ fn another_number_of_ranks_than_the_config_requires_is_an_error() {
     let message = "`distributed.processes` is `4`, but TRAINER_RANK has started 2";
     assert_eq!(error.to_string(), message);
 }
+
+/// Sums that wait for a rank that never comes.
+struct Stuck;
+
+impl Collective for Stuck {
+    fn start_sum(&self, _: Vec<Tensor>) -> Result<(), DistError> {
+        Ok(())
+    }
+
+    fn wait(&self) -> Result<(), DistError> {
+        thread::sleep(SHORT + Duration::from_secs(3));
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rank_that_waits_for_its_sums_is_not_to_blame() {
+    let errors = on_ranks(2, SHORT, |ranks, failures| {
+        let group = ranks.group(Arc::new(Stuck));
+        group.monitor.report("step 4: backward");
+        if group.rank.is_first() {
+            thread::sleep(Duration::from_millis(100));
+            group.monitor.report("step 4: backward"); // a little later than the other rank
+        } else {
+            thread::spawn(move || group.sums.wait());
+        }
+        failure(&failures)
+    });
+    let expected = DistError::Hung { ranks: vec![0], work: "step 4: backward".into(), seconds: 2 };
+    assert_eq!(errors, [expected.clone(), expected]);
+}
