@@ -48,6 +48,10 @@ impl Collective for WatchedSums {
     fn wait(&self) -> Result<(), DistError> {
         self.watch.while_waiting(Waits::Rank, || self.sums.wait())
     }
+
+    fn finish(&self) -> Result<(), DistError> {
+        self.watch.while_waiting(Waits::Rank, || self.sums.finish())
+    }
 }
 
 /// Connects to all other ranks and starts the monitor. Waits for ranks that have not started yet,

@@ -169,7 +169,9 @@ mod tests {
         let (mut to, from) = pair();
         let messages = [vec![], vec![1], vec![2; 70_000], vec![3, 4]];
         let mut bytes = Vec::new();
-        messages.iter().for_each(|message| append(&mut bytes, message));
+        for message in &messages {
+            append(&mut bytes, message);
+        }
         assert_eq!(separate(&bytes).unwrap(), messages);
         let sender = thread::spawn(move || {
             for part in bytes.chunks(999) {

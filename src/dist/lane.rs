@@ -10,6 +10,12 @@ pub trait Lane: Send {
     /// Returns the messages of all ranks, in the order of the ranks, after all have sent theirs.
     fn all_gather(&mut self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, DistError>;
 
+    /// Returns the message of rank 0 on every rank, for example the id of a communicator. The
+    /// messages of other ranks are not used.
+    fn message_of_first(&mut self, message: Vec<u8>) -> Result<Vec<u8>, DistError> {
+        self.all_gather(message).map(|mut messages| messages.swap_remove(0))
+    }
+
     /// Returns a function that closes the lane from any thread. A waiting and every later
     /// [`Self::all_gather`] of this rank then returns [`DistError::Closed`].
     fn closer(&self) -> Box<dyn Fn() + Send + Sync>;
@@ -30,11 +36,4 @@ pub(crate) fn gather<T: Serialize + DeserializeOwned>(
         serde_json::from_slice(&message).map_err(broken)
     };
     messages.into_iter().enumerate().map(read).collect()
-}
-
-/// Returns the message of rank 0 on every rank, for example the id of a communicator. The messages
-/// of other ranks are not used.
-pub(crate) fn from_first(lane: &mut dyn Lane, message: Vec<u8>) -> Result<Vec<u8>, DistError> {
-    let mut messages = lane.all_gather(message)?;
-    Ok(messages.swap_remove(0))
 }

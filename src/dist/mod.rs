@@ -28,7 +28,7 @@ pub use config::{Distributed, Exact, Processes};
 pub use control::{Connections, connect};
 pub use error::DistError;
 pub use lane::Lane;
-pub(crate) use lane::{from_first, gather};
+pub(crate) use lane::gather;
 pub use launcher::{LaunchError, Launched, Launcher};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

@@ -124,7 +124,9 @@ impl TcpLane {
             messages.push(self.receive(index)?);
         }
         let mut all = Vec::new();
-        messages.iter().for_each(|message| frame::append(&mut all, message));
+        for message in &messages {
+            frame::append(&mut all, message);
+        }
         let mut reply = Vec::with_capacity(all.len() + 8);
         frame::append(&mut reply, &all);
         for (index, mut stream) in self.link.streams.iter().enumerate() {

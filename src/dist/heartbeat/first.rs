@@ -62,7 +62,7 @@ impl First {
             }
             match request {
                 Some(Request::Fail(message)) => {
-                    end = end.or(Some(End::Failed { rank: 0, message }))
+                    end = end.or(Some(End::Failed { rank: 0, message }));
                 }
                 Some(Request::Finish) => self.seen[0].is_finished = true,
                 None => {}
@@ -127,12 +127,21 @@ impl First {
         own.loader_waits = self.shared.watch.loader_waits();
     }
 
-    /// Sends the last message to all ranks, and waits until they have received it.
+    /// Sends the last message to all ranks, and waits until they have received it, except a rank
+    /// that is lost.
     fn close(&self, message: &Message) {
-        let open: Vec<&TcpStream> =
-            self.peers.iter().filter(|peer| peer.is_open).map(|peer| &peer.stream).collect();
-        open.iter().for_each(|stream| message.send(stream));
-        frame::close(&open, CLOSE);
+        let lost = match message {
+            Message::End(End::Lost { rank, .. }) => Some(*rank),
+            _ => None,
+        };
+        let mut waits = Vec::new();
+        for (rank, peer) in (1..).zip(&self.peers).filter(|(_, peer)| peer.is_open) {
+            message.send(&peer.stream);
+            if lost != Some(rank) {
+                waits.push(&peer.stream);
+            }
+        }
+        frame::close(&waits, CLOSE);
     }
 }
 

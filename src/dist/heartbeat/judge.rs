@@ -27,14 +27,18 @@ pub(super) struct Seen {
 /// A rank that waits for others is not to blame as long as another rank works. If all wait, or if
 /// several ranks make no progress, the ranks that are behind the others are named.
 pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<End> {
-    let is_over = |time: Instant| now.saturating_duration_since(time) > timeout;
+    let age = |time: Instant| now.saturating_duration_since(time);
+    let is_over = |time: Instant| age(time) > timeout;
+    let lost = |rank: usize, seen: &Seen| {
+        let (seconds, work) = (age(seen.last_beat).as_secs(), &seen.work);
+        let problem = format!("no heartbeat for {seconds} s; its last work is `{work}`");
+        Some(End::Lost { rank, problem })
+    };
     let unfinished = || ranks.iter().enumerate().filter(|(_, seen)| !seen.is_finished);
-    let seconds = timeout.as_secs();
     if let Some((rank, seen)) = unfinished().min_by_key(|(_, seen)| seen.last_beat)
         && is_over(seen.last_beat)
     {
-        let problem = format!("no heartbeat for {seconds} s; its last work is `{}`", seen.work);
-        return Some(End::Lost { rank, problem });
+        return lost(rank, seen);
     }
     let works = |(_, seen): &(usize, &Seen)| !seen.waits;
     let is_hung = |(_, seen): &(usize, &Seen)| is_over(seen.since);
@@ -46,7 +50,11 @@ pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<E
         Vec::new()
     };
     let behind = behind(hung);
-    let work = behind.first()?.1.work.clone();
+    // A process that was stopped made its last progress before its last heartbeat.
+    if let Some((rank, seen)) = behind.iter().find(|(_, seen)| age(seen.last_beat) > timeout / 2) {
+        return lost(*rank, seen);
+    }
+    let (seconds, work) = (timeout.as_secs(), behind.first()?.1.work.clone());
     Some(End::Hung { ranks: behind.into_iter().map(|(rank, _)| rank).collect(), work, seconds })
 }
 
@@ -81,7 +89,7 @@ fn number(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_secs(300);
+    const TIMEOUT: Duration = Duration::from_mins(5);
     const NONE: [usize; 0] = [];
 
     /// A rank, with the seconds since its last heartbeat and since its last progress. Work that
@@ -121,6 +129,16 @@ mod tests {
         assert_eq!(named(&[(0, 1, "step 3"), (301, 301, "step 3"), (0, 299, "step 3")]), [1]);
         // the others have waited for it as long
         assert_eq!(named(&[(0, 305, "wait 4"), (302, 306, "step 3"), (0, 305, "wait 4")]), [1]);
+    }
+
+    #[test]
+    fn a_stopped_rank_is_lost_although_its_last_progress_is_older_than_its_last_heartbeat() {
+        let now = Instant::now() + Duration::from_secs(1000);
+        let wait = seen(now, 0, 302, "wait for step 3");
+        let end = judge(&[wait.clone(), seen(now, 299, 301, "step 3")], now, TIMEOUT);
+        assert!(matches!(end, Some(End::Lost { rank: 1, .. })), "{end:?}");
+        let end = judge(&[wait, seen(now, 1, 301, "step 3")], now, TIMEOUT);
+        assert!(matches!(end, Some(End::Hung { .. })), "{end:?}");
     }
 
     #[test]

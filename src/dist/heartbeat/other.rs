@@ -14,6 +14,7 @@ pub(super) struct Other {
     stream: TcpStream,
     inbox: Inbox,
     shared: Arc<Shared>,
+    clock: Clock,
     /// Time of the last message of rank 0, and its work.
     last_beat: Instant,
     work: String,
@@ -33,12 +34,12 @@ impl Other {
         stream.set_read_timeout(Some(TICK))?;
         stream.set_write_timeout(Some(TICK))?;
         let work = "start".to_owned();
-        Ok(Self { stream, inbox: Inbox::new(MAX), shared, last_beat: Instant::now(), work })
+        let (inbox, clock) = (Inbox::new(MAX), Clock::new(shared.timeout));
+        Ok(Self { stream, inbox, shared, clock, last_beat: Instant::now(), work })
     }
 
     pub(super) fn run(mut self) {
         let _over = Over(Arc::clone(&self.shared));
-        let mut clock = Clock::new(self.shared.timeout);
         let mut sent: Option<Instant> = None;
         let (mut has_failed, mut has_finished) = (false, false);
         loop {
@@ -64,10 +65,6 @@ impl Other {
                 self.shared.heartbeat().send(&self.stream);
                 sent = Some(Instant::now());
             }
-            if let Some(stopped) = clock.stopped() {
-                self.last_beat = Instant::now();
-                self.shared.watch.forgive(stopped);
-            }
             match self.receive() {
                 Next::Continue => {}
                 Next::Finished => return,
@@ -83,6 +80,11 @@ impl Other {
 
     fn receive(&mut self) -> Next {
         let arrival = self.inbox.read(&self.stream);
+        // After the read, which waits: a process is usually stopped there.
+        if let Some(stopped) = self.clock.stopped() {
+            self.last_beat = Instant::now();
+            self.shared.watch.forgive(stopped);
+        }
         loop {
             let message = match self.inbox.next() {
                 Ok(Some(message)) => serde_json::from_slice(&message),

@@ -56,10 +56,10 @@ pub(in crate::dist) fn first(
         if absent.is_empty() || is_late {
             let all = entries.take().map(|entries| entries.slots).unwrap_or_default();
             drop(entries);
-            return match absent.is_empty() {
-                true => Ok(welcome(all.into_iter().flatten().collect(), place)),
-                false => Err(leave(&all, absent, place.world, timeout.as_secs())),
-            };
+            if absent.is_empty() {
+                return Ok(welcome(all.into_iter().flatten().collect(), place));
+            }
+            return Err(leave(&all, absent, place.world, timeout.as_secs()));
         }
         drop(entries);
         let is_start = begin.elapsed() < Duration::from_secs(5);

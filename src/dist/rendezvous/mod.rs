@@ -8,7 +8,9 @@ mod other;
 #[cfg(test)]
 mod tests;
 
-pub(super) use address::{Address, listen, of_first};
+#[cfg(test)]
+pub(super) use address::Address;
+pub(super) use address::{listen, of_first};
 pub use error::ConnectError;
 pub(super) use first::first;
 pub(super) use other::other;

@@ -96,7 +96,7 @@ fn connect(address: &Address, deadline: Instant) -> Result<TcpStream, String> {
         match connected {
             // A connection to a port that the system may choose for this end can be one to itself.
             Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
-                problem = "nothing listens there".to_owned();
+                "nothing listens there".clone_into(&mut problem);
             }
             Ok(stream) => return Ok(stream),
             Err(error) => problem = error.to_string(),
