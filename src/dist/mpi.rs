@@ -13,15 +13,17 @@ use std::time::{Duration, Instant};
 /// Maximum number of bytes of one message, because MPI counts with `int`.
 const MAX_BYTES: usize = 1 << 30;
 
-/// Messages above this size are sent when both ranks are ready for them.
+/// A message above this size is sent when both ranks are ready for it.
 const SMALL: usize = 1 << 12;
 
 /// How long a rank tests for a message without pause before it sleeps between tests.
 const SPIN: Duration = Duration::from_micros(50);
 const PAUSE: Duration = Duration::from_micros(50);
 
-const READY: c_int = 1;
-const DATA: c_int = 2;
+/// Tags of messages.
+const SENDER_READY: c_int = 1;
+const RECEIVER_READY: c_int = 2;
+const DATA: c_int = 3;
 
 /// A rank's use of MPI. It stays on the thread that initialised MPI.
 pub struct Mpi {
@@ -77,10 +79,19 @@ impl Transport for Mpi {
         receive: &mut [u8],
     ) -> Result<(), DistError> {
         debug_assert!(to != self.rank && from != self.rank, "a rank sends nothing to itself");
-        let is_large = send.len().max(receive.len()) > SMALL;
-        if is_large {
-            meet(to, from)?;
+        // The ranks at both ends of a message agree on its size. The ranks at both ends of an
+        // exchange do not: one may send more than it receives.
+        let mut ready = Requests::default();
+        if send.len() > SMALL {
+            ready.receive(to, RECEIVER_READY, &mut [])?;
+            ready.send(to, SENDER_READY, &[])?;
         }
+        if receive.len() > SMALL {
+            ready.receive(from, SENDER_READY, &mut [])?;
+            ready.send(from, RECEIVER_READY, &[])?;
+        }
+        let is_large = !ready.sends.is_empty();
+        ready.wait(true)?;
         let mut requests = Requests::default();
         for part in receive.chunks_mut(MAX_BYTES) {
             requests.receive(from, DATA, part)?;
@@ -95,18 +106,6 @@ impl Transport for Mpi {
         // SAFETY: all requests are complete, and no function of MPI is called afterwards.
         check("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
     }
-}
-
-/// Waits until both ranks that take part in an exchange are ready for it.
-fn meet(to: usize, from: usize) -> Result<(), DistError> {
-    let mut partners = vec![to];
-    partners.extend(Some(from).filter(|from| *from != to));
-    let mut requests = Requests::default();
-    for partner in partners {
-        requests.receive(partner, READY, &mut [])?;
-        requests.send(partner, READY, &[])?;
-    }
-    requests.wait(true)
 }
 
 /// Messages on their way. They end before the memory that they use does.
