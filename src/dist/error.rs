@@ -30,6 +30,17 @@ pub enum DistError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A library cannot be loaded, or lacks a function.
+    #[error(
+        "cannot load NCCL from `{path}`: {problem}; hint: install NCCL 2.14 or later (package \
+         `libnccl2`, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
+    )]
+    Library {
+        /// The library.
+        path: String,
+        /// What the system's loader reports.
+        problem: String,
+    },
     /// A collective operation failed.
     #[error("{operation} failed: {problem}")]
     Collective {

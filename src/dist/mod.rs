@@ -8,6 +8,7 @@
 mod collective;
 mod error;
 mod lane;
+mod nccl;
 mod rank;
 mod threads;
 
@@ -15,6 +16,7 @@ pub use collective::{Collective, HostCollective, Transport};
 pub use error::DistError;
 pub use lane::Lane;
 pub(crate) use lane::gather;
+pub use nccl::{Nccl, NcclOptions};
 pub use rank::Rank;
 pub use threads::threads;
 

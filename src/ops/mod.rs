@@ -62,6 +62,8 @@ pub use attention::{
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::SideStream;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,
