@@ -112,7 +112,7 @@ impl Checkpointer {
         let mut manifest = Manifest::read(checkpoint)?;
         manifest.check_sizes(checkpoint)?;
         manifest.files.remove(OPTIMIZER);
-        let target = self.output_dir.join(FINAL);
+        let target = self.final_folder();
         build_folder(&target, |folder| {
             for name in manifest.files.keys() {
                 link_or_copy(&manifest, name, checkpoint, folder)?;
@@ -120,6 +120,11 @@ impl Checkpointer {
             manifest.write(folder)
         })?;
         Ok(target)
+    }
+
+    /// The folder that [`Self::save_final`] writes.
+    pub fn final_folder(&self) -> PathBuf {
+        self.output_dir.join(FINAL)
     }
 
     /// Returns the newest undamaged checkpoint whose `trainer_state.json` is accepted by `accept`,

@@ -10,6 +10,7 @@ use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
+use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
@@ -33,6 +34,9 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     if let Some(error) = error.downcast_ref() {
         return run(error);
     }
+    if let Some(error) = error.downcast_ref::<DistError>() {
+        return Some(ErrorClass::new(Exit::Ranks, error.hint().to_owned()));
+    }
     match inner(error) {
         Some(inner) => classify(inner),
         None => config(error).or_else(|| data(error)).or_else(|| model(error)),
@@ -48,6 +52,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             TrainError::Eval(error) => error,
             TrainError::Checkpoint(error) => error,
             TrainError::Sink(error) => error,
+            TrainError::Ranks(error) => error,
             TrainError::Candle(error) => error,
         }
     } else if let Some(error) = error.downcast_ref::<SetupError>() {
@@ -65,6 +70,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
         match error.downcast_ref::<EvalError>()? {
             EvalError::Collate(error) => error,
             EvalError::Unpad(error) => error,
+            EvalError::Ranks(error) => error,
             EvalError::Candle(error) => error,
         }
     })
@@ -92,6 +98,7 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::DataSet { .. }
         | RunError::Urls(_)
         | RunError::NoWeights { .. }
+        | RunError::World { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
         RunError::NoOptimizer { .. } | RunError::State { .. } | RunError::DataChanged { .. } => {
@@ -107,6 +114,7 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         RunError::Checkpoint(error) => return classify(error),
         RunError::Sink(error) => return classify(error),
         RunError::Config(error) => return classify(error),
+        RunError::Ranks(error) => return classify(error),
         RunError::Candle(error) => return classify(error),
     };
     Some(ErrorClass::new(exit, error.hint()))
@@ -143,6 +151,8 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         ErrorClass::new(exit, error.hint())
     } else if let Some(error) = error.downcast_ref::<CacheError>() {
         ErrorClass::new(Exit::CannotWrite, error.hint().to_owned())
+    } else if let Some(LoaderError::Ranks(error)) = error.downcast_ref() {
+        return classify(error);
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
         ErrorClass::new(Exit::Data, error.hint().to_owned())
     } else if error.is::<CollateError>() || error.is::<UnpadError>() {
@@ -151,6 +161,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<StepError>() {
         match error {
             StepError::Candle(_) => return None,
+            StepError::Ranks(error) => return classify(error),
             StepError::NonFiniteLoss { .. } | StepError::NonFiniteGradient { .. } => {
                 ErrorClass::new(Exit::Data, error.hint().map(str::to_owned))
             }

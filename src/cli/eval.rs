@@ -49,6 +49,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let device = config.device.open()?;
     let loaded = run::load_for_run(&config.model, config.seed, &device).map_err(located)?;
     let evaluator = Evaluator {
+        ranks: None,
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,
         dtype: config.model.precision.dtype(),

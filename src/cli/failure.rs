@@ -16,6 +16,8 @@ pub(super) enum Exit {
     Data = 65,
     /// A file cannot be written.
     CannotWrite = 73,
+    /// A rank was lost or hung.
+    Ranks = 74,
     /// Stopped by a signal after a checkpoint was saved: the same command continues the run.
     Stopped = 75,
     /// Stopped at once by a second Ctrl-C.

@@ -34,6 +34,7 @@ pub use loader::Loader;
 pub use loader::collate::{CollateError, collate};
 pub use loader::error::LoaderError;
 pub use loader::plan::{Plan, first_epoch_packs, plan};
+pub use loader::share::LoaderShare;
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{
     ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig,

@@ -66,7 +66,7 @@ impl Length {
 }
 
 /// Counts of one sample, for the metrics per data set.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SampleSize {
     /// Index of its data set.
     pub dataset: u32,

@@ -51,6 +51,19 @@ pub enum DistError {
     },
 }
 
+impl DistError {
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Failed { .. } => "mend what that rank reports, and run the same command again",
+            Self::Lost { .. } | Self::Closed | Self::Collective { .. } => {
+                "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
+            }
+            Self::Message { .. } => "start the same binary on all ranks",
+        }
+    }
+}
+
 impl From<DistError> for candle_core::Error {
     fn from(error: DistError) -> Self {
         Self::wrap(error)

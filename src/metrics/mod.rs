@@ -13,4 +13,4 @@ pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{cpu_seconds, peak_memory_bytes};
 pub use memory_model::{ActivationMemory, MemoryModel, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
-pub use rows::{EvalMetrics, StepMetrics};
+pub use rows::{EvalMetrics, RankMetrics, StepMetrics};

@@ -4,6 +4,36 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// Speed and memory of the ranks of a run: smallest, mean and largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RankMetrics {
+    /// Number of ranks.
+    pub world: usize,
+    /// Seconds of the step that a rank waited for its data loader.
+    pub data_wait_s: [f64; 3],
+    /// Tokens per second of a rank.
+    pub tokens_per_s: [f64; 3],
+    /// Peak resident memory of a rank's process so far, in bytes.
+    pub peak_memory_bytes: [f64; 3],
+}
+
+impl RankMetrics {
+    /// From the values of each rank; there is at least one rank.
+    pub fn new(data_wait_s: &[f64], tokens_per_s: &[f64], peak_memory_bytes: &[f64]) -> Self {
+        let spread = |values: &[f64]| {
+            let smallest = values.iter().copied().fold(f64::INFINITY, f64::min);
+            let largest = values.iter().copied().fold(0.0, f64::max);
+            [smallest, values.iter().sum::<f64>() / values.len() as f64, largest]
+        };
+        Self {
+            world: data_wait_s.len(),
+            data_wait_s: spread(data_wait_s),
+            tokens_per_s: spread(tokens_per_s),
+            peak_memory_bytes: spread(peak_memory_bytes),
+        }
+    }
+}
+
 /// Metrics of one optimizer step. The fields are the keys of `metrics.jsonl`, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepMetrics {
@@ -54,6 +84,9 @@ pub struct StepMetrics {
     /// `rejected` by data file and reason; absent if nothing was rejected.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
+    /// Speed and memory of the ranks; absent in a run of one process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<RankMetrics>,
     /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
@@ -175,6 +208,7 @@ mod tests {
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
+            ranks: None,
             datasets: BTreeMap::new(),
         };
         let row = serde_json::to_value(&row).unwrap();

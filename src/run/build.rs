@@ -10,17 +10,19 @@ use super::load_model::{LoadedModel, trainable};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, plan_run};
+use super::ranks::{SetupRanks, check_world};
 use super::resume::{Resume, find_checkpoint, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, JsonlRows, Loader};
+use crate::dist::Group;
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
-    Trainer, TrainerParts, Weights, write_rejects,
+    ModelSection, Observer, Outcome, Planned, Ranks, Rejected, StepRunner, TrainError, TrainState,
+    Trainer, TrainerParts, Weights, buffers_of_tree, write_rejects,
 };
 use candle_core::{DType, Device};
 use sha2::digest::generic_array::GenericArray;
@@ -58,7 +60,7 @@ use std::sync::atomic::AtomicBool;
 pub struct Run {
     trainer: Trainer,
     background: Option<BackgroundCacheWriter>,
-    _lock: File,
+    _lock: Option<File>, // rank 0 has it
 }
 
 /// Options of [`Run::with_options`] that are not part of the config.
@@ -90,23 +92,46 @@ impl Run {
     /// run resumes from them. The files are moved after the model and the data are loaded; if
     /// loading fails, they stay.
     pub fn with_options(config: &RunConfig, options: &RunOptions<'_>) -> Result<Self, RunError> {
+        Self::with_group(config, options, None)
+    }
+
+    /// Assembles a run that this process trains together with the other ranks of `group`. All ranks
+    /// have the same config, and see the same files.
+    pub fn with_group(
+        config: &RunConfig,
+        options: &RunOptions<'_>,
+        group: Option<Group>,
+    ) -> Result<Self, RunError> {
         check(config)?;
-        let config = &download(config, options.observer)?;
-        let lock = claim(&config.output_dir)?;
+        let mut ranks = SetupRanks::new(group);
+        let (rank, is_first) = (ranks.rank(), ranks.is_first());
+        check_world(config, rank.world)?;
+        ranks.report("assembling the run");
+        let config = &ranks.first_then_others(|| download(config, options.observer))?;
+        let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
         let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
-        checkpointer.recover()?;
-        let found = find_checkpoint(config, &options.resume, &checkpointer)?;
+        let found = match is_first {
+            true => {
+                checkpointer.recover()?;
+                find_checkpoint(config, &options.resume, &checkpointer)?
+            }
+            false => None,
+        };
+        let found = ranks.same_checkpoint(found)?;
         let found = found.as_ref();
 
         let observer = options.observer;
-        let device = config.device.open()?;
+        let device = config.device.open_for(rank)?;
         let encoder = encoder(config)?;
-        let rows = Arc::new(open_data(config, DataList::Train, &encoder, observer)?);
+        ranks.report("opening the data");
+        let (rows, eval_rows) = ranks.first_then_others(|| {
+            let eval_rows = match config.data.eval.as_slice() {
+                [] => None,
+                _ => Some(open_data(config, DataList::Eval, &encoder, observer)?),
+            };
+            Ok((Arc::new(open_data(config, DataList::Train, &encoder, observer)?), eval_rows))
+        })?;
         log_data_sets(&rows);
-        let eval_rows = match config.data.eval.as_slice() {
-            [] => None,
-            _ => Some(open_data(config, DataList::Eval, &encoder, observer)?),
-        };
         eval_rows.iter().for_each(log_data_sets);
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
@@ -115,27 +140,34 @@ impl Run {
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
-        take_over(config, &checkpointer, found, observer)?;
+        if is_first {
+            take_over(config, &checkpointer, found, observer)?;
+        }
         let loader_options = loader_options(config, &encoder);
         let order = order(config, &rows)?;
-        let RunPlan { planned, reader, background } =
-            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)?;
+        ranks.report("measuring the rows");
+        let RunPlan { planned, reader, background } = ranks.first_then_others(|| {
+            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)
+        })?;
+        let background = background.filter(|_| is_first);
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = match resumed {
             Some(state) => TrainState { total_steps, planned, ..state },
             None => first_state(config, data_fingerprint, total_steps, planned),
         };
-        let (runner, config_json) = step_runner(config, loaded, &groups, found, &device)?;
+        let (share, ranks) = ranks.split();
+        let (runner, config_json) = step_runner(config, loaded, &groups, found, &device, ranks)?;
         log_start(config, &runner, &rows, &state);
-        let (metrics, mut rejects) = open_sinks(config, &state)?;
+        let (metrics, mut rejects) =
+            is_first.then(|| open_sinks(config, &state)).transpose()?.unzip();
         if state.step == 0 {
-            write_rejects(&mut rejects, 1, rows.rejected_texts())?;
+            write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
         }
         let dataset_names = rows.names().to_vec();
         let rejected_texts = Rejected::of_texts(rows.rejected_texts());
         let trainer = Trainer::new(TrainerParts {
-            loader: Loader::start(reader, order, loader_options, state.data.clone()),
+            loader: Loader::start_shared(reader, order, loader_options, state.data.clone(), share),
             schedule: schedule(&config.optim, total_steps),
             checkpointer,
             max_steps,
@@ -241,6 +273,7 @@ pub(crate) fn step_runner(
     groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
+    ranks: Option<Ranks>,
 ) -> Result<(StepRunner, serde_json::Value), RunError> {
     let saved = found.map(Found::optimizer).transpose()?;
     let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
@@ -263,9 +296,15 @@ pub(crate) fn step_runner(
             }
         }
     }
-    let grads = Gradients::zeros(&loaded.params, &trainable(groups), device)?;
+    let world = ranks.as_ref().map_or(1, |ranks| ranks.rank.world);
+    let num_buffers = match device {
+        Device::Cpu => buffers_of_tree(config.train.gradient_accumulation_steps.get() / world),
+        _ => 1,
+    };
+    let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {
-        grads,
+        buffers: (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?,
+        ranks,
         model: loaded.model,
         params: loaded.params,
         optimizer,

@@ -1,5 +1,6 @@
 //! Opens the device of the config key `device`.
 
+use crate::dist::Rank;
 use crate::ops::{CUDA_BUILD, open_gpu};
 use crate::train::DeviceChoice;
 use candle_core::Device;
@@ -28,12 +29,18 @@ impl DeviceChoice {
     /// Opens the device. `auto` falls back to the CPU, with a warning in a build that supports
     /// GPUs.
     pub fn open(self) -> Result<Device, DeviceError> {
+        self.open_for(Rank::ALONE)
+    }
+
+    /// Opens the device of a rank. With `auto`, each rank of a machine has a GPU of its own.
+    pub(super) fn open_for(self, rank: Rank) -> Result<Device, DeviceError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(ordinal) => {
                 open_gpu(ordinal).map_err(|source| DeviceError { ordinal, source })
             }
             Self::Auto if !CUDA_BUILD => Ok(Device::Cpu),
+            Self::Auto if rank.world > 1 => Self::Cuda(rank.local_rank).open(),
             Self::Auto => Ok(open_gpu(0).unwrap_or_else(|error| {
                 tracing::warn!(%error, "`device: auto` found no usable GPU: training on the CPU");
                 Device::Cpu

@@ -8,6 +8,7 @@ use crate::data::{
     CacheError, DataConfigError, EncoderError, ImageConfigError, LoaderError, OrderError,
     SourceError, VideoConfigError,
 };
+use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::net::HttpError;
 use crate::net::hub::HubError;
@@ -165,6 +166,23 @@ pub enum RunError {
     /// The config cannot be written to `output_dir`.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The micro-batches of a step cannot be divided among the ranks.
+    #[error(
+        "a step has {slots} micro-batches (`train.gradient_accumulation_steps`), which {world} ranks cannot share evenly"
+    )]
+    World {
+        /// Number of ranks.
+        world: usize,
+        /// Number of micro-batches of a step.
+        slots: usize,
+        /// The next smaller number of ranks that fits.
+        below: Option<usize>,
+        /// The next larger number of ranks that fits.
+        above: Option<usize>,
+    },
+    /// The ranks cannot work together.
+    #[error(transparent)]
+    Ranks(#[from] DistError),
     /// A tensor operation failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -192,6 +210,7 @@ impl RunError {
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Groups { keys, .. } => Some(keys.clone()),
+            Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
             _ => None,
         }
     }
@@ -223,6 +242,16 @@ impl RunError {
             Self::Urls(problem) => problem.hint(),
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
+            Self::Ranks(problem) => problem.hint(),
+            Self::World { world, below, above, .. } => {
+                let ranks: Vec<String> =
+                    [below, above].into_iter().flatten().map(ToString::to_string).collect();
+                return Some(format!(
+                    "start {} ranks, or set `train.gradient_accumulation_steps` to a multiple of {world}. \
+                     `batch_size` x `gradient_accumulation_steps` is the step of the whole run, not of one rank",
+                    ranks.join(" or ")
+                ));
+            }
             _ => return None,
         };
         Some(hint.to_owned())

@@ -13,6 +13,7 @@ mod load_model;
 mod observer;
 mod output_dir;
 mod plan;
+mod ranks;
 mod resume;
 
 pub use build::{Run, RunOptions};

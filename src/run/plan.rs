@@ -54,7 +54,7 @@ pub(super) fn plan_run(
         // Training does not start, so it cannot report these rows.
         (Err(error), None) => {
             let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
-            write_rejects(&mut rejects, 1, error.unreported())?;
+            write_rejects(Some(&mut rejects), 1, error.unreported())?;
             return Err(error.into());
         }
         (Err(error), Some(_)) => return Err(error.into()),

@@ -121,26 +121,44 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
     }
 }
 
-/// Splits the losses of a step by data set. `losses` has one entry per micro-batch that has targets.
-/// Concatenated, the entries have the targets of `samples` in order.
+/// The loss of a sample: sums over its targets.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SampleLoss {
+    /// Sum of the negative log likelihoods, each multiplied by its weight.
+    pub nll_sum: f64,
+    /// Sum of the weights.
+    pub target_weight: f64,
+}
+
+/// Splits losses by sample. `losses` has one entry per micro-batch that has targets. Concatenated, the
+/// entries have the targets of `samples` in order.
+pub fn by_sample(samples: &[SampleSize], losses: &[TargetLosses]) -> Vec<SampleLoss> {
+    let mut targets = losses.iter().flat_map(TargetLosses::pairs);
+    let split = samples.iter().map(|sample| {
+        let mut loss = SampleLoss::default();
+        for (nll, weight) in targets.by_ref().take(sample.num_targets as usize) {
+            loss.nll_sum += nll * weight;
+            loss.target_weight += weight;
+        }
+        loss
+    });
+    let split = split.collect();
+    debug_assert!(targets.next().is_none(), "a target of no sample");
+    split
+}
+
+/// Adds up the losses of `samples` by data set.
 pub fn by_dataset(
     num_datasets: usize,
     samples: &[SampleSize],
-    losses: &[TargetLosses],
+    losses: &[SampleLoss],
 ) -> Vec<DatasetLoss> {
     let mut sets = vec![DatasetLoss::default(); num_datasets];
-    let mut targets = losses.iter().flat_map(TargetLosses::pairs);
-    for sample in samples {
+    for (sample, loss) in samples.iter().zip(losses) {
         let set = &mut sets[sample.dataset as usize];
         set.counts += DatasetCounts::of(sample);
-        let (mut nll_sum, mut target_weight) = (0.0, 0.0);
-        for (nll, weight) in targets.by_ref().take(sample.num_targets as usize) {
-            nll_sum += nll * weight;
-            target_weight += weight;
-        }
-        set.add_loss(nll_sum, target_weight);
+        set.add_loss(loss.nll_sum, loss.target_weight);
     }
-    debug_assert!(targets.next().is_none(), "a target of no sample");
     sets
 }
 
@@ -210,7 +228,7 @@ mod tests {
         // the second micro-batch had no targets and so no entry
         let losses = [vec![1.0, 2.0], vec![4.0, 8.0]];
         let losses = losses.map(|nll| TargetLosses { nll, weights: None });
-        let sets = by_dataset(3, &samples, &losses);
+        let sets = by_dataset(3, &samples, &by_sample(&samples, &losses));
         assert_eq!(sets.iter().map(|set| set.nll_sum).collect::<Vec<_>>(), [4.0, 11.0, 0.0]);
         let names = ["a", "b", "c"].map(str::to_owned);
         let keys = serde_json::to_value(metric_keys(&names, &sets)).unwrap();
@@ -241,7 +259,8 @@ mod tests {
             TargetLosses { nll: vec![1.0, 2.0], weights: Some(vec![3.0, 0.5]) },
             TargetLosses { nll: vec![5.0], weights: None },
         ];
-        let sets = by_dataset(2, &[size(1, 5, 2), size(0, 3, 1)], &losses);
+        let samples = [size(1, 5, 2), size(0, 3, 1)];
+        let sets = by_dataset(2, &samples, &by_sample(&samples, &losses));
         assert_eq!(sets[1].loss(), Some((1.0 * 3.0 + 2.0 * 0.5) / 3.5));
         assert_eq!(sets[0].loss(), Some(5.0));
         assert_eq!(sets[1].counts.num_target_tokens, 2);

@@ -4,9 +4,12 @@
 //! that greedy decoding would produce it. One forward pass computes both.
 
 use super::datasets::{DatasetCounts, DatasetLoss};
+use super::eval_blocks::join;
+use super::ranks::Ranks;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
+use crate::dist::{DistError, Rank};
 use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
@@ -90,6 +93,9 @@ pub enum EvalError {
     /// Samples that do not form a batch.
     #[error(transparent)]
     Collate(#[from] CollateError),
+    /// The ranks can no longer work together.
+    #[error(transparent)]
+    Ranks(#[from] DistError),
     /// A batch that cannot be unpadded.
     #[error(transparent)]
     Unpad(#[from] crate::batch::UnpadError),
@@ -98,7 +104,7 @@ pub enum EvalError {
     Candle(#[from] candle_core::Error),
 }
 
-/// Scores rows in packs of at most `max_tokens`.
+/// Scores rows in packs of at most `max_tokens`. Ranks share the rows.
 pub struct Evaluator<'a> {
     /// The rows to score.
     pub rows: &'a JsonlRows,
@@ -108,10 +114,15 @@ pub struct Evaluator<'a> {
     pub dtype: DType,
     /// Device of the model.
     pub device: &'a Device,
+    /// The other ranks, if rows are divided among ranks; each rank returns the whole report.
+    pub ranks: Option<&'a Ranks>,
 }
 
 /// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
 const ROWS_AT_A_TIME: usize = 8;
+/// Number of rows that one rank scores at a time. No pack has rows of two blocks, so that packs do not
+/// depend on the number of ranks.
+const BLOCK_ROWS: usize = 64;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` receives the number of rows done.
@@ -120,8 +131,31 @@ impl Evaluator<'_> {
         model: &dyn Model,
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
-        let mut report = EvalReport::default();
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
+        let Rank { rank, world, .. } = self.ranks.map_or(Rank::ALONE, |ranks| ranks.rank);
+        let mut blocks = Vec::new();
+        for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
+            if index % world != rank {
+                continue;
+            }
+            let before = index * BLOCK_ROWS;
+            blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+            if let Some(ranks) = self.ranks {
+                ranks.monitor.report(&format!("evaluation: row {}", before + block.len()));
+            }
+        }
+        progress(rows.len());
+        Ok(join(blocks, self.ranks)?)
+    }
+
+    /// Scores the rows of one block.
+    fn score_block(
+        &self,
+        model: &dyn Model,
+        rows: &[SampleIndex],
+        progress: &dyn Fn(usize),
+    ) -> Result<EvalReport, EvalError> {
+        let mut report = EvalReport::default();
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {

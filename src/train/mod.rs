@@ -1,24 +1,37 @@
 //! The training loop: the only module that uses data, model, loss and optimizer together.
 
+mod audit;
 mod config;
 mod datasets;
 mod device;
 mod eval;
+mod eval_blocks;
 mod generate;
+mod gradient_tree;
+mod ranks;
+mod rejects;
 mod state;
 mod step;
+mod step_report;
 mod trainer;
 
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
 };
-pub use datasets::{DatasetCounts, DatasetLoss, Rejected, by_dataset, log_datasets, metric_keys};
+pub use datasets::{
+    DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
+    metric_keys,
+};
 pub use device::{DeviceChoice, UnknownDevice};
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
+pub use gradient_tree::buffers_of_tree;
+pub use ranks::Ranks;
+pub use rejects::write_rejects;
 pub use state::{Planned, TrainState};
 pub use step::{
-    LaunchedStep, Losses, PreparedStep, StepCounts, StepError, StepOutcome, StepRunner,
+    LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
+    StepRunner,
 };
-pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts, write_rejects};
+pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts};

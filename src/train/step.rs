@@ -1,12 +1,16 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
+use super::gradient_tree::{GradientTree, LastMicroBatch, zero};
+use super::ranks::{Bits, Ranks};
 use crate::batch::VarlenBatch;
+use crate::dist::{Collective, DistError, Rank};
 use crate::loss::{TargetLosses, Targets, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::ops;
 use crate::optim::{AdamW, OptimError, Update};
-use crate::tape::{Gradients, Param};
+use crate::tape::{GradSink, Gradients, Param};
 use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
 
 /// Results of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,7 +21,7 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Number and weight of the supervised targets of the step.
     pub counts: StepCounts,
-    /// Losses of the targets of each micro-batch that has targets.
+    /// Losses of the targets of each micro-batch of this rank that has targets.
     pub losses: Vec<TargetLosses>,
 }
 
@@ -40,6 +44,9 @@ pub enum StepError {
         /// Number of parameters concerned, and the name of the first one.
         source: OptimError,
     },
+    /// The ranks can no longer work together.
+    #[error(transparent)]
+    Ranks(#[from] DistError),
     /// An op failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -57,7 +64,7 @@ impl StepError {
                 "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
                  and their checkpoints are intact",
             ),
-            Self::Candle(_) => None,
+            Self::Ranks(_) | Self::Candle(_) => None,
         }
     }
 }
@@ -70,21 +77,22 @@ pub struct StepRunner {
     pub params: Vec<Param>,
     /// Moments and update.
     pub optimizer: AdamW,
-    /// Sum of the gradients of the step's micro-batches so far.
-    pub grads: Gradients,
+    /// Buffers for gradients; the first receives the sum of a step. With one buffer, the gradients of
+    /// all micro-batches are added in place. With [`buffers_of_tree`](super::buffers_of_tree) of
+    /// them, the sum has the same bits for 1, 2, 4 .. ranks.
+    pub buffers: Vec<Gradients>,
     /// The stages whose activations backward recomputes.
     pub recompute: RecomputePolicy,
     /// Compute dtype.
     pub dtype: DType,
     /// The device of model and gradients.
     pub device: Device,
+    /// The connections to the other ranks of the run; `None` for a run in one process.
+    pub ranks: Option<Ranks>,
 }
 
-/// Counts of a whole step, known before its first forward pass.
-///
-/// [`StepRunner::prepare`] counts the local micro-batches. If ranks share a step, the sum over all
-/// ranks replaces the local counts before [`StepRunner::accumulate`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// Counts of a whole step, over all micro-batches and ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepCounts {
     /// Number of supervised targets.
     pub num_targets: u64,
@@ -93,22 +101,32 @@ pub struct StepCounts {
     pub target_weight: f64,
 }
 
-impl StepCounts {
-    fn of(targets: &[Targets]) -> Self {
-        Self {
-            num_targets: targets.iter().map(|targets| targets.len() as u64).sum(),
-            target_weight: targets.iter().map(Targets::weight).sum(),
-        }
+/// Number and weight of the targets of one micro-batch.
+#[derive(Serialize, Deserialize)]
+struct SlotCounts(u64, Bits);
+
+/// The micro-batches of this rank in a step, and their slots among those of the whole step.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MicroBatches {
+    /// Number of slots of the step, over all ranks: `gradient_accumulation_steps`.
+    pub num_slots: usize,
+    /// Slot and token stream of each micro-batch, in the order of the slots.
+    pub batches: Vec<(usize, VarlenBatch)>,
+}
+
+impl From<Vec<VarlenBatch>> for MicroBatches {
+    /// All micro-batches of a step of one process.
+    fn from(batches: Vec<VarlenBatch>) -> Self {
+        Self { num_slots: batches.len(), batches: batches.into_iter().enumerate().collect() }
     }
 }
 
 /// The micro-batches of a step. The upload of the first one has started.
 pub struct PreparedStep {
-    /// Counts of the step.
-    pub counts: StepCounts,
-    targets: Vec<Targets>,
+    num_slots: usize,
+    targets: Vec<(usize, Targets)>, // with their slots
     first: Option<ModelInput>,
-    rest: std::vec::IntoIter<VarlenBatch>,
+    rest: std::vec::IntoIter<(usize, VarlenBatch)>,
 }
 
 /// Losses of a step on the device.
@@ -121,7 +139,7 @@ pub struct Losses {
 impl Losses {
     /// Weighted sum over all targets. Waits for a GPU.
     pub fn sum(&self) -> candle_core::Result<f64> {
-        Ok(sum(&self.read()?))
+        Ok(self.read()?.iter().map(TargetLosses::sum).sum())
     }
 
     /// The loss of each target. Waits for a GPU.
@@ -138,46 +156,115 @@ pub struct LaunchedStep {
     step: u64,
     losses: Losses,
     update: Update,
+    /// The loss of the step, if it is known already.
+    loss: Option<f64>,
 }
 
 impl StepRunner {
-    /// Counts the targets of a step's micro-batches and begins to upload the first.
-    pub fn prepare(&self, micro_batches: Vec<VarlenBatch>) -> candle_core::Result<PreparedStep> {
-        let targets: Vec<Targets> = micro_batches.iter().map(Targets::of).collect();
-        let counts = StepCounts::of(&targets);
-        let mut rest = micro_batches.into_iter();
-        let first = rest.next().map(|batch| self.upload(batch)).transpose()?;
-        Ok(PreparedStep { counts, targets, first, rest })
+    /// The sum of the gradients of the last step.
+    pub fn grads(&self) -> &Gradients {
+        &self.buffers[0]
+    }
+
+    /// Finds the targets of a step's micro-batches and begins to upload the first.
+    pub fn prepare(
+        &self,
+        micro_batches: impl Into<MicroBatches>,
+    ) -> candle_core::Result<PreparedStep> {
+        let MicroBatches { num_slots, batches } = micro_batches.into();
+        let targets = batches.iter().map(|(slot, batch)| (*slot, Targets::of(batch))).collect();
+        let mut rest = batches.into_iter();
+        let first = rest.next().map(|(_, batch)| self.upload(batch)).transpose()?;
+        Ok(PreparedStep { num_slots, targets, first, rest })
+    }
+
+    /// The values of all ranks.
+    fn gather<T: Serialize + serde::de::DeserializeOwned>(
+        &self,
+        value: T,
+    ) -> Result<Vec<T>, DistError> {
+        match &self.ranks {
+            Some(ranks) => ranks.gather(&value),
+            None => Ok(vec![value]),
+        }
+    }
+
+    /// Counts the targets of all ranks.
+    fn count(&self, targets: &[(usize, Targets)]) -> Result<StepCounts, DistError> {
+        let own = targets.iter();
+        let own = own.map(|(_, targets)| SlotCounts(targets.len() as u64, targets.weight().into()));
+        let all = self.gather(own.collect::<Vec<_>>())?;
+        let mut counts = StepCounts::default();
+        for SlotCounts(num_targets, weight) in all.into_iter().flatten() {
+            counts.num_targets += num_targets;
+            counts.target_weight += f64::from(weight);
+        }
+        Ok(counts)
     }
 
     fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
         self.model.upload(batch, self.dtype, &self.device)
     }
 
-    /// Adds up the gradients of all micro-batches in place, divided by the weight of the step's targets. The
-    /// division into micro-batches changes neither gradients nor losses.
-    pub fn accumulate(&self, step: PreparedStep) -> candle_core::Result<Losses> {
-        let buffers: Vec<&Tensor> = self.grads.iter().flatten().collect();
-        ops::fill_zero_all(&buffers)?;
-        let PreparedStep { counts, targets, first, rest } = step;
+    /// Computes the sum of the gradients of all micro-batches of all ranks, divided by the weight of
+    /// the step's targets. The division into micro-batches changes neither gradients nor losses,
+    /// except by rounding.
+    pub fn accumulate(&self, step: PreparedStep) -> Result<Losses, StepError> {
+        let counts = self.count(&step.targets)?;
+        let PreparedStep { num_slots, targets, first, rest } = step;
+        let rank = self.ranks.as_ref().map_or(Rank::ALONE, |ranks| ranks.rank);
+        let slots = rank.own(num_slots);
+        let sums = self.ranks.as_ref().map(|ranks| &*ranks.sums);
         let mut losses = Losses { nll: Vec::with_capacity(targets.len()), counts };
-        let weight = counts.target_weight;
-        let inputs = first.map(Ok).into_iter().chain(rest.map(|batch| self.upload(batch)));
-        for (input, targets) in inputs.zip(targets) {
-            let input = input?;
-            let (hidden, tape) = self.model.forward(&input, self.recompute, &self.grads)?;
-            let head = self.model.lm_head();
-            let loss = loss_and_gradient(&hidden, head, &targets, weight, &self.grads)?;
-            drop(hidden);
-            match loss {
-                Some(loss) => {
-                    losses.nll.push((loss.nll, targets.weights));
-                    self.model.backward(tape, loss.d_hidden, &input, &self.grads)?;
-                }
-                None => report_without_backward(&*self.model, &self.grads),
+        let mut tree = GradientTree::new(&self.buffers, slots.len());
+        let mut next_slot = slots.start;
+        let num_batches = targets.len();
+        let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
+        for (index, (input, (slot, targets))) in inputs.zip(targets).enumerate() {
+            for empty in next_slot..slot {
+                tree.complete(empty - slots.start, false)?;
             }
+            let grads = tree.next_buffer()?;
+            let is_last = index + 1 == num_batches;
+            if is_last {
+                let sink = LastMicroBatch::new(grads, tree.open_sums(), sums);
+                losses.nll.extend(self.forward_backward(&input?, targets, counts, &sink)?);
+                sink.result()?;
+            } else {
+                losses.nll.extend(self.forward_backward(&input?, targets, counts, grads)?);
+                tree.complete(slot - slots.start, true)?;
+            }
+            next_slot = slot + 1;
         }
+        if num_batches == 0 {
+            zero(self.grads())?;
+            let sink = LastMicroBatch::new(self.grads(), Vec::new(), sums);
+            report_without_backward(&*self.model, &sink);
+            sink.result()?;
+        }
+        sums.map_or(Ok(()), Collective::wait)?;
         Ok(losses)
+    }
+
+    /// Adds the gradients of one micro-batch to `grads`. Returns the losses and weights of its targets,
+    /// `None` if it has none.
+    fn forward_backward(
+        &self,
+        input: &ModelInput,
+        targets: Targets,
+        counts: StepCounts,
+        grads: &dyn GradSink,
+    ) -> candle_core::Result<Option<(Tensor, Option<Vec<f32>>)>> {
+        let (hidden, tape) = self.model.forward(input, self.recompute, grads)?;
+        let (head, weight) = (self.model.lm_head(), counts.target_weight);
+        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads)?;
+        drop(hidden);
+        let Some(loss) = loss else {
+            report_without_backward(&*self.model, grads);
+            return Ok(None);
+        };
+        self.model.backward(tape, loss.d_hidden, input, grads)?;
+        Ok(Some((loss.nll, targets.weights)))
     }
 
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
@@ -192,20 +279,22 @@ impl StepRunner {
         number: u64,
     ) -> Result<LaunchedStep, StepError> {
         let losses = self.accumulate(step)?;
-        if self.device.is_cpu() {
-            mean_loss(&losses.read()?, losses.counts, number)?; // no wait: check it at once
-        }
-        let norm = self.optimizer.norm(&self.grads)?;
-        let update = self.optimizer.update(&self.grads, norm, lr, number)?;
-        Ok(LaunchedStep { step: number, losses, update })
+        let loss = match &self.device {
+            // without waiting, so it is checked before the update
+            Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts, number)?),
+            _ => None,
+        };
+        let norm = self.optimizer.norm(self.grads())?;
+        let update = self.optimizer.update(self.grads(), norm, lr, number)?;
+        Ok(LaunchedStep { step: number, losses, update, loss })
     }
 
     /// Waits for a step and returns its results.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
-        let LaunchedStep { step, losses, update } = launched;
+        let LaunchedStep { step, losses, update, loss } = launched;
         let counts = losses.counts;
         let losses = losses.read()?;
-        let loss = mean_loss(&losses, counts, *step)?;
+        let loss = loss.map_or_else(|| self.mean_loss(&losses, counts, *step), Ok)?;
         let grad_norm = self.optimizer.finish(update).map_err(|source| match source {
             OptimError::Candle(error) => StepError::Candle(error),
             source @ OptimError::NonFinite { .. } => {
@@ -218,7 +307,7 @@ impl StepRunner {
     /// Runs a whole step and waits for it.
     pub fn run(
         &self,
-        micro_batches: Vec<VarlenBatch>,
+        micro_batches: impl Into<MicroBatches>,
         lr: f64,
         step: u64,
     ) -> Result<StepOutcome, StepError> {
@@ -226,10 +315,25 @@ impl StepRunner {
         self.finish(&self.launch(prepared, lr, step)?)
     }
 
+    /// The mean loss of a step over all ranks, from the losses of this rank.
+    fn mean_loss(
+        &self,
+        losses: &[TargetLosses],
+        counts: StepCounts,
+        step: u64,
+    ) -> Result<f64, StepError> {
+        let own: Vec<Bits> = losses.iter().map(|losses| losses.sum().into()).collect();
+        let sums = self.gather(own)?.into_iter().flatten();
+        // a step without targets has the loss 0
+        let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
+        let loss = sums.map(f64::from).sum::<f64>() / divisor;
+        if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
+    }
+
     /// Trained parameters whose gradient is all zeros after a backward.
     pub fn without_gradient(&self) -> candle_core::Result<Vec<&Param>> {
         let mut found = Vec::new();
-        for (param, buffer) in self.params.iter().zip(self.grads.iter()) {
+        for (param, buffer) in self.params.iter().zip(self.grads().iter()) {
             if let Some(buffer) = buffer
                 && ops::sum_of_squares(buffer)? == 0.0
             {
@@ -238,16 +342,4 @@ impl StepRunner {
         }
         Ok(found)
     }
-}
-
-/// Weighted sum over all targets. Each micro-batch is summed first.
-fn sum(losses: &[TargetLosses]) -> f64 {
-    losses.iter().map(TargetLosses::sum).sum()
-}
-
-fn mean_loss(losses: &[TargetLosses], counts: StepCounts, step: u64) -> Result<f64, StepError> {
-    // a step without targets has the loss 0
-    let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
-    let loss = sum(losses) / divisor;
-    if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
 }

@@ -1,15 +1,19 @@
 //! The training loop: steps, evaluations, checkpoints.
 
+use super::audit::{Audit, audit};
 use super::config::EvalConfig;
-use super::datasets::{Rejected, by_dataset, count, log_datasets, metric_keys};
+use super::datasets::{Rejected, by_dataset, by_sample, count, log_datasets, metric_keys};
 use super::eval::{EvalError, EvalReport, Evaluator};
+use super::ranks::Ranks;
+use super::rejects::write_rejects;
 use super::state::TrainState;
-use super::step::{PreparedStep, StepError, StepRunner};
+use super::step::{MicroBatches, PreparedStep, StepError, StepRunner};
+use super::step_report::{StepReport, StepReports};
 use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, ModelFiles};
 use crate::data::JsonlRows;
-use crate::data::{Loader, LoaderError, Rejection, StepData};
+use crate::data::{Loader, LoaderError, StepData};
+use crate::dist::DistError;
 use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
-use crate::nn::Inputs;
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
@@ -48,10 +52,10 @@ pub struct TrainerParts {
     pub eval: EvalConfig,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
-    /// `metrics.jsonl`.
-    pub metrics: JsonlSink,
-    /// `rejects.jsonl`.
-    pub rejects: JsonlSink,
+    /// `metrics.jsonl`; `None` if another rank writes it.
+    pub metrics: Option<JsonlSink>,
+    /// `rejects.jsonl`; `None` if another rank writes it.
+    pub rejects: Option<JsonlSink>,
     /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
 }
@@ -107,30 +111,12 @@ pub enum TrainError {
     /// `metrics.jsonl` or `rejects.jsonl` could not be written.
     #[error(transparent)]
     Sink(#[from] JsonlError),
+    /// The ranks can no longer work together.
+    #[error(transparent)]
+    Ranks(#[from] DistError),
     /// An op failed outside of a step.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-}
-
-/// The next audit of the gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Audit {
-    Due,
-    DueWithImages,
-    Done,
-}
-
-impl Audit {
-    /// Returns whether this step must be audited, and records the audit.
-    fn is_due(&mut self, has_images: bool) -> bool {
-        let before = *self;
-        if has_images {
-            *self = Self::Done;
-        } else if before == Self::Due {
-            *self = Self::DueWithImages;
-        }
-        *self != before
-    }
 }
 
 /// A run in progress.
@@ -153,8 +139,11 @@ struct ReadyStep {
 
 impl ReadyStep {
     fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
-        let micro_batches = std::mem::take(&mut data.micro_batches);
-        let has_images = micro_batches.iter().any(|batch| !batch.media.is_empty());
+        let batches = std::mem::take(&mut data.micro_batches);
+        let batches = data.slots.iter().copied().zip(batches).collect();
+        let micro_batches = MicroBatches { num_slots: data.num_slots, batches };
+        // of any rank
+        let has_images = data.samples.iter().any(|size| size.num_images + size.num_videos > 0);
         Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_images })
     }
 }
@@ -200,6 +189,7 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
+            self.report("training the next step");
             let asked = Instant::now();
             let ready = match self.ahead.take() {
                 Some(ready) => ready?,
@@ -216,14 +206,46 @@ impl Trainer {
             if due(step, self.parts.checkpoint_every) {
                 self.save()?;
             }
-            if self.parts.stop.load(Ordering::Relaxed) {
+            if self.should_stop()? {
                 return Ok(Outcome::Stopped { folder: self.save()? });
             }
         }
         let last = self.save()?; // before the evaluation, which may fail
         self.evaluate(observer)?;
-        let folder = self.parts.checkpointer.save_final(&last)?;
+        self.report("writing `final`");
+        let folder = match self.is_first() {
+            true => self.parts.checkpointer.save_final(&last)?,
+            false => self.parts.checkpointer.final_folder(),
+        };
+        self.wait_for_all()?;
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
+    }
+
+    fn ranks(&self) -> Option<&Ranks> {
+        self.parts.runner.ranks.as_ref()
+    }
+
+    /// Whether this process writes the files of the run.
+    fn is_first(&self) -> bool {
+        self.ranks().is_none_or(|ranks| ranks.rank.is_first())
+    }
+
+    /// Whether a signal asked any rank to stop.
+    fn should_stop(&self) -> Result<bool, DistError> {
+        let stop = self.parts.stop.load(Ordering::Relaxed);
+        let Some(ranks) = self.ranks() else { return Ok(stop) };
+        Ok(ranks.gather(&stop)?.contains(&true))
+    }
+
+    fn wait_for_all(&self) -> Result<(), DistError> {
+        self.ranks().map_or(Ok(()), Ranks::wait_for_all)
+    }
+
+    /// Reports the current work to the monitor of the ranks.
+    fn report(&self, work: &str) {
+        if let Some(ranks) = self.ranks() {
+            ranks.monitor.report(&format!("step {}: {work}", self.parts.state.step));
+        }
     }
 
     /// Waits for the data of `step`; `None` at the end of the data.
@@ -247,7 +269,7 @@ impl Trainer {
 
     /// Writes the rows that caused the error to `rejects.jsonl` and returns the error.
     fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
-        write_rejects(&mut self.parts.rejects, step, error.unreported())?;
+        write_rejects(self.parts.rejects.as_mut(), step, error.unreported())?;
         Err(error.into())
     }
 
@@ -261,11 +283,21 @@ impl Trainer {
         let ReadyStep { data, prepared, has_images } = ready;
         let step = self.parts.state.step + 1;
         let lr = self.parts.schedule.lr(step);
-        write_rejects(&mut self.parts.rejects, step, &data.rejected)?;
+        write_rejects(self.parts.rejects.as_mut(), step, &data.rejected)?;
         let launched = self.parts.runner.launch(prepared, lr, step)?;
         self.look_ahead();
         let parts = &mut self.parts;
         let outcome = parts.runner.finish(&launched)?;
+        let step_time_s = asked.elapsed().as_secs_f64();
+        let own_samples = &data.samples[data.own_samples.clone()];
+        let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
+        let report = StepReport {
+            samples: by_sample(own_samples, &outcome.losses),
+            data_wait_s,
+            tokens_per_s: own_tokens as f64 / step_time_s,
+            peak_memory_bytes: peak_memory_bytes(),
+        };
+        let StepReports { samples: losses, ranks } = report.gather(parts.runner.ranks.as_ref())?;
         if self.audit.is_due(has_images) {
             audit(&parts.runner, step, has_images)?;
         }
@@ -275,10 +307,9 @@ impl Trainer {
         state.tokens_seen += data.num_tokens as u64;
         state.samples_seen += data.num_samples as u64;
         let names = &parts.dataset_names;
-        let sets = by_dataset(names.len(), &data.samples, &outcome.losses);
+        let sets = by_dataset(names.len(), &data.samples, &losses);
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
-        let step_time_s = asked.elapsed().as_secs_f64();
         let rejected = parts.rejected_texts.with_rows(&state.data);
         let device_memory = gpu_memory(&parts.runner.device);
         let metrics = StepMetrics {
@@ -302,9 +333,12 @@ impl Trainer {
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
+            ranks,
             datasets: metric_keys(names, &sets),
         };
-        parts.metrics.write(&metrics)?;
+        if let Some(file) = &mut parts.metrics {
+            file.write(&metrics)?;
+        }
         observer.step(&metrics, state.total_steps);
         Ok(())
     }
@@ -324,6 +358,7 @@ impl Trainer {
             max_tokens: parts.eval_max_tokens,
             dtype: parts.runner.dtype,
             device: &parts.runner.device,
+            ranks: parts.runner.ranks.as_ref(),
         };
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
@@ -332,7 +367,7 @@ impl Trainer {
             for rejection in &report.rejected {
                 tracing::warn!(row = %rejection.message, "cannot score an eval row");
             }
-            write_rejects(&mut parts.rejects, step, &report.rejected)?;
+            write_rejects(parts.rejects.as_mut(), step, &report.rejected)?;
         }
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
@@ -346,7 +381,9 @@ impl Trainer {
             EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
                 .with_accuracy(report.accuracy())
                 .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
-        parts.metrics.write(&metrics)?;
+        if let Some(file) = &mut parts.metrics {
+            file.write(&metrics)?;
+        }
         watch.into_inner().evaluated(&metrics);
         self.last_eval = Some(report);
         Ok(())
@@ -354,11 +391,21 @@ impl Trainer {
 
     /// Writes the checkpoint of the current step unless it exists.
     fn save(&mut self) -> Result<PathBuf, TrainError> {
-        let parts = &self.parts;
-        let step = parts.state.step;
-        if self.saved_at == Some(step) {
-            return Ok(parts.checkpointer.step_folder(step));
+        let step = self.parts.state.step;
+        let folder = self.parts.checkpointer.step_folder(step);
+        if self.saved_at != Some(step) {
+            self.report("writing a checkpoint");
+            if self.is_first() {
+                self.write_checkpoint(step)?;
+            }
+            self.wait_for_all()?;
+            self.saved_at = Some(step);
         }
+        Ok(folder)
+    }
+
+    fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
+        let parts = &self.parts;
         let weights: Vec<(String, Tensor)> = parts
             .runner
             .params
@@ -390,58 +437,10 @@ impl Trainer {
         )?;
         tracing::info!(step, folder = %folder.display(), "checkpoint");
         log_datasets(&parts.state.datasets_seen);
-        self.saved_at = Some(step);
-        Ok(folder)
+        Ok(())
     }
-}
-
-/// A line of `rejects.jsonl`.
-#[derive(serde::Serialize)]
-struct RejectRow<'a> {
-    step: u64,
-    #[serde(flatten)]
-    rejection: &'a Rejection,
-}
-
-/// Appends to `rejects.jsonl` the rows that were rejected while `step` was prepared.
-pub fn write_rejects<'a>(
-    sink: &mut JsonlSink,
-    step: u64,
-    rejections: impl IntoIterator<Item = &'a Rejection>,
-) -> Result<(), JsonlError> {
-    let mut rejections = rejections.into_iter();
-    rejections.try_for_each(|rejection| sink.write(&RejectRow { step, rejection }))
 }
 
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
-}
-
-/// Checks that every trained tensor received a gradient; names those that did not. Runs after the
-/// first backward, and again after the first with images.
-fn audit(runner: &StepRunner, step: u64, has_images: bool) -> Result<(), TrainError> {
-    let specs = runner.model.param_specs();
-    let needs_media = |index: usize| specs[index].component.inputs == Inputs::Media;
-    let without = runner.without_gradient()?;
-    let missing: Vec<&str> = without
-        .iter()
-        .filter(|param| has_images || !needs_media(param.index()))
-        .map(|param| param.name())
-        .collect();
-    let trained = runner.grads.iter().flatten().count();
-    if missing.is_empty() {
-        let received = trained - without.len();
-        tracing::info!(step, "audit: {received} of {trained} trained tensors received a gradient");
-    } else {
-        tracing::warn!(
-            step,
-            tensors = ?missing,
-            "audit: {} of {trained} trained tensors received no gradient",
-            missing.len()
-        );
-    }
-    if without.len() > missing.len() {
-        tracing::info!(step, "audit: vision gradients are checked at the first step with images");
-    }
-    Ok(())
 }

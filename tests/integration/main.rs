@@ -26,6 +26,7 @@ mod limits;
 mod memory;
 mod output_dir;
 mod parity;
+mod ranks;
 mod resume;
 mod rows;
 mod simd;

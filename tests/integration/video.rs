@@ -162,7 +162,8 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             AdamW::new(&optim, 1.0, &loaded.params, &groups, master, &device()).unwrap();
         let trainable = vec![Trainable::Yes; loaded.params.len()];
         let runner = StepRunner {
-            grads: Gradients::zeros(&loaded.params, &trainable, &device()).unwrap(),
+            buffers: vec![Gradients::zeros(&loaded.params, &trainable, &device()).unwrap()],
+            ranks: None,
             model: loaded.model,
             params: loaded.params,
             optimizer,
@@ -177,7 +178,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
         assert!(off <= 2e-5, "{loss} not {}", golden_values["loss"]);
         for param in &runner.params {
             let expected = golden_values["grad_norms"][param.name()].as_f64().unwrap();
-            let buffer = runner.grads.get(param.index()).unwrap();
+            let buffer = runner.grads().get(param.index()).unwrap();
             let found = trainer::ops::sum_of_squares(buffer).unwrap().sqrt();
             let off = (found - expected).abs();
             assert!(off <= 1e-3 * expected + 1e-6, "{}: {found} not {expected}", param.name());

@@ -47,7 +47,7 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
 /// The sizes of the model that decide its memory.
 fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
-    for (param, grad) in runner.params.iter().zip(runner.grads.iter()) {
+    for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
         let count = param.tensor().elem_count();
         parameters += count;
         trained += if grad.is_some() { count } else { 0 };
@@ -63,7 +63,7 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
-        activations: runner.model.activation_memory(element, runner.recompute, &runner.grads),
+        activations: runner.model.activation_memory(element, runner.recompute, runner.grads()),
     })
 }
 
@@ -121,9 +121,9 @@ impl Bench {
         options.epochs = None;
         let loaded = load_model(&config.model, config.seed, device)?;
         let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let (runner, _) = step_runner(config, loaded, &groups, None, device)?;
+        let (runner, _) = step_runner(config, loaded, &groups, None, device, None)?;
         let work = ModelWork(runner.model.work());
-        let passes = work.passes(|index| runner.grads.get(index).is_some());
+        let passes = work.passes(|index| runner.grads().get(index).is_some());
         let memory = memory_model(&runner)?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })

@@ -7,20 +7,23 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
+use std::ops::Range;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
-use crate::batch::{EncodedSample, Pack, VarlenBatch};
+use crate::batch::{EncodedSample, Pack};
 use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::collate::collate;
 use crate::data::loader::error::LoaderError;
+use crate::data::loader::share::{LoaderShare, RowsRead, exchange, own_slots};
 use crate::data::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, StepData, fill,
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
 use crate::data::row::{Rejection, SampleIndex, SampleSize};
+use crate::dist::DistError;
 
 /// The threads that read rows.
 pub(super) struct Pools {
@@ -45,7 +48,16 @@ struct Planned {
     prefetched: Option<Prefetched>,
 }
 
-type Tagged = (u32, EncodedSample); // with the index of its data set
+/// A step with its samples. Those of other ranks are `None`.
+struct FilledStep {
+    step: Step<Option<EncodedSample>>,
+    /// Slot of each micro-batch.
+    slots: Vec<usize>,
+    /// Counts of all samples.
+    sizes: Vec<SampleSize>,
+    /// The part of `sizes` that this rank has read.
+    own: Range<usize>,
+}
 
 /// Packs rows, reads their pixels and sends the steps of a loader.
 pub(super) struct Assembler<'a> {
@@ -53,6 +65,7 @@ pub(super) struct Assembler<'a> {
     pools: &'a Pools,
     steps: &'a Sender,
     options: LoaderOptions,
+    share: Option<LoaderShare>,
     assembly: Assembly<Planned>,
     planned: VecDeque<Step<Planned>>,
     num_planned: usize, // number of samples in `planned`
@@ -77,7 +90,11 @@ enum Stop {
 
 impl<E: Into<LoaderError>> From<E> for Stop {
     fn from(error: E) -> Self {
-        Self::Failed(error.into())
+        match error.into() {
+            // the loader was dropped
+            LoaderError::Ranks(DistError::Closed) => Self::Unwanted,
+            error => Self::Failed(error),
+        }
     }
 }
 
@@ -109,6 +126,7 @@ impl<'a> Assembler<'a> {
         rows_of: EpochRows,
         from: DataState,
         steps: &'a Sender,
+        share: Option<LoaderShare>,
     ) -> Result<Self, LoaderError> {
         let prefetch_again = |position| {
             let stopped =
@@ -129,6 +147,7 @@ impl<'a> Assembler<'a> {
             pools,
             steps,
             options,
+            share,
             assembly: Assembly::resume(options, rows_of, from, prefetch_again)?,
             planned: VecDeque::new(),
             num_planned: 0,
@@ -209,9 +228,17 @@ impl<'a> Assembler<'a> {
 
     /// Adds a step to the plan and passes its samples to the pixel pool.
     fn add(&mut self, mut step: Step<Planned>) {
-        let samples = step.micro_batches.iter_mut().flatten().flatten();
-        let unread = samples.filter_map(|item| {
-            let Planned { row, prefetched } = &mut item.value;
+        let own = self.own_slots();
+        let slots = step.micro_batches.iter_mut().enumerate();
+        let samples = slots.flat_map(|(slot, packs)| {
+            packs.iter_mut().flatten().map(move |item| (slot, &mut item.value))
+        });
+        let unread = samples.filter_map(|(slot, planned)| {
+            let Planned { row, prefetched } = planned;
+            if !own.contains(&slot) {
+                *prefetched = None; // another rank reads it
+                return None;
+            }
             let unread = prefetched.take_if(|row| !matches!(row, Prefetched::Sample(_)));
             unread.map(|prefetched| (*row, prefetched))
         });
@@ -243,34 +270,77 @@ impl<'a> Assembler<'a> {
     }
 
     /// Fills a step with its samples. Rejected samples, and packs without others, are left out.
-    fn fill(&mut self, step: Step<Planned>) -> Result<Step<Tagged>, Stop> {
+    fn fill(&mut self, step: Step<Planned>) -> Result<FilledStep, Stop> {
         let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
-        let mut filled = Vec::with_capacity(micro_batches.len());
-        for packs in micro_batches {
-            let mut filled_packs = Vec::with_capacity(packs.len());
+        let own = self.own_slots();
+        let mut read = RowsRead::default();
+        let mut all = Vec::with_capacity(micro_batches.len());
+        for (slot, packs) in micro_batches.into_iter().enumerate() {
+            let mut filled = Vec::with_capacity(packs.len());
             for pack in packs {
-                let mut samples = Vec::with_capacity(pack.len());
-                for Item { position, length, value } in pack {
-                    let dataset = value.row.dataset;
-                    match self.sample(value)? {
-                        Ok(sample) => {
-                            self.send_finished()?; // its epoch continues
-                            samples.push(Item { position, length, value: (dataset, sample) });
-                        }
-                        Err(rejection) if self.options.on_error == OnError::Stop => {
-                            return Err(LoaderError::Rejected { rejection }.into());
-                        }
-                        Err(rejection) => {
-                            self.late.count(&rejection);
-                            rejected.push(rejection);
-                        }
-                    }
-                }
-                filled_packs.extend(Some(samples).filter(|samples| !samples.is_empty()));
+                filled.push(if own.contains(&slot) {
+                    self.read(pack, &mut read)?
+                } else {
+                    pack.into_iter().map(of_another_rank).collect::<Vec<_>>()
+                });
             }
-            filled.extend(Some(filled_packs).filter(|packs| !packs.is_empty()));
+            all.push((slot, filled));
         }
-        Ok(Step { micro_batches: filled, epoch_rows, epoch, rejected, state })
+        let rows = exchange(self.share.as_mut(), read)?;
+        if let Some(rejection) = rows.failed {
+            return Err(LoaderError::Rejected { rejection }.into());
+        }
+        if !rows.sizes.is_empty() {
+            self.send_finished()?; // its epoch continues
+        }
+        rows.rejected.iter().for_each(|rejection| self.late.count(rejection));
+        rejected.extend(rows.rejected);
+        for packs in all.iter_mut().map(|(_, packs)| packs) {
+            for pack in &mut *packs {
+                pack.retain(|item| !rows.without.contains(&item.position));
+            }
+            packs.retain(|pack| !pack.is_empty());
+        }
+        all.retain(|(_, packs)| !packs.is_empty());
+        let (slots, micro_batches) = all.into_iter().unzip();
+        let step = Step { micro_batches, epoch_rows, epoch, rejected, state };
+        Ok(FilledStep { step, slots, sizes: rows.sizes, own: rows.own })
+    }
+
+    /// Slots of the micro-batches that this rank reads.
+    fn own_slots(&self) -> Range<usize> {
+        own_slots(self.share.as_ref(), self.options.gradient_accumulation_steps.get())
+    }
+
+    /// Reads the samples of a pack. Those of rejected rows are `None`.
+    fn read(
+        &mut self,
+        pack: Vec<Item<Planned>>,
+        read: &mut RowsRead,
+    ) -> Result<Vec<Item<Option<EncodedSample>>>, Stop> {
+        let mut filled = Vec::with_capacity(pack.len());
+        for Item { position, length, value } in pack {
+            let dataset = value.row.dataset;
+            let sample = match self.sample(value)? {
+                Ok(sample) => {
+                    if self.share.is_none() {
+                        self.send_finished()?; // its epoch continues
+                    }
+                    read.sizes.push(SampleSize::of(dataset, &sample));
+                    Some(sample)
+                }
+                Err(rejection) => {
+                    if self.options.on_error == OnError::Stop {
+                        read.failed.get_or_insert(rejection);
+                    } else {
+                        read.rejected.push((position, rejection));
+                    }
+                    None
+                }
+            };
+            filled.push(Item { position, length, value: sample });
+        }
+        Ok(filled)
     }
 
     fn sample(&mut self, planned: Planned) -> Result<Result<EncodedSample, Rejection>, Stop> {
@@ -284,7 +354,8 @@ impl<'a> Assembler<'a> {
     }
 
     /// Collates the step. The rejections of a step without samples join a neighbouring step's.
-    fn finish(&mut self, mut step: Step<Tagged>) -> Result<(), Stop> {
+    fn finish(&mut self, filled: FilledStep) -> Result<(), Stop> {
+        let FilledStep { mut step, slots, sizes, own } = filled;
         self.late.add_to(&mut step.state);
         self.note(&step.rejected);
         let ends_epoch = step.ends_epoch();
@@ -302,7 +373,8 @@ impl<'a> Assembler<'a> {
             self.epoch_is_empty = false;
             let unreported = take(&mut self.unreported);
             step.rejected.splice(..0, unreported);
-            self.finished = Some(collate_step(step, &self.options)?);
+            let filled = FilledStep { step, slots, sizes, own };
+            self.finished = Some(collate_step(filled, &self.options)?);
         } else if let Some(before) = &mut self.finished {
             before.rejected.append(&mut step.rejected);
             (before.epoch, before.state) = (step.epoch, step.state);
@@ -331,29 +403,50 @@ impl<'a> Assembler<'a> {
     }
 }
 
+fn of_another_rank(Item { position, length, .. }: Item<Planned>) -> Item<Option<EncodedSample>> {
+    Item { position, length, value: None }
+}
+
 fn panicked(reader: &dyn RowReader, row: SampleIndex, message: String) -> LoaderError {
     let id = reader.id(row);
     LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
 }
 
-fn collate_step(step: Step<Tagged>, options: &LoaderOptions) -> Result<StepData, LoaderError> {
-    let samples: Vec<_> =
-        step.samples().map(|item| SampleSize::of(item.value.0, &item.value.1)).collect();
+fn collate_step(filled: FilledStep, options: &LoaderOptions) -> Result<StepData, LoaderError> {
+    let FilledStep { step, slots, sizes, own } = filled;
     let num_tokens = step.num_tokens();
     let Step { micro_batches, epoch, rejected, state, .. } = step;
     let fill = fill(options.packing, &micro_batches);
-    let samples_of = |items: Vec<Item<Tagged>>| items.into_iter().map(|i| i.value.1).collect();
-    let batch = |packs: Vec<_>| -> Result<VarlenBatch, LoaderError> {
-        let packs = packs.into_iter().map(|items| Pack { samples: samples_of(items) }).collect();
+    let mut data = StepData {
+        micro_batches: Vec::new(),
+        slots: Vec::new(),
+        num_slots: options.gradient_accumulation_steps.get(),
+        epoch,
+        num_samples: sizes.len(),
+        num_tokens,
+        samples: sizes,
+        own_samples: own,
+        fill,
+        rejected,
+        state,
+    };
+    for (slot, packs) in slots.into_iter().zip(micro_batches) {
+        let samples = |items: Vec<Item<Option<EncodedSample>>>| {
+            items.into_iter().filter_map(|item| item.value).collect::<Vec<_>>()
+        };
+        let packs = packs.into_iter().map(|items| Pack { samples: samples(items) });
+        let packs: Vec<Pack> = packs.filter(|pack| !pack.samples.is_empty()).collect();
+        if packs.is_empty() {
+            continue; // another rank has it
+        }
         let batch = collate(packs, options.pad_id, options.side, options.merge_size)?;
-        Ok(match options.rmpad {
+        data.slots.push(slot);
+        data.micro_batches.push(match options.rmpad {
             Rmpad::Unpad => batch.unpad()?,
             Rmpad::KeepPadding => batch.keep_padding()?,
-        })
-    };
-    let micro_batches = micro_batches.into_iter().map(batch).collect::<Result<_, _>>()?;
-    let num_samples = samples.len();
-    Ok(StepData { micro_batches, epoch, num_samples, num_tokens, samples, fill, rejected, state })
+        });
+    }
+    Ok(data)
 }
 
 #[cfg(test)]
@@ -391,7 +484,8 @@ mod tests {
             let rows_of = Box::new(move |_| num_rows as u64);
             let from = DataState::default();
             let (reader, pools) = (reader(), Pools { headers, pixels });
-            let assembler = Assembler::resume(&reader, &pools, options, rows_of, from, &sender);
+            let assembler =
+                Assembler::resume(&reader, &pools, options, rows_of, from, &sender, None);
             let mut assembler = assembler.unwrap();
             let first = assembler.next_planned().unwrap().unwrap();
             assert_eq!(first.state.packed.len(), 149, "a window of 200 packs, a quarter carried");

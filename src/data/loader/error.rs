@@ -6,6 +6,7 @@ use std::fmt;
 use crate::batch::UnpadError;
 use crate::data::loader::collate::CollateError;
 use crate::data::row::Rejection;
+use crate::dist::DistError;
 
 /// The reason why a loader stops before the end of its data.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -77,6 +78,9 @@ pub enum LoaderError {
     /// A batch cannot be unpadded.
     #[error(transparent)]
     Unpad(#[from] UnpadError),
+    /// The ranks can no longer work together.
+    #[error(transparent)]
+    Ranks(#[from] DistError),
     /// A thread cannot be started.
     #[error("cannot start a loader thread: {message}")]
     Spawn {
@@ -114,6 +118,7 @@ impl LoaderError {
             Self::State { .. } | Self::Changed { .. } => {
                 "resume with the data and `data` config of the run that wrote the checkpoint"
             }
+            Self::Ranks(error) => error.hint(),
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
                 "this is a bug in trainer: please report it with the row"

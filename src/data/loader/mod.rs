@@ -16,6 +16,7 @@ mod mixture_tests;
 pub(in crate::data) mod plan;
 #[cfg(test)]
 mod prefetch_tests;
+pub(in crate::data) mod share;
 pub(in crate::data) mod steps;
 #[cfg(test)]
 mod test_reader;
@@ -37,6 +38,7 @@ use crate::data::loader::workers::{Limits, Workers, panic_message};
 use crate::data::row::{Length, Rejection, SampleIndex};
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
+use crate::data::loader::share::LoaderShare;
 pub(in crate::data) use crate::data::loader::steps::{DataState, LoaderOptions, StepData};
 
 /// Maximum bytes of prefetched rows before packing, and of complete samples before their step.
@@ -49,6 +51,7 @@ pub struct Loader {
     assembler: Option<JoinHandle<()>>,
     failed: Option<LoaderError>, // returned by the first `next_step`
     peeked: Option<Result<StepData, LoaderError>>, // received by `is_ready`
+    close_share: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Loader {
@@ -61,10 +64,27 @@ impl Loader {
         options: LoaderOptions,
         from: DataState,
     ) -> Self {
-        let mut loader =
-            Self { pools: None, steps: None, assembler: None, failed: None, peeked: None };
+        Self::start_shared(reader, order, options, from, None)
+    }
+
+    /// Starts reading the micro-batches of one rank, like [`Self::start`].
+    pub fn start_shared(
+        reader: Arc<dyn RowReader>,
+        order: Order,
+        options: LoaderOptions,
+        from: DataState,
+        share: Option<LoaderShare>,
+    ) -> Self {
+        let mut loader = Self {
+            pools: None,
+            steps: None,
+            assembler: None,
+            failed: None,
+            peeked: None,
+            close_share: share.as_ref().map(|share| share.lane.closer()),
+        };
         if options.epochs.is_none_or(|epochs| from.epoch < epochs.get()) {
-            loader.failed = loader.spawn(reader, order, options, from).err();
+            loader.failed = loader.spawn(reader, order, options, from, share).err();
         }
         loader
     }
@@ -101,6 +121,7 @@ impl Loader {
         order: Order,
         options: LoaderOptions,
         from: DataState,
+        share: Option<LoaderShare>,
     ) -> Result<(), LoaderError> {
         let spawn_error = |error: std::io::Error| LoaderError::Spawn { message: error.to_string() };
         from.check_epoch(order.epoch_len(from.epoch))?;
@@ -129,7 +150,7 @@ impl Loader {
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);
         let assemble = move || {
-            match Assembler::resume(&*reader, &pools, options, rows_of, from, &sender) {
+            match Assembler::resume(&*reader, &pools, options, rows_of, from, &sender, share) {
                 Ok(assembler) => assembler.run(),
                 // fails if the loader was dropped
                 Err(error) => drop(sender.send(Err(error))),
@@ -144,6 +165,9 @@ impl Loader {
 impl Drop for Loader {
     fn drop(&mut self) {
         self.steps = None; // ends an assembler that waits to send
+        if let Some(close) = &self.close_share {
+            close(); // ends an assembler that waits for other ranks
+        }
         if let Some(pools) = &self.pools {
             pools.headers.stop(); // ends an assembler that waits for a row
             pools.pixels.stop();

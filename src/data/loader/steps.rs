@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -177,15 +178,23 @@ impl DataState {
 pub struct StepData {
     /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of a
     /// micro-batch are broken.
+    ///
+    /// If ranks share the step, only those of this rank.
     pub micro_batches: Vec<VarlenBatch>,
+    /// Slot of each of them among the micro-batches of the step.
+    pub slots: Vec<usize>,
+    /// `gradient_accumulation_steps`.
+    pub num_slots: usize,
     /// Epochs consumed as of the end of this step, as a fraction of rows.
     pub epoch: f64,
-    /// Number of samples in all micro-batches.
+    /// Number of samples in all micro-batches, of all ranks.
     pub num_samples: usize,
-    /// Number of real tokens in all micro-batches.
+    /// Number of real tokens in all micro-batches, of all ranks.
     pub num_tokens: usize,
-    /// Counts of each sample, in the order of the token streams.
+    /// Counts of each sample of all ranks, in the order of the token streams.
     pub samples: Vec<SampleSize>,
+    /// The part of `samples` in the micro-batches of this rank.
+    pub own_samples: Range<usize>,
     /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
     /// by the size of the padded batches.
     pub fill: f64,

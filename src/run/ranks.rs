@@ -1,0 +1,94 @@
+//! The ranks of a run while it is assembled: rank 0 creates and moves files, and the others wait.
+
+use super::error::RunError;
+use crate::checkpoint::{Checkpointer, Found};
+use crate::config::RunConfig;
+use crate::data::LoaderShare;
+use crate::dist::{DistError, Group, Rank, gather};
+use crate::train::Ranks;
+use std::path::PathBuf;
+
+/// The ranks of a run while it is assembled.
+pub(super) struct SetupRanks {
+    group: Option<Group>,
+}
+
+impl SetupRanks {
+    /// `None`: a run in one process.
+    pub(super) fn new(group: Option<Group>) -> Self {
+        Self { group }
+    }
+
+    /// The place of this rank.
+    pub(super) fn rank(&self) -> Rank {
+        self.group.as_ref().map_or(Rank::ALONE, |group| group.rank)
+    }
+
+    /// Whether this process writes the files of the run.
+    pub(super) fn is_first(&self) -> bool {
+        self.rank().is_first()
+    }
+
+    fn wait_for_all(&mut self) -> Result<(), DistError> {
+        match &mut self.group {
+            Some(group) => gather(&mut *group.step, &()).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+
+    /// Reports the current work to the monitor of the ranks.
+    pub(super) fn report(&self, work: &str) {
+        if let Some(group) = &self.group {
+            group.monitor.report(work);
+        }
+    }
+
+    /// Calls `f` on rank 0, and then on the other ranks, which find the files that rank 0 wrote.
+    pub(super) fn first_then_others<T>(
+        &mut self,
+        f: impl FnOnce() -> Result<T, RunError>,
+    ) -> Result<T, RunError> {
+        if !self.is_first() {
+            self.wait_for_all()?;
+        }
+        let result = f()?;
+        if self.is_first() {
+            self.wait_for_all()?;
+        }
+        Ok(result)
+    }
+
+    /// The checkpoint that rank 0 resumes from.
+    pub(super) fn same_checkpoint(
+        &mut self,
+        found: Option<Found>,
+    ) -> Result<Option<Found>, RunError> {
+        let Some(group) = &mut self.group else { return Ok(found) };
+        let own: Option<PathBuf> = found.as_ref().map(|found| found.dir.clone());
+        let of_first = gather(&mut *group.step, &own)?.swap_remove(0);
+        if group.rank.is_first() {
+            return Ok(found);
+        }
+        Ok(of_first.map(|folder| Checkpointer::open(&folder)).transpose()?)
+    }
+
+    /// The connections of the loader and of the training loop.
+    pub(super) fn split(self) -> (Option<LoaderShare>, Option<Ranks>) {
+        let Some(Group { rank, data, step, sums, monitor }) = self.group else {
+            return (None, None);
+        };
+        (Some(LoaderShare { rank, lane: data }), Some(Ranks::new(rank, step, sums, monitor)))
+    }
+}
+
+/// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
+pub(super) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
+    let slots = config.train.gradient_accumulation_steps.get();
+    if slots.is_multiple_of(world) {
+        return Ok(());
+    }
+    let fits = |world: &usize| slots.is_multiple_of(*world);
+    let below = (1..world).rev().find(fits);
+    let above = (world + 1..=slots).find(fits);
+    Err(RunError::World { world, slots, below, above })
+}

@@ -1,0 +1,55 @@
+//! The rank of a training loop, and its exchanges with the other ranks.
+
+use crate::dist::{Collective, DistError, Lane, Monitor, Rank, gather};
+use serde::{Serialize, de::DeserializeOwned};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The connections of a training loop to the other ranks.
+pub struct Ranks {
+    /// The place of this rank.
+    pub rank: Rank,
+    /// Adds up gradients.
+    pub sums: Arc<dyn Collective>,
+    /// Learns what this rank is doing.
+    pub monitor: Arc<dyn Monitor>,
+    lane: Mutex<Box<dyn Lane>>,
+}
+
+impl Ranks {
+    /// `lane` is used by the training loop alone.
+    pub fn new(
+        rank: Rank,
+        lane: Box<dyn Lane>,
+        sums: Arc<dyn Collective>,
+        monitor: Arc<dyn Monitor>,
+    ) -> Self {
+        Self { rank, sums, monitor, lane: Mutex::new(lane) }
+    }
+
+    /// The values of all ranks, in their order. All ranks make the same calls.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>, DistError> {
+        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        gather(&mut **lane, value)
+    }
+
+    /// Waits until all ranks have come to this point.
+    pub fn wait_for_all(&self) -> Result<(), DistError> {
+        self.gather(&()).map(|_| ())
+    }
+}
+
+/// A float as its bits: JSON has no infinity, and its readers may round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub(super) struct Bits(u64);
+
+impl From<f64> for Bits {
+    fn from(value: f64) -> Self {
+        Self(value.to_bits())
+    }
+}
+
+impl From<Bits> for f64 {
+    fn from(Bits(bits): Bits) -> Self {
+        Self::from_bits(bits)
+    }
+}

@@ -1,0 +1,220 @@
+//! Any number of ranks trains the same weights, and resumes the checkpoints of any other number.
+//!
+//! The ranks are threads of this process. `scripts/dist/test.sh` does the same with processes.
+
+use super::harness::{Place, golden};
+use serde_json::Value;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use trainer::config::{self, RunConfig};
+use trainer::dist::{Group, threads};
+use trainer::metrics::{EvalMetrics, StepMetrics};
+use trainer::run::{Resume, Run, RunError, RunOptions};
+use trainer::train::{Observer, Outcome};
+
+/// A folder with a model, and with rows of text and images, some of which are unusable: one of them
+/// only when its image is decoded.
+fn place() -> Place {
+    let place = Place::with_model_and_rows();
+    let image = fs::read(golden("data/images/exact_astronaut_64x64.png")).unwrap();
+    fs::write(place.path("cut.png"), &image[..image.len() - image.len() / 4]).unwrap();
+    let images = format!("\"{}/images/", golden("data").display());
+    let mut rows = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    rows = rows.replace("\"images/", &images);
+    for question in ["what", "why"] {
+        let row = serde_json::json!({"messages": [
+            {"role": "user", "content": format!("<image>{question}?")},
+            {"role": "assistant", "content": "Nothing."},
+        ], "images": [place.path("cut.png")]});
+        rows = format!("{row}\n{rows}");
+    }
+    place.write("rows.jsonl", &rows);
+    let eval = fs::read_to_string(golden("data/image_exact.jsonl")).unwrap();
+    let eval: Vec<&str> = eval.lines().skip(30).take(5).collect();
+    place.write("eval.jsonl", &eval.join("\n"));
+    place
+}
+
+fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
+    let path = |name: &str| place.path(name).display().to_string();
+    let images = golden("data").display().to_string();
+    let text = format!(
+        "output_dir: {}\n\
+         model: {{path: {}}}\n\
+         device: cpu\n\
+         data:\n\
+         \x20 train: [{{path: {}, image_root: /}}]\n\
+         \x20 eval: [{{path: {}, image_root: '{images}'}}]\n\
+         \x20 packing_length: 192\n\
+         \x20 max_rejected: 1.0\n\
+         train: {{gradient_accumulation_steps: 4, epochs: 2}}\n\
+         optim: {{lr: 2.0e-3, weight_decay: 0.1}}\n\
+         checkpoint: {{every_steps: 1, keep: 100}}\n\
+         eval: {{every_steps: 2}}\n",
+        path(output),
+        path("model"),
+        path("rows.jsonl"),
+        path("eval.jsonl"),
+    );
+    place.write("ranks.yaml", &text);
+    let more: Vec<String> = more.iter().map(|setting| (*setting).to_owned()).collect();
+    config::load(&place.path("ranks.yaml"), &more).unwrap()
+}
+
+/// Sets the flag of its rank after some step.
+struct StopAfter {
+    step: u64,
+    stop: Arc<AtomicBool>,
+}
+
+impl Observer for StopAfter {
+    fn step(&mut self, metrics: &StepMetrics, _: u64) {
+        if metrics.step == self.step {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn evaluating(&mut self, _: usize, _: usize) {}
+
+    fn evaluated(&mut self, _: &EvalMetrics) {}
+}
+
+/// Trains on `world` ranks. Rank `world - 1` alone is stopped after step `stop`.
+fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
+    let rank = |group: Group| {
+        let last = group.rank.rank + 1 == world;
+        let flag = Arc::new(AtomicBool::new(false));
+        let options = RunOptions { resume: Resume::Auto, stop: flag.clone(), observer: &() };
+        let group = (world > 1).then_some(group);
+        let mut run = Run::with_group(config, &options, group).unwrap();
+        let step = stop.filter(|_| last).unwrap_or(u64::MAX);
+        run.train(&mut StopAfter { step, stop: flag }).unwrap()
+    };
+    thread::scope(|scope| {
+        let rank = &rank;
+        let groups = threads(world).unwrap().into_iter();
+        let ranks: Vec<_> = groups.map(|group| scope.spawn(move || rank(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Rows of a file without times, memory and values of single ranks.
+fn rows(place: &Place, file: &str) -> Vec<Value> {
+    let mut rows = place.rows(file);
+    for row in &mut rows {
+        let object = row.as_object_mut().unwrap();
+        for key in
+            ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s", "ranks"]
+        {
+            object.remove(key);
+        }
+    }
+    rows
+}
+
+#[track_caller]
+fn assert_same(place: &Place, found: &str, expected: &str) {
+    let names = place.names(&format!("{expected}/checkpoints"));
+    assert_eq!(place.names(&format!("{found}/checkpoints")), names);
+    for file in ["metrics.jsonl", "rejects.jsonl"] {
+        let [found, expected] = [found, expected].map(|run| rows(place, &format!("{run}/{file}")));
+        assert_eq!(found, expected, "{file}");
+    }
+    let last = names.last().unwrap();
+    for file in [
+        "final/model.safetensors".to_owned(),
+        format!("checkpoints/{last}/optimizer.safetensors"),
+        format!("checkpoints/{last}/trainer_state.json"),
+    ] {
+        let read = |run: &str| place.read(&format!("{run}/{file}"));
+        assert!(read(found) == read(expected), "{found}: {file} differs from {expected}'s");
+    }
+}
+
+#[test]
+fn every_number_of_ranks_trains_the_same_weights() {
+    let place = place();
+    for (index, settings) in [
+        vec![],
+        vec!["optim.moments=bf16"],
+        vec!["model.precision=bf16"],
+        vec!["model.precision=bf16", "optim.moments=bf16"],
+        vec!["data.packing=false", "train.batch_size=2"],
+        vec!["data.balance=cost"],
+        vec!["model.freeze=[vision]", "train.epochs=null", "train.max_steps=5"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let name = |world| format!("run-{index}-{world}");
+        for world in [1, 2, 4] {
+            let outcomes = train(&config(&place, &name(world), &settings), world, None);
+            assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+        }
+        for world in [2, 4] {
+            assert_same(&place, &name(world), &name(1));
+        }
+        let metrics = place.rows(&format!("{}/metrics.jsonl", name(4)));
+        assert_eq!(metrics[0]["ranks"]["world"], 4);
+        let steps = metrics.iter().filter(|row| row["eval"] != true).count();
+        assert!(steps >= 4, "{steps} steps");
+    }
+    let rejected = place.rows("run-0-4/rejects.jsonl");
+    let broken = rejected.iter().filter(|row| row["reason"] == "image_broken").count();
+    assert_eq!(broken, 4, "two rows in two epochs: {rejected:?}");
+}
+
+#[test]
+fn a_checkpoint_of_any_number_of_ranks_resumes_on_any_other() {
+    let place = place();
+    train(&config(&place, "whole", &[]), 1, None);
+    for (first, then) in [(4, 1), (4, 2), (1, 4), (2, 4)] {
+        let name = format!("from-{first}-to-{then}");
+        // a signal to the last rank alone stops all of them after the same step
+        let stopped = train(&config(&place, &name, &[]), first, Some(2));
+        assert_eq!(stopped.len(), first);
+        for outcome in stopped {
+            let Outcome::Stopped { folder } = outcome else { panic!("{outcome:?}") };
+            assert!(folder.ends_with("step-00000002") && folder.is_dir(), "{folder:?}");
+        }
+        train(&config(&place, &name, &[]), then, None);
+        assert_same(&place, &name, "whole");
+    }
+}
+
+#[test]
+fn ranks_that_cannot_share_a_step_evenly_are_refused_with_numbers_that_fit() {
+    let place = place();
+    let config = config(&place, "run", &["train.gradient_accumulation_steps=4"]);
+    let group = threads(3).unwrap().remove(0);
+    let error = Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
+    assert!(matches!(error, RunError::World { world: 3, slots: 4, .. }), "{error}");
+    assert_eq!(error.keys().unwrap().join("."), "train.gradient_accumulation_steps");
+    let hint = error.hint().unwrap();
+    assert!(hint.starts_with("start 2 or 4 ranks, or set"), "{hint}");
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others_with_its_number() {
+    let place = place();
+    let config = config(&place, "run", &[]);
+    let rank = |group: Group| {
+        let is_last = group.rank.rank == 1;
+        let options = RunOptions::default();
+        let mut run = Run::with_group(&config, &options, Some(group)).unwrap();
+        if is_last {
+            return None; // its connections close
+        }
+        let error = run.train(&mut ()).unwrap_err();
+        Some(error.to_string())
+    };
+    let errors: Vec<Option<String>> = thread::scope(|scope| {
+        let rank = &rank;
+        let groups = threads(2).unwrap().into_iter();
+        let ranks: Vec<_> = groups.map(|group| scope.spawn(move || rank(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert_eq!(errors[0].as_deref(), Some("rank 1 was lost: it has ended"));
+}
