@@ -31,10 +31,7 @@ pub enum DistError {
         problem: String,
     },
     /// A library cannot be loaded, or lacks a function.
-    #[error(
-        "cannot load NCCL from `{path}`: {problem}; hint: install NCCL 2.14 or later (package \
-         `libnccl2`, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
-    )]
+    #[error("cannot load NCCL from `{path}`: {problem}")]
     Library {
         /// The library.
         path: String,
@@ -60,6 +57,9 @@ impl DistError {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }
             Self::Message { .. } => "start the same binary on all ranks",
+            Self::Library { .. } => {
+                "install NCCL 2.14 or later on all nodes (package `libnccl2` of NVIDIA, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
+            }
         }
     }
 }

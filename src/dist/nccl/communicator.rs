@@ -99,7 +99,7 @@ impl Communicator {
                     "not complete after {seconds} s: another rank ended or cannot be reached \
                      (NCCL_DEBUG=INFO shows the connections)"
                 );
-                return Err(self.failed(operation, problem));
+                return Err(self.failed(operation, &problem));
             }
             if begin.elapsed() > USUAL {
                 thread::sleep(PAUSE);
@@ -124,12 +124,12 @@ impl Communicator {
     }
 
     fn failed_call(&self, operation: &'static str, code: c_int) -> DistError {
-        self.failed(operation, self.library.text(code))
+        self.failed(operation, &self.library.text(code))
     }
 
     /// Returns an error with the place of this rank, after aborting the communicator. If it had
     /// ended before, the error is the reason of that end.
-    pub(super) fn failed(&self, operation: &'static str, problem: String) -> DistError {
+    pub(super) fn failed(&self, operation: &'static str, problem: &str) -> DistError {
         let Rank { rank, world, .. } = self.rank;
         let problem = format!("rank {rank} of {world}: {problem}");
         self.end(DistError::Collective { operation, problem })
@@ -156,7 +156,7 @@ impl Communicator {
 
     /// Frees the communicator. The communication stream must be idle, on all ranks.
     pub(super) fn close(&self) -> Result<(), DistError> {
-        self.call("ncclCommFinalize", |library, handle| library.finalize(handle))?;
+        self.call("ncclCommFinalize", Library::finalize)?;
         let mut state = self.state();
         let handle = Self::handle(&state)?;
         let code = self.library.destroy(handle);

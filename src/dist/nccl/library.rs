@@ -50,7 +50,6 @@ pub(super) struct Handle(*mut c_void);
 unsafe impl Send for Handle {}
 
 /// The loaded functions. NCCL is never unloaded, because it has threads of its own.
-#[expect(clippy::struct_field_names, reason = "the names are those of the C functions")]
 pub(super) struct Library {
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
@@ -125,17 +124,19 @@ impl Library {
 
     /// NCCL's description of `code`, and its last message if there is one.
     pub(super) fn text(&self, code: c_int) -> String {
-        // SAFETY: both functions return texts that NCCL keeps, or null. The communicator is unused.
-        let [description, last] = unsafe {
-            [(self.get_error_string)(code), (self.get_last_error)(std::ptr::null_mut())].map(
-                |text| {
-                    let exists = !text.is_null();
-                    exists.then(|| CStr::from_ptr(text).to_string_lossy()).unwrap_or_default()
-                },
-            )
+        let text = |text: *const c_char| {
+            if text.is_null() {
+                return String::new();
+            }
+            // SAFETY: NCCL returns texts that it keeps.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         };
+        // SAFETY: any argument is valid; the communicator is not used.
+        let (description, last) =
+            unsafe { ((self.get_error_string)(code), (self.get_last_error)(std::ptr::null_mut())) };
+        let (description, last) = (text(description), text(last));
         match last.trim() {
-            "" => description.into_owned(),
+            "" => description,
             last => format!("{description}: {last}"),
         }
     }

@@ -111,10 +111,11 @@ impl Nccl {
         };
         streams.bind().map_err(on_device)?;
         let communicator = Arc::new(Communicator::join(library, rank, id, options.timeout)?);
-        let (way, sizes) = match options.exact {
-            true => (Way::Exact(plan::levels(rank, &ranks)), sizes),
-            // NCCL needs no buffers, so it sums a large tensor at once.
-            false => (Way::Fast, Sizes { part: usize::MAX, ..sizes }),
+        let (way, sizes) = if options.exact {
+            (Way::Exact(plan::levels(rank, &ranks)), sizes)
+        } else {
+            // NCCL needs no buffers of ours, so it sums a large tensor at once.
+            (Way::Fast, Sizes { part: usize::MAX, ..sizes })
         };
         let sums = Sums::new(Arc::clone(&communicator), streams, device, sizes, way);
         let sums = sums.map_err(|error| {

@@ -190,6 +190,6 @@ impl Sums {
 
     /// An error of the device ends the communicator, so that other ranks do not wait for this one.
     fn on_device<T>(&self, result: Result<T>) -> std::result::Result<T, DistError> {
-        result.map_err(|error| self.communicator.failed(OPERATION, error.to_string()))
+        result.map_err(|error| self.communicator.failed(OPERATION, &error.to_string()))
     }
 }
