@@ -130,6 +130,7 @@ mod tests {
             rejected: 0,
             rejected_by_reason: std::collections::BTreeMap::new(),
             rejected_by_file: std::collections::BTreeMap::new(),
+            ranks: None,
             datasets: std::collections::BTreeMap::new(),
         }
     }

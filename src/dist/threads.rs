@@ -140,7 +140,6 @@ impl Transport for Channels {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Collective as _;
     use super::*;
     use candle_core::{Device, Tensor};
     use std::thread;
