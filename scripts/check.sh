@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks prose, formatting, lints and documentation, in the release profile. A warning is an error.
 #   scripts/check.sh
-# FEATURES=video also lints the feature `video`, which needs FFmpeg's development files.
+# FEATURES=video,mpi also lints these features, which need the development files of FFmpeg and MPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -35,7 +35,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return run(error);
     }
     if let Some(error) = error.downcast_ref::<DistError>() {
-        return Some(ErrorClass::new(Exit::Ranks, error.hint().to_owned()));
+        return Some(ErrorClass::new(Exit::Ranks, error.hint()));
     }
     match inner(error) {
         Some(inner) => classify(inner),
@@ -154,7 +154,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(LoaderError::Ranks(error)) = error.downcast_ref() {
         return classify(error);
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
-        ErrorClass::new(Exit::Data, error.hint().to_owned())
+        ErrorClass::new(Exit::Data, error.hint())
     } else if error.is::<CollateError>() || error.is::<UnpadError>() {
         let hint = "this is a bug in trainer: please report it with the row";
         ErrorClass::new(Exit::Data, hint.to_owned())

@@ -27,6 +27,15 @@ pub(super) enum Exit {
     ClosedPipe = 141,
 }
 
+impl Exit {
+    /// The exit code of another process of this program.
+    pub(super) fn from_code(code: i32) -> Self {
+        use Exit::{CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Stopped, Unknown, Usage};
+        let all = [Usage, Data, CannotWrite, Ranks, Stopped, Interrupted, ClosedPipe];
+        all.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Unknown)
+    }
+}
+
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
         Self::from(exit as u8)

@@ -30,11 +30,11 @@ enum LogTarget {
 
 impl Logging {
     /// Starts logging: to stderr now, and to a file from [`Self::write_to`] on. `RUST_LOG` sets the
-    /// level, by default `info`. Colours only on a terminal, and not if `NO_COLOR` is set.
-    pub(super) fn start() -> Result<Self, TryInitError> {
+    /// level, by default `level`. Colours only on a terminal, and not if `NO_COLOR` is set.
+    pub(super) fn start(level: &str) -> Result<Self, TryInitError> {
         let logging = Self::new();
         let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        let (filter, problem) = filter(std::env::var("RUST_LOG").ok().as_deref());
+        let (filter, problem) = filter(std::env::var("RUST_LOG").ok().as_deref(), level);
         logging.subscriber(filter, Stderr { bars: logging.bars.clone() }, colours).try_init()?;
         if let Some(problem) = problem {
             tracing::warn!("ignoring `RUST_LOG`: {problem}");
@@ -78,8 +78,8 @@ impl Logging {
 }
 
 /// Returns the log filter, and the reason if `requested` is not used.
-fn filter(requested: Option<&str>) -> (EnvFilter, Option<String>) {
-    let default = || EnvFilter::new("info");
+fn filter(requested: Option<&str>, level: &str) -> (EnvFilter, Option<String>) {
+    let default = || EnvFilter::new(level);
     match requested.filter(|text| !text.trim().is_empty()).map(EnvFilter::try_new) {
         None => (default(), None),
         Some(Ok(filter)) => (filter, None),
@@ -149,7 +149,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("train.log");
         let logging = Logging::new();
-        let subscriber = logging.subscriber(filter(None).0, io::sink, true);
+        let subscriber = logging.subscriber(filter(None, "info").0, io::sink, true);
         tracing::subscriber::with_default(subscriber, || {
             tracing::info!(step = 1, "early");
             logging.write_to(&path).unwrap();
@@ -171,7 +171,7 @@ mod tests {
         for _ in 0..2 {
             let logging = Logging::new();
             logging.write_to(&path).unwrap();
-            let subscriber = logging.subscriber(filter(None).0, io::sink, false);
+            let subscriber = logging.subscriber(filter(None, "info").0, io::sink, false);
             tracing::subscriber::with_default(subscriber, || tracing::info!("again"));
         }
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);
@@ -179,11 +179,11 @@ mod tests {
     }
 
     #[test]
-    fn the_default_level_is_info() {
-        assert_eq!(filter(None).0.to_string(), "info");
-        assert_eq!(filter(Some("")).0.to_string(), "info");
-        assert_eq!(filter(Some("debug")).0.to_string(), "debug");
-        let (filter, problem) = filter(Some("trainer=loud"));
+    fn the_variable_sets_the_level_if_it_is_valid() {
+        assert_eq!(filter(None, "info").0.to_string(), "info");
+        assert_eq!(filter(Some(""), "warn").0.to_string(), "warn");
+        assert_eq!(filter(Some("debug"), "info").0.to_string(), "debug");
+        let (filter, problem) = filter(Some("trainer=loud"), "info");
         assert_eq!(filter.to_string(), "info");
         assert!(problem.is_some());
     }

@@ -15,10 +15,13 @@ mod failure;
 mod generate;
 mod init;
 mod inspect;
+mod launch;
 mod logging;
 mod panics;
 mod progress;
+mod ranks;
 mod report;
+mod selftest;
 mod sft;
 mod stdout;
 
@@ -52,6 +55,8 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
+    /// Check the connections between ranks: messages, sums, and failures
+    Selftest(selftest::SelftestArgs),
 }
 
 /// Runs the command that the arguments name, and reports its error.
@@ -78,7 +83,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run(command: &Command) -> anyhow::Result<()> {
-    let logging = logging::Logging::start()?;
+    let logging = logging::Logging::start(ranks::log_level())?;
     crate::ops::simd_level().map_err(|error| {
         Failure::of(Exit::Usage, error)
             .hint("unset it: the default is the highest level that the CPU supports")
@@ -92,5 +97,6 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Cache(args) => cache::run(args, &logging),
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
+        Command::Selftest(args) => selftest::run(args),
     }
 }

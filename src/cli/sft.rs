@@ -5,10 +5,11 @@ use super::args::{ConfigArgs, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
+use super::ranks::{Ending, group, started_ranks};
 use crate::config::RunConfig;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::run::{Resume, Run, RunOptions};
-use crate::train::{Observer, Outcome, Trainer};
+use crate::train::{EvalReport, Observer, Outcome, Trainer};
 use clap::Args;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,6 +31,9 @@ pub(super) struct SftArgs {
 /// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load(logging)?;
+    if started_ranks(&config.distributed, config.device)? {
+        return Ok(());
+    }
     let resume = match args.resume.as_str() {
         "auto" => Resume::Auto,
         "never" => Resume::Never,
@@ -40,33 +44,56 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         }
     };
     let stop = stop_on_signals()?;
+    let group = group(&config.distributed, config.device)?;
+    let is_first = group.as_ref().is_none_or(|group| group.rank.is_first());
+    let ending = group.as_ref().map(Ending::of);
     let options = RunOptions { resume, stop, observer: &SetupBars(logging) };
-    let mut run =
-        Run::with_options(&config, &options).map_err(|error| args.config.located(error))?;
-    let mut bars = Bars::new(logging, &config, run.trainer());
-    let outcome = run.train(&mut bars);
-    drop(bars);
+    let trained = Run::with_group(&config, &options, group)
+        .map_err(|error| args.config.located(error))
+        .and_then(|run| train(run, &config, &options.resume, logging, is_first));
+    let (run, eval, folder) = match ending {
+        Some(ending) => ending.after(trained)?,
+        None => trained?,
+    };
+    if !is_first {
+        return Ok(());
+    }
+    tracing::info!(folder = %folder.display(), "done: wrote a model folder for transformers and vLLM");
+    if let Some(eval) = eval {
+        // The model is saved: a failure to show answers must not fail the run.
+        if let Err(error) = show_answers(&config, run.trainer(), &eval) {
+            tracing::warn!("cannot show answers: {error:#}");
+        }
+    }
+    print_next_steps(&args.config.config, &folder);
+    Ok(())
+}
+
+/// Trains until the run is finished; returns the last evaluation and the folder `final`.
+fn train(
+    mut run: Run,
+    config: &RunConfig,
+    resume: &Resume,
+    logging: &Logging,
+    is_first: bool,
+) -> anyhow::Result<(Run, Option<EvalReport>, PathBuf)> {
+    let outcome = if is_first {
+        let mut bars = Bars::new(logging, config, run.trainer());
+        run.train(&mut bars)
+    } else {
+        run.train(&mut ())
+    };
     match outcome? {
         Outcome::Stopped { folder } => Err(Failure::new(
             Exit::Stopped,
             format!("stopped by a signal; the run is saved in `{}`", folder.display()),
         )
-        .hint(match options.resume {
+        .hint(match resume {
             Resume::Auto => "run the same command again to resume",
             _ => "run the same command with `--resume auto` to resume",
         })
         .into()),
-        Outcome::Finished { eval, folder } => {
-            tracing::info!(folder = %folder.display(), "done: wrote a model folder for transformers and vLLM");
-            if let Some(eval) = eval {
-                // The model is saved: a failure to show answers must not fail the run.
-                if let Err(error) = show_answers(&config, run.trainer(), &eval) {
-                    tracing::warn!("cannot show answers: {error:#}");
-                }
-            }
-            print_next_steps(&args.config.config, &folder);
-            Ok(())
-        }
+        Outcome::Finished { eval, folder } => Ok((run, eval, folder)),
     }
 }
 

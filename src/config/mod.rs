@@ -20,6 +20,7 @@ pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
+use crate::dist::Distributed;
 use crate::net::hub::Cached;
 use crate::optim::{OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
@@ -57,6 +58,9 @@ pub struct RunConfig {
     /// How often metrics are logged.
     #[serde(default)]
     pub log: LogConfig,
+    /// How the ranks of the run are started, and how they work together.
+    #[serde(default)]
+    pub distributed: Distributed,
 }
 
 fn default_seed() -> u64 {
@@ -146,6 +150,12 @@ impl RunConfig {
         )?;
         let workers = self.data.workers.get();
         rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024")?;
+        let timeout = self.distributed.timeout_s;
+        let valid = (1..=Distributed::MAX_TIMEOUT_S).contains(&timeout);
+        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400")?;
+        let port = self.distributed.port;
+        let found = port.unwrap_or_default();
+        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535")?;
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
             rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
         }
@@ -181,7 +191,7 @@ impl RunConfig {
     ///
     /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
     /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, workers, the handling of rejected
-    /// rows, eval, log and checkpoint settings, and the length of the run.
+    /// rows, the settings of eval, log, checkpoints and ranks, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         // Of a model of the hub, the files that are used decide, not the commit.
@@ -198,6 +208,7 @@ impl RunConfig {
         same.checkpoint = CheckpointConfig::default();
         same.eval = EvalConfig::default();
         same.log = LogConfig::default();
+        same.distributed = Distributed::default();
         same.data.eval.clear();
         same.data.cache_dir = None;
         same.data.url.timeout_s = 0.0;

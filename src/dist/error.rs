@@ -1,5 +1,7 @@
 //! Errors of ranks and of the connections between them.
 
+use super::rendezvous::ConnectError;
+
 /// The reason why ranks cannot work together, or no longer can.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DistError {
@@ -19,6 +21,19 @@ pub enum DistError {
         /// Its error message.
         message: String,
     },
+    /// Ranks make no progress, and others wait for them.
+    #[error("no progress for {seconds} s in `{work}` on {}", ranks_text(.ranks))]
+    Hung {
+        /// The ranks.
+        ranks: Vec<usize>,
+        /// The current work of the first of them.
+        work: String,
+        /// The time-out.
+        seconds: u64,
+    },
+    /// The ranks could not connect to each other.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// This rank closed the connection itself, because it needs it no longer.
     #[error("the connection between the ranks is closed")]
     Closed,
@@ -50,18 +65,25 @@ pub enum DistError {
 
 impl DistError {
     /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
+    pub fn hint(&self) -> String {
         match self {
             Self::Failed { .. } => "mend what that rank reports, and run the same command again",
-            Self::Lost { .. } | Self::Closed | Self::Collective { .. } => {
+            Self::Lost { .. } | Self::Hung { .. } | Self::Closed | Self::Collective { .. } => {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }
+            Self::Connect(error) => return error.hint(),
             Self::Message { .. } => "start the same binary on all ranks",
             Self::Library { .. } => {
                 "install NCCL 2.14 or later on all nodes (package `libnccl2` of NVIDIA, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
             }
         }
+        .to_owned()
     }
+}
+
+fn ranks_text(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, names.join(", "))
 }
 
 impl From<DistError> for candle_core::Error {

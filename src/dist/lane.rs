@@ -31,3 +31,10 @@ pub(crate) fn gather<T: Serialize + DeserializeOwned>(
     };
     messages.into_iter().enumerate().map(read).collect()
 }
+
+/// Returns the message of rank 0 on every rank, for example the id of a communicator. The messages
+/// of other ranks are not used.
+pub(crate) fn from_first(lane: &mut dyn Lane, message: Vec<u8>) -> Result<Vec<u8>, DistError> {
+    let mut messages = lane.all_gather(message)?;
+    Ok(messages.swap_remove(0))
+}

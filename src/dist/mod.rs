@@ -6,20 +6,42 @@
 //! rank fails.
 
 mod collective;
+mod config;
+mod control;
 mod error;
+mod frame;
+mod heartbeat;
 mod lane;
+mod launcher;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod nccl;
 mod rank;
+mod rendezvous;
+mod selftest;
+mod tcp_lane;
 mod threads;
+mod tree;
+mod watch;
 
-pub use collective::{Collective, HostCollective, Transport};
+pub use collective::{Collective, HostCollective};
+pub use config::{Distributed, Exact, Processes};
+pub use control::{Connections, connect};
 pub use error::DistError;
 pub use lane::Lane;
-pub(crate) use lane::gather;
+pub(crate) use lane::{from_first, gather};
+pub use launcher::{LaunchError, Launched, Launcher};
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
 pub use rank::Rank;
+pub use rendezvous::ConnectError;
+pub(crate) use selftest::agree;
+pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
+pub use tree::Transport;
 
+use candle_core::Device;
 use std::sync::Arc;
 
 /// What a rank needs to take part in a run.
@@ -32,6 +54,8 @@ pub struct Group {
     pub step: Box<dyn Lane>,
     /// Adds up gradients.
     pub sums: Arc<dyn Collective>,
+    /// The device whose tensors `sums` adds up; `None` if it adds up those of any device.
+    pub device: Option<Device>,
     /// Learns what this rank is doing, and about its errors.
     pub monitor: Arc<dyn Monitor>,
 }
@@ -42,10 +66,16 @@ pub trait Monitor: Send + Sync {
     /// counts as hung.
     fn report(&self, work: &str);
 
+    /// Reports that this rank waits for other ranks in `work`, such as `step 12: sums`. It does not
+    /// count as hung while another rank makes progress. Ends with the next report.
+    fn wait(&self, work: &str) {
+        self.report(work);
+    }
+
     /// Reports an error that ends this rank, so that the other ranks end with its message.
     fn fail(&self, message: &str);
 
-    /// Reports that this rank ends normally.
+    /// Reports that this rank ends normally. Returns when all ranks have reported this.
     fn finish(&self);
 }
 

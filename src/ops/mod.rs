@@ -69,7 +69,7 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
-pub use gpu::{CUDA_BUILD, GpuMemory, gpu_memory, open_gpu, upload};
+pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, exit_at_once, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

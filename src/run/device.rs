@@ -33,7 +33,7 @@ impl DeviceChoice {
     }
 
     /// Opens the device of a rank. With `auto`, each rank of a machine has a GPU of its own.
-    pub(super) fn open_for(self, rank: Rank) -> Result<Device, DeviceError> {
+    pub fn open_for(self, rank: Rank) -> Result<Device, DeviceError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(ordinal) => {

@@ -50,7 +50,7 @@ fn nccl_with_one_rank_keeps_the_values_and_needs_a_gpu() {
         let options = NcclOptions {
             library: PathBuf::from(Nccl::LIBRARY),
             exact,
-            timeout: Duration::from_secs(60),
+            timeout: Duration::from_secs(90),
         };
         let nccl = Nccl::connect(group.rank, &mut *group.step, &device, &options);
         if device.is_cpu() {

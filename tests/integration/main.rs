@@ -30,6 +30,7 @@ mod parity;
 mod ranks;
 mod resume;
 mod rows;
+mod selftest;
 mod simd;
 mod sources;
 mod supervision;

@@ -38,14 +38,14 @@ pub struct NcclOptions {
     /// uses, so that the result does not depend on the number of ranks. Otherwise NCCL chooses the
     /// order.
     pub exact: bool,
-    /// Maximum time to connect to the other ranks, and to wait for the last sums at the end.
+    /// Maximum time to connect to the other ranks, and to wait for the last sums.
     pub timeout: Duration,
 }
 
 /// Sums tensors on GPUs with NCCL, one GPU per rank. Results have the same bits on all ranks.
 ///
 /// An error ends the communicator: this rank's GPU stops waiting for others, and all later calls
-/// return the same error. Dropping it waits for the sums to complete.
+/// return the same error. So does dropping it without [`Collective::finish`].
 pub struct Nccl {
     communicator: Arc<Communicator>,
     timeout: Duration,
@@ -151,42 +151,45 @@ impl Collective for Nccl {
     fn wait(&self) -> Result<(), DistError> {
         self.sums().wait()
     }
+
+    fn finish(&self) -> Result<(), DistError> {
+        let sums = self.sums();
+        let check = || self.communicator.check();
+        if !until_complete(&sums, self.timeout, check)? {
+            let problem = format!("not complete after {} s", self.timeout.as_secs_f64());
+            return Err(self.communicator.failed("the last sums over ranks", &problem));
+        }
+        self.communicator.close()
+    }
 }
 
 impl Drop for Nccl {
     fn drop(&mut self) {
         let Some(sums) = self.sums.take() else { return };
         let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
-        // The run has failed if it did not wait for its sums.
-        let ended = thread::panicking() || sums.are_pending() || {
-            let closed = until_complete(&sums, self.timeout, || self.communicator.check());
-            closed.and_then(|()| self.communicator.close()).is_err()
-        };
-        if ended {
-            self.communicator.abort();
-            // The operations end now. If they do not, their memory must not be used by others.
-            if until_complete(&sums, Duration::from_secs(1), || Ok(())).is_err() {
-                std::mem::forget(sums);
-            }
+        self.communicator.abort(); // nothing to do after `finish`
+        // The operations end now. If they do not, their memory must not be used by others.
+        if !until_complete(&sums, Duration::from_secs(1), || Ok(())).unwrap_or_default() {
+            std::mem::forget(sums);
         }
     }
 }
 
-/// Waits until all sums are complete, or `check` fails.
+/// Waits until all sums are complete, or `check` fails. Returns whether they are complete.
 fn until_complete(
     sums: &Sums,
     timeout: Duration,
     check: impl Fn() -> Result<(), DistError>,
-) -> Result<(), DistError> {
+) -> Result<bool, DistError> {
     let begin = Instant::now();
     while !sums.are_complete()? {
-        check()?;
         if begin.elapsed() > timeout {
-            return Err(DistError::Closed);
+            return Ok(false);
         }
+        check()?;
         thread::sleep(Duration::from_millis(1));
     }
-    Ok(())
+    Ok(true)
 }
 
 fn new_id(library: &Library) -> Result<Vec<u8>, DistError> {

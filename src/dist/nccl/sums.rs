@@ -54,11 +54,6 @@ impl Sums {
         Ok(Self { communicator, streams, sizes, way, small, shares, used: Vec::new() })
     }
 
-    /// Whether sums have been started that the compute stream does not wait for.
-    pub(super) fn are_pending(&self) -> bool {
-        !self.used.is_empty()
-    }
-
     /// Whether all sums are complete.
     pub(super) fn are_complete(&self) -> std::result::Result<bool, DistError> {
         self.on_device(self.streams.is_idle())

@@ -102,10 +102,18 @@ impl Member {
         self.nccl.wait().unwrap();
         self.read(&tensors)
     }
+
+    /// [`Self::sum`] as the last call.
+    fn last_sum(&self, values: &[Vec<f32>]) -> Vec<Vec<f32>> {
+        let sums = self.sum(values);
+        self.nccl.finish().unwrap();
+        sums
+    }
 }
 
 fn values(rank: usize, lens: &[usize]) -> Vec<Vec<f32>> {
-    let value = |at: usize| ((at * 2_654_435_761 ^ rank * 40_503) % 10_007) as f32 / 7919.0 - 0.63;
+    let value =
+        |at: usize| (((at * 2_654_435_761) ^ (rank * 40_503)) % 10_007) as f32 / 7919.0 - 0.63;
     lens.iter().map(|len| (0..*len).map(|at| value(at + len)).collect()).collect()
 }
 
@@ -177,7 +185,7 @@ fn sums_that_are_not_exact_are_left_to_nccl() {
 fn nccl_uses_the_communication_stream_between_the_events_of_both_streams() {
     let setup = Setup::new(2);
     setup.on_members(|member| {
-        member.sum(&values(member.rank.rank, &[128, 10]));
+        member.last_sum(&values(member.rank.rank, &[128, 10]));
     });
     let large = [
         "send 64 to 1, stream 1",
@@ -316,7 +324,7 @@ fn an_abort_from_another_thread_ends_sums_that_wait_for_a_lost_rank() {
     let setup = Setup::new(2);
     setup.on_members(|member| {
         if member.rank.rank == 1 {
-            return;
+            return member.nccl.finish().unwrap();
         }
         let tensors = member.computed(&values(0, &LENS));
         member.nccl.start_sum(tensors.clone()).unwrap();
@@ -324,7 +332,10 @@ fn an_abort_from_another_thread_ends_sums_that_wait_for_a_lost_rank() {
         thread::scope(|scope| {
             scope.spawn(|| member.nccl.abort());
         });
-        until_complete(&member.nccl.sums(), Duration::from_secs(20), || Ok(())).unwrap();
+        assert_eq!(
+            until_complete(&member.nccl.sums(), Duration::from_secs(20), || Ok(())),
+            Ok(true)
+        );
         assert_eq!(member.nccl.wait(), Err(DistError::Closed));
         assert_eq!(member.nccl.start_sum(tensors), Err(DistError::Closed));
     });
@@ -333,7 +344,7 @@ fn an_abort_from_another_thread_ends_sums_that_wait_for_a_lost_rank() {
 }
 
 #[test]
-fn a_run_that_ends_without_waiting_for_its_sums_aborts() {
+fn a_rank_that_fails_ends_its_sums() {
     let setup = Setup::new(2);
     setup.on_members(|member| {
         if member.rank.rank == 0 {

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Tests runs of several ranks on this machine with MPI: the self-test on 2 and 4 ranks, and the
+# quickstart on 1, 2 and 4 ranks, whose weights, optimizer states and losses must have the same bits,
+# also after a resume on another number of ranks. Installs OpenMPI if it is missing.
+#   scripts/dist/test.sh
+# FEATURES=video,mpi builds with other features than `mpi`, so that CI can reuse a build. STEPS=n sets
+# the number of steps.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+scripts/dist/install.sh
+cargo build --release --quiet --bin trainer --features "${FEATURES:-mpi}"
+trainer=$PWD/target/release/trainer
+steps=${STEPS:-8}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+# Ranks share the cores, so each has one thread; `--bind-to none` lets the system place them. On
+# SIGTERM, ranks have 10 seconds to save before SIGKILL follows.
+export RAYON_NUM_THREADS=1
+ranks() { # number of ranks, arguments of trainer..
+  local world=$1
+  shift
+  if [ "$world" = 1 ]; then
+    "$trainer" "$@"
+    return
+  fi
+  mpirun --allow-run-as-root --oversubscribe --bind-to none --mca odls_base_sigkill_timeout 10 \
+    -n "$world" "$trainer" "$@"
+}
+train() { # number of ranks, output_dir, further arguments..
+  local world=$1 out=$2
+  shift 2
+  if ! ranks "$world" sft --config configs/quickstart.yaml --set "output_dir=$folder/$out" \
+    --set train.gradient_accumulation_steps=4 --set "train.max_steps=$steps" \
+    --set "checkpoint={every_steps: $((steps / 2)), keep: 3}" --set log.every_steps=1 \
+    --set "eval.every_steps=$((steps / 2))" "$@" >"$folder/log" 2>&1; then
+    cat "$folder/log"
+    echo "error: the run \`$out\` failed" >&2
+    exit 1
+  fi
+}
+# Checksums of weights, optimizer state and position in the data.
+sums() { # output_dir
+  local last
+  last=checkpoints/step-$(printf '%08d' "$steps")
+  (cd "$folder/$1" && sha256sum final/model.safetensors "$last"/{optimizer.safetensors,trainer_state.json})
+}
+# Losses, gradient norms and accuracies of all steps and evaluations.
+losses() { # output_dir
+  grep -oE '"(loss|grad_norm|accuracy)":[^,}]*' "$folder/$1/metrics.jsonl"
+}
+expect_same() { # function, output_dir
+  if ! diff <("$1" one) <("$1" "$2"); then
+    echo "error: the $1 of \`$2\` differ from those of the run on one rank" >&2
+    exit 1
+  fi
+}
+
+for world in 2 4; do
+  ranks "$world" selftest --distributed
+done
+
+train 1 one
+sums one
+for world in 2 4; do
+  train "$world" "world-$world"
+  expect_same sums "world-$world"
+  expect_same losses "world-$world"
+  echo "$world ranks: equal to the run on one rank"
+done
+
+# The second half of a run, resumed from its middle on another number of ranks.
+middle=checkpoints/step-$(printf '%08d' $((steps / 2)))
+train 2 from-4-to-2 --resume "$folder/world-4/$middle"
+train 4 from-1-to-4 --resume "$folder/one/$middle"
+for run in from-4-to-2 from-1-to-4; do
+  expect_same sums "$run"
+  echo "resumed $run ranks: equal to the run on one rank"
+done

@@ -1,0 +1,272 @@
+//! The ranks of a command: started by a launcher, or by this program itself.
+
+use super::failure::{Exit, Failure};
+use super::launch::{Signals, launch};
+use super::report;
+use crate::dist::{
+    Collective, Connections, DistError, Distributed, Exact, Group, Launched, Launcher, Monitor,
+    Nccl, NcclOptions, Processes, Rank, connect,
+};
+use crate::ops::{CUDA_BUILD, count_gpus, exit_at_once};
+use crate::train::DeviceChoice;
+use candle_core::Device;
+use std::env;
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread::available_parallelism;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The variable that sets the number of threads of a process.
+const THREADS: &str = "RAYON_NUM_THREADS";
+
+/// Runs this command as several ranks on this machine, if `distributed` and the number of GPUs
+/// require it and no launcher has started this process. Returns whether it did so; all ranks have
+/// then succeeded.
+pub(super) fn started_ranks(
+    distributed: &Distributed,
+    device: DeviceChoice,
+) -> anyhow::Result<bool> {
+    if place()?.is_some() {
+        return Ok(false);
+    }
+    let world = processes(distributed.processes, device, count_gpus())?;
+    if world == 1 {
+        return Ok(false);
+    }
+    tracing::info!(ranks = world, "starting one process per GPU");
+    // Received from now on, so that no signal ends this process before it is forwarded.
+    let signals = Signals::receive()?;
+    let arguments: Vec<OsString> = env::args_os().skip(1).collect();
+    launch(rank_commands(world, &arguments)?, &signals)?;
+    Ok(true)
+}
+
+/// The place that a launcher gives to this process; `None` without a launcher.
+fn place() -> anyhow::Result<Option<Launched>> {
+    let found = Launched::find(|name| env::var(name).ok());
+    Ok(found.map_err(|error| {
+        let hint = error.hint();
+        Failure::of(Exit::Usage, error).hint(hint)
+    })?)
+}
+
+/// The log level of this process, unless `RUST_LOG` sets it: ranks other than 0 only warn.
+pub(super) fn log_level() -> &'static str {
+    match place() {
+        Ok(Some(place)) if place.rank > 0 => "warn",
+        _ => "info", // an error is reported when the ranks connect
+    }
+}
+
+/// Number of processes to start, without a launcher.
+fn processes(processes: Processes, device: DeviceChoice, gpus: usize) -> Result<usize, Failure> {
+    let usable = match device {
+        DeviceChoice::Auto => gpus,
+        DeviceChoice::Cuda(_) => gpus.min(1),
+        DeviceChoice::Cpu => 0,
+    };
+    let Processes::Count(count) = processes else { return Ok(usable.max(1)) };
+    let count = count.get();
+    if count == 1 || count <= usable {
+        return Ok(count);
+    }
+    let message = format!(
+        "`distributed.processes` is {count}, and this run uses {}",
+        match usable {
+            0 => "the CPU".to_owned(),
+            1 => "one GPU".to_owned(),
+            _ => format!("{usable} GPUs"),
+        }
+    );
+    let hint = format!(
+        "several ranks on the CPU or on one GPU use MPI: build with `--features mpi` and start \
+         `mpirun -n {count} trainer ..`"
+    );
+    Err(Failure::new(Exit::Usage, message).hint(hint))
+}
+
+/// This program with `arguments`, once per rank, as ranks on this machine.
+pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Result<Vec<Command>> {
+    let program = env::current_exe()?;
+    // The port is free, as the system has just chosen it.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let job = format!("{}-{}", std::process::id(), time.as_nanos());
+    let threads = available_parallelism().map_or(1, |cores| (cores.get() / world).max(1));
+    let command = |rank| {
+        let place = Launched {
+            launcher: Launcher::Explicit,
+            rank,
+            world,
+            local_rank: Some(rank),
+            local_world: Some(world),
+            host: Some(Ipv4Addr::LOCALHOST.to_string()),
+            port: Some(port),
+            job: job.clone(),
+        };
+        let mut command = Command::new(&program);
+        command.args(arguments).envs(place.environment());
+        if env::var_os(THREADS).is_none() {
+            command.env(THREADS, threads.to_string());
+        }
+        command
+    };
+    Ok((0..world).map(command).collect())
+}
+
+/// Connects this process to the other ranks of its run; `None` if it is the only one.
+///
+/// If another rank fails or is lost, this process prints the reason and ends with
+/// [`Exit::Ranks`].
+pub(super) fn group(
+    distributed: &Distributed,
+    device: DeviceChoice,
+) -> anyhow::Result<Option<Group>> {
+    let Some(place) = place()?.filter(|place| place.world > 1) else { return Ok(None) };
+    if !CUDA_BUILD && !cfg!(feature = "mpi") {
+        let message = "this build cannot add up the gradients of several ranks";
+        return Err(no_engine(message).into());
+    }
+    let mut connections = connect(&place, distributed, end)?;
+    let (sums, device) = engine(&mut connections, distributed, device)
+        .inspect_err(|error| connections.monitor.fail(&error.to_string()))?;
+    let (rank, mut machines) = (connections.rank, connections.hosts);
+    machines.sort();
+    machines.dedup();
+    let (launcher, ranks, machines) = (place.launcher, rank.world, machines.len());
+    tracing::info!(%launcher, ranks, machines, "all ranks are connected");
+    let (data, step, monitor) = (connections.data, connections.step, connections.monitor);
+    Ok(Some(Group { rank, data, step, sums, device, monitor }))
+}
+
+/// The connections of this rank that end with the command.
+pub(super) struct Ending {
+    sums: Arc<dyn Collective>,
+    monitor: Arc<dyn Monitor>,
+}
+
+impl Ending {
+    pub(super) fn of(group: &Group) -> Self {
+        Self { sums: Arc::clone(&group.sums), monitor: Arc::clone(&group.monitor) }
+    }
+
+    /// Ends the connections together with the other ranks if `result` is a success, or a stop after
+    /// the run was saved. Otherwise ends all ranks with the error. Returns `result`.
+    pub(super) fn after<T>(self, result: anyhow::Result<T>) -> anyhow::Result<T> {
+        match &result {
+            Err(error) if report::exit(error) != Exit::Stopped => {
+                self.monitor.fail(&error.to_string());
+            }
+            _ => {
+                self.monitor.report("ending the connections");
+                self.sums.finish()?;
+                self.monitor.finish();
+            }
+        }
+        result
+    }
+}
+
+/// Ends this process because another rank has ended the run.
+pub(super) fn end(error: &DistError) {
+    let _ = report::report(&error.clone().into());
+    exit_at_once(Exit::Ranks as i32);
+}
+
+/// Adds up gradients, and the device on which it needs them.
+type Engine = (Arc<dyn Collective>, Option<Device>);
+
+/// Connects NCCL if every rank has a GPU of its own, and MPI otherwise.
+fn engine(
+    connections: &mut Connections,
+    distributed: &Distributed,
+    device: DeviceChoice,
+) -> anyhow::Result<Engine> {
+    let rank = connections.rank;
+    if !has_own_gpu(device, rank) {
+        return Ok((mpi(rank)?, None));
+    }
+    connections.monitor.wait("connecting the GPUs");
+    let device = device.open_for(rank)?;
+    let options = NcclOptions {
+        library: Nccl::LIBRARY.into(),
+        exact: distributed.exact != Exact::No,
+        timeout: distributed.timeout(),
+    };
+    let nccl = Nccl::connect(rank, &mut *connections.step, &device, &options)?;
+    if rank.is_first() {
+        let order = if options.exact { "that of the tree" } else { "chosen by NCCL" };
+        tracing::info!(order, "NCCL adds up the gradients");
+    }
+    Ok((Arc::new(nccl), Some(device)))
+}
+
+/// Whether each rank has a GPU that no other rank uses.
+fn has_own_gpu(device: DeviceChoice, rank: Rank) -> bool {
+    match device {
+        DeviceChoice::Cpu => false,
+        DeviceChoice::Auto => CUDA_BUILD,
+        DeviceChoice::Cuda(_) => CUDA_BUILD && rank.local_world == 1,
+    }
+}
+
+#[cfg(feature = "mpi")]
+fn mpi(rank: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+    let connect = move || -> Result<Box<dyn crate::dist::Transport>, DistError> {
+        Ok(Box::new(crate::dist::Mpi::connect(rank)?))
+    };
+    Ok(Arc::new(crate::dist::HostCollective::start(rank, connect)?))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn mpi(_: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+    let message = "this build cannot add up gradients on the CPU, or of ranks that share a GPU";
+    Err(no_engine(message).into())
+}
+
+fn no_engine(message: &str) -> Failure {
+    Failure::new(Exit::Usage, message).hint("build it with `--features mpi`")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::num::NonZeroUsize;
+
+    fn count(count: usize) -> Processes {
+        Processes::Count(NonZeroUsize::new(count).unwrap())
+    }
+
+    #[test]
+    fn one_process_is_started_for_each_gpu() {
+        use DeviceChoice::{Auto, Cpu, Cuda};
+        for (wanted, device, gpus, expected) in [
+            (Processes::Auto, Auto, 8, 8),
+            (Processes::Auto, Auto, 0, 1),
+            (Processes::Auto, Cpu, 8, 1),
+            (Processes::Auto, Cuda(3), 8, 1),
+            (count(2), Auto, 8, 2),
+            (count(1), Cpu, 0, 1),
+        ] {
+            assert_eq!(processes(wanted, device, gpus).unwrap(), expected, "{wanted:?} {device}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_need_mpi_are_refused_with_the_command_that_starts_them() {
+        use DeviceChoice::{Auto, Cpu, Cuda};
+        for (device, gpus, uses) in [
+            (Auto, 0, "the CPU"),
+            (Cpu, 8, "the CPU"),
+            (Cuda(3), 8, "one GPU"),
+            (Auto, 3, "3 GPUs"),
+        ] {
+            let error = processes(count(4), device, gpus).unwrap_err();
+            let expected = format!("`distributed.processes` is 4, and this run uses {uses}");
+            assert_eq!(error.to_string(), expected);
+            assert!(error.hint.unwrap().contains("`mpirun -n 4 trainer"));
+        }
+    }
+}

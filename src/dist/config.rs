@@ -1,0 +1,178 @@
+//! The `distributed` section of the config.
+
+use serde::de::{self, Deserializer, Unexpected, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+/// How the ranks of a run are started, and how they work together.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Distributed {
+    /// Number of ranks; `auto` by default.
+    pub processes: Processes,
+    /// Whether sums over ranks have the same bits for every number of ranks; `auto` by default.
+    pub exact: Exact,
+    /// Seconds after which a rank without progress ends the run, and in which all ranks must have
+    /// started; 300 by default.
+    pub timeout_s: u32,
+    /// Network interface of rank 0 that the other ranks connect to: a name, such as `eth0`, or an
+    /// IP address. By default the one that has the address of rank 0.
+    pub interface: Option<String>,
+    /// TCP port of rank 0. By default the launcher's.
+    pub port: Option<u16>,
+}
+
+impl Default for Distributed {
+    fn default() -> Self {
+        Self {
+            processes: Processes::Auto,
+            exact: Exact::Auto,
+            timeout_s: 300,
+            interface: None,
+            port: None,
+        }
+    }
+}
+
+impl Distributed {
+    /// Maximum value of `timeout_s`: a day.
+    pub const MAX_TIMEOUT_S: u32 = 86_400;
+
+    /// `timeout_s` as a duration.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_secs(u64::from(self.timeout_s))
+    }
+}
+
+/// Number of ranks: `auto` or a number in a config.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Processes {
+    /// The number that the launcher has started; without a launcher one for each visible GPU.
+    #[default]
+    Auto,
+    /// This number.
+    Count(NonZeroUsize),
+}
+
+/// Whether sums over ranks are exact: `auto`, `true` or `false` in a config.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Exact {
+    /// `true`.
+    #[default]
+    Auto,
+    /// The same bits for every number of ranks.
+    Yes,
+    /// In the order of the engine; the results differ in rounding.
+    No,
+}
+
+const AUTO: &str = "auto";
+
+impl Serialize for Processes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => serializer.serialize_str(AUTO),
+            Self::Count(count) => count.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Processes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl Visitor<'_> for Read {
+            type Value = Processes;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("`auto` or a number of 1 or more")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Processes, E> {
+                match text {
+                    AUTO => Ok(Processes::Auto),
+                    _ => Err(E::invalid_value(Unexpected::Str(text), &self)),
+                }
+            }
+
+            fn visit_u64<E: de::Error>(self, count: u64) -> Result<Processes, E> {
+                let valid = usize::try_from(count).ok().and_then(NonZeroUsize::new);
+                let wrong = || E::invalid_value(Unexpected::Unsigned(count), &self);
+                valid.map(Processes::Count).ok_or_else(wrong)
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+impl Serialize for Exact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => serializer.serialize_str(AUTO),
+            exact => serializer.serialize_bool(*exact == Self::Yes),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Exact {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl Visitor<'_> for Read {
+            type Value = Exact;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("`auto`, `true` or `false`")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Exact, E> {
+                match text {
+                    AUTO => Ok(Exact::Auto),
+                    _ => Err(E::invalid_value(Unexpected::Str(text), &self)),
+                }
+            }
+
+            fn visit_bool<E: de::Error>(self, exact: bool) -> Result<Exact, E> {
+                Ok(if exact { Exact::Yes } else { Exact::No })
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{from_str, to_string};
+
+    #[test]
+    fn every_value_reads_as_it_is_written() {
+        for text in [
+            r#"{"processes":"auto","exact":"auto","timeout_s":300,"interface":null,"port":null}"#,
+            r#"{"processes":8,"exact":true,"timeout_s":1,"interface":"eth0","port":29500}"#,
+            r#"{"processes":1,"exact":false,"timeout_s":86400,"interface":"::1","port":1}"#,
+        ] {
+            assert_eq!(to_string(&from_str::<Distributed>(text).unwrap()).unwrap(), text);
+        }
+        assert_eq!(from_str::<Distributed>("{}").unwrap(), Distributed::default());
+    }
+
+    #[test]
+    fn another_value_is_refused_with_the_values_that_are_valid() {
+        for (text, expected) in [
+            (r#"{"processes": 0}"#, "expected `auto` or a number of 1 or more"),
+            (r#"{"processes": "all"}"#, "expected `auto` or a number of 1 or more"),
+            (r#"{"exact": "yes"}"#, "expected `auto`, `true` or `false`"),
+            (r#"{"exact": 1}"#, "expected `auto`, `true` or `false`"),
+            (r#"{"port": 70000}"#, "expected u16"),
+            (r#"{"timeout": 5}"#, "unknown field `timeout`"),
+        ] {
+            let error = from_str::<Distributed>(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Decides from the heartbeats of all ranks whether one is lost or hangs.
+
+use super::message::End;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What rank 0 has received from a rank.
+#[derive(Debug, Clone)]
+pub(super) struct Seen {
+    /// Time of its last heartbeat.
+    pub(super) last_beat: Instant,
+    /// Its current work.
+    pub(super) work: String,
+    /// Whether it waits for other ranks.
+    pub(super) waits: bool,
+    /// Time of its last progress.
+    pub(super) since: Instant,
+    /// Whether it has finished.
+    pub(super) is_finished: bool,
+}
+
+/// Returns an error if a rank has sent no heartbeat for longer than `timeout`, or makes no progress
+/// for longer than that.
+///
+/// A rank that waits for others is not to blame as long as another rank works. If all wait, or if
+/// several ranks make no progress, the ranks that are behind the others are named.
+pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<End> {
+    let is_over = |time: Instant| now.saturating_duration_since(time) > timeout;
+    let unfinished = || ranks.iter().enumerate().filter(|(_, seen)| !seen.is_finished);
+    let seconds = timeout.as_secs();
+    if let Some((rank, seen)) = unfinished().min_by_key(|(_, seen)| seen.last_beat)
+        && is_over(seen.last_beat)
+    {
+        let problem = format!("no heartbeat for {seconds} s; its last work is `{}`", seen.work);
+        return Some(End::Lost { rank, problem });
+    }
+    let works = |(_, seen): &(usize, &Seen)| !seen.waits;
+    let is_hung = |(_, seen): &(usize, &Seen)| is_over(seen.since);
+    let hung: Vec<(usize, &Seen)> = if unfinished().any(|rank| works(&rank)) {
+        unfinished().filter(works).filter(is_hung).collect()
+    } else if unfinished().all(|rank| is_hung(&rank)) {
+        unfinished().collect()
+    } else {
+        Vec::new()
+    };
+    let behind = behind(hung);
+    let work = behind.first()?.1.work.clone();
+    Some(End::Hung { ranks: behind.into_iter().map(|(rank, _)| rank).collect(), work, seconds })
+}
+
+/// Of ranks without progress, those that are behind: in an earlier step, else in work that fewer
+/// ranks do, else the one that has made no progress for the longest time.
+fn behind(mut hung: Vec<(usize, &Seen)>) -> Vec<(usize, &Seen)> {
+    let step = |(_, seen): &(usize, &Seen)| number(&seen.work);
+    let steps: Option<Vec<u64>> = hung.iter().map(step).collect();
+    if let Some(first) = steps.and_then(|steps| steps.into_iter().min()) {
+        hung.retain(|rank| step(rank) == Some(first));
+    }
+    let mut groups: BTreeMap<&str, Vec<(usize, &Seen)>> = BTreeMap::new();
+    for rank in hung {
+        groups.entry(&rank.1.work).or_default().push(rank);
+    }
+    let since = |group: &[(usize, &Seen)]| group.iter().map(|(_, seen)| seen.since).min();
+    let key = |group: &Vec<(usize, &Seen)>| (group.len(), since(group));
+    groups.into_values().min_by_key(key).unwrap_or_default()
+}
+
+/// The first number in a text: 12 in `step 12: backward`.
+fn number(text: &str) -> Option<u64> {
+    let digits = text.split(|c: char| !c.is_ascii_digit()).find(|digits| !digits.is_empty())?;
+    digits.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(300);
+    const NONE: [usize; 0] = [];
+
+    /// A rank, with the seconds since its last heartbeat and since its last progress. Work that
+    /// begins with `wait` waits for other ranks.
+    fn seen(now: Instant, last_beat: u64, since: u64, work: &str) -> Seen {
+        let before = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
+        let (last_beat, since) = (before(last_beat), before(since));
+        let waits = work.starts_with("wait");
+        Seen { last_beat, work: work.to_owned(), waits, since, is_finished: work == "finished" }
+    }
+
+    /// The ranks that are named, of ranks `(last_beat, since, work)`.
+    fn named(ranks: &[(u64, u64, &str)]) -> Vec<usize> {
+        let now = Instant::now() + Duration::from_secs(1000);
+        let ranks: Vec<Seen> = ranks
+            .iter()
+            .map(|(last_beat, since, work)| seen(now, *last_beat, *since, work))
+            .collect();
+        match judge(&ranks, now, TIMEOUT) {
+            None => Vec::new(),
+            Some(End::Lost { rank, .. }) => vec![rank],
+            Some(End::Hung { ranks, .. }) => ranks,
+            Some(End::Failed { .. }) => unreachable!("only ranks fail"),
+        }
+    }
+
+    #[test]
+    fn a_rank_without_heartbeats_is_lost() {
+        assert_eq!(named(&[(0, 1, "step 3"), (300, 300, "step 3")]), NONE);
+        assert_eq!(named(&[(0, 1, "step 3"), (301, 301, "step 3"), (0, 299, "step 3")]), [1]);
+        // the others have waited for it as long
+        assert_eq!(named(&[(0, 305, "wait 4"), (302, 306, "step 3"), (0, 305, "wait 4")]), [1]);
+    }
+
+    #[test]
+    fn a_rank_without_progress_is_named_and_not_the_ranks_that_wait_for_it() {
+        let wait = (0, 400, "wait for step 12");
+        assert_eq!(named(&[wait, (0, 301, "step 12: backward"), wait]), [1]);
+        assert_eq!(named(&[wait, (0, 299, "step 12: backward"), wait]), NONE);
+        // it may also do the work that the others report, a little later
+        assert_eq!(named(&[(0, 400, "wait for 8"), (0, 301, "step 9")]), [1]);
+    }
+
+    #[test]
+    fn ranks_wait_as_long_as_another_rank_makes_progress() {
+        assert_eq!(named(&[(0, 5, "evaluation"), (0, 5000, "wait for step 12")]), NONE);
+        assert_eq!(named(&[(0, 301, "evaluation"), (0, 5000, "wait for step 12")]), [0]);
+    }
+
+    #[test]
+    fn of_ranks_that_all_wait_those_that_are_behind_are_named() {
+        let wait = (0, 400, "wait for step 12");
+        assert_eq!(named(&[wait, wait, (0, 301, "wait for step 11"), wait]), [2]);
+        assert_eq!(named(&[wait, wait, wait]), [0, 1, 2]);
+        assert_eq!(named(&[wait, (0, 301, "wait for the rows of 12"), wait]), [1]);
+        assert_eq!(named(&[wait, (0, 299, "wait for step 12"), wait]), NONE);
+    }
+
+    #[test]
+    fn of_ranks_that_do_not_report_waiting_those_that_are_behind_are_named() {
+        let sum = (0, 310, "step 12: sums");
+        assert_eq!(named(&[sum, sum, (0, 305, "step 12: forward"), sum]), [2]);
+        assert_eq!(named(&[sum, sum, (0, 305, "step 11: sums"), sum]), [2]);
+        assert_eq!(named(&[(0, 310, "step 12: forward"), sum, sum]), [0]);
+        // one each: the rank that stopped first
+        assert_eq!(named(&[(0, 312, "step 12: forward"), sum]), [0]);
+        assert_eq!(named(&[(0, 306, "b"), (0, 307, "a"), (0, 305, "c")]), [1]);
+    }
+
+    #[test]
+    fn a_rank_that_has_finished_is_not_judged() {
+        assert_eq!(named(&[(0, 5, "step 3"), (400, 400, "finished")]), NONE);
+        assert_eq!(named(&[(0, 301, "step 3"), (400, 400, "finished")]), [0]);
+        assert_eq!(named(&[(0, 301, "finished"), (0, 400, "finished")]), NONE);
+    }
+}

@@ -1,0 +1,187 @@
+//! The address of rank 0: where it listens, and where the others connect to.
+
+use super::error::ConnectError;
+use crate::dist::config::Distributed;
+use crate::dist::launcher::Launched;
+use std::fmt;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use tracing::warn;
+
+/// Ports of jobs whose launcher sets none: from 15000 to 24999.
+const PORTS: std::ops::Range<u32> = 15_000..25_000;
+
+/// Host name or IP address, and port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::dist) struct Address {
+    pub(in crate::dist) host: String,
+    pub(in crate::dist) port: u16,
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+impl Address {
+    /// The IP addresses of the host, with the port.
+    pub(super) fn resolve(&self) -> Result<Vec<SocketAddr>, String> {
+        let found = (self.host.as_str(), self.port).to_socket_addrs();
+        let found: Vec<SocketAddr> = found.map_err(|error| error.to_string())?.collect();
+        if found.is_empty() { Err("the host has no address".to_owned()) } else { Ok(found) }
+    }
+}
+
+/// The address at which the other ranks find rank 0.
+pub(in crate::dist) fn of_first(
+    place: &Launched,
+    config: &Distributed,
+) -> Result<Address, ConnectError> {
+    let launcher = place.launcher;
+    let port = config.port.or(place.port).or_else(|| port_of(&place.job));
+    let port = port.ok_or(ConnectError::NoPort { launcher })?;
+    let host = match (&config.interface, &place.host) {
+        (Some(interface), _) if place.is_one_machine() => address_of(interface)?.to_string(),
+        (None, _) if place.is_one_machine() => Ipv4Addr::LOCALHOST.to_string(),
+        (_, Some(host)) => host.trim_matches(['[', ']']).to_owned(),
+        (_, None) => return Err(ConnectError::NoHost { launcher }),
+    };
+    Ok(Address { host, port })
+}
+
+/// Listens as rank 0: on `distributed.interface`, else on loopback if all ranks are on one machine,
+/// else on the address that the others connect to. If this machine does not have that address
+/// (a service of Kubernetes, or a host name that stands for 127.0.1.1), on all interfaces.
+pub(in crate::dist) fn listen(
+    place: &Launched,
+    config: &Distributed,
+) -> Result<TcpListener, ConnectError> {
+    let address = of_first(place, config)?;
+    let failed = |address: &dyn fmt::Display, problem: &dyn fmt::Display| ConnectError::Listen {
+        address: address.to_string(),
+        problem: problem.to_string(),
+    };
+    if let Some(interface) = &config.interface {
+        let address = SocketAddr::new(address_of(interface)?, address.port);
+        return TcpListener::bind(address).map_err(|error| failed(&address, &error));
+    }
+    let means_loopback = address.host == "localhost" || address.host.parse::<IpAddr>().is_ok();
+    let usable = |found: &SocketAddr| means_loopback || !found.ip().is_loopback();
+    let resolved = address.resolve().map_err(|problem| failed(&address, &problem))?;
+    for address in resolved.into_iter().filter(usable) {
+        match TcpListener::bind(address) {
+            Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {}
+            result => return result.map_err(|error| failed(&address, &error)),
+        }
+    }
+    warn!(
+        "rank 0 listens on all interfaces, because {address} is not an address of this machine; \
+         `distributed.interface` selects one"
+    );
+    let any = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port);
+    TcpListener::bind(any).map_err(|error| failed(&any, &error))
+}
+
+/// A port that is the same for all ranks of a job, and usually another for another job.
+fn port_of(job: &str) -> Option<u16> {
+    let hash = job.bytes().fold(0x811c_9dc5_u32, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193) // FNV-1a
+    });
+    let port = PORTS.start + hash % (PORTS.end - PORTS.start);
+    u16::try_from(port).ok().filter(|_| !job.is_empty())
+}
+
+/// The IP address of an interface that is given by its name or address; IPv4 if it has both.
+fn address_of(interface: &str) -> Result<IpAddr, ConnectError> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    let is_wanted = |found: &&if_addrs::Interface| {
+        found.name == interface || interface.parse() == Ok(found.ip())
+    };
+    let mut wanted: Vec<IpAddr> =
+        all.iter().filter(is_wanted).map(if_addrs::Interface::ip).collect();
+    wanted.sort_by_key(IpAddr::is_ipv6);
+    wanted.first().copied().ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(|one| format!("{} ({})", one.name, one.ip())).collect();
+        let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        ConnectError::Interface { interface: interface.to_owned(), found }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::launcher::Launcher;
+
+    fn place(local_world: Option<usize>, host: Option<&str>, port: Option<u16>) -> Launched {
+        Launched {
+            launcher: Launcher::OpenMpi,
+            rank: 0,
+            world: 2,
+            local_rank: None,
+            local_world,
+            host: host.map(str::to_owned),
+            port,
+            job: "17.0".to_owned(),
+        }
+    }
+
+    fn config(interface: Option<&str>, port: Option<u16>) -> Distributed {
+        Distributed { interface: interface.map(str::to_owned), port, ..Distributed::default() }
+    }
+
+    #[test]
+    fn the_address_of_rank_0_follows_from_launcher_and_config() {
+        let none = config(None, None);
+        for (place, config, expected) in [
+            (place(Some(2), Some("n1"), Some(7)), &none, "127.0.0.1:7"),
+            (place(Some(2), None, None), &none, "127.0.0.1:21663"),
+            (place(Some(1), Some("n1"), Some(7)), &none, "n1:7"),
+            (place(None, Some("[fd00::1]"), Some(7)), &none, "[fd00::1]:7"),
+            (place(None, Some("n1"), Some(7)), &config(None, Some(8)), "n1:8"),
+            (place(None, Some("n1"), Some(7)), &config(Some("lo"), None), "n1:7"),
+            (place(Some(2), Some("n1"), Some(7)), &config(Some("lo"), None), "127.0.0.1:7"),
+            (place(Some(2), Some("n1"), Some(7)), &config(Some("127.0.0.1"), None), "127.0.0.1:7"),
+        ] {
+            assert_eq!(of_first(&place, config).unwrap().to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn an_unknown_address_is_an_error() {
+        let none = config(None, None);
+        let error = of_first(&place(Some(1), None, None), &none).unwrap_err();
+        assert_eq!(error, ConnectError::NoHost { launcher: Launcher::OpenMpi });
+        let unnamed = Launched { job: String::new(), ..place(Some(2), None, None) };
+        let error = of_first(&unnamed, &none).unwrap_err();
+        assert_eq!(error, ConnectError::NoPort { launcher: Launcher::OpenMpi });
+        let error = listen(&place(Some(2), None, None), &config(Some("eth77"), None)).unwrap_err();
+        let message = error.to_string();
+        assert!(message.starts_with("`distributed.interface` is `eth77`, but this"), "{message}");
+        assert!(message.contains("lo (127.0.0.1)"), "{message}");
+    }
+
+    #[test]
+    fn ranks_on_one_machine_listen_on_loopback_only() {
+        for config in
+            [config(None, None), config(Some("lo"), None), config(Some("127.0.0.1"), None)]
+        {
+            let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+            let place = place(Some(2), Some("192.0.2.1"), Some(free));
+            let listener = listen(&place, &config).unwrap();
+            assert!(listener.local_addr().unwrap().ip().is_loopback());
+        }
+    }
+
+    #[test]
+    fn a_port_in_use_is_an_error() {
+        let used = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = used.local_addr().unwrap().port();
+        let place = place(None, Some("localhost"), Some(port));
+        let error = listen(&place, &config(None, None)).unwrap_err();
+        let expected = format!("rank 0 cannot listen on 127.0.0.1:{port}: Address already in use");
+        // `localhost` may be `::1` too, where the port is free
+        assert!(error.to_string().starts_with(&expected), "{error}");
+    }
+}

@@ -1,0 +1,38 @@
+//! Connects the ranks of a job: every rank opens its connections to rank 0.
+
+mod address;
+mod error;
+mod first;
+mod hello;
+mod other;
+#[cfg(test)]
+mod tests;
+
+pub(super) use address::{Address, listen, of_first};
+pub use error::ConnectError;
+pub(super) use first::first;
+pub(super) use other::other;
+
+use super::Rank;
+use std::net::TcpStream;
+
+/// The connections of a rank to the others.
+pub(super) struct Joined {
+    /// The place of this rank.
+    pub(super) rank: Rank,
+    /// Names of the machines of all ranks.
+    pub(super) hosts: Vec<String>,
+    /// The connections for each purpose. Rank 0: one to each other rank, in their order. Others:
+    /// one to rank 0.
+    pub(super) data: Vec<TcpStream>,
+    pub(super) step: Vec<TcpStream>,
+    pub(super) monitor: Vec<TcpStream>,
+}
+
+impl Joined {
+    /// The only rank of a run.
+    pub(super) fn alone() -> Self {
+        let (data, step, monitor) = (Vec::new(), Vec::new(), Vec::new());
+        Self { rank: Rank::ALONE, hosts: vec![hello::Machine::this().name], data, step, monitor }
+    }
+}

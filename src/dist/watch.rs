@@ -1,0 +1,94 @@
+//! What this rank is doing, and the error that ends it; shared by its lanes and its monitor.
+
+use super::DistError;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a rank is doing.
+#[derive(Debug, Clone)]
+pub(super) struct Status {
+    /// Its last report.
+    pub(super) work: String,
+    /// Whether it waits for other ranks.
+    pub(super) waits: bool,
+    /// Time of its last progress.
+    pub(super) since: Instant,
+}
+
+/// What this rank is doing, and the error that ends it.
+pub(super) struct Watch {
+    status: Mutex<Status>,
+    end: Mutex<Option<DistError>>,
+    ended: Condvar,
+    closers: Mutex<Vec<Closer>>,
+}
+
+/// Closes a lane.
+type Closer = Box<dyn Fn() + Send + Sync>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Watch {
+    pub(super) fn new() -> Self {
+        let status = Status { work: "start".to_owned(), waits: false, since: Instant::now() };
+        Self {
+            status: Mutex::new(status),
+            end: Mutex::default(),
+            ended: Condvar::new(),
+            closers: Mutex::default(),
+        }
+    }
+
+    pub(super) fn status(&self) -> Status {
+        lock(&self.status).clone()
+    }
+
+    /// Sets what this rank is doing from now on.
+    pub(super) fn report(&self, work: &str, waits: bool) {
+        *lock(&self.status) = Status { work: work.to_owned(), waits, since: Instant::now() };
+    }
+
+    /// Sets whether this rank waits for others, in its current work. Returns the former value.
+    pub(super) fn set_waits(&self, waits: bool) -> bool {
+        let mut status = lock(&self.status);
+        status.since = Instant::now();
+        std::mem::replace(&mut status.waits, waits)
+    }
+
+    /// Does not count a time in which the process was stopped.
+    pub(super) fn forgive(&self, stopped: Duration) {
+        let mut status = lock(&self.status);
+        status.since = (status.since + stopped).min(Instant::now());
+    }
+
+    /// `close` runs when an error ends this rank.
+    pub(super) fn at_end(&self, close: Closer) {
+        lock(&self.closers).push(close);
+    }
+
+    /// Ends this rank with an error, and closes its lanes. Only the first error counts.
+    pub(super) fn end(&self, error: &DistError) {
+        lock(&self.end).get_or_insert_with(|| error.clone());
+        self.ended.notify_all();
+        for close in &*lock(&self.closers) {
+            close();
+        }
+    }
+
+    /// The error that ends this rank; waits for it for at most `limit`, or until `stop`.
+    pub(super) fn wait_for_end(
+        &self,
+        limit: Duration,
+        stop: impl Fn() -> bool,
+    ) -> Option<DistError> {
+        let deadline = Instant::now() + limit;
+        let mut end = lock(&self.end);
+        while end.is_none() && !stop() && Instant::now() < deadline {
+            let tick = Duration::from_millis(10);
+            end = self.ended.wait_timeout(end, tick).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        end.clone()
+    }
+}

@@ -1,0 +1,24 @@
+//! `trainer selftest --distributed`, without a launcher and on ranks that this test starts.
+
+use super::harness::{Output, Place, finish};
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::{Command, Stdio};
+use std::thread;
+
+fn selftest(place: &Place, arguments: &[&str], variables: &[(&str, String)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(["selftest", "--distributed", "--device", "cpu"]).args(arguments);
+    command.current_dir(place.path(".")).stdin(Stdio::null());
+    command.envs(variables.iter().map(|(name, value)| (name, value)));
+    finish(&mut command)
+}
+
+#[test]
+fn all_cases_of_the_self_test_pass() {
+    let place = Place::empty();
+    let output = selftest(&place, &["--megabytes", "1"], &[]).ends_with(0);
+    let lines: Vec<&str> = output.stdout.lines().collect();
+    assert_eq!(lines.len(), 21, "{}", output.stdout);
+    assert!(lines[..20].iter().all(|line| line.starts_with("ok ")), "{}", output.stdout);
+    assert_eq!(lines[20], "20 of 20 cases passed on 4 ranks");
+}
