@@ -10,7 +10,7 @@ use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
     LoaderError, OrderError, SampleError, SourceError, TokenizerError,
 };
-use crate::dist::DistError;
+use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
@@ -35,7 +35,11 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return run(error);
     }
     if let Some(error) = error.downcast_ref::<DistError>() {
-        return Some(ErrorClass::new(Exit::Ranks, error.hint()));
+        let exit = if error.is_usage() { Exit::Usage } else { Exit::Ranks };
+        return Some(ErrorClass::new(exit, error.hint().to_owned()));
+    }
+    if let Some(error) = error.downcast_ref::<LaunchError>() {
+        return Some(ErrorClass::new(Exit::Usage, error.hint()));
     }
     match inner(error) {
         Some(inner) => classify(inner),
@@ -154,7 +158,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(LoaderError::Ranks(error)) = error.downcast_ref() {
         return classify(error);
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
-        ErrorClass::new(Exit::Data, error.hint())
+        ErrorClass::new(Exit::Data, error.hint().to_owned())
     } else if error.is::<CollateError>() || error.is::<UnpadError>() {
         let hint = "this is a bug in trainer: please report it with the row";
         ErrorClass::new(Exit::Data, hint.to_owned())

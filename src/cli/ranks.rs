@@ -45,11 +45,7 @@ pub(super) fn started_ranks(
 
 /// The place that a launcher gives to this process; `None` without a launcher.
 fn place() -> anyhow::Result<Option<Launched>> {
-    let found = Launched::find(|name| env::var(name).ok());
-    Ok(found.map_err(|error| {
-        let hint = error.hint();
-        Failure::of(Exit::Usage, error).hint(hint)
-    })?)
+    Ok(Launched::find(|name| env::var(name).ok())?)
 }
 
 /// The log level of this process, unless `RUST_LOG` sets it: ranks other than 0 only warn.
@@ -132,13 +128,12 @@ pub(super) fn group(
     let mut connections = connect(&place, distributed, end)?;
     let (sums, device) = engine(&mut connections, distributed, device)
         .inspect_err(|error| connections.monitor.fail(&error.to_string()))?;
-    let (rank, mut machines) = (connections.rank, connections.hosts);
+    let (ranks, mut machines) = (connections.rank.world, connections.hosts.clone());
     machines.sort();
     machines.dedup();
-    let (launcher, ranks, machines) = (place.launcher, rank.world, machines.len());
+    let (launcher, machines) = (place.launcher, machines.len());
     tracing::info!(%launcher, ranks, machines, "all ranks are connected");
-    let (data, step, monitor) = (connections.data, connections.step, connections.monitor);
-    Ok(Some(Group { rank, data, step, sums, device, monitor }))
+    Ok(Some(connections.group(sums, device)))
 }
 
 /// The connections of this rank that end with the command.

@@ -56,16 +56,30 @@ pub enum Processes {
     Count(NonZeroUsize),
 }
 
-/// Whether sums over ranks are exact: `auto`, `true` or `false` in a config.
+/// Whether the gradients of a step have the same bits for every number of ranks: `auto`, `true` or
+/// `false` in a config.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Exact {
-    /// `true`.
+    /// `true` on the CPU. `false` on GPUs, because an exact sum of several micro-batches needs more
+    /// memory for gradients.
     #[default]
     Auto,
-    /// The same bits for every number of ranks.
+    /// The same bits for every number of ranks: micro-batches and ranks are added as one tree.
     Yes,
-    /// In the order of the engine; the results differ in rounding.
+    /// Micro-batches are added in place, and ranks in the order of the engine; the results differ in
+    /// rounding.
     No,
+}
+
+impl Exact {
+    /// Whether sums are exact on a CPU or on a GPU.
+    pub fn holds(self, on_cpu: bool) -> bool {
+        match self {
+            Self::Auto => on_cpu,
+            Self::Yes => true,
+            Self::No => false,
+        }
+    }
 }
 
 const AUTO: &str = "auto";

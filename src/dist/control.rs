@@ -4,9 +4,10 @@ use super::config::{Distributed, Processes};
 use super::heartbeat::TcpMonitor;
 use super::launcher::Launched;
 use super::rendezvous::{self, ConnectError, Joined};
-use super::tcp_lane::{TcpLane, Waits};
-use super::watch::Watch;
-use super::{DistError, Lane, Monitor, Rank};
+use super::tcp_lane::TcpLane;
+use super::watch::{Waits, Watch};
+use super::{Collective, DistError, Group, Lane, Monitor, Rank};
+use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,6 +23,35 @@ pub struct Connections {
     pub step: Box<dyn Lane>,
     /// Watches all ranks.
     pub monitor: Arc<dyn Monitor>,
+    watch: Arc<Watch>,
+}
+
+impl Connections {
+    /// Completes the group with an engine for the sums, and the device on which it needs them. A
+    /// rank that waits for its sums counts as waiting for other ranks.
+    pub fn group(self, sums: Arc<dyn Collective>, device: Option<Device>) -> Group {
+        let Self { rank, hosts: _, data, step, monitor, watch } = self;
+        Group { rank, data, step, sums: Arc::new(WatchedSums { sums, watch }), device, monitor }
+    }
+}
+
+struct WatchedSums {
+    sums: Arc<dyn Collective>,
+    watch: Arc<Watch>,
+}
+
+impl Collective for WatchedSums {
+    fn start_sum(&self, tensors: Vec<Tensor>) -> Result<(), DistError> {
+        self.sums.start_sum(tensors)
+    }
+
+    fn wait(&self) -> Result<(), DistError> {
+        self.watch.while_waiting(Waits::Rank, || self.sums.wait())
+    }
+
+    fn finish(&self) -> Result<(), DistError> {
+        self.watch.while_waiting(Waits::Rank, || self.sums.finish())
+    }
 }
 
 /// Connects to all other ranks and starts the monitor. Waits for ranks that have not started yet,
@@ -63,11 +93,11 @@ fn assemble(
     let Joined { rank, hosts, data, step, monitor } = joined;
     let watch = Arc::new(Watch::new());
     let place = (rank.rank, rank.world);
-    let data = Box::new(TcpLane::new(place, data, Waits::Ignore, &watch)?);
-    let step = Box::new(TcpLane::new(place, step, Waits::Count, &watch)?);
+    let data = Box::new(TcpLane::new(place, data, Waits::Loader, &watch)?);
+    let step = Box::new(TcpLane::new(place, step, Waits::Rank, &watch)?);
     let on_failure = Box::new(on_failure);
     let monitor = TcpMonitor::start(rank.rank, monitor, timeout, &watch, on_failure)?;
-    Ok(Connections { rank, hosts, data, step, monitor: Arc::new(monitor) })
+    Ok(Connections { rank, hosts, data, step, monitor: Arc::new(monitor), watch })
 }
 
 #[cfg(test)]

@@ -65,19 +65,23 @@ pub enum DistError {
 
 impl DistError {
     /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
+    pub fn hint(&self) -> &'static str {
         match self {
+            Self::Connect(error) => error.hint(),
             Self::Failed { .. } => "mend what that rank reports, and run the same command again",
             Self::Lost { .. } | Self::Hung { .. } | Self::Closed | Self::Collective { .. } => {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }
-            Self::Connect(error) => return error.hint(),
             Self::Message { .. } => "start the same binary on all ranks",
             Self::Library { .. } => {
                 "install NCCL 2.14 or later on all nodes (package `libnccl2` of NVIDIA, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
             }
         }
-        .to_owned()
+    }
+
+    /// Whether the config or the launcher has to be changed before another attempt.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Self::Connect(error) if error.is_usage())
     }
 }
 

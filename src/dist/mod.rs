@@ -43,6 +43,9 @@ pub use tree::Transport;
 
 use candle_core::Device;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
 
 /// What a rank needs to take part in a run.
 pub struct Group {
@@ -84,4 +87,23 @@ impl Monitor for () {
     fn report(&self, _: &str) {}
     fn fail(&self, _: &str) {}
     fn finish(&self) {}
+}
+
+/// Calls `f`, whose work may take longer than `timeout_s`, such as writing a checkpoint to a slow
+/// disk. Until it returns, this rank does not count as hung; it still counts as lost if its process
+/// is stopped or ends.
+pub(crate) fn during<T>(monitor: &dyn Monitor, work: &str, f: impl FnOnce() -> T) -> T {
+    const INTERVAL: Duration = Duration::from_millis(500);
+    thread::scope(|scope| {
+        let (done, ended) = channel::<()>();
+        scope.spawn(move || {
+            monitor.report(work);
+            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                monitor.report(work);
+            }
+        });
+        let result = f();
+        drop(done);
+        result
+    })
 }

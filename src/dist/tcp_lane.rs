@@ -1,7 +1,7 @@
 //! A lane between processes: every rank has a TCP connection to rank 0.
 
 use super::frame::{self, Arrival, Inbox};
-use super::watch::Watch;
+use super::watch::{Waits, Watch};
 use super::{DistError, Lane};
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
@@ -16,15 +16,6 @@ const CHECK: Duration = Duration::from_millis(100);
 /// Time in which the monitor finds out why a connection was closed. It names the rank that caused it.
 const REASON: Duration = Duration::from_secs(1);
 
-/// Whether a rank that waits in this lane counts as waiting for others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Waits {
-    /// The lane is used by the thread that reports to the monitor.
-    Count,
-    /// The lane is used by another thread.
-    Ignore,
-}
-
 /// One end of a lane.
 pub(super) struct TcpLane {
     world: usize,
@@ -32,6 +23,7 @@ pub(super) struct TcpLane {
     link: Arc<Link>,
     inboxes: Vec<Inbox>,
     is_first: bool,
+    /// Which thread waits in this lane.
     waits: Waits,
     watch: Arc<Watch>,
 }
@@ -149,13 +141,8 @@ impl Lane for TcpLane {
             let problem = format!("a message of {} bytes is above {MAX_MESSAGE}", message.len());
             return Err(DistError::Collective { operation: "an exchange of messages", problem });
         }
-        if self.waits == Waits::Ignore {
-            return self.exchange(message);
-        }
-        let before = self.watch.set_waits(true);
-        let messages = self.exchange(message);
-        self.watch.set_waits(before);
-        messages
+        let (watch, waits) = (Arc::clone(&self.watch), self.waits);
+        watch.while_waiting(waits, || self.exchange(message))
     }
 
     fn closer(&self) -> Box<dyn Fn() + Send + Sync> {

@@ -1,6 +1,7 @@
 //! What this rank is doing, and the error that ends it; shared by its lanes and its monitor.
 
 use super::DistError;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,19 @@ pub(super) struct Status {
     pub(super) since: Instant,
 }
 
+/// What a thread of a rank waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Waits {
+    /// The thread that reports to the monitor waits for other ranks.
+    Rank,
+    /// The loader waits for the loaders of other ranks.
+    Loader,
+}
+
 /// What this rank is doing, and the error that ends it.
 pub(super) struct Watch {
     status: Mutex<Status>,
+    loader_waits: AtomicBool,
     end: Mutex<Option<DistError>>,
     ended: Condvar,
     closers: Mutex<Vec<Closer>>,
@@ -35,6 +46,7 @@ impl Watch {
         let status = Status { work: "start".to_owned(), waits: false, since: Instant::now() };
         Self {
             status: Mutex::new(status),
+            loader_waits: AtomicBool::new(false),
             end: Mutex::default(),
             ended: Condvar::new(),
             closers: Mutex::default(),
@@ -50,11 +62,28 @@ impl Watch {
         *lock(&self.status) = Status { work: work.to_owned(), waits, since: Instant::now() };
     }
 
-    /// Sets whether this rank waits for others, in its current work. Returns the former value.
-    pub(super) fn set_waits(&self, waits: bool) -> bool {
+    /// Calls `f`, which waits for other ranks.
+    pub(super) fn while_waiting<T>(&self, waits: Waits, f: impl FnOnce() -> T) -> T {
+        if waits == Waits::Loader {
+            self.loader_waits.store(true, Ordering::Relaxed);
+            let result = f();
+            self.loader_waits.store(false, Ordering::Relaxed);
+            return result;
+        }
+        let before = self.set_waits(true);
+        let result = f();
+        self.set_waits(before);
+        result
+    }
+
+    fn set_waits(&self, waits: bool) -> bool {
         let mut status = lock(&self.status);
         status.since = Instant::now();
         std::mem::replace(&mut status.waits, waits)
+    }
+
+    pub(super) fn loader_waits(&self) -> bool {
+        self.loader_waits.load(Ordering::Relaxed)
     }
 
     /// Does not count a time in which the process was stopped.

@@ -41,6 +41,8 @@ pub struct MemoryModel {
     pub element: f64,
     /// Bytes of a moment: 4 in `f32`, 2 in `bf16`.
     pub moment: f64,
+    /// Number of gradient buffers: 1, or as many as the tree of micro-batches needs.
+    pub gradients: f64,
     /// `D`.
     pub hidden: f64,
     /// `V`.
@@ -86,7 +88,8 @@ impl MemoryModel {
     /// Weights, gradients, moments, and `f32` masters of `bf16` weights.
     pub fn state_bytes(&self) -> f64 {
         let master = if self.element < 4.0 { 4.0 } else { 0.0 };
-        self.element * self.parameters + (4.0 + 2.0 * self.moment + master) * self.trained
+        self.element * self.parameters
+            + (4.0 * self.gradients + 2.0 * self.moment + master) * self.trained
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -116,6 +119,7 @@ mod tests {
             trained: 900.0,
             element: 4.0,
             moment: 4.0,
+            gradients: 1.0,
             hidden: 10.0,
             vocabulary: 100.0,
             logits: 4000.0,

@@ -9,7 +9,7 @@ use super::inputs::{
 use super::load_model::{LoadedModel, trainable};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
-use super::plan::{RunPlan, plan_run};
+use super::plan::{RunPlan, measure_part, plan_run};
 use super::ranks::{SetupRanks, check_world};
 use super::resume::{Resume, find_checkpoint, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
@@ -106,8 +106,8 @@ impl Run {
         let mut ranks = SetupRanks::new(group);
         let (rank, is_first) = (ranks.rank(), ranks.is_first());
         check_world(config, rank.world)?;
-        ranks.report("assembling the run");
-        let config = &ranks.first_then_others(|| download(config, options.observer))?;
+        let config =
+            &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
         let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
         let found = match is_first {
@@ -123,8 +123,7 @@ impl Run {
         let observer = options.observer;
         let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;
-        ranks.report("opening the data");
-        let (rows, eval_rows) = ranks.first_then_others(|| {
+        let (rows, eval_rows) = ranks.first_then_others("opening the data", || {
             let eval_rows = match config.data.eval.as_slice() {
                 [] => None,
                 _ => Some(open_data(config, DataList::Eval, &encoder, observer)?),
@@ -136,7 +135,9 @@ impl Run {
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
 
-        let loaded = load_for_run(&model_section(config, found), config.seed, &device)?;
+        let section = model_section(config, found);
+        let loaded =
+            ranks.during("loading the model", || load_for_run(&section, config.seed, &device))?;
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
@@ -145,10 +146,12 @@ impl Run {
         }
         let loader_options = loader_options(config, &encoder);
         let order = order(config, &rows)?;
-        ranks.report("measuring the rows");
-        let RunPlan { planned, reader, background } = ranks.first_then_others(|| {
-            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)
-        })?;
+        ranks.during("measuring rows", || measure_part(config, &rows, resumed.as_ref(), rank))?;
+        ranks.wait_for_all()?;
+        let RunPlan { planned, reader, background } = ranks
+            .first_then_others("planning", || {
+                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)
+            })?;
         let background = background.filter(|_| is_first);
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
@@ -297,9 +300,9 @@ pub(crate) fn step_runner(
         }
     }
     let world = ranks.as_ref().map_or(1, |ranks| ranks.rank.world);
-    let num_buffers = match device {
-        Device::Cpu => buffers_of_tree(config.train.gradient_accumulation_steps.get() / world),
-        _ => 1,
+    let num_buffers = match config.distributed.exact.holds(device.is_cpu()) {
+        true => buffers_of_tree(config.train.gradient_accumulation_steps.get() / world),
+        false => 1,
     };
     let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {

@@ -242,7 +242,7 @@ impl RunError {
             Self::Urls(problem) => problem.hint(),
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
-            Self::Ranks(problem) => return Some(problem.hint()),
+            Self::Ranks(problem) => problem.hint(),
             Self::World { world, below, above, .. } => {
                 let ranks: Vec<String> =
                     [below, above].into_iter().flatten().map(ToString::to_string).collect();

@@ -7,6 +7,7 @@ use crate::data::{
     BackgroundCacheWriter, CacheWork, CachedRows, DataSet, JsonlRows, LengthSummary, LoaderOptions,
     Order, Plan, RowReader, plan,
 };
+use crate::dist::Rank;
 use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
@@ -61,6 +62,21 @@ pub(super) fn plan_run(
     };
     log_plan(&plan, "plan");
     Ok(RunPlan { planned: Some(Planned { epochs, steps: plan.steps }), reader, background: None })
+}
+
+/// Measures the part of one rank of the rows that [`plan_run`] will need.
+pub(super) fn measure_part(
+    config: &RunConfig,
+    rows: &JsonlRows,
+    resumed: Option<&TrainState>,
+    rank: Rank,
+) -> Result<(), RunError> {
+    let Some(epochs) = config.train.epoch_limit() else { return Ok(()) };
+    let is_planned = |state: &TrainState| state.planned.is_some_and(|plan| plan.epochs == epochs);
+    if rank.world == 1 || resumed.is_some_and(is_planned) {
+        return Ok(());
+    }
+    Ok(CachedRows::measure_part(rows, &config.cache_dir(), rank, &|_| ())?)
 }
 
 /// Plans a run that ends at `train.max_steps`. Errors are logged and do not stop the run.

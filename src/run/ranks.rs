@@ -5,7 +5,7 @@ use super::error::RunError;
 use crate::checkpoint::{Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::LoaderShare;
-use crate::dist::{DistError, Group, Rank, gather};
+use crate::dist::{DistError, Group, Rank, during, gather};
 use crate::train::{DeviceChoice, Ranks};
 use candle_core::Device;
 use std::path::PathBuf;
@@ -37,29 +37,32 @@ impl SetupRanks {
         of_group.map_or_else(|| choice.open_for(self.rank()), Ok)
     }
 
-    fn wait_for_all(&mut self) -> Result<(), DistError> {
+    /// Waits until all ranks have come to this point.
+    pub(super) fn wait_for_all(&mut self) -> Result<(), DistError> {
         match &mut self.group {
             Some(group) => gather(&mut *group.step, &()).map(|_| ()),
             None => Ok(()),
         }
     }
 
-    /// Reports the current work to the monitor of the ranks.
-    pub(super) fn report(&self, work: &str) {
-        if let Some(group) = &self.group {
-            group.monitor.report(work);
+    /// Calls `f`, which may take long.
+    pub(super) fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
+        match &self.group {
+            Some(group) => during(&*group.monitor, work, f),
+            None => f(),
         }
     }
 
-    /// Calls `f` on rank 0, and then on the other ranks, which find the files that rank 0 wrote.
+    /// Calls `f`, which may take long, on rank 0, and then on the other ranks, which find the files that rank 0 wrote.
     pub(super) fn first_then_others<T>(
         &mut self,
+        work: &str,
         f: impl FnOnce() -> Result<T, RunError>,
     ) -> Result<T, RunError> {
         if !self.is_first() {
             self.wait_for_all()?;
         }
-        let result = f()?;
+        let result = self.during(work, f)?;
         if self.is_first() {
             self.wait_for_all()?;
         }

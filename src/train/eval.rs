@@ -141,7 +141,7 @@ impl Evaluator<'_> {
             let before = index * BLOCK_ROWS;
             blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
             if let Some(ranks) = self.ranks {
-                ranks.monitor.report(&format!("evaluation: row {}", before + block.len()));
+                ranks.report(&format!("evaluation: row {}", before + block.len()));
             }
         }
         progress(rows.len());

@@ -1,7 +1,8 @@
 //! The rank of a training loop, and its exchanges with the other ranks.
 
-use crate::dist::{Collective, DistError, Lane, Monitor, Rank, gather};
+use crate::dist::{Collective, DistError, Lane, Monitor, Rank, during, gather};
 use serde::{Serialize, de::DeserializeOwned};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The connections of a training loop to the other ranks.
@@ -10,8 +11,8 @@ pub struct Ranks {
     pub rank: Rank,
     /// Adds up gradients.
     pub sums: Arc<dyn Collective>,
-    /// Learns what this rank is doing.
-    pub monitor: Arc<dyn Monitor>,
+    monitor: Arc<dyn Monitor>,
+    step: AtomicU64,
     lane: Mutex<Box<dyn Lane>>,
 }
 
@@ -23,7 +24,27 @@ impl Ranks {
         sums: Arc<dyn Collective>,
         monitor: Arc<dyn Monitor>,
     ) -> Self {
-        Self { rank, sums, monitor, lane: Mutex::new(lane) }
+        Self { rank, sums, monitor, step: AtomicU64::new(0), lane: Mutex::new(lane) }
+    }
+
+    /// Reports the work of step `step` to the monitor.
+    pub(super) fn begin_step(&self, step: u64) {
+        self.step.store(step, Ordering::Relaxed);
+        self.report("reading data");
+    }
+
+    /// Reports work of the current step to the monitor.
+    pub(super) fn report(&self, work: &str) {
+        self.monitor.report(&self.work(work));
+    }
+
+    /// Calls `f`, which writes files and may take long.
+    pub(super) fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
+        during(&*self.monitor, &self.work(work), f)
+    }
+
+    fn work(&self, work: &str) -> String {
+        format!("step {}: {work}", self.step.load(Ordering::Relaxed))
     }
 
     /// The values of all ranks, in their order. All ranks make the same calls.

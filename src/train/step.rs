@@ -224,6 +224,9 @@ impl StepRunner {
             for empty in next_slot..slot {
                 tree.complete(empty - slots.start, false)?;
             }
+            if let Some(ranks) = &self.ranks {
+                ranks.report(&format!("micro-batch {slot}"));
+            }
             let grads = tree.next_buffer()?;
             let is_last = index + 1 == num_batches;
             if is_last {

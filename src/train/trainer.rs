@@ -189,7 +189,9 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
-            self.report("training the next step");
+            if let Some(ranks) = self.ranks() {
+                ranks.begin_step(self.parts.state.step + 1);
+            }
             let asked = Instant::now();
             let ready = match self.ahead.take() {
                 Some(ready) => ready?,
@@ -212,9 +214,8 @@ impl Trainer {
         }
         let last = self.save()?; // before the evaluation, which may fail
         self.evaluate(observer)?;
-        self.report("writing `final`");
         let folder = match self.is_first() {
-            true => self.parts.checkpointer.save_final(&last)?,
+            true => self.during("writing `final`", || self.parts.checkpointer.save_final(&last))?,
             false => self.parts.checkpointer.final_folder(),
         };
         self.wait_for_all()?;
@@ -241,10 +242,11 @@ impl Trainer {
         self.ranks().map_or(Ok(()), Ranks::wait_for_all)
     }
 
-    /// Reports the current work to the monitor of the ranks.
-    fn report(&self, work: &str) {
-        if let Some(ranks) = self.ranks() {
-            ranks.monitor.report(&format!("step {}: {work}", self.parts.state.step));
+    /// Calls `f`, which writes files and may take long.
+    fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
+        match self.ranks() {
+            Some(ranks) => ranks.during(work, f),
+            None => f(),
         }
     }
 
@@ -394,9 +396,8 @@ impl Trainer {
         let step = self.parts.state.step;
         let folder = self.parts.checkpointer.step_folder(step);
         if self.saved_at != Some(step) {
-            self.report("writing a checkpoint");
             if self.is_first() {
-                self.write_checkpoint(step)?;
+                self.during("writing a checkpoint", || self.write_checkpoint(step))?;
             }
             self.wait_for_all()?;
             self.saved_at = Some(step);

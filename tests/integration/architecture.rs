@@ -12,7 +12,7 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
     ("metrics", &[]),
-    // The only module that opens network connections.
+    // The only module that opens network connections, except for those between ranks.
     ("net", &[]),
     ("checkpoint", &[]),
     ("tape", &[]),

@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 use trainer::data::{CacheError, CacheWork, Encoder, LengthCache, RowFile};
 use trainer::data::{CachedRows, DataSet, JsonlRows};
+use trainer::dist::Rank;
 
 fn file(rows: &JsonlRows) -> &RowFile {
     let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
@@ -182,4 +183,28 @@ fn a_data_file_that_changes_during_a_pass_gets_no_cache() {
     let (cached, work) = place.update(&encoder);
     assert_eq!(work, CacheWork { measured: 0, reused: 100 });
     assert_as_measured(&cached, &place.rows(&encoder));
+}
+
+#[test]
+fn ranks_measure_their_parts_and_the_cache_is_completed_without_measuring() {
+    let place = Place::new(&texts(0, 9000)); // three batches
+    let encoder = encoder(&max_tokens(4));
+    let rows = place.rows(&encoder);
+    let (world, mut done) = (4, 0);
+    for rank in 0..world {
+        let rank = Rank { rank, world, local_rank: rank, local_world: world };
+        let last = AtomicUsize::new(0);
+        let report = |rows: u64| last.store(rows as usize, Relaxed);
+        CachedRows::measure_part(&rows, &place.path("cache"), rank, &report).unwrap();
+        done += last.into_inner();
+    }
+    assert_eq!(done, 9000);
+    let (cached, work) = place.update(&encoder);
+    assert_eq!(work, CacheWork { measured: 0, reused: 9000 });
+    assert_as_measured(&cached, &rows);
+    // nothing is left to do for a rank, and no file of a rank remains
+    CachedRows::measure_part(&rows, &place.path("cache"), Rank::ALONE, &|_| panic!()).unwrap();
+    let names = std::fs::read_dir(place.path("cache")).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(names.into_iter().all(|name| !name.contains("rank")));
 }

@@ -60,6 +60,7 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
         trained: trained as f64,
         element,
         moment: moment.size_in_bytes() as f64,
+        gradients: runner.buffers.len() as f64,
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,

@@ -6,6 +6,7 @@ use crate::data::{
     CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, Prefetched, Rejection,
     RowFile, RowReader, SampleIndex,
 };
+use crate::dist::Rank;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -52,6 +53,24 @@ impl CachedRows {
             LengthCache::update(file, encoder, folder, progress).map(Some)
         });
         Ok(updated?.expect("each has been updated"))
+    }
+
+    /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the rows
+    /// of all ranks. `progress` receives the number of finished rows of this rank.
+    pub fn measure_part(
+        rows: &JsonlRows,
+        folder: &Path,
+        rank: Rank,
+        progress: &dyn Fn(u64),
+    ) -> Result<(), CacheError> {
+        let mut before = 0;
+        for set in rows.sets() {
+            let DataSet::Chats(file) = set else { continue };
+            let progress = |done| progress(before + done);
+            LengthCache::measure_part(file, rows.encoder(), folder, rank, &progress)?;
+            before += rank.own_part(file.len()).len() as u64;
+        }
+        Ok(())
     }
 
     /// [`CachedRows::update`] if it is quick. `None` if a cache has other rows, if another process is

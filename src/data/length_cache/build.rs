@@ -118,7 +118,7 @@ impl LengthCache {
 }
 
 /// Number of threads of a foreground update.
-fn num_threads() -> usize {
+pub(super) fn num_threads() -> usize {
     most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
 }
 
@@ -128,7 +128,7 @@ fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
 }
 
 /// A pool of `num` threads, or of fewer if the system does not permit so many.
-fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
+pub(super) fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
     loop {
         let threads = ThreadPoolBuilder::new().num_threads(num);
         match threads.thread_name(|thread| format!("cache-{thread}")).build() {

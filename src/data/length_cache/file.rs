@@ -5,6 +5,7 @@
 //! - `train-<key>.arrow`: the cache, always complete
 //! - `.train-<key>.arrow.tmp`: a cache being written
 //! - `.train-<key>.arrow.partial`: the batches that a killed process wrote
+//! - `.train-<key>.arrow.rank-<n>`: the batches that rank `n` has measured
 //! - `.train-<key>.arrow.lock`: locked while a process writes
 //! - `.train-<key>.arrow.wanted`: locked while another process waits for that lock
 //!
@@ -274,14 +275,34 @@ impl Place {
             let _ = fs::rename(&temporary, &partial);
         }
         found.extend(newer);
+        found.extend(self.of_ranks().iter().flat_map(|path| read_stream(path)));
         found
     }
 
-    /// Removes the files of killed processes. The cache has all of their rows.
+    /// The complete batches of killed processes and of ranks, without the lock.
+    pub(super) fn left_behind(&self) -> Vec<Rows> {
+        let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
+        killed.iter().chain(&self.of_ranks()).flat_map(|path| read_stream(path)).collect()
+    }
+
+    /// The files with the rows that ranks have measured.
+    fn of_ranks(&self) -> Vec<PathBuf> {
+        let start = self.beside(OF_RANK);
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let is_of_rank = |path: &PathBuf| {
+            let [name, start] = [path, &start].map(|path| path.file_name().unwrap_or_default());
+            name.as_encoded_bytes().starts_with(start.as_encoded_bytes())
+        };
+        entries.map(|entry| entry.path()).filter(is_of_rank).collect()
+    }
+
+    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
     pub(super) fn remove_partial(&self, lock: &Lock) {
         if lock.may_write(self).is_ok() {
-            for ending in LEFT_BEHIND {
-                let _ = fs::remove_file(self.beside(ending));
+            let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
+            for path in killed.iter().chain(&self.of_ranks()) {
+                let _ = fs::remove_file(path);
             }
         }
     }
@@ -309,6 +330,8 @@ impl Place {
 
 /// Suffixes of the files of killed processes, the older one first.
 const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
+/// Suffix of the files of ranks, before their number.
+const OF_RANK: &str = ".rank-";
 
 /// The lock of a cache. Drop releases it.
 #[derive(Debug)]
@@ -382,7 +405,17 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
-        let temporary = place.beside(".tmp");
+        Self::at(place, place.beside(".tmp"))
+    }
+
+    /// Writes the rows that rank `rank` has measured to a file of its own, which needs no lock.
+    pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
+        let folder = place.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        Self::at(place, place.beside(&format!("{OF_RANK}{rank}")))
+    }
+
+    fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
         let file = File::create(&temporary).map_err(CacheError::write(&temporary))?;
         let file = BufWriter::with_capacity(1 << 20, file);
         let format = || {
@@ -422,6 +455,9 @@ impl Writer {
         sync().map_err(CacheError::write(&temporary))?;
         // the new file has all of its rows
         let _ = fs::remove_file(place.beside(".partial"));
+        for path in place.of_ranks() {
+            let _ = fs::remove_file(path);
+        }
         Ok(())
     }
 }

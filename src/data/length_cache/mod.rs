@@ -10,6 +10,7 @@ pub(in crate::data) mod background;
 mod build;
 mod file;
 mod measure;
+mod part;
 mod rows;
 mod stamps;
 mod table;

@@ -97,7 +97,7 @@ pub enum LoaderError {
 
 impl LoaderError {
     /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
+    pub fn hint(&self) -> &'static str {
         match self {
             Self::Rejected { rejection } if rejection.reason == "too_long" => {
                 "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`"
@@ -118,13 +118,12 @@ impl LoaderError {
             Self::State { .. } | Self::Changed { .. } => {
                 "resume with the data and `data` config of the run that wrote the checkpoint"
             }
-            Self::Ranks(error) => return error.hint(),
+            Self::Ranks(error) => error.hint(),
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
                 "this is a bug in trainer: please report it with the row"
             }
         }
-        .to_owned()
     }
 
     /// Rejections that no step has reported, for `rejects.jsonl`.

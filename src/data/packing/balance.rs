@@ -28,7 +28,8 @@ pub(super) fn cost(samples: impl Iterator<Item = Capacity>) -> u64 {
 /// Groups packs of similar cost into steps of `step` packs, and returns the packs step by step.
 ///
 /// Steps are ordered by the first of their packs in the given order, so that expensive and cheap
-/// steps are mixed. Packs keep their order within a step.
+/// steps are mixed. Within a step, both halves of the packs have similar cost, both halves of each
+/// half, and so on: so ranks that share the step in equal parts have similar work.
 pub(super) fn group_by_cost(
     packs: Vec<Bin>,
     step: NonZeroUsize,
@@ -47,9 +48,33 @@ pub(super) fn group_by_cost(
     }
     // an incomplete step comes last; it occurs at the end of an epoch only
     let partial = steps.pop_if(|last| last.len() < step.get());
-    for packs in &mut steps {
-        packs.sort_unstable_by_key(|(place, _)| *place);
+    steps.sort_unstable_by_key(|packs| packs.iter().map(|(place, _)| *place).min());
+    let halved = |packs: Vec<(usize, Bin)>| {
+        let packs = packs.into_iter().map(|(_, bin)| (cost(&bin), bin)).collect();
+        halve(packs)
+    };
+    steps
+        .into_iter()
+        .flat_map(halved)
+        .chain(partial.into_iter().flatten().map(|(_, bin)| bin))
+        .collect()
+}
+
+/// Orders packs so that both halves have similar cost, and recursively the halves of each half.
+fn halve(mut packs: Vec<(u64, Bin)>) -> Vec<Bin> {
+    if packs.len() < 2 {
+        return packs.into_iter().map(|(_, bin)| bin).collect();
     }
-    steps.sort_unstable_by_key(|packs| packs[0].0);
-    steps.into_iter().chain(partial).flatten().map(|(_, bin)| bin).collect()
+    packs.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
+    let room = [packs.len() / 2, packs.len() - packs.len() / 2];
+    let mut halves = [Vec::new(), Vec::new()];
+    let mut sums = [0u64; 2];
+    // The most expensive pack goes to the cheaper half that has room, and so on.
+    for pack in packs {
+        let cheaper = usize::from(sums[1] < sums[0]);
+        let half = if halves[cheaper].len() < room[cheaper] { cheaper } else { 1 - cheaper };
+        sums[half] = sums[half].saturating_add(pack.0);
+        halves[half].push(pack);
+    }
+    halves.into_iter().flat_map(halve).collect()
 }

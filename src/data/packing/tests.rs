@@ -133,6 +133,30 @@ fn balanced_steps_have_packs_of_similar_cost_and_are_not_sorted_by_cost() {
     assert!((rising / samples.len() as f64 - 0.5).abs() < 0.1, "{rising} of {}", samples.len());
 }
 
+/// Ranks share a step in equal parts of neighbouring packs.
+#[test]
+fn ranks_that_share_balanced_steps_have_similar_cost() {
+    for (name, lengths) in mixes(200_000) {
+        for (world, packs) in [(2, 4), (4, 8), (8, 16)] {
+            let balanced_step = NonZeroUsize::new(packs);
+            let rules = PackRules { balanced_step, ..rules(1000) };
+            let all = pack_by(on(8192, PackingStrategy::BestFit), rules, &lengths);
+            let cost = |packs: &[Vec<Item<()>>]| -> f64 {
+                let tokens = packs.iter().flatten().map(|item| item.length.tokens as f64);
+                tokens.map(|tokens| tokens * (1.0 + tokens / 24_000.0)).sum()
+            };
+            let (mut slowest, mut mean) = (0.0, 0.0);
+            for step in all.chunks_exact(packs) {
+                let ranks: Vec<f64> = step.chunks(packs / world).map(cost).collect();
+                slowest += ranks.iter().copied().fold(0.0, f64::max);
+                mean += ranks.iter().sum::<f64>() / world as f64;
+            }
+            let ratio = slowest / mean;
+            assert!(ratio < 1.01, "{name}, {world} ranks: slowest over mean is {ratio:.4}");
+        }
+    }
+}
+
 #[test]
 fn packs_have_at_most_the_allowed_number_of_patches() {
     let max_patches = NonZeroU32::new(10);

@@ -35,7 +35,14 @@ impl First {
         let peers: Vec<Peer> = streams.into_iter().map(peer).collect::<io::Result<_>>()?;
         let now = Instant::now();
         let work = "start".to_owned();
-        let start = Seen { last_beat: now, work, waits: false, since: now, is_finished: false };
+        let start = Seen {
+            loader_waits: false,
+            last_beat: now,
+            work,
+            waits: false,
+            since: now,
+            is_finished: false,
+        };
         let seen = vec![start; peers.len() + 1];
         Ok(Self { peers, seen, shared })
     }
@@ -117,6 +124,7 @@ impl First {
         let own = &mut self.seen[0];
         own.last_beat = Instant::now();
         (own.work, own.waits, own.since) = (status.work, status.waits, status.since);
+        own.loader_waits = self.shared.watch.loader_waits();
     }
 
     /// Sends the last message to all ranks, and waits until they have received it.
@@ -145,10 +153,11 @@ impl Peer {
                 };
                 seen.last_beat = Instant::now();
                 match message {
-                    Ok(Message::Heartbeat { work, waits, age_ms }) => {
+                    Ok(Message::Heartbeat { work, waits, loader_waits, age_ms }) => {
                         let age = Duration::from_millis(age_ms);
                         let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);
                         (seen.work, seen.waits, seen.since) = (work, waits, since);
+                        seen.loader_waits = loader_waits;
                     }
                     Ok(Message::Fail(message)) => return Some(End::Failed { rank, message }),
                     Ok(Message::Finish) => seen.is_finished = true,

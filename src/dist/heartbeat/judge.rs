@@ -13,6 +13,8 @@ pub(super) struct Seen {
     pub(super) work: String,
     /// Whether it waits for other ranks.
     pub(super) waits: bool,
+    /// Whether its loader waits for the loaders of other ranks.
+    pub(super) loader_waits: bool,
     /// Time of its last progress.
     pub(super) since: Instant,
     /// Whether it has finished.
@@ -48,9 +50,13 @@ pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<E
     Some(End::Hung { ranks: behind.into_iter().map(|(rank, _)| rank).collect(), work, seconds })
 }
 
-/// Of ranks without progress, those that are behind: in an earlier step, else in work that fewer
-/// ranks do, else the one that has made no progress for the longest time.
+/// Of ranks without progress, those that are behind: whose loader is the one that others wait for,
+/// else in an earlier step, else in work that fewer ranks do, else the one that has made no progress
+/// for the longest time.
 fn behind(mut hung: Vec<(usize, &Seen)>) -> Vec<(usize, &Seen)> {
+    if hung.iter().any(|(_, seen)| !seen.loader_waits) {
+        hung.retain(|(_, seen)| !seen.loader_waits);
+    }
     let step = |(_, seen): &(usize, &Seen)| number(&seen.work);
     let steps: Option<Vec<u64>> = hung.iter().map(step).collect();
     if let Some(first) = steps.and_then(|steps| steps.into_iter().min()) {
@@ -79,12 +85,19 @@ mod tests {
     const NONE: [usize; 0] = [];
 
     /// A rank, with the seconds since its last heartbeat and since its last progress. Work that
-    /// begins with `wait` waits for other ranks.
+    /// begins with `wait` waits for other ranks; if it ends with `data`, its loader waits.
     fn seen(now: Instant, last_beat: u64, since: u64, work: &str) -> Seen {
         let before = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
         let (last_beat, since) = (before(last_beat), before(since));
-        let waits = work.starts_with("wait");
-        Seen { last_beat, work: work.to_owned(), waits, since, is_finished: work == "finished" }
+        let (waits, loader_waits) = (work.starts_with("wait"), work.ends_with("data"));
+        Seen {
+            last_beat,
+            work: work.to_owned(),
+            waits,
+            loader_waits,
+            since,
+            is_finished: work == "finished",
+        }
     }
 
     /// The ranks that are named, of ranks `(last_beat, since, work)`.
@@ -143,6 +156,14 @@ mod tests {
         // one each: the rank that stopped first
         assert_eq!(named(&[(0, 312, "step 12: forward"), sum]), [0]);
         assert_eq!(named(&[(0, 306, "b"), (0, 307, "a"), (0, 305, "c")]), [1]);
+    }
+
+    #[test]
+    fn the_rank_is_named_whose_loader_the_others_wait_for() {
+        let data = (0, 310, "step 12, data");
+        assert_eq!(named(&[data, data, (0, 305, "step 12"), data]), [2]);
+        assert_eq!(named(&[(0, 310, "wait for step 12"), (0, 305, "step 12, data")]), [1]);
+        assert_eq!(named(&[data, data]), [0, 1]);
     }
 
     #[test]

@@ -18,6 +18,8 @@ pub(super) enum Message {
     Heartbeat {
         work: String,
         waits: bool,
+        /// The loader of the sender waits for the loaders of other ranks.
+        loader_waits: bool,
         /// Time since the sender last made progress.
         age_ms: u64,
     },

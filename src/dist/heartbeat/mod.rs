@@ -130,7 +130,8 @@ impl Shared {
     fn heartbeat(&self) -> message::Message {
         let status = self.watch.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
-        message::Message::Heartbeat { work: status.work, waits: status.waits, age_ms }
+        let (work, waits) = (status.work, status.waits);
+        message::Message::Heartbeat { work, waits, loader_waits: self.watch.loader_waits(), age_ms }
     }
 
     /// Ends this rank with an error, unless it ends by itself.

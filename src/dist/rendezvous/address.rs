@@ -4,12 +4,17 @@ use super::error::ConnectError;
 use crate::dist::config::Distributed;
 use crate::dist::launcher::Launched;
 use std::fmt;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::thread;
+use std::time::{Duration, Instant};
 use tracing::warn;
 
 /// Ports of jobs whose launcher sets none: from 15000 to 24999.
 const PORTS: std::ops::Range<u32> = 15_000..25_000;
+
+/// Time in which a port that is in use may become free.
+const IN_USE: Duration = Duration::from_secs(1);
 
 /// Host name or IP address, and port.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,13 +70,13 @@ pub(in crate::dist) fn listen(
     };
     if let Some(interface) = &config.interface {
         let address = SocketAddr::new(address_of(interface)?, address.port);
-        return TcpListener::bind(address).map_err(|error| failed(&address, &error));
+        return bind(address).map_err(|error| failed(&address, &error));
     }
     let means_loopback = address.host == "localhost" || address.host.parse::<IpAddr>().is_ok();
     let usable = |found: &SocketAddr| means_loopback || !found.ip().is_loopback();
     let resolved = address.resolve().map_err(|problem| failed(&address, &problem))?;
     for address in resolved.into_iter().filter(usable) {
-        match TcpListener::bind(address) {
+        match bind(address) {
             Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {}
             result => return result.map_err(|error| failed(&address, &error)),
         }
@@ -81,7 +86,21 @@ pub(in crate::dist) fn listen(
          `distributed.interface` selects one"
     );
     let any = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port);
-    TcpListener::bind(any).map_err(|error| failed(&any, &error))
+    bind(any).map_err(|error| failed(&any, &error))
+}
+
+/// Binds to an address. Another process may still use the port for a moment: a rank of an earlier
+/// attempt that ends, or a connection for which the system chose the port.
+fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let deadline = Instant::now() + IN_USE;
+    loop {
+        match TcpListener::bind(address) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(20));
+            }
+            result => return result,
+        }
+    }
 }
 
 /// A port that is the same for all ranks of a job, and usually another for another job.

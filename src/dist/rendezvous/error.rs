@@ -82,33 +82,28 @@ impl ConnectError {
     }
 
     /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
+    pub fn hint(&self) -> &'static str {
         match self {
-            Self::Processes { world, .. } => {
-                format!("set it to `auto` or {world}, or start another number of processes")
-            }
+            Self::Processes { .. } => "set it to `auto`, or start that number of processes",
             Self::NoHost { .. } => {
                 "set `MASTER_ADDR` for all ranks to the host name of rank 0 (mpirun: `-x`)"
-                    .to_owned()
             }
-            Self::NoPort { .. } => {
-                "set `distributed.port`, or `MASTER_PORT` for all ranks".to_owned()
-            }
-            Self::Interface { .. } => "give the name or the IP address of one of them".to_owned(),
+            Self::NoPort { .. } => "set `distributed.port`, or `MASTER_PORT` for all ranks",
+            Self::Interface { .. } => "give the name or the IP address of one of them",
             Self::Listen { .. } => {
-                "another program may use the port: set `distributed.port` to a free one".to_owned()
+                "another program may use the port: set `distributed.port` to a free one"
             }
-            Self::Unreachable { .. } => "check that rank 0 runs, and that its machine can be \
+            Self::Unreachable { .. } => {
+                "check that rank 0 runs, and that its machine can be \
                                          reached at this address and port; \
                                          `distributed.interface` and `distributed.port` change them"
-                .to_owned(),
+            }
             Self::Refused { .. } => {
-                "end the processes of earlier runs, or set another `distributed.port`".to_owned()
+                "end the processes of earlier runs, or set another `distributed.port`"
             }
             Self::Missing { .. } => {
                 "the log of each missing rank has its error; to wait longer, raise \
                  `distributed.timeout_s`"
-                    .to_owned()
             }
         }
     }

@@ -16,6 +16,9 @@ use tracing::warn;
 
 /// Time in which a connection has to send its hello.
 const HELLO: Duration = Duration::from_secs(10);
+/// Number of connections that wait to be accepted.
+#[cfg(unix)]
+const QUEUE: i32 = 4096;
 /// Time in which the other end has to read the last message.
 const CLOSE: Duration = Duration::from_secs(1);
 
@@ -31,6 +34,10 @@ pub(in crate::dist) fn first(
         ConnectError::Listen { address, problem: error.to_string() }
     };
     listener.set_nonblocking(true).map_err(failed)?;
+    // The standard library's queue has 128 places; a connection that finds none is tried again after
+    // a second.
+    #[cfg(unix)]
+    rustix::net::listen(listener, QUEUE).map_err(|error| failed(error.into()))?;
     let begin = Instant::now();
     let own = Hello::new(place);
     let slots = (1..place.world).map(|_| None).collect();

@@ -94,6 +94,10 @@ fn connect(address: &Address, deadline: Instant) -> Result<TcpStream, String> {
         let connected = TcpStream::connect_timeout(&at, limit)
             .and_then(|stream| stream.set_nodelay(true).map(|()| stream));
         match connected {
+            // A connection to a port that the system may choose for this end can be one to itself.
+            Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
+                problem = "nothing listens there".to_owned();
+            }
             Ok(stream) => return Ok(stream),
             Err(error) => problem = error.to_string(),
         }

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Kills or stops a random rank of a training run at random moments, and starts the same command again
+# each time. All ranks must end within `distributed.timeout_s` + 5 seconds without leaving a process,
+# those that live with exit code 74, and each finished run must be equal to an uninterrupted one.
+#
+#   scripts/dist/kill_test.sh 50 20     # number of SIGKILLs, number of SIGSTOPs
+#
+# Needs a binary with the feature `mpi`: TRAINER=path, by default target/release/trainer. RANKS=n sets
+# the number of ranks, STEPS=n the length of a run, and SEED=n the seed of the random waits.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+kills=${1:-50} stops=${2:-20}
+trainer=${TRAINER:-$PWD/target/release/trainer}
+world=${RANKS:-2} steps=${STEPS:-40} timeout_s=3
+RANDOM=${SEED:-1}
+export RAYON_NUM_THREADS=1
+folder=$(mktemp -d)
+job=
+cleanup() {
+  if [ -n "$job" ]; then kill -9 -- "-$job" 2>/dev/null || true; fi
+  rm -rf "$folder"
+}
+trap cleanup EXIT
+
+now() { echo $(($(date +%s%N) / 1000000)); } # milliseconds
+# Starts a run in a process group of its own; `job` is its process id, that of mpirun.
+start() { # output_dir
+  setsid mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$world" \
+    "$trainer" sft --config configs/quickstart.yaml --set "output_dir=$folder/$1" \
+    --set train.gradient_accumulation_steps=4 --set "train.max_steps=$steps" --set "data.eval=[]" \
+    --set "checkpoint={every_steps: 2, keep: 3}" --set "distributed.timeout_s=$timeout_s" \
+    >"$folder/log" 2>&1 &
+  job=$!
+}
+ranks() { pgrep -P "$job" || true; }
+code_of_job() {
+  local code=0
+  wait "$job" 2>/dev/null || code=$?
+  echo "$code"
+}
+sums() { # output_dir
+  (cd "$folder/$1" && sha256sum final/model.safetensors \
+    checkpoints/step-"$(printf '%08d' "$steps")"/{optimizer.safetensors,trainer_state.json})
+}
+fail() {
+  cat "$folder/log"
+  echo "error: $*" >&2
+  exit 1
+}
+
+started=$(now)
+start whole
+[ "$(code_of_job)" = 0 ] || fail "the uninterrupted run failed"
+whole=$(($(now) - started))
+expected=$(sums whole)
+
+killed=0 stopped=0 finished=0 slowest=0
+check() {
+  finished=$((finished + 1))
+  [ "$(sums run)" = "$expected" ] || fail "the run differs from the uninterrupted one"
+  rm -rf "$folder/run"
+}
+while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
+  start run
+  wait=$((RANDOM * whole / 32768))
+  sleep "$((wait / 1000)).$(printf '%03d' $((wait % 1000)))"
+  mapfile -t pids < <(ranks)
+  signal=KILL
+  [ "$killed" -lt "$kills" ] || signal=STOP
+  sent=$(now)
+  if [ ${#pids[@]} -lt "$world" ] || ! kill "-$signal" "${pids[RANDOM % world]}" 2>/dev/null; then
+    # It has just ended, or not yet started.
+    code=$(code_of_job)
+    [ "$code" = 0 ] || fail "exit code $code without a signal"
+    check
+    continue
+  fi
+  code=$(code_of_job)
+  took=$(($(now) - sent))
+  case $code in
+  0) check && continue ;; # the signal came after the end of training
+  74 | 137) ;;
+  *) fail "exit code $code after SIG$signal" ;;
+  esac
+  [ "$took" -le $((timeout_s * 1000 + 5000)) ] || fail "the ranks ended $took ms after SIG$signal"
+  [ "$took" -le "$slowest" ] || slowest=$took
+  [ -z "$(pgrep -f "output_dir=$folder/run" || true)" ] || fail "a process is left after SIG$signal"
+  grep -qE '^error: (rank|ranks|no progress)' "$folder/log" || fail "no rank is named after SIG$signal"
+  if [ $signal = KILL ]; then killed=$((killed + 1)); else stopped=$((stopped + 1)); fi
+done
+start run
+[ "$(code_of_job)" = 0 ] || fail "the last run failed"
+job=
+check
+echo "kill_test: $killed kills and $stopped stops of one of $world ranks, all ended after at most $slowest ms; $finished finished runs equal to the uninterrupted one"
