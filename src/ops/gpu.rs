@@ -51,7 +51,7 @@ pub fn count_gpus() -> usize {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     // cudarc panics if a library is missing.
     let count = std::panic::catch_unwind(CudaContext::device_count);
-    count.ok().and_then(Result::ok).map_or(0, |count| count.max(0) as usize)
+    count.ok().and_then(std::result::Result::ok).map_or(0, |count| count.max(0) as usize)
 }
 
 /// Returns 0, because this build has no CUDA support.
