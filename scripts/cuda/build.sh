@@ -3,6 +3,7 @@
 #   scripts/cuda/build.sh
 # Writes target/cuda/bundle/{trainer,unit_tests,integration_tests} and packs them into
 # target/cuda/bundle.tar.xz, for a machine that has a GPU but neither cargo nor a network.
+# FEATURES=cuda,mpi adds MPI; the GPU machine then needs OpenMPI's library too.
 # The first build takes about 8 minutes of CPU time, mostly for candle's own kernels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,11 +13,12 @@ eval "$(scripts/cuda/toolkit.sh)"
 export CUDA_COMPUTE_CAP=80 CUDAFORGE_THREADS=$(nproc) CUDARC_CUDA_VERSION=13000
 export LIBRARY_PATH=$CUDA_HOME/lib:$CUDA_HOME/lib/stubs RUSTFLAGS="${RUSTFLAGS:-} -C link-arg=-Wl,--allow-shlib-undefined"
 target=target/cuda-build
-cargo build --release --features cuda --target-dir "$target"
+features=${FEATURES:-cuda}
+cargo build --release --features "$features" --target-dir "$target"
 bundle=target/cuda/bundle
 mkdir -p "$bundle"
 install -s -m 755 "$target/release/trainer" "$bundle/trainer"
-cargo test --release --features cuda --target-dir "$target" --no-run --message-format json |
+cargo test --release --features "$features" --target-dir "$target" --no-run --message-format json |
   grep -o '"executable":"[^"]*"' | cut -d'"' -f4 | while read -r test; do
   case $(basename "$test") in
     integration-*) install -s -m 755 "$test" "$bundle/integration_tests" ;;

@@ -8,7 +8,9 @@
 #      the last step are within 2 %
 #   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
 #   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
-#   6. compute-sanitizer, if installed, on the tests of the ops, for at most four minutes
+#   6. ranks: two and four that share the GPU train the same weights as one; the library NCCL, if it
+#      is installed, with one rank; two MPI ranks, if the bundle was built with FEATURES=cuda,mpi
+#   7. compute-sanitizer, if installed, on the tests of the ops, for at most four minutes
 # Ends within LIMIT_S (570) seconds; a part that has no time left fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,7 +25,8 @@ mkdir -p "$out"
 built=$(cat "$bundle/built_in")
 [ -e "$built" ] || { mkdir -p "$(dirname "$built")" && ln -s "$PWD" "$built"; }
 # Libraries of a toolkit or of PyTorch that are not in the system's library path.
-for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$(python3 -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
+pip_library() { python3 -c "import nvidia.$1 as m, os; print(os.path.join(list(m.__path__)[0], 'lib'))" 2>/dev/null || true; }
+for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$(pip_library cu13)" "$(pip_library nccl)"; do
   if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
 done
 failed=()
@@ -91,6 +94,19 @@ peak_memory_bytes 34"
   return $bad
 }
 
+ranks() { in_time "$bundle/integration_tests" ranks --skip nccl --test-threads 1; }
+nccl() { in_time "$bundle/integration_tests" gpu_ranks::nccl --test-threads 1; }
+mpi() {
+  local settings=(--set "device=$device" --set model.precision=bf16 --set train.gradient_accumulation_steps=4)
+  train rank 10 "${settings[@]}" || return 1
+  RAYON_NUM_THREADS=4 in_time mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 "$bundle/trainer" sft --config configs/quickstart.yaml \
+    --set "output_dir=$out/ranks" --set 'data.eval=[]' --set train.max_steps=10 "${settings[@]}" >"$out/ranks.log" 2>&1 || {
+    tail -n 20 "$out/ranks.log"
+    return 1
+  }
+  cmp "$out/rank/final/model.safetensors" "$out/ranks/final/model.safetensors"
+}
+
 sanitizer() {
   local ended=0 seconds=$((limit - SECONDS))
   timeout --signal INT --kill-after 10 $((seconds > 240 ? 240 : seconds > 1 ? seconds : 1)) compute-sanitizer --tool memcheck --error-exitcode 1 "$bundle/unit_tests" ops:: --test-threads 1 >"$out/sanitizer.log" 2>&1 || ended=$?
@@ -110,6 +126,9 @@ part "model tests" laws
 part "50 steps, bf16 on the GPU against f32 on the CPU" curves
 part "resume" resume
 part "memory over 1,000 steps" memory
+part "ranks that share the GPU" ranks
+if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
+if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
 if command -v compute-sanitizer >/dev/null; then part "compute-sanitizer" sanitizer; else echo "compute-sanitizer is not installed: skipped"; fi
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}"

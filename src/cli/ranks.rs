@@ -4,11 +4,12 @@ use super::failure::{Exit, Failure};
 use super::launch::{Forwarded, Signals, launch};
 use super::report;
 use crate::dist::{
-    Collective, DistError, Distributed, Group, Launched, Launcher, Monitor, Processes, Rank,
-    connect,
+    Collective, Connections, DistError, Distributed, Exact, Group, Launched, Launcher, Monitor,
+    Nccl, NcclOptions, Processes, Rank, connect,
 };
-use crate::ops::count_gpus;
+use crate::ops::{CUDA_BUILD, count_gpus, exit_at_once};
 use crate::train::DeviceChoice;
+use candle_core::Device;
 use std::env;
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -162,18 +163,24 @@ pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Res
 ///
 /// If another rank fails or is lost, this process prints the reason and ends with
 /// [`Exit::Ranks`].
-pub(super) fn group(distributed: &Distributed) -> anyhow::Result<Option<Group>> {
+pub(super) fn group(
+    distributed: &Distributed,
+    device: DeviceChoice,
+) -> anyhow::Result<Option<Group>> {
     let Some(place) = place()?.filter(|place| place.world > 1) else { return Ok(None) };
-    let engine = engine()?;
-    let connections = connect(&place, distributed, end)?;
-    let sums = engine(connections.rank)?;
-    let (rank, mut machines) = (connections.rank, connections.hosts);
+    if !CUDA_BUILD && !cfg!(feature = "mpi") {
+        let message = "this build cannot add up the gradients of several ranks";
+        return Err(no_engine(message).into());
+    }
+    let mut connections = connect(&place, distributed, end)?;
+    let (sums, device) = engine(&mut connections, distributed, device)
+        .inspect_err(|error| connections.monitor.fail(&error.to_string()))?;
+    let (ranks, mut machines) = (connections.rank.world, connections.hosts.clone());
     machines.sort();
     machines.dedup();
-    let (launcher, ranks, machines) = (place.launcher, rank.world, machines.len());
+    let (launcher, machines) = (place.launcher, machines.len());
     tracing::info!(%launcher, ranks, machines, "all ranks are connected");
-    let (data, step, monitor) = (connections.data, connections.step, connections.monitor);
-    Ok(Some(Group { rank, data, step, sums, monitor }))
+    Ok(Some(connections.group(sums, device)))
 }
 
 /// The connections of this rank that end with the command.
@@ -207,27 +214,62 @@ impl Ending {
 /// Ends this process because another rank has ended the run.
 pub(super) fn end(error: &DistError) {
     let _ = report::report(&error.clone().into());
-    std::process::exit(Exit::Ranks as i32);
+    exit_at_once(Exit::Ranks as i32);
 }
 
-/// Starts the engine that adds up gradients.
-type Engine = fn(Rank) -> Result<Arc<dyn Collective>, DistError>;
+/// Adds up gradients, and the device on which it needs them.
+type Engine = (Arc<dyn Collective>, Option<Device>);
+
+/// Connects NCCL if every rank has a GPU of its own, and MPI otherwise.
+fn engine(
+    connections: &mut Connections,
+    distributed: &Distributed,
+    device: DeviceChoice,
+) -> anyhow::Result<Engine> {
+    let rank = connections.rank;
+    if !has_own_gpu(device, rank) {
+        return Ok((mpi(rank)?, None));
+    }
+    connections.monitor.wait("connecting the GPUs");
+    let device = device.open_for(rank)?;
+    let options = NcclOptions {
+        library: Nccl::LIBRARY.into(),
+        exact: distributed.exact != Exact::No,
+        timeout: distributed.timeout(),
+    };
+    let nccl = Nccl::connect(rank, &mut *connections.step, &device, &options)?;
+    if rank.is_first() {
+        let order = if options.exact { "that of the tree" } else { "chosen by NCCL" };
+        tracing::info!(order, "NCCL adds up the gradients");
+    }
+    Ok((Arc::new(nccl), Some(device)))
+}
+
+/// Whether each rank has a GPU that no other rank uses.
+fn has_own_gpu(device: DeviceChoice, rank: Rank) -> bool {
+    match device {
+        DeviceChoice::Cpu => false,
+        DeviceChoice::Auto => CUDA_BUILD,
+        DeviceChoice::Cuda(_) => CUDA_BUILD && rank.local_world == 1,
+    }
+}
 
 #[cfg(feature = "mpi")]
-#[expect(clippy::unnecessary_wraps, reason = "other builds have no engine")]
-fn engine() -> Result<Engine, Failure> {
-    Ok(|rank| {
-        let connect = move || -> Result<Box<dyn crate::dist::Transport>, DistError> {
-            Ok(Box::new(crate::dist::Mpi::connect(rank)?))
-        };
-        Ok(Arc::new(crate::dist::HostCollective::start(rank, connect)?))
-    })
+fn mpi(rank: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+    let connect = move || -> Result<Box<dyn crate::dist::Transport>, DistError> {
+        Ok(Box::new(crate::dist::Mpi::connect(rank)?))
+    };
+    Ok(Arc::new(crate::dist::HostCollective::start(rank, connect)?))
 }
 
 #[cfg(not(feature = "mpi"))]
-fn engine() -> Result<Engine, Failure> {
-    let message = "this build cannot add up the gradients of several ranks";
-    Err(Failure::new(Exit::Usage, message).hint("build it with `--features mpi`"))
+fn mpi(_: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+    let message = "this build cannot add up gradients on the CPU, or of ranks that share a GPU";
+    Err(no_engine(message).into())
+}
+
+fn no_engine(message: &str) -> Failure {
+    Failure::new(Exit::Usage, message).hint("build it with `--features mpi`")
 }
 
 #[cfg(test)]

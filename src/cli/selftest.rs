@@ -86,10 +86,13 @@ pub(super) fn run(args: &SelftestArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     let large = args.megabytes * 250_000;
-    let passed = match group(&distributed)? {
+    let passed = match group(&distributed, args.device)? {
         Some(mut group) => {
             let ending = Ending::of(&group);
-            let device = args.device.open_for(group.rank).map_err(Into::into);
+            let device = match &group.device {
+                Some(device) => Ok(device.clone()),
+                None => args.device.open_for(group.rank).map_err(Into::into),
+            };
             ending.after(device.and_then(|device| cases(&mut group, &device, large)))?
         }
         None => on_threads(large)?,

@@ -44,7 +44,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         }
     };
     let stop = stop_on_signals()?;
-    let group = group(&config.distributed)?;
+    let group = group(&config.distributed, config.device)?;
     let is_first = group.as_ref().is_none_or(|group| group.rank.is_first());
     let ending = group.as_ref().map(Ending::of);
     let options = RunOptions { resume, stop, observer: &SetupBars(logging) };

@@ -7,7 +7,7 @@ use super::rendezvous::{self, ConnectError, Joined};
 use super::tcp_lane::TcpLane;
 use super::watch::{Waits, Watch};
 use super::{Collective, DistError, Group, Lane, Monitor, Rank};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,11 +27,11 @@ pub struct Connections {
 }
 
 impl Connections {
-    /// Completes the group with an engine for the sums. A rank that waits for its sums counts as
-    /// waiting for other ranks.
-    pub fn group(self, sums: Arc<dyn Collective>) -> Group {
+    /// Completes the group with an engine for the sums, and the device on which it needs them. A
+    /// rank that waits for its sums counts as waiting for other ranks.
+    pub fn group(self, sums: Arc<dyn Collective>, device: Option<Device>) -> Group {
         let Self { rank, hosts: _, data, step, monitor, watch } = self;
-        Group { rank, data, step, sums: Arc::new(WatchedSums { sums, watch }), monitor }
+        Group { rank, data, step, sums: Arc::new(WatchedSums { sums, watch }), device, monitor }
     }
 }
 

@@ -45,6 +45,14 @@ pub enum DistError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A library cannot be loaded, or lacks a function.
+    #[error("cannot load NCCL from `{path}`: {problem}")]
+    Library {
+        /// The library.
+        path: String,
+        /// What the system's loader reports.
+        problem: String,
+    },
     /// A collective operation failed.
     #[error("{operation} failed: {problem}")]
     Collective {
@@ -65,6 +73,9 @@ impl DistError {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }
             Self::Message { .. } => "start the same binary on all ranks",
+            Self::Library { .. } => {
+                "install NCCL 2.14 or later on all nodes (package `libnccl2` of NVIDIA, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
+            }
         }
     }
 

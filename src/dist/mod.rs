@@ -15,6 +15,7 @@ mod lane;
 mod launcher;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod nccl;
 mod rank;
 mod rendezvous;
 mod selftest;
@@ -32,6 +33,7 @@ pub(crate) use lane::gather;
 pub use launcher::{LaunchError, Launched, Launcher};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
+pub use nccl::{Nccl, NcclOptions};
 pub use rank::Rank;
 pub use rendezvous::ConnectError;
 pub(crate) use selftest::agree;
@@ -39,6 +41,7 @@ pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use threads::threads;
 pub use tree::Transport;
 
+use candle_core::Device;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
@@ -54,6 +57,8 @@ pub struct Group {
     pub step: Box<dyn Lane>,
     /// Adds up gradients.
     pub sums: Arc<dyn Collective>,
+    /// The device whose tensors `sums` adds up; `None` if it adds up those of any device.
+    pub device: Option<Device>,
     /// Learns what this rank is doing, and about its errors.
     pub monitor: Arc<dyn Monitor>,
 }

@@ -15,7 +15,8 @@ pub fn threads(world: usize) -> Result<Vec<Group>, DistError> {
         };
         let sums = HostCollective::start(rank, move || Ok(Box::new(transport)))?;
         let (data, step) = (lane(&data), lane(&step));
-        Ok(Group { rank, data, step, sums: Arc::new(sums), monitor: Arc::new(()) })
+        let (sums, monitor) = (Arc::new(sums), Arc::new(()));
+        Ok(Group { rank, data, step, sums, device: None, monitor })
     };
     channels(world).into_iter().enumerate().map(group).collect()
 }

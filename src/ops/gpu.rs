@@ -51,13 +51,26 @@ pub fn count_gpus() -> usize {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     // cudarc panics if a library is missing.
     let count = std::panic::catch_unwind(CudaContext::device_count);
-    count.ok().and_then(Result::ok).map_or(0, |count| count.max(0) as usize)
+    count.ok().and_then(std::result::Result::ok).map_or(0, |count| count.max(0) as usize)
 }
 
 /// Returns 0, because this build has no CUDA support.
 #[cfg(not(feature = "cuda"))]
 pub fn count_gpus() -> usize {
     0
+}
+
+/// Ends the process without the exit handlers of libraries. Those of CUDA wait for running kernels,
+/// and a sum over ranks does not end while it waits for a rank that is lost.
+pub fn exit_at_once(code: i32) -> ! {
+    #[cfg(unix)]
+    #[expect(unsafe_code, reason = "a function of the C library")]
+    // SAFETY: it has no requirements.
+    unsafe {
+        libc::_exit(code)
+    }
+    #[cfg(not(unix))]
+    std::process::exit(code)
 }
 
 /// Without this setting the driver releases memory at every synchronization, and each step

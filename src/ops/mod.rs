@@ -62,12 +62,14 @@ pub use attention::{
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::SideStream;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
-pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, gpu_memory, open_gpu, upload};
+pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, exit_at_once, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

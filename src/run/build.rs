@@ -121,7 +121,7 @@ impl Run {
         let found = found.as_ref();
 
         let observer = options.observer;
-        let device = config.device.open_for(rank)?;
+        let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks.first_then_others("opening the data", || {
             let eval_rows = match config.data.eval.as_slice() {

@@ -1,11 +1,13 @@
 //! The ranks of a run while it is assembled: rank 0 creates and moves files, and the others wait.
 
+use super::device::DeviceError;
 use super::error::RunError;
 use crate::checkpoint::{Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::LoaderShare;
 use crate::dist::{DistError, Group, Rank, during, gather};
-use crate::train::Ranks;
+use crate::train::{DeviceChoice, Ranks};
+use candle_core::Device;
 use std::path::PathBuf;
 
 /// The ranks of a run while it is assembled.
@@ -27,6 +29,12 @@ impl SetupRanks {
     /// Whether this process writes the files of the run.
     pub(super) fn is_first(&self) -> bool {
         self.rank().is_first()
+    }
+
+    /// The device that the sums over ranks need, or else that of `choice`.
+    pub(super) fn device(&self, choice: DeviceChoice) -> Result<Device, DeviceError> {
+        let of_group = self.group.as_ref().and_then(|group| group.device.clone());
+        of_group.map_or_else(|| choice.open_for(self.rank()), Ok)
     }
 
     /// Waits until all ranks have come to this point.
@@ -77,7 +85,7 @@ impl SetupRanks {
 
     /// The connections of the loader and of the training loop.
     pub(super) fn split(self) -> (Option<LoaderShare>, Option<Ranks>) {
-        let Some(Group { rank, data, step, sums, monitor }) = self.group else {
+        let Some(Group { rank, data, step, sums, monitor, .. }) = self.group else {
             return (None, None);
         };
         (Some(LoaderShare { rank, lane: data }), Some(Ranks::new(rank, step, sums, monitor)))

@@ -31,11 +31,15 @@ impl Output {
     }
 }
 
+/// The config value of [`device`].
+pub(crate) fn device_name() -> String {
+    std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".to_owned())
+}
+
 /// The device of tests in this process: `TRAINER_TEST_DEVICE`, or the CPU if it is not set.
 pub(crate) fn device() -> candle_core::Device {
     static DEVICE: std::sync::LazyLock<candle_core::Device> = std::sync::LazyLock::new(|| {
-        let name = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".to_owned());
-        name.parse::<trainer::train::DeviceChoice>().unwrap().open().unwrap()
+        device_name().parse::<trainer::train::DeviceChoice>().unwrap().open().unwrap()
     });
     DEVICE.clone()
 }

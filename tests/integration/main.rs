@@ -12,6 +12,7 @@ mod corpora;
 mod doc_commands;
 mod docs;
 mod encoding;
+mod gpu_ranks;
 mod grounding;
 mod harness;
 #[cfg(feature = "hub")]

@@ -2,7 +2,7 @@
 //!
 //! The ranks are threads of this process. `scripts/dist/test.sh` does the same with processes.
 
-use super::harness::{Place, golden};
+use super::harness::{Place, device_name, golden};
 use serde_json::Value;
 use std::fs;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
     let text = format!(
         "output_dir: {}\n\
          model: {{path: {}}}\n\
-         device: cpu\n\
+         device: {}\n\
          data:\n\
          \x20 train: [{{path: {}, image_root: /}}]\n\
          \x20 eval: [{{path: {}, image_root: '{images}'}}]\n\
@@ -55,6 +55,7 @@ fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
          eval: {{every_steps: 2}}\n",
         path(output),
         path("model"),
+        device_name(),
         path("rows.jsonl"),
         path("eval.jsonl"),
     );
@@ -105,9 +106,16 @@ fn rows(place: &Place, file: &str) -> Vec<Value> {
     let mut rows = place.rows(file);
     for row in &mut rows {
         let object = row.as_object_mut().unwrap();
-        for key in
-            ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s", "ranks"]
-        {
+        for key in [
+            "step_time_s",
+            "data_wait_s",
+            "tokens_per_s",
+            "peak_memory_bytes",
+            "peak_device_memory_bytes",
+            "peak_device_reserved_bytes",
+            "time_s",
+            "ranks",
+        ] {
             object.remove(key);
         }
     }

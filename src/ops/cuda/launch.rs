@@ -2,6 +2,8 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::{CudaDevice, cudarc::driver::CudaStream};
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use std::ffi::c_void;
@@ -202,23 +204,45 @@ impl Launch {
     }
 
     /// Launches the kernel on the device of `on`. Does nothing if the grid has no blocks.
-    pub(super) fn run(mut self, on: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    pub(super) fn run(self, on: &Tensor) -> Result<()> {
+        let Device::Cuda(device) = on.device() else {
+            bail!("{}: found operands on the CPU, expected a GPU", self.kernel);
+        };
+        self.run_on(device, &device.cuda_stream())
+    }
+
+    /// Launches the kernel on `stream` of `device`. Does nothing if the grid has no blocks.
+    #[cfg(feature = "cuda")]
+    pub(super) fn run_on(mut self, device: &CudaDevice, stream: &CudaStream) -> Result<()> {
         if self.grid.contains(&0) {
             return Ok(());
         }
-        let mut arguments: Vec<*mut c_void> = self
-            .arguments
-            .iter_mut()
-            .map(|argument| match argument {
-                Argument::Address(value) => std::ptr::from_mut(value).cast(),
-                Argument::Int(value) => std::ptr::from_mut(value).cast(),
-                Argument::Long(value) => std::ptr::from_mut(value).cast(),
-                Argument::Float(value) => std::ptr::from_mut(value).cast(),
-                Argument::Words(value) => value.as_mut_ptr().cast(),
-            })
-            .collect();
-        start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, on)
+        let mut arguments = pointers(&mut self.arguments);
+        start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, device, stream)
     }
+
+    /// Runs the kernel on the host. Does nothing if the grid has no blocks.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn run(mut self, _: &Tensor) -> Result<()> {
+        if self.grid.contains(&0) {
+            return Ok(());
+        }
+        let mut arguments = pointers(&mut self.arguments);
+        start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments)
+    }
+}
+
+/// Addresses of the values of all arguments.
+fn pointers(arguments: &mut [Argument]) -> Vec<*mut c_void> {
+    let pointer = |argument: &mut Argument| match argument {
+        Argument::Address(value) => std::ptr::from_mut(value).cast(),
+        Argument::Int(value) => std::ptr::from_mut(value).cast(),
+        Argument::Long(value) => std::ptr::from_mut(value).cast(),
+        Argument::Float(value) => std::ptr::from_mut(value).cast(),
+        Argument::Words(value) => value.as_mut_ptr().cast(),
+    };
+    arguments.iter_mut().map(pointer).collect()
 }
 
 #[cfg(feature = "cuda")]
@@ -228,18 +252,15 @@ fn start(
     threads: u32,
     shared: u32,
     arguments: &mut [*mut c_void],
-    on: &Tensor,
+    device: &CudaDevice,
+    stream: &CudaStream,
 ) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::result::launch_kernel;
-    let Device::Cuda(device) = on.device() else {
-        bail!("{kernel}: found operands on the CPU, expected a GPU");
-    };
     let failed = |error| candle_core::Error::msg(format!("{kernel} {grid:?}x{threads}: {error}"));
-    let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
     let function = super::module::function(device, kernel, shared)?;
     // SAFETY: the arguments match the signature of the kernel. The tensors outlive the kernel,
-    // because their memory is freed on the same stream.
+    // because their memory is freed on the same stream, or after this stream is done with them.
     let launched = unsafe {
         launch_kernel(
             function.cu_function(),
@@ -260,7 +281,6 @@ fn start(
     threads: u32,
     shared: u32,
     arguments: &mut [*mut c_void],
-    _: &Tensor,
 ) -> Result<()> {
     unsafe extern "C" {
         fn trainer_emulation_launch(

@@ -24,6 +24,8 @@ mod rms_norm;
 mod rope;
 mod rows;
 mod select;
+#[cfg(feature = "cuda")]
+mod side_stream;
 #[cfg(test)]
 #[cfg(not(feature = "cuda"))]
 mod tests;
@@ -52,5 +54,7 @@ pub(super) use rope::{
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
 pub(super) use select::attention_kernel;
+#[cfg(feature = "cuda")]
+pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
 pub(super) use upload::upload;

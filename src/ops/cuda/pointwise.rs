@@ -5,9 +5,9 @@ use crate::ops::cpu::compute_dtype;
 use crate::ops::{Gelu, RecomputeInput};
 use candle_core::{Result, Tensor};
 
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 /// Number of elements per block: 8 per thread, `SHARE` of the kernels.
-const ELEMENTS: usize = 8 * THREADS as usize;
+pub(super) const ELEMENTS: usize = 8 * THREADS as usize;
 
 /// Launches kernel `op` on all elements of `tensors`, which are its arguments and have the same
 /// shape and dtype.

@@ -1,0 +1,132 @@
+//! A second stream of a GPU, for work at the same time as that on its tensors.
+
+#![expect(unsafe_code, reason = "copies and kernels take addresses")]
+
+use super::launch::{Address, Launch, address};
+use super::pointwise::ELEMENTS;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr as _};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ffi::c_void;
+use std::sync::Arc;
+
+/// A stream with high priority. All tensors of the GPU are used on another one.
+///
+/// Nothing orders the streams, except for [`Self::wait_for_tensors`] and [`Self::tensors_wait`].
+/// Addresses that are passed to copies and additions must be those of tensors that exist until the
+/// side stream has done this work.
+pub(crate) struct SideStream {
+    device: CudaDevice,
+    tensors: Arc<CudaStream>,
+    side: Arc<CudaStream>,
+}
+
+impl SideStream {
+    /// Creates a stream on a GPU that [`open_gpu`](crate::ops::open_gpu) opened.
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        let Device::Cuda(device) = device else {
+            bail!("found {device:?}, expected a GPU");
+        };
+        let tensors = device.cuda_stream();
+        let context = tensors.context();
+        context.bind_to_thread().w()?;
+        let (_, highest) = result::stream::get_priority_range().w()?;
+        let side = context.new_stream_with_priority(highest).w()?;
+        Ok(Self { device: device.clone(), tensors, side })
+    }
+
+    /// Makes the GPU current on this thread.
+    pub(crate) fn bind_to_thread(&self) -> Result<()> {
+        self.side.context().bind_to_thread().w()
+    }
+
+    /// The `cudaStream_t`.
+    pub(crate) fn handle(&self) -> *mut c_void {
+        self.side.cu_stream().cast()
+    }
+
+    /// Address of a contiguous `f32` tensor on this GPU.
+    #[expect(clippy::unused_self, reason = "addresses are those of this GPU")]
+    pub(crate) fn address_f32(&self, tensor: &Tensor) -> Result<u64> {
+        if tensor.dtype() != DType::F32 {
+            bail!("found a tensor of {:?}, expected f32", tensor.dtype());
+        }
+        Ok(address("a side stream", "tensor", tensor)?.0)
+    }
+
+    /// Makes this stream wait for all earlier work on tensors.
+    pub(crate) fn wait_for_tensors(&self) -> Result<()> {
+        self.side.join(&self.tensors).w()
+    }
+
+    /// Makes later work on tensors wait for all earlier work of this stream.
+    pub(crate) fn tensors_wait(&self) -> Result<()> {
+        self.tensors.join(&self.side).w()
+    }
+
+    /// Copies `len` elements between tensors on this GPU.
+    pub(crate) fn copy_f32(&self, from: u64, to: u64, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.bind_to_thread()?;
+        // SAFETY: the caller guarantees that both tensors have `len` elements there and exist until
+        // the copy is done.
+        unsafe { result::memcpy_dtod_async(to, from, 4 * len, self.side.cu_stream()) }.w()
+    }
+
+    /// Adds `len` elements at `from` to those at `to`.
+    pub(crate) fn add_f32(&self, from: u64, to: u64, len: usize) -> Result<()> {
+        let aligned = from.is_multiple_of(16) && to.is_multiple_of(16);
+        let kernel = if aligned { "add_in_place" } else { "add_in_place_single" };
+        Launch::new(kernel, DType::F32)
+            .grid(len.div_ceil(ELEMENTS))
+            .threads(super::pointwise::THREADS)
+            .address(Address(to))
+            .address(Address(from))
+            .long(len)
+            .run_on(&self.device, &self.side)
+    }
+
+    /// Whether all work of this stream is done.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        self.bind_to_thread()?;
+        // SAFETY: the stream exists as long as `self`.
+        match unsafe { sys::cuStreamQuery(self.side.cu_stream()) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => result.result().w().map(|()| true),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{device, random, values};
+    use super::*;
+    use candle_core::D;
+
+    #[test]
+    fn the_side_stream_uses_tensors_after_their_computation_and_before_their_next_use() {
+        let device = device();
+        if device.is_cpu() {
+            eprintln!("skipped: TRAINER_TEST_DEVICE names no GPU");
+            return;
+        }
+        let side = SideStream::new(&device).unwrap();
+        for len in [1, 3, 4096, 1 << 22] {
+            for offset in [0, 1] {
+                let (x, y) = (random(1, &[len + offset]), random(2, &[len + offset]));
+                let part = |t: &Tensor| t.narrow(D::Minus1, offset, len).unwrap();
+                let expected = (part(&x) + part(&y)).unwrap();
+                let sum = Tensor::zeros(len, DType::F32, &device).unwrap();
+                let at = |t: &Tensor| side.address_f32(&part(t)).unwrap();
+                side.wait_for_tensors().unwrap();
+                side.add_f32(at(&y), at(&x), len).unwrap();
+                side.copy_f32(at(&x), side.address_f32(&sum).unwrap(), len).unwrap();
+                side.tensors_wait().unwrap();
+                assert_eq!(values(&sum), values(&expected), "{len} elements from {offset}");
+                assert!(side.is_done().unwrap());
+            }
+        }
+    }
+}
