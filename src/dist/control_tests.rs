@@ -287,7 +287,7 @@ impl Collective for Stuck {
 #[test]
 fn a_rank_that_waits_for_its_sums_is_not_to_blame() {
     let errors = on_ranks(2, SHORT, |ranks, failures| {
-        let group = ranks.group(Arc::new(Stuck));
+        let group = ranks.group(Arc::new(Stuck), None);
         group.monitor.report("step 4: backward");
         if group.rank.is_first() {
             thread::sleep(Duration::from_millis(100));

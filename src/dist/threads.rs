@@ -157,7 +157,7 @@ mod tests {
     }
 
     fn leaf(leaf: usize, index: usize) -> f32 {
-        ((index * 2_654_435_761 ^ leaf * 40_503) % 10_007) as f32 / 7919.0 - 0.63
+        (((index * 2_654_435_761) ^ (leaf * 40_503)) % 10_007) as f32 / 7919.0 - 0.63
     }
 
     #[test]

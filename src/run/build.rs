@@ -11,10 +11,10 @@ use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
 use super::ranks::{SetupRanks, check_world};
-use super::resume::{Resume, find_checkpoint, resumed_state};
+use super::resume::{Resume, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
-use crate::data::{BackgroundCacheWriter, DataSet, DataState, JsonlRows, Loader};
+use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
 use crate::dist::Group;
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
@@ -110,28 +110,14 @@ impl Run {
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
         let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
-        let found = match is_first {
-            true => {
-                checkpointer.recover()?;
-                find_checkpoint(config, &options.resume, &checkpointer)?
-            }
-            false => None,
-        };
-        let found = ranks.same_checkpoint(found)?;
+        let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
         let observer = options.observer;
         let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;
-        let (rows, eval_rows) = ranks.first_then_others("opening the data", || {
-            let eval_rows = match config.data.eval.as_slice() {
-                [] => None,
-                _ => Some(open_data(config, DataList::Eval, &encoder, observer)?),
-            };
-            Ok((Arc::new(open_data(config, DataList::Train, &encoder, observer)?), eval_rows))
-        })?;
-        log_data_sets(&rows);
-        eval_rows.iter().for_each(log_data_sets);
+        let (rows, eval_rows) = ranks
+            .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
 
@@ -167,8 +153,6 @@ impl Run {
         if state.step == 0 {
             write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
         }
-        let dataset_names = rows.names().to_vec();
-        let rejected_texts = Rejected::of_texts(rows.rejected_texts());
         let trainer = Trainer::new(TrainerParts {
             loader: Loader::start_shared(reader, order, loader_options, state.data.clone(), share),
             schedule: schedule(&config.optim, total_steps),
@@ -182,8 +166,8 @@ impl Run {
             eval_max_tokens: config.data.packing_length.get() as usize,
             metrics,
             rejects,
-            dataset_names,
-            rejected_texts,
+            dataset_names: rows.names().to_vec(),
+            rejected_texts: Rejected::of_texts(rows.rejected_texts()),
             stop: options.stop.clone(),
             runner,
             state,
@@ -202,6 +186,22 @@ impl Run {
     pub fn trainer(&self) -> &Trainer {
         &self.trainer
     }
+}
+
+/// Opens the data sets of `data.train` and `data.eval`.
+fn open_all_data(
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<(Arc<JsonlRows>, Option<JsonlRows>), RunError> {
+    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
+    log_data_sets(&rows);
+    let eval_rows = match config.data.eval.as_slice() {
+        [] => None,
+        _ => Some(open_data(config, DataList::Eval, encoder, observer)?),
+    };
+    eval_rows.iter().for_each(log_data_sets);
+    Ok((rows, eval_rows))
 }
 
 /// Returns the model to load: the model of the config, or the checkpoint to resume from.
@@ -300,9 +300,10 @@ pub(crate) fn step_runner(
         }
     }
     let world = ranks.as_ref().map_or(1, |ranks| ranks.rank.world);
-    let num_buffers = match config.distributed.exact.holds(device.is_cpu()) {
-        true => buffers_of_tree(config.train.gradient_accumulation_steps.get() / world),
-        false => 1,
+    let num_buffers = if config.distributed.exact.holds(device.is_cpu()) {
+        buffers_of_tree(config.train.gradient_accumulation_steps.get() / world)
+    } else {
+        1 // gradients are added in place
     };
     let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {

@@ -2,6 +2,7 @@
 
 use super::device::DeviceError;
 use super::error::RunError;
+use super::resume::{Resume, find_checkpoint};
 use crate::checkpoint::{Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::LoaderShare;
@@ -69,11 +70,18 @@ impl SetupRanks {
         Ok(result)
     }
 
-    /// The checkpoint that rank 0 resumes from.
-    pub(super) fn same_checkpoint(
+    /// The checkpoint that all ranks resume from, which rank 0 finds.
+    pub(super) fn find_checkpoint(
         &mut self,
-        found: Option<Found>,
+        config: &RunConfig,
+        resume: &Resume,
+        checkpointer: &Checkpointer,
     ) -> Result<Option<Found>, RunError> {
+        let mut found = None;
+        if self.is_first() {
+            checkpointer.recover()?;
+            found = find_checkpoint(config, resume, checkpointer)?;
+        }
         let Some(group) = &mut self.group else { return Ok(found) };
         let own: Option<PathBuf> = found.as_ref().map(|found| found.dir.clone());
         let of_first = gather(&mut *group.step, &own)?.swap_remove(0);

@@ -1,4 +1,4 @@
-//! What the ranks tell each other at the end of a step.
+//! The results of a step that ranks exchange.
 
 use super::datasets::SampleLoss;
 use super::ranks::{Bits, Ranks};

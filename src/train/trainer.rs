@@ -214,9 +214,11 @@ impl Trainer {
         }
         let last = self.save()?; // before the evaluation, which may fail
         self.evaluate(observer)?;
-        let folder = match self.is_first() {
-            true => self.during("writing `final`", || self.parts.checkpointer.save_final(&last))?,
-            false => self.parts.checkpointer.final_folder(),
+        let checkpointer = &self.parts.checkpointer;
+        let folder = if self.is_first() {
+            self.during("writing `final`", || checkpointer.save_final(&last))?
+        } else {
+            checkpointer.final_folder()
         };
         self.wait_for_all()?;
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
@@ -231,7 +233,7 @@ impl Trainer {
         self.ranks().is_none_or(|ranks| ranks.rank.is_first())
     }
 
-    /// Whether a signal asked any rank to stop.
+    /// Whether any rank received a stop signal.
     fn should_stop(&self) -> Result<bool, DistError> {
         let stop = self.parts.stop.load(Ordering::Relaxed);
         let Some(ranks) = self.ranks() else { return Ok(stop) };

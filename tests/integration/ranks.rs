@@ -19,7 +19,7 @@ use trainer::train::{Observer, Outcome};
 fn place() -> Place {
     let place = Place::with_model_and_rows();
     let image = fs::read(golden("data/images/exact_astronaut_64x64.png")).unwrap();
-    fs::write(place.path("cut.png"), &image[..image.len() - image.len() / 4]).unwrap();
+    write(&place.path("cut.png"), &image[..image.len() - image.len() / 4]);
     let images = format!("\"{}/images/", golden("data").display());
     let mut rows = String::from_utf8(place.read("rows.jsonl")).unwrap();
     rows = rows.replace("\"images/", &images);

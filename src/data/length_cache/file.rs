@@ -188,7 +188,7 @@ impl Place {
         Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
     }
 
-    fn beside(&self, ending: &str) -> PathBuf {
+    pub(super) fn beside(&self, ending: &str) -> PathBuf {
         let mut name = OsString::from(".");
         name.push(self.path.file_name().unwrap_or_default());
         name.push(ending);
@@ -279,34 +279,6 @@ impl Place {
         found
     }
 
-    /// The complete batches of killed processes and of ranks, without the lock.
-    pub(super) fn left_behind(&self) -> Vec<Rows> {
-        let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
-        killed.iter().chain(&self.of_ranks()).flat_map(|path| read_stream(path)).collect()
-    }
-
-    /// The files with the rows that ranks have measured.
-    fn of_ranks(&self) -> Vec<PathBuf> {
-        let start = self.beside(OF_RANK);
-        let folder = self.path.parent().unwrap_or(Path::new("."));
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        let is_of_rank = |path: &PathBuf| {
-            let [name, start] = [path, &start].map(|path| path.file_name().unwrap_or_default());
-            name.as_encoded_bytes().starts_with(start.as_encoded_bytes())
-        };
-        entries.map(|entry| entry.path()).filter(is_of_rank).collect()
-    }
-
-    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
-    pub(super) fn remove_partial(&self, lock: &Lock) {
-        if lock.may_write(self).is_ok() {
-            let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
-            for path in killed.iter().chain(&self.of_ranks()) {
-                let _ = fs::remove_file(path);
-            }
-        }
-    }
-
     fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
         let file = match File::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -329,9 +301,7 @@ impl Place {
 }
 
 /// Suffixes of the files of killed processes, the older one first.
-const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
-/// Suffix of the files of ranks, before their number.
-const OF_RANK: &str = ".rank-";
+pub(super) const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
 
 /// The lock of a cache. Drop releases it.
 #[derive(Debug)]
@@ -385,7 +355,7 @@ impl Iterator for Batches {
 }
 
 /// The complete batches of a file whose writer was killed.
-fn read_stream(path: &Path) -> Vec<Rows> {
+pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
     let Ok(mut file) = File::open(path) else { return Vec::new() };
     if file.seek(SeekFrom::Start(ALIGNMENT as u64)).is_err() {
         return Vec::new();
@@ -408,14 +378,7 @@ impl Writer {
         Self::at(place, place.beside(".tmp"))
     }
 
-    /// Writes the rows that rank `rank` has measured to a file of its own, which needs no lock.
-    pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
-        let folder = place.path.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
-        Self::at(place, place.beside(&format!("{OF_RANK}{rank}")))
-    }
-
-    fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
+    pub(super) fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
         let file = File::create(&temporary).map_err(CacheError::write(&temporary))?;
         let file = BufWriter::with_capacity(1 << 20, file);
         let format = || {

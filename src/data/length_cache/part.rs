@@ -1,12 +1,13 @@
 //! Ranks measure the rows of a data set together: each writes the rows of its part to a file of its
 //! own, from which the next update completes the cache.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::build::{num_threads, threads};
-use super::file::{BATCH_ROWS, CacheError, Place, Writer};
+use super::file::{BATCH_ROWS, CacheError, LEFT_BEHIND, Lock, Place, Writer, read_stream};
 use super::measure::{Batch, Known, Measurer, lengths};
 use super::rows::Rows;
 use super::stamps::Stamps;
@@ -15,6 +16,48 @@ use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
 use crate::data::source::RowFile;
 use crate::dist::Rank;
+
+/// Suffix of the files of ranks, before their number.
+const OF_RANK: &str = ".rank-";
+
+impl Place {
+    /// The complete batches of killed processes and of ranks, without the lock.
+    pub(super) fn left_behind(&self) -> Vec<Rows> {
+        let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
+        killed.iter().chain(&self.of_ranks()).flat_map(|path| read_stream(path)).collect()
+    }
+
+    /// The files with the rows that ranks have measured.
+    pub(super) fn of_ranks(&self) -> Vec<PathBuf> {
+        let start = self.beside(OF_RANK);
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let is_of_rank = |path: &PathBuf| {
+            let [name, start] = [path, &start].map(|path| path.file_name().unwrap_or_default());
+            name.as_encoded_bytes().starts_with(start.as_encoded_bytes())
+        };
+        entries.map(|entry| entry.path()).filter(is_of_rank).collect()
+    }
+
+    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
+    pub(super) fn remove_partial(&self, lock: &Lock) {
+        if lock.may_write(self).is_ok() {
+            let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
+            for path in killed.iter().chain(&self.of_ranks()) {
+                let _ = fs::remove_file(path);
+            }
+        }
+    }
+}
+
+impl Writer {
+    /// Writes the rows that rank `rank` has measured to a file of its own, which needs no lock.
+    pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
+        let folder = place.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        Self::at(place, place.beside(&format!("{OF_RANK}{rank}")))
+    }
+}
 
 impl LengthCache {
     /// Measures the rows of `rank`'s part of `file`, unless `folder` has a cache of the whole file.
@@ -55,7 +98,7 @@ impl LengthCache {
             let done = threads.install(|| measurer.look_up_rows(rows.clone()));
             if let Batch::New(entries) = done.batch {
                 let format = |source| CacheError::Format { path: place.path.clone(), source };
-                writer.write(&Rows::from_entries(&entries, &lengths).map_err(format)?)?;
+                writer.write(&Rows::from_entries(&entries, lengths).map_err(format)?)?;
             }
             if done.rows < rows.len() {
                 break; // the error follows

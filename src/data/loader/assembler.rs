@@ -11,14 +11,14 @@ use std::ops::Range;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
-use crate::batch::{EncodedSample, Pack};
+use crate::batch::EncodedSample;
 use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
-use crate::data::loader::collate::collate;
 use crate::data::loader::error::LoaderError;
+use crate::data::loader::filled::{FilledStep, collate_step};
 use crate::data::loader::share::{LoaderShare, RowsRead, exchange, own_slots};
 use crate::data::loader::steps::{
-    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Rmpad, Step, StepData, fill,
+    Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Step, StepData,
 };
 use crate::data::loader::workers::{Done, Workers};
 use crate::data::packing::Item;
@@ -46,17 +46,6 @@ struct Planned {
     row: SampleIndex,
     /// `None` after it was passed to the pixel pool.
     prefetched: Option<Prefetched>,
-}
-
-/// A step with its samples. Those of other ranks are `None`.
-struct FilledStep {
-    step: Step<Option<EncodedSample>>,
-    /// Slot of each micro-batch.
-    slots: Vec<usize>,
-    /// Counts of all samples.
-    sizes: Vec<SampleSize>,
-    /// The part of `sizes` that this rank has read.
-    own: Range<usize>,
 }
 
 /// Packs rows, reads their pixels and sends the steps of a loader.
@@ -410,43 +399,6 @@ fn of_another_rank(Item { position, length, .. }: Item<Planned>) -> Item<Option<
 fn panicked(reader: &dyn RowReader, row: SampleIndex, message: String) -> LoaderError {
     let id = reader.id(row);
     LoaderError::Panicked { file: id.file.display().to_string(), row: id.line, message }
-}
-
-fn collate_step(filled: FilledStep, options: &LoaderOptions) -> Result<StepData, LoaderError> {
-    let FilledStep { step, slots, sizes, own } = filled;
-    let num_tokens = step.num_tokens();
-    let Step { micro_batches, epoch, rejected, state, .. } = step;
-    let fill = fill(options.packing, &micro_batches);
-    let mut data = StepData {
-        micro_batches: Vec::new(),
-        slots: Vec::new(),
-        num_slots: options.gradient_accumulation_steps.get(),
-        epoch,
-        num_samples: sizes.len(),
-        num_tokens,
-        samples: sizes,
-        own_samples: own,
-        fill,
-        rejected,
-        state,
-    };
-    for (slot, packs) in slots.into_iter().zip(micro_batches) {
-        let samples = |items: Vec<Item<Option<EncodedSample>>>| {
-            items.into_iter().filter_map(|item| item.value).collect::<Vec<_>>()
-        };
-        let packs = packs.into_iter().map(|items| Pack { samples: samples(items) });
-        let packs: Vec<Pack> = packs.filter(|pack| !pack.samples.is_empty()).collect();
-        if packs.is_empty() {
-            continue; // another rank has it
-        }
-        let batch = collate(packs, options.pad_id, options.side, options.merge_size)?;
-        data.slots.push(slot);
-        data.micro_batches.push(match options.rmpad {
-            Rmpad::Unpad => batch.unpad()?,
-            Rmpad::KeepPadding => batch.keep_padding()?,
-        });
-    }
-    Ok(data)
 }
 
 #[cfg(test)]

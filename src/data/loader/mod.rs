@@ -11,6 +11,7 @@
 mod assembler;
 pub(in crate::data) mod collate;
 pub(in crate::data) mod error;
+mod filled;
 #[cfg(test)]
 mod mixture_tests;
 pub(in crate::data) mod plan;

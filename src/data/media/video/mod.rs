@@ -230,9 +230,8 @@ fn between(total: usize, rate: f64, limits: &VideoLimits) -> Result<Range<usize>
 }
 
 /// Adds the index of the first frame of a range to indices within the range.
-fn shifted(mut indices: Vec<usize>, first: usize) -> Vec<usize> {
-    indices.iter_mut().for_each(|index| *index += first);
-    indices
+fn shifted(indices: Vec<usize>, first: usize) -> Vec<usize> {
+    indices.into_iter().map(|index| index + first).collect()
 }
 
 impl Plan {
