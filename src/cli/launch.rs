@@ -213,7 +213,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    const LONG: Duration = Duration::from_secs(60);
+    const LONG: Duration = Duration::from_mins(1);
 
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
