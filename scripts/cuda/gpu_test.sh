@@ -94,7 +94,7 @@ peak_memory_bytes 34"
   return $bad
 }
 
-ranks() { in_time "$bundle/integration_tests" ranks --skip nccl --test-threads 1; }
+ranks() { in_time "$bundle/integration_tests" ranks::every_number ranks::a_checkpoint gpu_ranks::ranks --test-threads 1; }
 nccl() { in_time "$bundle/integration_tests" gpu_ranks::nccl --test-threads 1; }
 mpi() {
   local settings=(--set "device=$device" --set model.precision=bf16 --set train.gradient_accumulation_steps=4)

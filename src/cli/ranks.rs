@@ -269,7 +269,8 @@ fn mpi(_: Rank) -> anyhow::Result<Arc<dyn Collective>> {
 }
 
 fn no_engine(message: &str) -> Failure {
-    Failure::new(Exit::Usage, message).hint("build it with `--features mpi`")
+    let hint = "build it with `--features cuda` for ranks with a GPU each, otherwise with `--features mpi`";
+    Failure::new(Exit::Usage, message).hint(hint)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //!
 //! The ranks are threads of this process. `scripts/dist/test.sh` does the same with processes.
 
-use super::harness::{Place, device_name, golden};
+use super::harness::{Place, device_name, golden, write};
 use serde_json::Value;
 use std::fs;
 use std::sync::Arc;

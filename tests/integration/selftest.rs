@@ -1,9 +1,8 @@
 //! `trainer selftest --distributed`, without a launcher and on ranks that this test starts.
 
 use super::harness::{Output, Place, finish};
-use std::net::{Ipv4Addr, TcpListener};
+
 use std::process::{Command, Stdio};
-use std::thread;
 
 fn selftest(place: &Place, arguments: &[&str], variables: &[(&str, String)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
