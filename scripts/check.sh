@@ -14,6 +14,6 @@ step() {
 
 step sh scripts/check_prose.sh
 step cargo fmt --check
-step cargo clippy --release --all-targets -- -D warnings
-step cargo clippy --release --all-targets --no-default-features --features "${FEATURES:-}" -- -D warnings
+step cargo clippy --release --all-targets --features "${FEATURES:-}" -- -D warnings
+step cargo clippy --release --lib --bins --no-default-features -- -D warnings
 RUSTDOCFLAGS="-D warnings" step cargo doc --release --no-deps
