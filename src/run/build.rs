@@ -15,7 +15,7 @@ use super::resume::{Resume, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
-use crate::dist::Group;
+use crate::dist::{Group, Rank};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
@@ -106,6 +106,9 @@ impl Run {
         let mut ranks = SetupRanks::new(group);
         let (rank, is_first) = (ranks.rank(), ranks.is_first());
         check_world(config, rank.world)?;
+        if rank.world > 1 {
+            log_share(config, rank);
+        }
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
@@ -317,6 +320,20 @@ pub(crate) fn step_runner(
         device: device.clone(),
     };
     Ok((runner, loaded.config_json))
+}
+
+/// Logs the part of each step that a rank computes.
+fn log_share(config: &RunConfig, rank: Rank) {
+    let train = &config.train;
+    let micro_batches = train.gradient_accumulation_steps.get();
+    tracing::info!(
+        ranks = rank.world,
+        micro_batches,
+        micro_batches_of_each = micro_batches / rank.world,
+        batch_size = train.batch_size,
+        "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
+         run, while other trainers count it per device"
+    );
 }
 
 fn log_data_sets(rows: &JsonlRows) {
