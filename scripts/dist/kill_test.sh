@@ -33,10 +33,10 @@ start() { # output_dir
   job=$!
 }
 ranks() { pgrep -P "$job" || true; }
-code_of_job() {
-  local code=0
+# Waits for the job and sets `code` to its exit code.
+finish() {
+  code=0
   wait "$job" 2>/dev/null || code=$?
-  echo "$code"
 }
 sums() { # output_dir
   (cd "$folder/$1" && sha256sum final/model.safetensors \
@@ -50,7 +50,8 @@ fail() {
 
 started=$(now)
 start whole
-[ "$(code_of_job)" = 0 ] || fail "the uninterrupted run failed"
+finish
+[ "$code" = 0 ] || fail "the uninterrupted run failed"
 whole=$(($(now) - started))
 expected=$(sums whole)
 
@@ -70,12 +71,12 @@ while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
   sent=$(now)
   if [ ${#pids[@]} -lt "$world" ] || ! kill "-$signal" "${pids[RANDOM % world]}" 2>/dev/null; then
     # It has just ended, or not yet started.
-    code=$(code_of_job)
+    finish
     [ "$code" = 0 ] || fail "exit code $code without a signal"
     check
     continue
   fi
-  code=$(code_of_job)
+  finish
   took=$(($(now) - sent))
   case $code in
   0) check && continue ;; # the signal came after the end of training
@@ -89,7 +90,8 @@ while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
   if [ $signal = KILL ]; then killed=$((killed + 1)); else stopped=$((stopped + 1)); fi
 done
 start run
-[ "$(code_of_job)" = 0 ] || fail "the last run failed"
+finish
+[ "$code" = 0 ] || fail "the last run failed"
 job=
 check
 echo "kill_test: $killed kills and $stopped stops of one of $world ranks, all ended after at most $slowest ms; $finished finished runs equal to the uninterrupted one"
