@@ -49,9 +49,9 @@ sums() { # output_dir
 losses() { # output_dir
   grep -oE '"(loss|grad_norm|accuracy)":[^,}]*' "$folder/$1/metrics.jsonl"
 }
-expect_same() { # function, output_dir
-  if ! diff <("$1" one) <("$1" "$2"); then
-    echo "error: the $1 of \`$2\` differ from those of the run on one rank" >&2
+expect_same() { # function, output_dir on one rank, output_dir
+  if ! diff <("$1" "$2") <("$1" "$3"); then
+    echo "error: the $1 of \`$3\` differ from those of the run on one rank" >&2
     exit 1
   fi
 }
@@ -60,20 +60,27 @@ for world in 2 4; do
   ranks "$world" selftest --distributed
 done
 
-train 1 one
-sums one
-for world in 2 4; do
-  train "$world" "world-$world"
-  expect_same sums "world-$world"
-  expect_same losses "world-$world"
-  echo "$world ranks: equal to the run on one rank"
+for precision in f32 bf16; do
+  for moments in f32 bf16; do
+    settings=(--set "model.precision=$precision" --set "optim.moments=$moments")
+    one=one-$precision-$moments
+    train 1 "$one" "${settings[@]}"
+    for world in 2 4; do
+      run=world-$world-$precision-$moments
+      train "$world" "$run" "${settings[@]}"
+      expect_same sums "$one" "$run"
+      expect_same losses "$one" "$run"
+      echo "$world ranks, $precision, moments in $moments: equal to the run on one rank"
+    done
+  done
 done
+sums one-f32-f32
 
 # The second half of a run, resumed from its middle on another number of ranks.
 middle=checkpoints/step-$(printf '%08d' $((steps / 2)))
-train 2 from-4-to-2 --resume "$folder/world-4/$middle"
-train 4 from-1-to-4 --resume "$folder/one/$middle"
+train 2 from-4-to-2 --resume "$folder/world-4-f32-f32/$middle"
+train 4 from-1-to-4 --resume "$folder/one-f32-f32/$middle"
 for run in from-4-to-2 from-1-to-4; do
-  expect_same sums "$run"
+  expect_same sums one-f32-f32 "$run"
   echo "resumed $run ranks: equal to the run on one rank"
 done
