@@ -4,8 +4,8 @@ use super::failure::{Exit, Failure};
 use super::launch::{Forwarded, Signals, launch};
 use super::report;
 use crate::dist::{
-    Collective, Connections, DistError, Distributed, Exact, Group, Launched, Launcher, Monitor,
-    Nccl, NcclOptions, Processes, Rank, connect,
+    Collective, Connections, DistError, Distributed, Group, Launched, Launcher, Monitor, Nccl,
+    NcclOptions, Processes, Rank, connect,
 };
 use crate::ops::{CUDA_BUILD, count_gpus, exit_at_once};
 use crate::train::DeviceChoice;
@@ -234,7 +234,7 @@ fn engine(
     let device = device.open_for(rank)?;
     let options = NcclOptions {
         library: Nccl::LIBRARY.into(),
-        exact: distributed.exact != Exact::No,
+        exact: distributed.exact.holds(device.is_cpu()),
         timeout: distributed.timeout(),
     };
     let nccl = Nccl::connect(rank, &mut *connections.step, &device, &options)?;
