@@ -87,10 +87,12 @@ fn watch(
     let mut deadline = None;
     while ranks.0.iter().any(Option::is_some) {
         for signal in signals.take() {
+            let is_first = forwarded.is_empty();
             forwarded.push(signal);
             ranks.kill(match how {
-                Forwarded::Unchanged => signal,
-                Forwarded::AsUsr1 => Signal::USR1,
+                // a second signal ends the ranks at once
+                Forwarded::AsUsr1 if is_first => Signal::USR1,
+                _ => signal,
             });
         }
         for (rank, status) in ranks.ended()? {
@@ -188,6 +190,12 @@ impl End {
         match (status.code(), status.signal()) {
             (Some(0), _) => Self::Done,
             (Some(code), _) if code == Exit::Stopped as i32 => Self::Stopped,
+            // A rank that had not yet prepared for the signal, under `mpirun`.
+            (Some(code), _)
+                if code == SIGNALLED + Signal::USR1.as_raw() && !forwarded.is_empty() =>
+            {
+                Self::Failed(Exit::Interrupted)
+            }
             // `mpirun` ends with this code if a signal ended a rank.
             (Some(code), _) if code > SIGNALLED && Exit::from_code(code) == Exit::Unknown => {
                 Self::Killed(code - SIGNALLED)

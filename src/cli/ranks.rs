@@ -23,10 +23,11 @@ const THREADS: &str = "RAYON_NUM_THREADS";
 
 /// Runs this command as several ranks on this machine, if `distributed` and the number of GPUs
 /// require it and no launcher has started this process. Returns whether it did so; all ranks have
-/// then succeeded.
+/// then succeeded. `check` returns an error if the command cannot use this number of ranks.
 pub(super) fn started_ranks(
     distributed: &Distributed,
     device: DeviceChoice,
+    check: impl FnOnce(usize) -> anyhow::Result<()>,
 ) -> anyhow::Result<bool> {
     if place()?.is_some() {
         return Ok(false);
@@ -35,6 +36,7 @@ pub(super) fn started_ranks(
     if world == 1 {
         return Ok(false);
     }
+    check(world)?;
     // Received from now on, so that no signal ends this process before it is forwarded.
     let signals = Signals::receive()?;
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
@@ -203,7 +205,10 @@ impl Ending {
             }
             _ => {
                 self.monitor.report("ending the connections");
-                self.sums.finish()?;
+                if let Err(error) = self.sums.finish() {
+                    self.monitor.fail(&error.to_string());
+                    return result.and(Err(error.into()));
+                }
                 self.monitor.finish();
             }
         }

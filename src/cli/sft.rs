@@ -8,7 +8,7 @@ use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use crate::config::RunConfig;
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::run::{Resume, Run, RunOptions};
+use crate::run::{self, Resume, Run, RunOptions};
 use crate::train::{EvalReport, Observer, Outcome, Trainer};
 use clap::Args;
 use std::path::PathBuf;
@@ -31,7 +31,9 @@ pub(super) struct SftArgs {
 /// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load(logging)?;
-    if started_ranks(&config.distributed, config.device)? {
+    let check =
+        |world| run::check_world(&config, world).map_err(|error| args.config.located(error));
+    if started_ranks(&config.distributed, config.device, check)? {
         return Ok(());
     }
     let resume = match args.resume.as_str() {

@@ -37,8 +37,8 @@ pub enum DistError {
     /// This rank closed the connection itself, because it needs it no longer.
     #[error("the connection between the ranks is closed")]
     Closed,
-    /// A rank sent something that this program does not understand.
-    #[error("rank {rank} sent a message that cannot be read: {problem}")]
+    /// A rank does not fit to the others, or sent a message that cannot be read.
+    #[error("rank {rank} cannot take part: {problem}")]
     Message {
         /// The rank.
         rank: usize,
@@ -72,7 +72,9 @@ impl DistError {
             Self::Lost { .. } | Self::Hung { .. } | Self::Closed | Self::Collective { .. } => {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }
-            Self::Message { .. } => "start the same binary on all ranks",
+            Self::Message { .. } => {
+                "start the same binary with the same config and the same files on all ranks"
+            }
             Self::Library { .. } => {
                 "install NCCL 2.14 or later on all nodes (package `libnccl2` of NVIDIA, or `nvidia-nccl-cu13` of pip), and add its folder to LD_LIBRARY_PATH"
             }

@@ -42,6 +42,7 @@ pub use threads::threads;
 pub use tree::Transport;
 
 use candle_core::Device;
+use std::error::Error;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
@@ -106,4 +107,19 @@ pub(crate) fn during<T>(monitor: &dyn Monitor, work: &str, f: impl FnOnce() -> T
         drop(done);
         result
     })
+}
+
+/// Ends the other ranks because of an error of this one, with the messages of its causes. `lost` is the
+/// error of the connections that caused it, if any: the monitors know these errors.
+pub(crate) fn fail(monitor: &dyn Monitor, error: &(dyn Error + 'static), lost: Option<&DistError>) {
+    if lost.is_some_and(|lost| !matches!(lost, DistError::Message { .. })) {
+        return;
+    }
+    let causes = std::iter::successors(Some(error), |error| {
+        let error = *error;
+        error.source()
+    });
+    let mut messages: Vec<String> = causes.map(ToString::to_string).collect();
+    messages.dedup();
+    monitor.fail(&messages.join(": "));
 }

@@ -15,17 +15,18 @@ use super::resume::{Resume, resumed_state};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
-use crate::dist::{Group, Rank};
+use crate::dist::{Group, Rank, fail};
 use crate::metrics::JsonlSink;
-use crate::ops::simd_level;
+use crate::ops::{simd_level, sum_of_squares};
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    ModelSection, Observer, Outcome, Planned, Ranks, Rejected, StepRunner, TrainError, TrainState,
+    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
     Trainer, TrainerParts, Weights, buffers_of_tree, write_rejects,
 };
 use candle_core::{DType, Device};
 use sha2::digest::generic_array::GenericArray;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -102,8 +103,20 @@ impl Run {
         options: &RunOptions<'_>,
         group: Option<Group>,
     ) -> Result<Self, RunError> {
+        let monitor = group.as_ref().map(|group| Arc::clone(&group.monitor));
+        let result = Self::assemble(config, options, SetupRanks::new(group));
+        if let (Err(error), Some(monitor)) = (&result, monitor) {
+            fail(&*monitor, error, error.lost());
+        }
+        result
+    }
+
+    fn assemble(
+        config: &RunConfig,
+        options: &RunOptions<'_>,
+        mut ranks: SetupRanks,
+    ) -> Result<Self, RunError> {
         check(config)?;
-        let mut ranks = SetupRanks::new(group);
         let (rank, is_first) = (ranks.rank(), ranks.is_first());
         check_world(config, rank.world)?;
         if rank.world > 1 {
@@ -123,10 +136,13 @@ impl Run {
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
+        ranks.compare("config", &config_digest(config))?;
+        ranks.compare("training data", &data_fingerprint)?;
 
         let section = model_section(config, found);
         let loaded =
             ranks.during("loading the model", || load_for_run(&section, config.seed, &device))?;
+        ranks.compare("model", &weights_digest(&loaded)?)?;
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
@@ -139,17 +155,19 @@ impl Run {
         ranks.wait_for_all()?;
         let RunPlan { planned, reader, background } = ranks
             .first_then_others("planning", || {
-                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), observer)
+                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
-        let background = background.filter(|_| is_first);
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = match resumed {
             Some(state) => TrainState { total_steps, planned, ..state },
             None => first_state(config, data_fingerprint, total_steps, planned),
         };
+        let (mut runner, config_json) = ranks.during("loading the optimizer state", || {
+            step_runner(config, loaded, &groups, found, &device, rank.world)
+        })?;
         let (share, ranks) = ranks.split();
-        let (runner, config_json) = step_runner(config, loaded, &groups, found, &device, ranks)?;
+        runner.ranks = ranks;
         log_start(config, &runner, &rows, &state);
         let (metrics, mut rejects) =
             is_first.then(|| open_sinks(config, &state)).transpose()?.unzip();
@@ -279,7 +297,7 @@ pub(crate) fn step_runner(
     groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
-    ranks: Option<Ranks>,
+    world: usize,
 ) -> Result<(StepRunner, serde_json::Value), RunError> {
     let saved = found.map(Found::optimizer).transpose()?;
     let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
@@ -302,7 +320,6 @@ pub(crate) fn step_runner(
             }
         }
     }
-    let world = ranks.as_ref().map_or(1, |ranks| ranks.rank.world);
     let num_buffers = if config.distributed.exact.holds(device.is_cpu()) {
         buffers_of_tree(config.train.gradient_accumulation_steps.get() / world)
     } else {
@@ -311,7 +328,7 @@ pub(crate) fn step_runner(
     let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {
         buffers: (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?,
-        ranks,
+        ranks: None,
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -320,6 +337,22 @@ pub(crate) fn step_runner(
         device: device.clone(),
     };
     Ok((runner, loaded.config_json))
+}
+
+/// Digest of the settings of a run, which must be the same on all ranks.
+fn config_digest(config: &RunConfig) -> String {
+    let json = serde_json::to_string(config).expect("a config of plain values");
+    format!("{:x}", Sha256::digest(json.as_bytes()))
+}
+
+/// Digest of the weights of a run: of the sum of squares of each parameter.
+fn weights_digest(loaded: &LoadedModel) -> candle_core::Result<String> {
+    let mut digest = Sha256::new();
+    for param in &loaded.params {
+        let squares = param.tensor().flatten_all()?.to_dtype(DType::F32)?;
+        digest.update(sum_of_squares(&squares)?.to_le_bytes());
+    }
+    Ok(format!("{:x}", digest.finalize()))
 }
 
 /// Logs the part of each step that a rank computes.

@@ -215,6 +215,14 @@ impl RunError {
         }
     }
 
+    /// The error of the connections between ranks that caused this one.
+    pub(super) fn lost(&self) -> Option<&DistError> {
+        match self {
+            Self::Ranks(error) | Self::Plan(LoaderError::Ranks(error)) => Some(error),
+            _ => None,
+        }
+    }
+
     /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {

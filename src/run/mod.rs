@@ -27,3 +27,4 @@ pub use resume::Resume;
 pub(crate) use build::step_runner;
 pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
 pub(crate) use plan::update_cache;
+pub(crate) use ranks::check_world;

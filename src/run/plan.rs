@@ -37,25 +37,43 @@ pub(super) fn plan_run(
     order: &Order,
     options: &LoaderOptions,
     resumed: Option<&TrainState>,
+    rank: Rank,
     observer: &dyn SetupObserver,
 ) -> Result<RunPlan, RunError> {
-    let unmeasured = |planned| RunPlan { planned, reader: rows.clone(), background: None };
+    let unmeasured = |planned| {
+        // With the lengths from a cache, a rank reads only its own rows.
+        let cached = (rank.world > 1).then(|| complete_cache(config, rows)).flatten();
+        let reader = cached.unwrap_or_else(|| rows.clone() as Arc<dyn RowReader>);
+        RunPlan { planned, reader, background: None }
+    };
     let Some(epochs) = config.train.epoch_limit() else {
-        return Ok(without_epochs(config, rows, order, options, resumed, observer));
+        if rank.is_first() {
+            return Ok(without_epochs(config, rows, order, options, resumed, observer));
+        }
+        return Ok(unmeasured(None));
     };
     // The first start of a run has planned it, and the length has not changed since.
     let same = |plan: &Planned| plan.epochs == epochs;
     if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
         return Ok(unmeasured(Some(plan)));
     }
-    let (cached, work) = update_cache(config, rows.clone(), observer)?;
-    let reader = log_lengths(config, cached, work, options);
+    // Rank 0 has completed the cache. The others use it as it is: a row that could not be read then
+    // would be measured again, perhaps with another result.
+    let complete = (!rank.is_first()).then(|| complete_cache(config, rows)).flatten();
+    let reader = if let Some(reader) = complete {
+        reader
+    } else {
+        let (cached, work) = update_cache(config, rows.clone(), observer)?;
+        log_lengths(config, cached, work, options)
+    };
     let plan = match (plan(&reader, order, options, epochs, &|_, _| {}), resumed) {
         (Ok(plan), _) => plan,
         // Training does not start, so it cannot report these rows.
         (Err(error), None) => {
-            let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
-            write_rejects(Some(&mut rejects), 1, error.unreported())?;
+            if rank.is_first() {
+                let mut rejects = JsonlSink::open(&config.output_dir.join("rejects.jsonl"))?;
+                write_rejects(Some(&mut rejects), 1, error.unreported())?;
+            }
             return Err(error.into());
         }
         (Err(error), Some(_)) => return Err(error.into()),
@@ -120,6 +138,12 @@ fn without_epochs(
         }
     }
     RunPlan { planned: None, reader, background }
+}
+
+/// The rows with the lengths of complete caches, which are not changed; `None` if one is missing.
+fn complete_cache(config: &RunConfig, rows: &Arc<JsonlRows>) -> Option<Arc<dyn RowReader>> {
+    let cached = CachedRows::complete(rows.clone(), &config.cache_dir())?;
+    Some(Arc::new(cached))
 }
 
 fn num_chats(rows: &JsonlRows) -> usize {

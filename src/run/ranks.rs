@@ -70,6 +70,19 @@ impl SetupRanks {
         Ok(result)
     }
 
+    /// Checks that `value`, a digest of `what`, is the same on all ranks.
+    pub(super) fn compare(&mut self, what: &str, value: &str) -> Result<(), RunError> {
+        let Some(group) = &mut self.group else { return Ok(()) };
+        let all = gather(&mut *group.step, &value.to_owned())?;
+        match all.iter().position(|of_rank| *of_rank != all[0]) {
+            None => Ok(()),
+            Some(rank) => {
+                let problem = format!("its {what} differs from that of rank 0");
+                Err(DistError::Message { rank, problem }.into())
+            }
+        }
+    }
+
     /// The checkpoint that all ranks resume from, which rank 0 finds.
     pub(super) fn find_checkpoint(
         &mut self,
@@ -79,8 +92,10 @@ impl SetupRanks {
     ) -> Result<Option<Found>, RunError> {
         let mut found = None;
         if self.is_first() {
-            checkpointer.recover()?;
-            found = find_checkpoint(config, resume, checkpointer)?;
+            found = self.during("looking for a checkpoint", || {
+                checkpointer.recover()?;
+                find_checkpoint(config, resume, checkpointer)
+            })?;
         }
         let Some(group) = &mut self.group else { return Ok(found) };
         let own: Option<PathBuf> = found.as_ref().map(|found| found.dir.clone());
@@ -88,7 +103,8 @@ impl SetupRanks {
         if group.rank.is_first() {
             return Ok(found);
         }
-        Ok(of_first.map(|folder| Checkpointer::open(&folder)).transpose()?)
+        let Some(folder) = of_first else { return Ok(None) };
+        Ok(Some(self.during("reading the checkpoint", || Checkpointer::open(&folder))?))
     }
 
     /// The connections of the loader and of the training loop.
@@ -101,7 +117,7 @@ impl SetupRanks {
 }
 
 /// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
-pub(super) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
+pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
     let slots = config.train.gradient_accumulation_steps.get();
     if slots.is_multiple_of(world) {
         return Ok(());

@@ -122,7 +122,7 @@ pub struct Evaluator<'a> {
 const ROWS_AT_A_TIME: usize = 8;
 /// Number of rows that one rank scores at a time. No pack has rows of two blocks, so that packs do not
 /// depend on the number of ranks.
-const BLOCK_ROWS: usize = 64;
+const BLOCK_ROWS: usize = 32;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` receives the number of rows done.
@@ -140,9 +140,6 @@ impl Evaluator<'_> {
             }
             let before = index * BLOCK_ROWS;
             blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
-            if let Some(ranks) = self.ranks {
-                ranks.report(&format!("evaluation: row {}", before + block.len()));
-            }
         }
         progress(rows.len());
         Ok(join(blocks, self.ranks)?)
@@ -159,6 +156,9 @@ impl Evaluator<'_> {
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
+            if let Some(ranks) = self.ranks {
+                ranks.report("evaluation");
+            }
             let encoded: Vec<Result<EncodedSample, Rejection>> =
                 chunk.par_iter().map(|row| self.rows.read(*row)).collect();
             for (row, sample) in chunk.iter().zip(encoded) {

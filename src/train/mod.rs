@@ -4,6 +4,7 @@ mod audit;
 mod config;
 mod datasets;
 mod device;
+mod error;
 mod eval;
 mod eval_blocks;
 mod generate;
@@ -24,6 +25,7 @@ pub use datasets::{
     metric_keys,
 };
 pub use device::{DeviceChoice, UnknownDevice};
+pub use error::TrainError;
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use gradient_tree::buffers_of_tree;
@@ -34,4 +36,4 @@ pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
     StepRunner,
 };
-pub use trainer::{Observer, Outcome, TrainError, Trainer, TrainerParts};
+pub use trainer::{Observer, Outcome, Trainer, TrainerParts};

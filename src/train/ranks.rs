@@ -1,6 +1,7 @@
 //! The rank of a training loop, and its exchanges with the other ranks.
 
-use crate::dist::{Collective, DistError, Lane, Monitor, Rank, during, gather};
+use super::error::TrainError;
+use crate::dist::{Collective, DistError, Lane, Monitor, Rank, during, fail, gather};
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,6 +37,16 @@ impl Ranks {
     /// Reports work of the current step to the monitor.
     pub(super) fn report(&self, work: &str) {
         self.monitor.report(&self.work(work));
+    }
+
+    /// Reports that this rank waits for the others.
+    pub(super) fn wait(&self, work: &str) {
+        self.monitor.wait(&self.work(work));
+    }
+
+    /// Ends the other ranks because of an error of this one.
+    pub(super) fn fail(&self, error: &TrainError) {
+        fail(&*self.monitor, error, error.lost());
     }
 
     /// Calls `f`, which writes files and may take long.

@@ -295,6 +295,9 @@ impl StepRunner {
     /// Waits for a step and returns its results.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update, loss } = launched;
+        if let Some(ranks) = &self.ranks {
+            ranks.wait("sums of the ranks"); // on a GPU the sums are complete when losses are read
+        }
         let counts = losses.counts;
         let losses = losses.read()?;
         let loss = loss.map_or_else(|| self.mean_loss(&losses, counts, *step), Ok)?;

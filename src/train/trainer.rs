@@ -3,17 +3,18 @@
 use super::audit::{Audit, audit};
 use super::config::EvalConfig;
 use super::datasets::{Rejected, by_dataset, by_sample, count, log_datasets, metric_keys};
-use super::eval::{EvalError, EvalReport, Evaluator};
+use super::error::TrainError;
+use super::eval::{EvalReport, Evaluator};
 use super::ranks::Ranks;
 use super::rejects::write_rejects;
 use super::state::TrainState;
-use super::step::{MicroBatches, PreparedStep, StepError, StepRunner};
+use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
-use crate::checkpoint::{CarriedFiles, CheckpointError, Checkpointer, Contents, ModelFiles};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles};
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, StepData};
 use crate::dist::DistError;
-use crate::metrics::{EvalMetrics, JsonlError, JsonlSink, StepMetrics, peak_memory_bytes};
+use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
 use candle_core::Tensor;
@@ -93,32 +94,6 @@ pub enum Outcome {
     },
 }
 
-/// The reason why a run failed.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    /// Data could not be loaded.
-    #[error(transparent)]
-    Data(#[from] LoaderError),
-    /// A step failed.
-    #[error(transparent)]
-    Step(#[from] StepError),
-    /// An evaluation failed.
-    #[error("the evaluation failed")]
-    Eval(#[from] EvalError),
-    /// A checkpoint could not be written.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// `metrics.jsonl` or `rejects.jsonl` could not be written.
-    #[error(transparent)]
-    Sink(#[from] JsonlError),
-    /// The ranks can no longer work together.
-    #[error(transparent)]
-    Ranks(#[from] DistError),
-    /// An op failed outside of a step.
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
-}
-
 /// A run in progress.
 pub struct Trainer {
     parts: TrainerParts,
@@ -187,6 +162,14 @@ impl Trainer {
 
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        let result = self.train(observer);
+        if let (Err(error), Some(ranks)) = (&result, self.ranks()) {
+            ranks.fail(error); // before the connections close
+        }
+        result
+    }
+
+    fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
             if let Some(ranks) = self.ranks() {
@@ -274,6 +257,9 @@ impl Trainer {
     /// Writes the rows that caused the error to `rejects.jsonl` and returns the error.
     fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
         write_rejects(self.parts.rejects.as_mut(), step, error.unreported())?;
+        if !error.unreported().is_empty() {
+            self.wait_for_all()?; // all ranks have this error, and rank 0 writes the rows
+        }
         Err(error.into())
     }
 
@@ -401,9 +387,9 @@ impl Trainer {
             if self.is_first() {
                 self.during("writing a checkpoint", || self.write_checkpoint(step))?;
             }
-            self.wait_for_all()?;
             self.saved_at = Some(step);
         }
+        self.wait_for_all()?;
         Ok(folder)
     }
 

@@ -226,3 +226,28 @@ fn a_rank_that_fails_ends_the_others_with_its_number() {
     });
     assert_eq!(errors[0].as_deref(), Some("rank 1 was lost: it has ended"));
 }
+
+#[test]
+fn ranks_with_different_configs_are_refused() {
+    let place = place();
+    let configs = ["1e-3", "2e-3"]
+        .map(|lr| config(&place, "run", &[&format!("optim.lr={lr}"), "checkpoint.every_steps=0"]));
+    let errors: Vec<String> = thread::scope(|scope| {
+        let ranks: Vec<_> = threads(2)
+            .unwrap()
+            .into_iter()
+            .zip(&configs)
+            .map(|(group, config)| {
+                scope.spawn(|| {
+                    let run = Run::with_group(config, &RunOptions::default(), Some(group));
+                    run.err().unwrap().to_string()
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    for error in errors {
+        let expected = "rank 1 cannot take part: its config differs from that of rank 0";
+        assert_eq!(error, expected);
+    }
+}

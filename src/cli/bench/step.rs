@@ -122,7 +122,7 @@ impl Bench {
         options.epochs = None;
         let loaded = load_model(&config.model, config.seed, device)?;
         let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let (runner, _) = step_runner(config, loaded, &groups, None, device, None)?;
+        let (runner, _) = step_runner(config, loaded, &groups, None, device, 1)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
         let memory = memory_model(&runner)?;

@@ -55,6 +55,17 @@ impl CachedRows {
         Ok(updated?.expect("each has been updated"))
     }
 
+    /// The rows with the lengths of the caches in `folder`, without a check of images; `None` if a file
+    /// has no complete cache under the current limits.
+    pub fn complete(rows: Arc<JsonlRows>, folder: &Path) -> Option<Self> {
+        let of_set = |set: &DataSet| match set {
+            DataSet::Chats(file) => LengthCache::complete(file, rows.encoder(), folder).map(Some),
+            DataSet::Corpus(_) => Some(None),
+        };
+        let caches = rows.sets().iter().map(of_set).collect::<Option<_>>()?;
+        Some(Self { rows, caches })
+    }
+
     /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the rows
     /// of all ranks. `progress` receives the number of finished rows of this rank.
     pub fn measure_part(

@@ -55,11 +55,26 @@ impl Writer {
     pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
         let folder = place.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
-        Self::at(place, place.beside(&format!("{OF_RANK}{rank}")))
+        // several runs of the same rows may measure them at the same time
+        let process = std::process::id();
+        Self::at(place, place.beside(&format!("{OF_RANK}{rank}-{process}")))
     }
 }
 
 impl LengthCache {
+    /// The cache of `file` in `folder` as it is; `None` if it is not complete, or if its lengths belong
+    /// to other limits.
+    pub fn complete(file: &RowFile, encoder: &Encoder, folder: &Path) -> Option<Self> {
+        let place = Place::of(file, encoder, folder);
+        let (footer, batches) = place.read()?;
+        if !footer.fits(file) || footer.limits != encoder.image_processor().limits() {
+            return None;
+        }
+        let mut table = Self::with_capacity(place.path.clone(), file.len());
+        batches.for_each(|rows| table.push(&rows));
+        (table.len() == file.len()).then_some(table)
+    }
+
     /// Measures the rows of `rank`'s part of `file`, unless `folder` has a cache of the whole file.
     /// When all ranks are done, [`Self::update`] reuses their rows. `progress` receives the number of
     /// rows done.

@@ -15,8 +15,8 @@ use crate::batch::EncodedSample;
 use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::error::LoaderError;
-use crate::data::loader::filled::{FilledStep, collate_step};
-use crate::data::loader::share::{LoaderShare, RowsRead, exchange, own_slots};
+use crate::data::loader::filled::{FilledStep, collate_step, of_another_rank};
+use crate::data::loader::share::{LoaderShare, RowsRead, exchange, own_slots, plan_digest};
 use crate::data::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Step, StepData,
 };
@@ -150,13 +150,17 @@ impl<'a> Assembler<'a> {
         })
     }
 
-    /// Sends steps until the data ends or the receiver is dropped.
-    pub(super) fn run(mut self) {
-        let Err(Stop::Failed(error)) = self.make_steps() else { return };
-        if self.send_finished().is_ok() {
+    /// Sends steps until the data ends or the receiver is dropped. Returns the connection to the other
+    /// ranks: if it closed now, they would report a lost rank before this one reports its error.
+    pub(super) fn run(mut self) -> Option<LoaderShare> {
+        let ended = self.make_steps();
+        if let Err(Stop::Failed(error)) = ended
+            && self.send_finished().is_ok()
+        {
             // fails if the loader was dropped
             let _ = self.steps.send(Err(error));
         }
+        self.share
     }
 
     fn make_steps(&mut self) -> Result<(), Stop> {
@@ -262,7 +266,8 @@ impl<'a> Assembler<'a> {
     fn fill(&mut self, step: Step<Planned>) -> Result<FilledStep, Stop> {
         let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
         let own = self.own_slots();
-        let mut read = RowsRead::default();
+        let plan = self.share.as_ref().map(|_| plan_digest(&micro_batches, &state));
+        let mut read = RowsRead { plan: plan.unwrap_or_default(), ..RowsRead::default() };
         let mut all = Vec::with_capacity(micro_batches.len());
         for (slot, packs) in micro_batches.into_iter().enumerate() {
             let mut filled = Vec::with_capacity(packs.len());
@@ -270,7 +275,7 @@ impl<'a> Assembler<'a> {
                 filled.push(if own.contains(&slot) {
                     self.read(pack, &mut read)?
                 } else {
-                    pack.into_iter().map(of_another_rank).collect::<Vec<_>>()
+                    of_another_rank(pack)
                 });
             }
             all.push((slot, filled));
@@ -390,10 +395,6 @@ impl<'a> Assembler<'a> {
         let Some(step) = self.finished.take() else { return Ok(()) };
         self.steps.send(Ok(step)).map_err(|_| Stop::Unwanted)
     }
-}
-
-fn of_another_rank(Item { position, length, .. }: Item<Planned>) -> Item<Option<EncodedSample>> {
-    Item { position, length, value: None }
 }
 
 fn panicked(reader: &dyn RowReader, row: SampleIndex, message: String) -> LoaderError {

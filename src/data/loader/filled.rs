@@ -60,3 +60,10 @@ pub(super) fn collate_step(
     }
     Ok(data)
 }
+
+/// The items of a pack that another rank reads.
+pub(super) fn of_another_rank<T>(pack: Vec<Item<T>>) -> Vec<Item<Option<EncodedSample>>> {
+    pack.into_iter()
+        .map(|Item { position, length, value: _ }| Item { position, length, value: None })
+        .collect()
+}

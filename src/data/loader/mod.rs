@@ -49,7 +49,8 @@ const AHEAD_BYTES: u64 = 256 << 20;
 pub struct Loader {
     pools: Option<Arc<Pools>>,
     steps: Option<Receiver<Result<StepData, LoaderError>>>,
-    assembler: Option<JoinHandle<()>>,
+    assembler: Option<JoinHandle<Option<LoaderShare>>>,
+    ended: Option<LoaderShare>,  // of an assembler that has ended
     failed: Option<LoaderError>, // returned by the first `next_step`
     peeked: Option<Result<StepData, LoaderError>>, // received by `is_ready`
     close_share: Option<Box<dyn Fn() + Send + Sync>>,
@@ -80,6 +81,7 @@ impl Loader {
             pools: None,
             steps: None,
             assembler: None,
+            ended: None,
             failed: None,
             peeked: None,
             close_share: share.as_ref().map(|share| share.lane.closer()),
@@ -111,9 +113,13 @@ impl Loader {
         }
         // the assembler has ended: at the end of the data, or by a panic
         self.steps = None;
-        let message =
-            self.assembler.take()?.join().err().map(|payload| panic_message(&*payload))?;
-        Some(Err(LoaderError::Crashed { message }))
+        match self.assembler.take()?.join() {
+            Ok(share) => {
+                self.ended = share;
+                None
+            }
+            Err(payload) => Some(Err(LoaderError::Crashed { message: panic_message(&*payload) })),
+        }
     }
 
     fn spawn(
@@ -153,8 +159,11 @@ impl Loader {
         let assemble = move || {
             match Assembler::resume(&*reader, &pools, options, rows_of, from, &sender, share) {
                 Ok(assembler) => assembler.run(),
-                // fails if the loader was dropped
-                Err(error) => drop(sender.send(Err(error))),
+                Err(error) => {
+                    // fails if the loader was dropped
+                    let _ = sender.send(Err(error));
+                    None
+                }
             }
         };
         let builder = thread::Builder::new().name("loader-assembler".to_owned());

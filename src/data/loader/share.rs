@@ -7,7 +7,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
+use crate::data::loader::steps::{DataState, MicroBatches};
+use crate::data::packing::Item;
 use crate::data::row::{Rejection, SampleSize};
 use crate::dist::{DistError, Lane, Rank, gather};
 
@@ -22,6 +25,8 @@ pub struct LoaderShare {
 /// The rows of one step that a rank has read.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct RowsRead {
+    /// Digest of the packs that this rank has planned for the step, see [`plan_digest`].
+    pub(super) plan: String,
     /// Position in the epoch and reason of each row that was rejected.
     pub(super) rejected: Vec<(u64, Rejection)>,
     /// Counts of the samples, in order.
@@ -46,7 +51,26 @@ pub(super) fn own_slots(share: Option<&LoaderShare>, num_slots: usize) -> Range<
     share.map_or(Rank::ALONE, |share| share.rank).own(num_slots)
 }
 
-/// Exchanges the rows of a step with the other ranks.
+/// Digest of a planned step: of the rows and lengths of all packs, and of the position in the data.
+/// Ranks that see different files would plan different packs, and train rows twice or not at all.
+pub(super) fn plan_digest<T>(packs: &MicroBatches<T>, state: &DataState) -> String {
+    let mut digest = Sha256::new();
+    for (slot, packs) in packs.iter().enumerate() {
+        for (pack, items) in packs.iter().enumerate() {
+            for Item { position, length, .. } in items {
+                let row = [slot as u64, pack as u64, *position, length.tokens as u64];
+                for number in row {
+                    digest.update(number.to_le_bytes());
+                }
+            }
+        }
+    }
+    let position = (state.epoch, state.next, state.rows_read, &state.rejected);
+    digest.update(format!("{position:?}"));
+    format!("{:x}", digest.finalize())
+}
+
+/// Exchanges the rows of a step with the other ranks. Fails if they have planned different packs.
 pub(super) fn exchange(
     share: Option<&mut LoaderShare>,
     read: RowsRead,
@@ -55,6 +79,11 @@ pub(super) fn exchange(
         Some(share) => (share.rank.rank, gather(&mut *share.lane, &read)?),
         None => (0, vec![read]),
     };
+    if let Some(other) = all.iter().position(|read| read.plan != all[0].plan) {
+        let problem = "it has planned other packs than rank 0: some data files, images or length \
+                       caches differ between the ranks, or could not be read by one of them";
+        return Err(DistError::Message { rank: other, problem: problem.to_owned() });
+    }
     let mut rows = RowsOfAll {
         rejected: Vec::new(),
         without: BTreeSet::new(),
@@ -62,7 +91,7 @@ pub(super) fn exchange(
         own: 0..0,
         failed: None,
     };
-    for (of, RowsRead { rejected, sizes, failed }) in all.into_iter().enumerate() {
+    for (of, RowsRead { plan: _, rejected, sizes, failed }) in all.into_iter().enumerate() {
         for (position, rejection) in rejected {
             rows.without.insert(position);
             rows.rejected.push(rejection);
@@ -75,4 +104,50 @@ pub(super) fn exchange(
         rows.failed = rows.failed.or(failed);
     }
     Ok(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::data::row::Length;
+    use crate::dist::threads;
+
+    fn digest(positions: &[u64], tokens: usize, next: u64) -> String {
+        let item = |position: &u64| Item {
+            position: *position,
+            length: Length { tokens, pixel_bytes: 0 },
+            value: (),
+        };
+        let packs = vec![vec![positions.iter().map(item).collect()]];
+        plan_digest(&packs, &DataState { next, ..DataState::default() })
+    }
+
+    /// Exchanges these digests between ranks.
+    fn exchanged(plans: [String; 2]) -> Vec<Result<usize, DistError>> {
+        let groups = threads(2).unwrap().into_iter().zip(plans);
+        let ranks: Vec<_> = groups
+            .map(|(group, plan)| {
+                thread::spawn(move || {
+                    let mut share = LoaderShare { rank: group.rank, lane: group.data };
+                    let read = RowsRead { plan, ..RowsRead::default() };
+                    exchange(Some(&mut share), read).map(|rows| rows.sizes.len())
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    }
+
+    #[test]
+    fn ranks_that_planned_different_packs_are_refused() {
+        let plan = || digest(&[3, 1], 10, 4);
+        assert!(exchanged([plan(), plan()]).iter().all(Result::is_ok));
+        for other in [digest(&[1, 3], 10, 4), digest(&[3, 1], 11, 4), digest(&[3, 1], 10, 5)] {
+            for result in exchanged([plan(), other]) {
+                let error = result.unwrap_err().to_string();
+                assert!(error.starts_with("rank 1 cannot take part: it has planned"), "{error}");
+            }
+        }
+    }
 }
