@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Compares two MPI ranks of one thread with one process of two threads, in turns, on the text model of
+# 26 M parameters: tokens per second, the median over all steps but the first. Needs OpenMPI and a
+# build with the feature `mpi`.
+#   scripts/bench/ranks.sh [ROUNDS]
+# TRAINER=FILE    another binary
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+trainer=${TRAINER:-$PWD/target/release/trainer} rounds=${1:-3} python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+scripts/bench/text_model.sh "$work/model"
+"$python" - "$work/rows.jsonl" <<'PY'
+import json, random, sys
+random.seed(0)
+words = "the model reads a row and writes an answer with many short words".split()
+with open(sys.argv[1], "w") as file:
+    for row in range(400):
+        text = lambda n: " ".join(random.choice(words) for _ in range(n))
+        turns = [{"role": "user", "content": text(random.randint(20, 60))}, {"role": "assistant", "content": text(random.randint(40, 160))}]
+        file.write(json.dumps({"messages": turns}) + "\n")
+PY
+cat >"$work/config.yaml" <<YAML
+output_dir: $work/run
+device: cpu
+model: {path: $work/model, weights: random}
+data:
+  train: [{path: $work/rows.jsonl}]
+  packing_length: 1024
+train: {gradient_accumulation_steps: 4, max_steps: 9}
+checkpoint: {every_steps: 0}
+YAML
+run() { # name, threads, ranks
+  rm -rf "$work/run"
+  RAYON_NUM_THREADS=$2 "$trainer" sft --config "$work/config.yaml" --set "distributed.processes=$3" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+  "$python" - "$1" "$work/run/metrics.jsonl" <<'PY'
+import json, statistics, sys
+rows = [json.loads(line) for line in open(sys.argv[2])][1:]
+print(f"{sys.argv[1]}: {statistics.median(row['tokens_per_s'] for row in rows):.0f} tokens/s, last loss {rows[-1]['loss']}", flush=True)
+PY
+}
+for _ in $(seq "$rounds"); do
+  run "1 process, 2 threads" 2 1
+  run "2 ranks of 1 thread " 1 2
+done
