@@ -33,8 +33,21 @@ start() { # output_dir
   job=$!
 }
 ranks() { pgrep -P "$(pgrep -P "$job" || echo none)" 2>/dev/null || true; }
-# Waits for the end of the run; sets `code`.
+# Waits for the end of the run; sets `code`. A rank that is stopped when the run is complete and all
+# ranks have said so delays the end until it continues.
 end() {
+  local limit=$((SECONDS + 120))
+  [ -z "${victim:-}" ] || limit=$((SECONDS + timeout_s + 6))
+  while [ -e "/proc/$job" ] && ! grep -q '^State:.Z' "/proc/$job/status" 2>/dev/null; do
+    if [ "$SECONDS" -ge "$limit" ]; then
+      if [ -z "${victim:-}" ] || [ ! -d "$folder/run/final" ]; then
+        fail "the ranks did not end"
+      fi
+      kill -CONT "$victim" 2>/dev/null || true
+      limit=$((SECONDS + 30)) victim=
+    fi
+    sleep 0.02
+  done
   code=0
   wait "$job" 2>/dev/null || code=$?
 }
@@ -68,8 +81,9 @@ while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
   mapfile -t pids < <(ranks)
   signal=KILL
   [ "$killed" -lt "$kills" ] || signal=STOP
-  sent=$(now)
-  if [ ${#pids[@]} -lt "$world" ] || ! kill "-$signal" "${pids[RANDOM % world]}" 2>/dev/null; then
+  sent=$(now) victim=
+  if [ ${#pids[@]} -lt "$world" ] || ! kill "-$signal" "${victim:=${pids[RANDOM % world]}}" 2>/dev/null; then
+    victim=
     # It has just ended, or not yet started.
     end
     [ "$code" = 0 ] || fail "exit code $code without a signal"
@@ -89,6 +103,7 @@ while [ $((killed + stopped)) -lt $((kills + stops)) ]; do
   grep -qE '^error: (rank|ranks|no progress)|mpirun noticed that process rank' "$folder/log" || fail "no rank is named after SIG$signal"
   if [ $signal = KILL ]; then killed=$((killed + 1)); else stopped=$((stopped + 1)); fi
 done
+victim=
 start run
 end
 [ "$code" = 0 ] || fail "the last run failed"
