@@ -199,11 +199,10 @@ impl Ending {
     /// Ends the connections together with the other ranks if `result` is a success, or a stop after
     /// the run was saved. Otherwise ends all ranks with the error. Returns `result`.
     pub(super) fn after<T>(self, result: anyhow::Result<T>) -> anyhow::Result<T> {
-        match &result {
-            Err(error) if report::exit(error) != Exit::Stopped => {
-                self.monitor.fail(&error.to_string());
-            }
-            _ => {
+        match result.as_ref().err().filter(|error| report::exit(error) != Exit::Stopped) {
+            Some(error) if report::exit(error) == Exit::Ranks => {} // all monitors know it
+            Some(error) => self.monitor.fail(&format!("{error:#}")),
+            None => {
                 self.monitor.report("ending the connections");
                 if let Err(error) = self.sums.finish() {
                     self.monitor.fail(&error.to_string());

@@ -8,7 +8,7 @@ use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use crate::config::RunConfig;
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::run::{self, Resume, Run, RunOptions};
+use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
 use crate::train::{EvalReport, Observer, Outcome, Trainer};
 use clap::Args;
 use std::path::PathBuf;
@@ -49,7 +49,9 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let group = group(&config.distributed, config.device)?;
     let is_first = group.as_ref().is_none_or(|group| group.rank.is_first());
     let ending = group.as_ref().map(Ending::of);
-    let options = RunOptions { resume, stop, observer: &SetupBars(logging) };
+    let bars = SetupBars(logging);
+    let observer: &dyn SetupObserver = if is_first { &bars } else { &() };
+    let options = RunOptions { resume, stop, observer };
     let trained = Run::with_group(&config, &options, group)
         .map_err(|error| args.config.located(error))
         .and_then(|run| train(run, &config, &options.resume, logging, is_first));

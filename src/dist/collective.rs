@@ -77,6 +77,13 @@ impl HostCollective {
         self.jobs.send(job).map_err(|_| self.ended())
     }
 
+    /// Sends a job and waits for its answer.
+    fn answered(&self, job: fn(SyncSender<()>) -> Job) -> Result<(), DistError> {
+        let (answer, answered) = sync_channel(1);
+        self.send(job(answer))?;
+        answered.recv().map_err(|_| self.ended())
+    }
+
     fn ended(&self) -> DistError {
         let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).clone();
         error.unwrap_or(DistError::Closed)
@@ -89,15 +96,11 @@ impl Collective for HostCollective {
     }
 
     fn wait(&self) -> Result<(), DistError> {
-        let (answer, answered) = sync_channel(1);
-        self.send(Job::Answer(answer))?;
-        answered.recv().map_err(|_| self.ended())
+        self.answered(Job::Answer)
     }
 
     fn finish(&self) -> Result<(), DistError> {
-        let (answer, answered) = sync_channel(1);
-        self.send(Job::Finish(answer))?;
-        answered.recv().map_err(|_| self.ended())
+        self.answered(Job::Finish)
     }
 }
 

@@ -1,4 +1,3 @@
-use super::super::launcher::Launcher;
 use super::*;
 use rendezvous::Address;
 use std::net::TcpListener;
@@ -13,16 +12,7 @@ const LONG: Duration = Duration::from_mins(1);
 const SHORT: Duration = Duration::from_secs(2);
 
 fn place(rank: usize, world: usize) -> Launched {
-    Launched {
-        launcher: Launcher::Explicit,
-        rank,
-        world,
-        local_rank: None,
-        local_world: Some(world),
-        host: None,
-        port: None,
-        job: "test".to_owned(),
-    }
+    Launched { local_world: Some(world), ..Launched::of_test(rank, world) }
 }
 
 /// Connects ranks as threads and calls `f` on each of them.

@@ -91,9 +91,3 @@ fn ranks_text(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, names.join(", "))
 }
-
-impl From<DistError> for candle_core::Error {
-    fn from(error: DistError) -> Self {
-        Self::wrap(error)
-    }
-}

@@ -24,11 +24,6 @@ impl Rank {
         self.rank == 0
     }
 
-    /// This rank's part of the micro-batches `0..slots` of a step. `world` must divide `slots`.
-    pub fn own(self, slots: usize) -> Range<usize> {
-        self.own_part(slots)
-    }
-
     /// This rank's part of `0..len`. The parts of two ranks differ by at most one in length.
     pub fn own_part(self, len: usize) -> Range<usize> {
         let start = |rank: usize| (len as u128 * rank as u128 / self.world as u128) as usize;

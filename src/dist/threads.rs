@@ -167,7 +167,7 @@ mod tests {
                 (0..len).map(|i| (leaf(0, i) + leaf(1, i)) + (leaf(2, i) + leaf(3, i))).collect();
             for world in [1, 2, 4] {
                 let sums = on_ranks(world, |group| {
-                    let own = group.rank.own(4);
+                    let own = group.rank.own_part(4);
                     let own: Vec<f32> = (0..len)
                         .map(|i| {
                             let leaves: Vec<f32> = own.clone().map(|k| leaf(k, i)).collect();

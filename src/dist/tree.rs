@@ -54,7 +54,7 @@ impl TreeSum {
     fn sum_part(&mut self, values: &mut [f32]) -> Result<(), DistError> {
         let Rank { rank, world, .. } = self.rank;
         let len = values.len();
-        let share = |of: usize| len * of / world..len * (of + 1) / world;
+        let share = |of: usize| Rank { rank: of, ..self.rank }.own_part(len);
         // At each distance, a rank sends to one rank and receives from another.
         let partners = (1..world)
             .map(|distance| ((rank + distance) % world, (rank + world - distance) % world));

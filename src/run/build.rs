@@ -21,7 +21,7 @@ use crate::ops::{simd_level, sum_of_squares};
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
+    ModelSection, Observer, Outcome, Planned, Ranks, Rejected, StepRunner, TrainError, TrainState,
     Trainer, TrainerParts, Weights, buffers_of_tree, write_rejects,
 };
 use candle_core::{DType, Device};
@@ -114,10 +114,11 @@ impl Run {
     fn assemble(
         config: &RunConfig,
         options: &RunOptions<'_>,
-        mut ranks: SetupRanks,
+        ranks: SetupRanks,
     ) -> Result<Self, RunError> {
         check(config)?;
-        let (rank, is_first) = (ranks.rank(), ranks.is_first());
+        let rank = ranks.rank();
+        let is_first = rank.is_first();
         check_world(config, rank.world)?;
         if rank.world > 1 {
             log_share(config, rank);
@@ -136,13 +137,13 @@ impl Run {
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
-        ranks.compare("config", &config_digest(config))?;
-        ranks.compare("training data", &data_fingerprint)?;
+        ranks.compare("config", || Ok(config_digest(config)))?;
+        ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
 
         let section = model_section(config, found);
         let loaded =
             ranks.during("loading the model", || load_for_run(&section, config.seed, &device))?;
-        ranks.compare("model", &weights_digest(&loaded)?)?;
+        ranks.compare("model", || weights_digest(&loaded))?;
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &loaded)?;
         let carried = CarriedFiles::read(&config.model.path)?;
@@ -151,7 +152,9 @@ impl Run {
         }
         let loader_options = loader_options(config, &encoder);
         let order = order(config, &rows)?;
-        ranks.during("measuring rows", || measure_part(config, &rows, resumed.as_ref(), rank))?;
+        ranks.during("measuring rows", || {
+            measure_part(config, &rows, resumed.as_ref(), rank, observer)
+        })?;
         ranks.wait_for_all()?;
         let RunPlan { planned, reader, background } = ranks
             .first_then_others("planning", || {
@@ -328,7 +331,7 @@ pub(crate) fn step_runner(
     let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {
         buffers: (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?,
-        ranks: None,
+        ranks: Ranks::alone(), // set when the run is assembled
         model: loaded.model,
         params: loaded.params,
         optimizer,

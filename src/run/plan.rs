@@ -88,13 +88,17 @@ pub(super) fn measure_part(
     rows: &JsonlRows,
     resumed: Option<&TrainState>,
     rank: Rank,
+    observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
     let Some(epochs) = config.train.epoch_limit() else { return Ok(()) };
     let is_planned = |state: &TrainState| state.planned.is_some_and(|plan| plan.epochs == epochs);
     if rank.world == 1 || resumed.is_some_and(is_planned) {
         return Ok(());
     }
-    Ok(CachedRows::measure_part(rows, &config.cache_dir(), rank, &|_| ())?)
+    let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
+    let own: usize = chats.map(|set| rank.own_part(set.len()).len()).sum();
+    let report = observer.begin(SetupWork::MeasureRows, own as u64);
+    Ok(CachedRows::measure_part(rows, &config.cache_dir(), rank, &*report)?)
 }
 
 /// Plans a run that ends at `train.max_steps`. Errors are logged and do not stop the run.

@@ -114,8 +114,8 @@ pub struct Evaluator<'a> {
     pub dtype: DType,
     /// Device of the model.
     pub device: &'a Device,
-    /// The other ranks, if rows are divided among ranks; each rank returns the whole report.
-    pub ranks: Option<&'a Ranks>,
+    /// The ranks that share the rows; each returns the whole report.
+    pub ranks: &'a Ranks,
 }
 
 /// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
@@ -132,7 +132,7 @@ impl Evaluator<'_> {
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
-        let Rank { rank, world, .. } = self.ranks.map_or(Rank::ALONE, |ranks| ranks.rank);
+        let Rank { rank, world, .. } = self.ranks.rank();
         let mut blocks = Vec::new();
         for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
             if index % world != rank {
@@ -156,9 +156,7 @@ impl Evaluator<'_> {
         let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
-            if let Some(ranks) = self.ranks {
-                ranks.report("evaluation");
-            }
+            self.ranks.report("evaluation");
             let encoded: Vec<Result<EncodedSample, Rejection>> =
                 chunk.par_iter().map(|row| self.rows.read(*row)).collect();
             for (row, sample) in chunk.iter().zip(encoded) {

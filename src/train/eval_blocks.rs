@@ -59,27 +59,19 @@ impl From<Score> for SampleScore {
 
 /// Joins the reports of all blocks in the order of the rows. Rank `r` of `world` has scored the blocks
 /// `r`, `r + world` and so on.
-pub(super) fn join(own: Vec<EvalReport>, ranks: Option<&Ranks>) -> Result<EvalReport, DistError> {
-    let Some(ranks) = ranks else { return Ok(joined(own)) };
+pub(super) fn join(own: Vec<EvalReport>, ranks: &Ranks) -> Result<EvalReport, DistError> {
     let block = |EvalReport { samples, rejected }: EvalReport| Block {
         samples: samples.into_iter().map(Score::from).collect(),
         rejected,
     };
     let own: Vec<Block> = own.into_iter().map(block).collect();
-    let mut of_ranks: Vec<_> = ranks.gather(&own)?.into_iter().map(Vec::into_iter).collect();
+    let mut of_ranks: Vec<_> = ranks.gather(own)?.into_iter().map(Vec::into_iter).collect();
     let world = of_ranks.len();
     let blocks = (0..).map_while(|index: usize| of_ranks[index % world].next());
-    Ok(joined(blocks.map(|Block { samples, rejected }| EvalReport {
-        samples: samples.into_iter().map(SampleScore::from).collect(),
-        rejected,
-    })))
-}
-
-fn joined(blocks: impl IntoIterator<Item = EvalReport>) -> EvalReport {
     let mut all = EvalReport::default();
-    for EvalReport { samples, rejected } in blocks {
-        all.samples.extend(samples);
+    for Block { samples, rejected } in blocks {
+        all.samples.extend(samples.into_iter().map(SampleScore::from));
         all.rejected.extend(rejected);
     }
-    all
+    Ok(all)
 }

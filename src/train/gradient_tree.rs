@@ -38,10 +38,14 @@ impl<'a> GradientTree<'a> {
         self.buffers.len() == 1
     }
 
+    /// The index of the buffer for the next micro-batch: sums use the buffers before it.
+    fn next_index(&self) -> usize {
+        if self.is_in_place() { 0 } else { self.sums.iter().flatten().count() }
+    }
+
     /// The buffer for the gradients of the next micro-batch.
     pub(super) fn next_buffer(&self) -> Result<&'a Gradients> {
-        let index = if self.is_in_place() { 0 } else { self.sums.iter().flatten().count() };
-        let buffer = &self.buffers[index];
+        let buffer = &self.buffers[self.next_index()];
         if !self.is_in_place() || self.sums.iter().all(Option::is_none) {
             zero(buffer)?;
         }
@@ -51,9 +55,7 @@ impl<'a> GradientTree<'a> {
     /// Records the micro-batch of `slot`, whose gradients are in [`Self::next_buffer`], or that the
     /// slot has none. Adds up the ranges that end with it.
     pub(super) fn complete(&mut self, slot: usize, has_batch: bool) -> Result<()> {
-        let used = self.sums.iter().flatten().count();
-        let index = if self.is_in_place() { 0 } else { used };
-        self.sums.push(has_batch.then_some(index));
+        self.sums.push(has_batch.then(|| self.next_index()));
         for _ in 0..ranges_ending_after(slot, 0, self.num_slots) {
             let (right, left) = (self.sums.pop().flatten(), self.sums.pop().flatten());
             if let (Some(left), Some(right)) = (left, right)
@@ -97,8 +99,8 @@ pub(super) fn zero(grads: &Gradients) -> Result<()> {
 }
 
 fn add(sum: &Gradients, other: &Gradients) -> Result<()> {
-    let pairs = sum.iter().flatten().zip(other.iter().flatten());
-    pairs.into_iter().try_for_each(|(sum, other)| ops::add_in_place(sum, other))
+    let mut pairs = sum.iter().flatten().zip(other.iter().flatten());
+    pairs.try_for_each(|(sum, other)| ops::add_in_place(sum, other))
 }
 
 /// Receives the gradients of the last micro-batch of a rank. As soon as a stage is finished, its

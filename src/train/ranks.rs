@@ -6,67 +6,100 @@ use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The connections of a training loop to the other ranks.
+/// The place of a process among the ranks of a run, and its connections to the others. A process that
+/// is alone exchanges values with itself.
 pub struct Ranks {
-    /// The place of this rank.
-    pub rank: Rank,
-    /// Adds up gradients.
-    pub sums: Arc<dyn Collective>,
-    monitor: Arc<dyn Monitor>,
+    rank: Rank,
     step: AtomicU64,
+    others: Option<Others>,
+}
+
+/// The connections to the other ranks.
+struct Others {
     lane: Mutex<Box<dyn Lane>>,
+    sums: Arc<dyn Collective>,
+    monitor: Arc<dyn Monitor>,
 }
 
 impl Ranks {
-    /// `lane` is used by the training loop alone.
+    /// A run in a single process.
+    pub fn alone() -> Self {
+        Self { rank: Rank::ALONE, step: AtomicU64::new(0), others: None }
+    }
+
+    /// `lane` is used by nothing else.
     pub fn new(
         rank: Rank,
         lane: Box<dyn Lane>,
         sums: Arc<dyn Collective>,
         monitor: Arc<dyn Monitor>,
     ) -> Self {
-        Self { rank, sums, monitor, step: AtomicU64::new(0), lane: Mutex::new(lane) }
+        let others = Some(Others { lane: Mutex::new(lane), sums, monitor });
+        Self { rank, step: AtomicU64::new(0), others }
     }
 
-    /// Reports the work of step `step` to the monitor.
+    /// The place of this rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Adds up gradients; `None` if there is no other rank.
+    pub fn sums(&self) -> Option<&dyn Collective> {
+        self.others.as_ref().map(|others| &*others.sums)
+    }
+
+    /// The values of all ranks, in their order. All ranks make the same calls.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, value: T) -> Result<Vec<T>, DistError> {
+        let Some(others) = &self.others else { return Ok(vec![value]) };
+        let mut lane = others.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        gather(&mut **lane, &value)
+    }
+
+    /// Waits until all ranks have come to this point.
+    pub fn wait_for_all(&self) -> Result<(), DistError> {
+        self.gather(()).map(|_| ())
+    }
+
+    /// Reports to the monitor that step `step` begins.
     pub(super) fn begin_step(&self, step: u64) {
         self.step.store(step, Ordering::Relaxed);
         self.report("reading data");
     }
 
-    /// Reports work of the current step to the monitor.
+    /// Reports the current work to the monitor.
     pub(super) fn report(&self, work: &str) {
-        self.monitor.report(&self.work(work));
+        if let Some(others) = &self.others {
+            others.monitor.report(&self.work(work));
+        }
     }
 
     /// Reports that this rank waits for the others.
     pub(super) fn wait(&self, work: &str) {
-        self.monitor.wait(&self.work(work));
+        if let Some(others) = &self.others {
+            others.monitor.wait(&self.work(work));
+        }
+    }
+
+    /// Calls `f`, which reads or writes files and may take longer than `distributed.timeout_s`.
+    pub fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
+        match &self.others {
+            Some(others) => during(&*others.monitor, &self.work(work), f),
+            None => f(),
+        }
     }
 
     /// Ends the other ranks because of an error of this one.
     pub(super) fn fail(&self, error: &TrainError) {
-        fail(&*self.monitor, error, error.lost());
-    }
-
-    /// Calls `f`, which writes files and may take long.
-    pub(super) fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
-        during(&*self.monitor, &self.work(work), f)
+        if let Some(others) = &self.others {
+            fail(&*others.monitor, error, error.lost());
+        }
     }
 
     fn work(&self, work: &str) -> String {
-        format!("step {}: {work}", self.step.load(Ordering::Relaxed))
-    }
-
-    /// The values of all ranks, in their order. All ranks make the same calls.
-    pub fn gather<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>, DistError> {
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        gather(&mut **lane, value)
-    }
-
-    /// Waits until all ranks have come to this point.
-    pub fn wait_for_all(&self) -> Result<(), DistError> {
-        self.gather(&()).map(|_| ())
+        match self.step.load(Ordering::Relaxed) {
+            0 => work.to_owned(), // before training
+            step => format!("step {step}: {work}"),
+        }
     }
 }
 

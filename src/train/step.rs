@@ -3,7 +3,7 @@
 use super::gradient_tree::{GradientTree, LastMicroBatch, zero};
 use super::ranks::{Bits, Ranks};
 use crate::batch::VarlenBatch;
-use crate::dist::{Collective, DistError, Rank};
+use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, Targets, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::ops;
@@ -87,8 +87,8 @@ pub struct StepRunner {
     pub dtype: DType,
     /// The device of model and gradients.
     pub device: Device,
-    /// The connections to the other ranks of the run; `None` for a run in one process.
-    pub ranks: Option<Ranks>,
+    /// The other ranks of the run.
+    pub ranks: Ranks,
 }
 
 /// Counts of a whole step, over all micro-batches and ranks.
@@ -178,22 +178,11 @@ impl StepRunner {
         Ok(PreparedStep { num_slots, targets, first, rest })
     }
 
-    /// The values of all ranks.
-    fn gather<T: Serialize + serde::de::DeserializeOwned>(
-        &self,
-        value: T,
-    ) -> Result<Vec<T>, DistError> {
-        match &self.ranks {
-            Some(ranks) => ranks.gather(&value),
-            None => Ok(vec![value]),
-        }
-    }
-
     /// Counts the targets of all ranks.
     fn count(&self, targets: &[(usize, Targets)]) -> Result<StepCounts, DistError> {
         let own = targets.iter();
         let own = own.map(|(_, targets)| SlotCounts(targets.len() as u64, targets.weight().into()));
-        let all = self.gather(own.collect::<Vec<_>>())?;
+        let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut counts = StepCounts::default();
         for SlotCounts(num_targets, weight) in all.into_iter().flatten() {
             counts.num_targets += num_targets;
@@ -212,9 +201,8 @@ impl StepRunner {
     pub fn accumulate(&self, step: PreparedStep) -> Result<Losses, StepError> {
         let counts = self.count(&step.targets)?;
         let PreparedStep { num_slots, targets, first, rest } = step;
-        let rank = self.ranks.as_ref().map_or(Rank::ALONE, |ranks| ranks.rank);
-        let slots = rank.own(num_slots);
-        let sums = self.ranks.as_ref().map(|ranks| &*ranks.sums);
+        let slots = self.ranks.rank().own_part(num_slots);
+        let sums = self.ranks.sums();
         let mut losses = Losses { nll: Vec::with_capacity(targets.len()), counts };
         let mut tree = GradientTree::new(&self.buffers, slots.len());
         let mut next_slot = slots.start;
@@ -224,9 +212,7 @@ impl StepRunner {
             for empty in next_slot..slot {
                 tree.complete(empty - slots.start, false)?;
             }
-            if let Some(ranks) = &self.ranks {
-                ranks.report(&format!("micro-batch {slot}"));
-            }
+            self.ranks.report(&format!("micro-batch {slot}"));
             let grads = tree.next_buffer()?;
             let is_last = index + 1 == num_batches;
             if is_last {
@@ -295,9 +281,7 @@ impl StepRunner {
     /// Waits for a step and returns its results.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update, loss } = launched;
-        if let Some(ranks) = &self.ranks {
-            ranks.wait("sums of the ranks"); // on a GPU the sums are complete when losses are read
-        }
+        self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
         let losses = losses.read()?;
         let loss = loss.map_or_else(|| self.mean_loss(&losses, counts, *step), Ok)?;
@@ -329,7 +313,7 @@ impl StepRunner {
         step: u64,
     ) -> Result<f64, StepError> {
         let own: Vec<Bits> = losses.iter().map(|losses| losses.sum().into()).collect();
-        let sums = self.gather(own)?.into_iter().flatten();
+        let sums = self.ranks.gather(own)?.into_iter().flatten();
         // a step without targets has the loss 0
         let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
         let loss = sums.map(f64::from).sum::<f64>() / divisor;

@@ -36,12 +36,9 @@ struct Message {
 
 impl StepReport {
     /// Exchanges the reports of all ranks.
-    pub(super) fn gather(self, ranks: Option<&Ranks>) -> Result<StepReports, DistError> {
+    pub(super) fn gather(self, ranks: &Ranks) -> Result<StepReports, DistError> {
         let Self { samples, data_wait_s, tokens_per_s, peak_memory_bytes } = self;
-        let Some(ranks) = ranks else {
-            return Ok(StepReports { samples, ranks: None });
-        };
-        let all = ranks.gather(&Message {
+        let all = ranks.gather(Message {
             samples: samples.iter().map(|s| [s.nll_sum, s.target_weight].map(Bits::from)).collect(),
             data_wait_s: data_wait_s.into(),
             tokens_per_s: tokens_per_s.into(),
@@ -58,6 +55,7 @@ impl StepReport {
             nll_sum: nll_sum.into(),
             target_weight: target_weight.into(),
         });
-        Ok(StepReports { samples: samples.collect(), ranks: Some(metrics) })
+        let metrics = (ranks.rank().world > 1).then_some(metrics);
+        Ok(StepReports { samples: samples.collect(), ranks: metrics })
     }
 }

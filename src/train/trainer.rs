@@ -13,7 +13,6 @@ use super::step_report::{StepReport, StepReports};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles};
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, StepData};
-use crate::dist::DistError;
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
@@ -163,8 +162,8 @@ impl Trainer {
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let result = self.train(observer);
-        if let (Err(error), Some(ranks)) = (&result, self.ranks()) {
-            ranks.fail(error); // before the connections close
+        if let Err(error) = &result {
+            self.ranks().fail(error); // before the connections close
         }
         result
     }
@@ -172,9 +171,7 @@ impl Trainer {
     fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
-            if let Some(ranks) = self.ranks() {
-                ranks.begin_step(self.parts.state.step + 1);
-            }
+            self.ranks().begin_step(self.parts.state.step + 1);
             let asked = Instant::now();
             let ready = match self.ahead.take() {
                 Some(ready) => ready?,
@@ -191,7 +188,9 @@ impl Trainer {
             if due(step, self.parts.checkpoint_every) {
                 self.save()?;
             }
-            if self.should_stop()? {
+            // a signal to one rank stops all
+            let stop = self.parts.stop.load(Ordering::Relaxed);
+            if self.ranks().gather(stop)?.contains(&true) {
                 return Ok(Outcome::Stopped { folder: self.save()? });
             }
         }
@@ -199,40 +198,21 @@ impl Trainer {
         self.evaluate(observer)?;
         let checkpointer = &self.parts.checkpointer;
         let folder = if self.is_first() {
-            self.during("writing `final`", || checkpointer.save_final(&last))?
+            self.ranks().during("writing `final`", || checkpointer.save_final(&last))?
         } else {
             checkpointer.final_folder()
         };
-        self.wait_for_all()?;
+        self.ranks().wait_for_all()?;
         Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
     }
 
-    fn ranks(&self) -> Option<&Ranks> {
-        self.parts.runner.ranks.as_ref()
+    fn ranks(&self) -> &Ranks {
+        &self.parts.runner.ranks
     }
 
     /// Whether this process writes the files of the run.
     fn is_first(&self) -> bool {
-        self.ranks().is_none_or(|ranks| ranks.rank.is_first())
-    }
-
-    /// Whether any rank received a stop signal.
-    fn should_stop(&self) -> Result<bool, DistError> {
-        let stop = self.parts.stop.load(Ordering::Relaxed);
-        let Some(ranks) = self.ranks() else { return Ok(stop) };
-        Ok(ranks.gather(&stop)?.contains(&true))
-    }
-
-    fn wait_for_all(&self) -> Result<(), DistError> {
-        self.ranks().map_or(Ok(()), Ranks::wait_for_all)
-    }
-
-    /// Calls `f`, which writes files and may take long.
-    fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
-        match self.ranks() {
-            Some(ranks) => ranks.during(work, f),
-            None => f(),
-        }
+        self.ranks().rank().is_first()
     }
 
     /// Waits for the data of `step`; `None` at the end of the data.
@@ -258,7 +238,7 @@ impl Trainer {
     fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
         write_rejects(self.parts.rejects.as_mut(), step, error.unreported())?;
         if !error.unreported().is_empty() {
-            self.wait_for_all()?; // all ranks have this error, and rank 0 writes the rows
+            self.ranks().wait_for_all()?; // all ranks have this error, and rank 0 writes the rows
         }
         Err(error.into())
     }
@@ -279,15 +259,16 @@ impl Trainer {
         let parts = &mut self.parts;
         let outcome = parts.runner.finish(&launched)?;
         let step_time_s = asked.elapsed().as_secs_f64();
+        let peak_memory_bytes = peak_memory_bytes();
         let own_samples = &data.samples[data.own_samples.clone()];
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
         let report = StepReport {
             samples: by_sample(own_samples, &outcome.losses),
             data_wait_s,
             tokens_per_s: own_tokens as f64 / step_time_s,
-            peak_memory_bytes: peak_memory_bytes(),
+            peak_memory_bytes,
         };
-        let StepReports { samples: losses, ranks } = report.gather(parts.runner.ranks.as_ref())?;
+        let StepReports { samples: losses, ranks } = report.gather(&parts.runner.ranks)?;
         if self.audit.is_due(has_images) {
             audit(&parts.runner, step, has_images)?;
         }
@@ -317,7 +298,7 @@ impl Trainer {
             step_time_s,
             data_wait_s,
             tokens_per_s: data.num_tokens as f64 / step_time_s,
-            peak_memory_bytes: peak_memory_bytes(),
+            peak_memory_bytes,
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
             rejected: rejected.total(),
@@ -348,7 +329,7 @@ impl Trainer {
             max_tokens: parts.eval_max_tokens,
             dtype: parts.runner.dtype,
             device: &parts.runner.device,
-            ranks: parts.runner.ranks.as_ref(),
+            ranks: &parts.runner.ranks,
         };
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
@@ -385,11 +366,11 @@ impl Trainer {
         let folder = self.parts.checkpointer.step_folder(step);
         if self.saved_at != Some(step) {
             if self.is_first() {
-                self.during("writing a checkpoint", || self.write_checkpoint(step))?;
+                self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
             }
             self.saved_at = Some(step);
         }
-        self.wait_for_all()?;
+        self.ranks().wait_for_all()?;
         Ok(folder)
     }
 

@@ -142,6 +142,20 @@ pub(crate) fn finish(command: &mut Command) -> Output {
     }
 }
 
+/// Keys of metrics that differ between equal runs: times and memory.
+const MEASURED: [&str; 5] =
+    ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s"];
+
+/// Removes the keys of metrics that differ between equal runs.
+pub(crate) fn without_measured(mut rows: Vec<Value>) -> Vec<Value> {
+    for object in rows.iter_mut().filter_map(Value::as_object_mut) {
+        for key in MEASURED {
+            object.remove(key);
+        }
+    }
+    rows
+}
+
 /// Parses each line as JSON.
 pub(crate) fn json_lines(text: &str) -> Vec<Value> {
     let row =

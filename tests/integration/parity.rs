@@ -17,8 +17,8 @@ use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
-    AttentionChoice, Evaluator, ModelSection, Precision, RecomputeChoice, StepOutcome, StepRunner,
-    Weights, buffers_of_tree,
+    AttentionChoice, Evaluator, ModelSection, Precision, Ranks, RecomputeChoice, StepOutcome,
+    StepRunner, Weights, buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -104,7 +104,7 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
         buffers: (0..buffers_of_tree(variant.micro_batches))
             .map(|_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap())
             .collect(),
-        ranks: None,
+        ranks: Ranks::alone(),
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -264,8 +264,13 @@ fn losses_of_single_samples_equal_the_references() {
         let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
         let device = device();
         let dtype = runner.dtype;
-        let evaluator =
-            Evaluator { rows: &rows, max_tokens: 2048, dtype, device: &device, ranks: None };
+        let evaluator = Evaluator {
+            rows: &rows,
+            max_tokens: 2048,
+            dtype,
+            device: &device,
+            ranks: &Ranks::alone(),
+        };
         let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
         for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap())
         {

@@ -2,7 +2,7 @@
 //!
 //! The ranks are threads of this process. `scripts/dist/test.sh` does the same with processes.
 
-use super::harness::{Place, device_name, golden, write};
+use super::harness::{Place, device_name, golden, without_measured, write};
 use serde_json::Value;
 use std::fs;
 use std::sync::Arc;
@@ -103,21 +103,9 @@ fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
 
 /// Rows of a file without times, memory and values of single ranks.
 fn rows(place: &Place, file: &str) -> Vec<Value> {
-    let mut rows = place.rows(file);
+    let mut rows = without_measured(place.rows(file));
     for row in &mut rows {
-        let object = row.as_object_mut().unwrap();
-        for key in [
-            "step_time_s",
-            "data_wait_s",
-            "tokens_per_s",
-            "peak_memory_bytes",
-            "peak_device_memory_bytes",
-            "peak_device_reserved_bytes",
-            "time_s",
-            "ranks",
-        ] {
-            object.remove(key);
-        }
+        row.as_object_mut().unwrap().remove("ranks");
     }
     rows
 }

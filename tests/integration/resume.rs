@@ -3,7 +3,7 @@
 //! Rows are shuffled and packed, have images or only text, and some are rejected; 20 steps are
 //! several epochs.
 
-use super::harness::{Place, copy_folder, finish, golden, write};
+use super::harness::{Place, copy_folder, finish, golden, without_measured, write};
 use serde_json::Value;
 use std::fs;
 use std::process::Child;
@@ -42,13 +42,7 @@ fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
 fn rows_after(place: &Place, file: &str, step: u64) -> Vec<Value> {
     let mut rows = place.rows(file);
     rows.retain(|row| row["step"].as_u64().unwrap() > step);
-    for row in &mut rows {
-        let object = row.as_object_mut().unwrap();
-        for key in ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s"] {
-            object.remove(key);
-        }
-    }
-    rows
+    without_measured(rows)
 }
 
 fn steps(rows: &[Value]) -> Vec<u64> {

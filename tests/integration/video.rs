@@ -18,7 +18,7 @@ use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, ModelSection, Precision, RecomputeChoice, StepRunner, Weights,
+    AttentionChoice, ModelSection, Precision, Ranks, RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -163,7 +163,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
         let trainable = vec![Trainable::Yes; loaded.params.len()];
         let runner = StepRunner {
             buffers: vec![Gradients::zeros(&loaded.params, &trainable, &device()).unwrap()],
-            ranks: None,
+            ranks: Ranks::alone(),
             model: loaded.model,
             params: loaded.params,
             optimizer,

@@ -2,21 +2,18 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
 use std::panic::resume_unwind;
 
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use rustix::process::{Resource, getrlimit};
 
 use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place, Writer};
-use super::measure::{Batch, Checked, Done, Known, Measurer, lengths};
+use super::measure::{Batch, Checked, Done, Measurer, lengths};
 use super::rows::{Lengths, Rows};
-use super::stamps::Stamps;
 use super::table::LengthCache;
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
@@ -128,12 +125,14 @@ fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
 }
 
 /// A pool of `num` threads, or of fewer if the system does not permit so many.
-pub(super) fn threads(mut num: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
+pub(super) fn threads(mut num: usize, place: &Place) -> Result<ThreadPool, CacheError> {
     loop {
         let threads = ThreadPoolBuilder::new().num_threads(num);
         match threads.thread_name(|thread| format!("cache-{thread}")).build() {
             Err(_) if num > 1 => num /= 2,
-            built => return built,
+            built => {
+                return built.map_err(io::Error::other).map_err(CacheError::write(&place.path));
+            }
         }
     }
 }
@@ -157,8 +156,7 @@ impl Pass<'_> {
         progress: &dyn Fn(u64),
     ) -> Result<(LengthCache, CacheWork), CacheError> {
         let Self { place, lock, file, encoder, num_threads, most } = *self;
-        let threads = threads(num_threads);
-        let threads = threads.map_err(io::Error::other).map_err(CacheError::write(&place.path))?;
+        let threads = threads(num_threads, place)?;
         let limits = encoder.image_processor().limits();
         let footer = Footer::of(file, limits);
         let (old_footer, old) = place.read().unzip();
@@ -175,17 +173,7 @@ impl Pass<'_> {
             // an unchanged cache is not written again, nor one without write permission
             always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
         };
-        let measurer = Measurer {
-            file,
-            encoder,
-            stamps: Stamps::new(file.image_root()),
-            same_limits,
-            known: Known::new(known),
-            should_go_on,
-            left: AtomicUsize::new(most),
-            is_stopped: AtomicBool::new(false),
-            exhausted: OnceLock::new(),
-        };
+        let measurer = Measurer::new(file, encoder, known, same_limits, should_go_on, most);
         let done = measure(&measurer, &threads, same, &output, &footer, progress);
         measurer.exhausted.into_inner().map_or(done, Err)
     }
@@ -229,7 +217,8 @@ impl Output<'_> {
                     return Err(CacheError::DataChanged { path });
                 }
                 Some(writer) => writer.finish(footer)?,
-                None => self.place.remove_partial(self.lock),
+                None if self.lock.may_write(self.place).is_ok() => self.place.remove_left_behind(),
+                None => {}
             }
         }
         Ok(table)

@@ -417,10 +417,7 @@ impl Writer {
         };
         sync().map_err(CacheError::write(&temporary))?;
         // the new file has all of its rows
-        let _ = fs::remove_file(place.beside(".partial"));
-        for path in place.of_ranks() {
-            let _ = fs::remove_file(path);
-        }
+        place.remove_left_behind();
         Ok(())
     }
 }

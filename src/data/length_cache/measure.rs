@@ -98,7 +98,30 @@ pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
     Lengths { tokens: token_counts.num_tokens(), visual_tokens }
 }
 
-impl Measurer<'_> {
+impl<'a> Measurer<'a> {
+    /// Measures while `should_go_on` returns true, at most `most` rows. `known` has rows that need no
+    /// measurement; `same_limits`: with lengths under the current limits.
+    pub(super) fn new(
+        file: &'a RowFile,
+        encoder: &'a Encoder,
+        known: Vec<Rows>,
+        same_limits: bool,
+        should_go_on: &'a (dyn Fn() -> bool + Sync),
+        most: usize,
+    ) -> Self {
+        Self {
+            file,
+            encoder,
+            stamps: Stamps::new(file.image_root()),
+            same_limits,
+            known: Known::new(known),
+            should_go_on,
+            left: AtomicUsize::new(most),
+            is_stopped: AtomicBool::new(false),
+            exhausted: OnceLock::new(),
+        }
+    }
+
     /// Whether to continue. Once false, it stays false.
     fn goes_on(&self) -> bool {
         let goes_on = !self.is_stopped.load(Relaxed) && (self.should_go_on)();

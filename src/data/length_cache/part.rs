@@ -3,14 +3,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::build::{num_threads, threads};
-use super::file::{BATCH_ROWS, CacheError, LEFT_BEHIND, Lock, Place, Writer, read_stream};
-use super::measure::{Batch, Known, Measurer, lengths};
+use super::file::{BATCH_ROWS, CacheError, LEFT_BEHIND, Place, Writer, read_stream};
+use super::measure::{Batch, Measurer, lengths};
 use super::rows::Rows;
-use super::stamps::Stamps;
 use super::table::LengthCache;
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
@@ -23,8 +20,19 @@ const OF_RANK: &str = ".rank-";
 impl Place {
     /// The complete batches of killed processes and of ranks, without the lock.
     pub(super) fn left_behind(&self) -> Vec<Rows> {
+        self.files_left_behind().iter().flat_map(|path| read_stream(path)).collect()
+    }
+
+    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
+    pub(super) fn remove_left_behind(&self) {
+        for path in self.files_left_behind() {
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    fn files_left_behind(&self) -> Vec<PathBuf> {
         let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
-        killed.iter().chain(&self.of_ranks()).flat_map(|path| read_stream(path)).collect()
+        killed.into_iter().chain(self.of_ranks()).collect()
     }
 
     /// The files with the rows that ranks have measured.
@@ -37,16 +45,6 @@ impl Place {
             name.as_encoded_bytes().starts_with(start.as_encoded_bytes())
         };
         entries.map(|entry| entry.path()).filter(is_of_rank).collect()
-    }
-
-    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
-    pub(super) fn remove_partial(&self, lock: &Lock) {
-        if lock.may_write(self).is_ok() {
-            let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
-            for path in killed.iter().chain(&self.of_ranks()) {
-                let _ = fs::remove_file(path);
-            }
-        }
     }
 }
 
@@ -90,21 +88,9 @@ impl LengthCache {
         if footer.is_some_and(|footer| footer.fits(file)) {
             return Ok(());
         }
-        let threads = threads(num_threads());
-        let threads =
-            threads.map_err(std::io::Error::other).map_err(CacheError::write(&place.path))?;
+        let threads = threads(num_threads(), &place)?;
         let known = old.into_iter().flatten().chain(place.left_behind()).collect();
-        let measurer = Measurer {
-            file,
-            encoder,
-            stamps: Stamps::new(file.image_root()),
-            same_limits: false,
-            known: Known::new(known),
-            should_go_on: &|| true,
-            left: AtomicUsize::new(usize::MAX),
-            is_stopped: AtomicBool::new(false),
-            exhausted: OnceLock::new(),
-        };
+        let measurer = Measurer::new(file, encoder, known, false, &|| true, usize::MAX);
         let own = rank.own_part(file.len());
         let lengths = |measured: &Measured| lengths(encoder, measured);
         let mut writer = Writer::of_rank(&place, rank.rank)?;

@@ -36,6 +36,7 @@ pub(super) struct RowsRead {
 }
 
 /// The rows of one step that all ranks have read.
+#[derive(Default)]
 pub(super) struct RowsOfAll {
     pub(super) rejected: Vec<Rejection>,
     /// Positions of the rejected rows.
@@ -48,7 +49,7 @@ pub(super) struct RowsOfAll {
 
 /// The slots of a step's micro-batches that this rank reads.
 pub(super) fn own_slots(share: Option<&LoaderShare>, num_slots: usize) -> Range<usize> {
-    share.map_or(Rank::ALONE, |share| share.rank).own(num_slots)
+    share.map_or(Rank::ALONE, |share| share.rank).own_part(num_slots)
 }
 
 /// Digest of a planned step: of the rows and lengths of all packs, and of the position in the data.
@@ -84,13 +85,7 @@ pub(super) fn exchange(
                        caches differ between the ranks, or could not be read by one of them";
         return Err(DistError::Message { rank: other, problem: problem.to_owned() });
     }
-    let mut rows = RowsOfAll {
-        rejected: Vec::new(),
-        without: BTreeSet::new(),
-        sizes: Vec::new(),
-        own: 0..0,
-        failed: None,
-    };
+    let mut rows = RowsOfAll::default();
     for (of, RowsRead { plan: _, rejected, sizes, failed }) in all.into_iter().enumerate() {
         for (position, rejection) in rejected {
             rows.without.insert(position);

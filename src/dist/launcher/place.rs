@@ -54,6 +54,21 @@ pub struct Launched {
 }
 
 impl Launched {
+    /// A rank of a job of tests, without the address of rank 0.
+    #[cfg(test)]
+    pub(in crate::dist) fn of_test(rank: usize, world: usize) -> Self {
+        Self {
+            launcher: Launcher::Explicit,
+            rank,
+            world,
+            local_rank: None,
+            local_world: None,
+            host: None,
+            port: None,
+            job: "test".to_owned(),
+        }
+    }
+
     /// Whether the launcher has started all ranks on one machine.
     pub(in crate::dist) fn is_one_machine(&self) -> bool {
         self.local_world == Some(self.world)

@@ -1,6 +1,6 @@
 use super::*;
 use crate::dist::frame::{self, Inbox};
-use crate::dist::launcher::{Launched, Launcher};
+use crate::dist::launcher::Launched;
 use hello::{Answer, Hello, MAGIC, MAX_ANSWER};
 use std::io::Write;
 use std::net::TcpListener;
@@ -8,19 +8,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_mins(1);
-
-fn place(rank: usize, world: usize) -> Launched {
-    Launched {
-        launcher: Launcher::Explicit,
-        rank,
-        world,
-        local_rank: None,
-        local_world: None,
-        host: None,
-        port: None,
-        job: "test".to_owned(),
-    }
-}
 
 fn listener() -> (TcpListener, Address) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -38,7 +25,7 @@ fn with_first<T: Send>(
 ) -> (Result<Joined>, T) {
     let (listener, address) = listener();
     thread::scope(|scope| {
-        let first = scope.spawn(move || first(&listener, &place(0, world), timeout));
+        let first = scope.spawn(move || first(&listener, &Launched::of_test(0, world), timeout));
         let others = others(address);
         (first.join().unwrap(), others)
     })
@@ -61,7 +48,9 @@ fn raw(address: &Address, bytes: &[u8]) -> TcpStream {
 
 /// The hello of a process, for its first connection.
 fn hello_of(process: u64, rank: usize, world: usize) -> Vec<u8> {
-    let json = serde_json::to_vec(&Hello { process, ..Hello::new(&place(rank, world)) }).unwrap();
+    let json =
+        serde_json::to_vec(&Hello { process, ..Hello::new(&Launched::of_test(rank, world)) })
+            .unwrap();
     let mut bytes = Vec::new();
     frame::append(&mut bytes, &[MAGIC.as_slice(), &json].concat());
     bytes
@@ -85,7 +74,7 @@ fn refusal(stream: &TcpStream) -> String {
 fn sixty_four_ranks_connect() {
     let world = 64;
     let begin = Instant::now();
-    let places: Vec<_> = (1..world).map(|rank| place(rank, world)).collect();
+    let places: Vec<_> = (1..world).map(|rank| Launched::of_test(rank, world)).collect();
     let (first, others) = with_first(world, LONG, |address| join(&address, &places));
     let first = first.unwrap();
     assert_eq!([&first.data, &first.step, &first.monitor].map(Vec::len), [63; 3]);
@@ -99,8 +88,9 @@ fn sixty_four_ranks_connect() {
 
 #[test]
 fn connections_belong_to_the_rank_and_purpose_that_both_ends_assume() {
-    let (first, others) =
-        with_first(3, LONG, |address| join(&address, &[place(1, 3), place(2, 3)]));
+    let (first, others) = with_first(3, LONG, |address| {
+        join(&address, &[Launched::of_test(1, 3), Launched::of_test(2, 3)])
+    });
     let first = first.unwrap();
     let lanes = |joined: Joined| [joined.data, joined.step, joined.monitor];
     let others: Vec<_> = others.into_iter().map(|joined| lanes(joined.unwrap())).collect();
@@ -116,12 +106,12 @@ fn connections_belong_to_the_rank_and_purpose_that_both_ends_assume() {
 fn ranks_wait_for_a_rank_0_that_starts_later() {
     let (listener, address) = listener();
     drop(listener); // nothing listens there for a while
-    let place_1 = [place(1, 2)];
+    let place_1 = [Launched::of_test(1, 2)];
     let (joined, others) = thread::scope(|scope| {
         let others = scope.spawn(|| join(&address, &place_1));
         thread::sleep(Duration::from_millis(100));
         let listener = TcpListener::bind(("127.0.0.1", address.port)).unwrap();
-        (first(&listener, &place(0, 2), LONG), others.join().unwrap())
+        (first(&listener, &Launched::of_test(0, 2), LONG), others.join().unwrap())
     });
     assert_eq!(joined.unwrap().rank.world, 2);
     assert_eq!(others[0].as_ref().unwrap().rank.rank, 1);
@@ -129,7 +119,7 @@ fn ranks_wait_for_a_rank_0_that_starts_later() {
 
 #[test]
 fn strangers_are_refused_and_the_run_starts() {
-    let stranger = |change: fn(Launched) -> Launched| change(place(1, 2));
+    let stranger = |change: fn(Launched) -> Launched| change(Launched::of_test(1, 2));
     let cases = [
         (
             stranger(|place| Launched { job: "x".into(), ..place }),
@@ -145,7 +135,7 @@ fn strangers_are_refused_and_the_run_starts() {
             assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
         }
-        join(&address, &[place(1, 2)])
+        join(&address, &[Launched::of_test(1, 2)])
     });
     joined.unwrap();
     assert!(others.iter().all(std::result::Result::is_ok));
@@ -158,7 +148,7 @@ fn bytes_that_are_not_a_hello_are_refused_and_the_run_starts() {
         frame::append(&mut bytes, message);
         bytes
     };
-    let hello = serde_json::to_value(Hello::new(&place(1, 2))).unwrap();
+    let hello = serde_json::to_value(Hello::new(&Launched::of_test(1, 2))).unwrap();
     let mut old = hello.clone();
     old["version"] = "0.0.9".into();
     let with_magic = |json: String| framed(&[MAGIC.as_slice(), json.as_bytes()].concat());
@@ -175,7 +165,7 @@ fn bytes_that_are_not_a_hello_are_refused_and_the_run_starts() {
             assert!(reason.starts_with(expected), "{reason}");
         }
         let silent = raw(&address, b"trai"); // does not hold up the others
-        let joined = join(&address, &[place(1, 2)]);
+        let joined = join(&address, &[Launched::of_test(1, 2)]);
         drop(silent);
         joined
     });
@@ -200,7 +190,7 @@ fn a_second_process_with_the_same_rank_is_refused_while_the_first_runs() {
         both[refused].set_nonblocking(false).unwrap();
         assert_eq!(refusal(&both[refused]), "another process is rank 1 already");
         drop(both); // now another process can be rank 1
-        join(&address, &[place(1, 3), place(2, 3)])
+        join(&address, &[Launched::of_test(1, 3), Launched::of_test(2, 3)])
     });
     joined.unwrap();
     assert!(others.iter().all(std::result::Result::is_ok));
@@ -211,7 +201,7 @@ fn missing_ranks_are_named_on_all_ranks_at_the_deadline() {
     let timeout = Duration::from_secs(1);
     let (joined, others) = with_first(4, timeout, |address| {
         drop(raw(&address, &hello_of(1, 3, 4))); // ends before the others connect
-        join(&address, &[place(1, 4)])
+        join(&address, &[Launched::of_test(1, 4)])
     });
     let message = "2 of 4 ranks did not connect within 1 s: [2, 3]";
     assert_eq!(joined.map(|_| ()).unwrap_err().to_string(), message);
@@ -224,7 +214,9 @@ fn missing_ranks_are_named_on_all_ranks_at_the_deadline() {
 fn a_rank_0_that_never_starts_is_an_error_with_its_address() {
     let (listener, address) = listener();
     drop(listener);
-    let error = other(&address, &place(1, 2), Duration::from_millis(200)).map(|_| ()).unwrap_err();
+    let error = other(&address, &Launched::of_test(1, 2), Duration::from_millis(200))
+        .map(|_| ())
+        .unwrap_err();
     let message = error.to_string();
     let expected = format!("rank 0 was not found at {address} within 0 s: Connection refused");
     assert!(message.starts_with(&expected), "{message}");
