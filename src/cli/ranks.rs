@@ -5,7 +5,7 @@ use super::launch::{Forwarded, Signals, launch};
 use super::report;
 use crate::dist::{
     Collective, Connections, DistError, Distributed, Group, Launched, Launcher, Monitor, Nccl,
-    NcclOptions, Processes, Rank, connect,
+    NcclOptions, Processes, Rank, ShardGroup, connect, gather,
 };
 use crate::ops::{CUDA_BUILD, count_gpus, exit_at_once};
 use crate::train::DeviceChoice;
@@ -175,14 +175,35 @@ pub(super) fn group(
         return Err(no_engine(message).into());
     }
     let mut connections = connect(&place, distributed, end)?;
-    let (sums, device) = engine(&mut connections, distributed, device)
+    let (shard_group, (sums, device)) = shard_group(&mut connections, distributed.shard_group)
+        .and_then(|size| Ok((size, engine(&mut connections, size, distributed, device)?)))
         .inspect_err(|error| connections.monitor.fail(&error.to_string()))?;
     let (ranks, mut machines) = (connections.rank.world, connections.hosts.clone());
     machines.sort();
     machines.dedup();
     let (launcher, machines) = (place.launcher, machines.len());
     tracing::info!(%launcher, ranks, machines, "all ranks are connected");
-    Ok(Some(connections.group(sums, device)))
+    Ok(Some(connections.group(shard_group, sums, device)))
+}
+
+/// Number of ranks of a shard group.
+fn shard_group(connections: &mut Connections, of: ShardGroup) -> anyhow::Result<usize> {
+    let Rank { rank, world, local_rank, local_world } = connections.rank;
+    if of == ShardGroup::All {
+        return Ok(world);
+    }
+    let own = (rank.checked_sub(local_rank), local_world);
+    let all = gather(&mut *connections.step, &own)?;
+    let in_order = |(rank, of): (usize, &(Option<usize>, usize))| {
+        *of == (Some(rank / local_world * local_world), local_world)
+    };
+    if all.iter().enumerate().all(in_order) {
+        return Ok(local_world);
+    }
+    let message = "`distributed.shard_group` is `node`, but the machines have different numbers of ranks, or \
+                   ranks that do not follow each other";
+    let hint = "start the same number of ranks on each machine, or use `shard_group: all`";
+    Err(Failure::new(Exit::Usage, message).hint(hint).into())
 }
 
 /// The connections of this rank that end with the command.
@@ -227,17 +248,19 @@ type Engine = (Arc<dyn Collective>, Option<Device>);
 /// Connects NCCL if every rank has a GPU of its own, and MPI otherwise.
 fn engine(
     connections: &mut Connections,
+    shard_group: usize,
     distributed: &Distributed,
     device: DeviceChoice,
 ) -> anyhow::Result<Engine> {
     let rank = connections.rank;
     if !has_own_gpu(device, rank) {
-        return Ok((mpi(rank)?, None));
+        return Ok((mpi(rank, shard_group)?, None));
     }
     connections.monitor.wait("connecting the GPUs");
     let device = device.open_for(rank)?;
     let options = NcclOptions {
         library: Nccl::LIBRARY.into(),
+        shard_group,
         exact: distributed.exact.holds(device.is_cpu()),
         timeout: distributed.timeout(),
     };
@@ -259,15 +282,15 @@ fn has_own_gpu(device: DeviceChoice, rank: Rank) -> bool {
 }
 
 #[cfg(feature = "mpi")]
-fn mpi(rank: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+fn mpi(rank: Rank, shard_group: usize) -> anyhow::Result<Arc<dyn Collective>> {
     let connect = move || -> Result<Box<dyn crate::dist::Transport>, DistError> {
         Ok(Box::new(crate::dist::Mpi::connect(rank)?))
     };
-    Ok(Arc::new(crate::dist::HostCollective::start(rank, connect)?))
+    Ok(Arc::new(crate::dist::HostCollective::start(rank, shard_group, connect)?))
 }
 
 #[cfg(not(feature = "mpi"))]
-fn mpi(_: Rank) -> anyhow::Result<Arc<dyn Collective>> {
+fn mpi(_: Rank, _: usize) -> anyhow::Result<Arc<dyn Collective>> {
     let message = "this build cannot add up gradients on the CPU, or of ranks that share a GPU";
     Err(no_engine(message).into())
 }

@@ -14,6 +14,13 @@ pub struct Distributed {
     pub processes: Processes,
     /// Whether sums over ranks have the same bits for every number of ranks; `auto` by default.
     pub exact: Exact,
+    /// The parts of the training state that the ranks divide among themselves; `none` by default.
+    pub shard: Shard,
+    /// The ranks that divide the state; `all` by default.
+    pub shard_group: ShardGroup,
+    /// Number of ranks that compute the tokens of the same micro-batches, each a part of them, for
+    /// long samples; 1 by default.
+    pub sequence: NonZeroUsize,
     /// Seconds after which a rank without progress ends the run, and in which all ranks must have
     /// started; 300 by default.
     pub timeout_s: u32,
@@ -29,6 +36,9 @@ impl Default for Distributed {
         Self {
             processes: Processes::Auto,
             exact: Exact::Auto,
+            shard: Shard::None,
+            shard_group: ShardGroup::All,
+            sequence: NonZeroUsize::MIN,
             timeout_s: 300,
             interface: None,
             port: None,
@@ -80,6 +90,33 @@ impl Exact {
             Self::No => false,
         }
     }
+}
+
+/// The parts of the training state that the ranks of a shard group divide among themselves. Each
+/// rank has the rest completely.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shard {
+    /// Nothing.
+    #[default]
+    None,
+    /// Moments and master weights (ZeRO-1).
+    Optimizer,
+    /// Also gradients (ZeRO-2).
+    Gradients,
+    /// Also weights (ZeRO-3, FSDP).
+    Full,
+}
+
+/// The ranks that divide the training state among themselves. Several groups have equal copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShardGroup {
+    /// All ranks.
+    #[default]
+    All,
+    /// The ranks of each machine.
+    Node,
 }
 
 const AUTO: &str = "auto";
@@ -166,9 +203,9 @@ mod tests {
     #[test]
     fn every_value_reads_as_it_is_written() {
         for text in [
-            r#"{"processes":"auto","exact":"auto","timeout_s":300,"interface":null,"port":null}"#,
-            r#"{"processes":8,"exact":true,"timeout_s":1,"interface":"eth0","port":29500}"#,
-            r#"{"processes":1,"exact":false,"timeout_s":86400,"interface":"::1","port":1}"#,
+            r#"{"processes":"auto","exact":"auto","shard":"none","shard_group":"all","sequence":1,"timeout_s":300,"interface":null,"port":null}"#,
+            r#"{"processes":8,"exact":true,"shard":"full","shard_group":"node","sequence":2,"timeout_s":1,"interface":"eth0","port":29500}"#,
+            r#"{"processes":1,"exact":false,"shard":"optimizer","shard_group":"all","sequence":4,"timeout_s":86400,"interface":"::1","port":1}"#,
         ] {
             assert_eq!(to_string(&from_str::<Distributed>(text).unwrap()).unwrap(), text);
         }

@@ -6,7 +6,7 @@ use super::launcher::Launched;
 use super::rendezvous::{self, ConnectError, Joined};
 use super::tcp_lane::TcpLane;
 use super::watch::{Waits, Watch};
-use super::{Collective, DistError, Group, Lane, Monitor, Rank};
+use super::{Collective, DistError, Gather, Group, Lane, Monitor, Rank, Reduce, Ticket};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,9 +29,15 @@ pub struct Connections {
 impl Connections {
     /// Completes the group with an engine for the sums, and the device on which it needs them. A
     /// rank that waits for its sums counts as waiting for other ranks.
-    pub fn group(self, sums: Arc<dyn Collective>, device: Option<Device>) -> Group {
+    pub fn group(
+        self,
+        shard_group: usize,
+        sums: Arc<dyn Collective>,
+        device: Option<Device>,
+    ) -> Group {
         let Self { rank, hosts: _, data, step, monitor, watch } = self;
-        Group { rank, data, step, sums: Arc::new(WatchedSums { sums, watch }), device, monitor }
+        let sums = Arc::new(WatchedSums { sums, watch });
+        Group { rank, data, step, shard_group, sums, device, monitor }
     }
 }
 
@@ -41,8 +47,20 @@ struct WatchedSums {
 }
 
 impl Collective for WatchedSums {
-    fn start_sum(&self, tensors: Vec<Tensor>) -> Result<(), DistError> {
+    fn start_sum(&self, tensors: Vec<Tensor>) -> Result<Ticket, DistError> {
         self.sums.start_sum(tensors)
+    }
+
+    fn start_reduce(&self, reduce: Reduce) -> Result<Ticket, DistError> {
+        self.sums.start_reduce(reduce)
+    }
+
+    fn start_gather(&self, gather: Gather) -> Result<Ticket, DistError> {
+        self.sums.start_gather(gather)
+    }
+
+    fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {
+        self.watch.while_waiting(Waits::Rank, || self.sums.wait_for(ticket))
     }
 
     fn wait(&self) -> Result<(), DistError> {

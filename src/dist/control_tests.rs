@@ -264,8 +264,20 @@ fn another_number_of_ranks_than_the_config_requires_is_an_error() {
 struct Stuck;
 
 impl Collective for Stuck {
-    fn start_sum(&self, _: Vec<Tensor>) -> Result<(), DistError> {
-        Ok(())
+    fn start_sum(&self, _: Vec<Tensor>) -> Result<Ticket, DistError> {
+        Ok(Ticket(1))
+    }
+
+    fn start_reduce(&self, _: Reduce) -> Result<Ticket, DistError> {
+        Ok(Ticket(1))
+    }
+
+    fn start_gather(&self, _: Gather) -> Result<Ticket, DistError> {
+        Ok(Ticket(1))
+    }
+
+    fn wait_for(&self, _: Ticket) -> Result<(), DistError> {
+        self.wait()
     }
 
     fn wait(&self) -> Result<(), DistError> {
@@ -277,7 +289,7 @@ impl Collective for Stuck {
 #[test]
 fn a_rank_that_waits_for_its_sums_is_not_to_blame() {
     let errors = on_ranks(2, SHORT, |ranks, failures| {
-        let group = ranks.group(Arc::new(Stuck), None);
+        let group = ranks.group(2, Arc::new(Stuck), None);
         group.monitor.report("step 4: backward");
         if group.rank.is_first() {
             thread::sleep(Duration::from_millis(100));

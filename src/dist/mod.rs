@@ -11,6 +11,7 @@ mod control;
 mod error;
 mod frame;
 mod heartbeat;
+mod host_collective;
 mod lane;
 mod launcher;
 #[cfg(feature = "mpi")]
@@ -24,10 +25,11 @@ mod threads;
 mod tree;
 mod watch;
 
-pub use collective::{Collective, HostCollective};
-pub use config::{Distributed, Exact, Processes};
+pub use collective::{Collective, Gather, Reduce, Then, Ticket};
+pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
 pub use error::DistError;
+pub use host_collective::HostCollective;
 pub use lane::Lane;
 pub(crate) use lane::gather;
 pub use launcher::{LaunchError, Launched, Launcher};
@@ -38,7 +40,7 @@ pub use rank::Rank;
 pub use rendezvous::ConnectError;
 pub(crate) use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
-pub use threads::threads;
+pub use threads::{threads, threads_in_groups};
 pub use tree::Transport;
 
 use candle_core::Device;
@@ -56,7 +58,9 @@ pub struct Group {
     pub data: Box<dyn Lane>,
     /// Exchanges counts, losses and stop requests of steps.
     pub step: Box<dyn Lane>,
-    /// Adds up gradients.
+    /// Number of ranks of a shard group. Shard group `n` has the ranks `n * shard_group ..`.
+    pub shard_group: usize,
+    /// Adds up gradients, and exchanges weights.
     pub sums: Arc<dyn Collective>,
     /// The device whose tensors `sums` adds up; `None` if it adds up those of any device.
     pub device: Option<Device>,

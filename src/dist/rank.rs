@@ -26,7 +26,12 @@ impl Rank {
 
     /// This rank's part of `0..len`. The parts of two ranks differ by at most one in length.
     pub fn own_part(self, len: usize) -> Range<usize> {
-        let start = |rank: usize| (len as u128 * rank as u128 / self.world as u128) as usize;
-        start(self.rank)..start(self.rank + 1)
+        own_part(self.rank, self.world, len)
     }
+}
+
+/// Part number `of` of `0..len`, divided into `parts`.
+pub(super) fn own_part(of: usize, parts: usize, len: usize) -> Range<usize> {
+    let start = |part: usize| (len as u128 * part as u128 / parts as u128) as usize;
+    start(of)..start(of + 1)
 }

@@ -5,18 +5,23 @@ use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Creates the groups of `world` ranks that run as threads of this process.
+/// Creates the groups of `world` ranks that run as threads of this process, in one shard group.
 pub fn threads(world: usize) -> Result<Vec<Group>, DistError> {
+    threads_in_groups(world, world)
+}
+
+/// As [`threads`], in shard groups of `shard_group` ranks.
+pub fn threads_in_groups(world: usize, shard_group: usize) -> Result<Vec<Group>, DistError> {
     let (data, step) = (Arc::new(Meeting::new(world)), Arc::new(Meeting::new(world)));
     let group = |(rank, transport): (usize, Channels)| {
         let rank = Rank { rank, world, local_rank: rank, local_world: world };
         let lane = |meeting: &Arc<Meeting>| {
             Box::new(ThreadLane { rank: rank.rank, calls: 0, meeting: Arc::clone(meeting) })
         };
-        let sums = HostCollective::start(rank, move || Ok(Box::new(transport)))?;
+        let sums = HostCollective::start(rank, shard_group, move || Ok(Box::new(transport)))?;
         let (data, step) = (lane(&data), lane(&step));
         let (sums, monitor) = (Arc::new(sums), Arc::new(()));
-        Ok(Group { rank, data, step, sums, device: None, monitor })
+        Ok(Group { rank, data, step, shard_group, sums, device: None, monitor })
     };
     channels(world).into_iter().enumerate().map(group).collect()
 }

@@ -1,5 +1,6 @@
 //! The sum of a slice over ranks, by a binary tree over the ranks.
 
+use super::rank::own_part;
 use super::{DistError, Rank};
 use std::ops::Range;
 
@@ -25,64 +26,165 @@ pub trait Transport {
 /// between their exchange and their addition; smaller parts are exchanged more often.
 pub(super) const PART: usize = 1 << 19;
 
+/// Ranks that exchange shares of a slice. Each of them sums one share.
+struct Members {
+    ranks: Vec<usize>,
+    /// Index of this rank in `ranks`.
+    own: usize,
+}
+
+impl Members {
+    fn new(ranks: impl Iterator<Item = usize>, rank: usize) -> Self {
+        let ranks: Vec<usize> = ranks.collect();
+        let own = ranks.iter().position(|of| *of == rank);
+        Self { ranks, own: own.expect("this rank is a member") }
+    }
+
+    fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// At each distance, a member sends to one member and receives from another.
+    fn partners(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (own, len) = (self.own, self.len());
+        (1..len).map(move |distance| ((own + distance) % len, (own + len - distance) % len))
+    }
+}
+
 /// Sums slices over ranks.
 ///
 /// Each rank receives one share of every part from all ranks, adds the shares by the tree that
 /// [`tree_sum`] describes, and sends the result to all. So the sum of `2^n` ranks that each hold
 /// the sum of an aligned part of a larger tree has the bits of that tree.
 pub(super) struct TreeSum {
-    rank: Rank,
+    all: Members,
+    /// The ranks of the own shard group.
+    group: Members,
+    /// The ranks at the same place of all shard groups.
+    across: Members,
     transport: Box<dyn Transport>,
     /// The shares of the other ranks.
     received: Vec<f32>,
 }
 
 impl TreeSum {
-    pub(super) fn new(rank: Rank, transport: Box<dyn Transport>) -> Self {
-        Self { rank, transport, received: Vec::new() }
+    /// `shard_group` divides the number of ranks.
+    pub(super) fn new(rank: Rank, shard_group: usize, transport: Box<dyn Transport>) -> Self {
+        let Rank { rank, world, .. } = rank;
+        Self {
+            all: Members::new(0..world, rank),
+            group: Members::new(shard_group_of(rank, shard_group), rank),
+            across: Members::new((rank % shard_group..world).step_by(shard_group), rank),
+            transport,
+            received: Vec::new(),
+        }
     }
 
     /// Replaces `values` by their sums over all ranks.
     pub(super) fn sum(&mut self, values: &mut [f32]) -> Result<(), DistError> {
-        values.chunks_mut(PART).try_for_each(|part| self.sum_part(part))
+        let Self { all, transport, received, .. } = self;
+        values.chunks_mut(PART).try_for_each(|part| sum_part(all, transport, received, part))
+    }
+
+    /// Replaces the share of this rank by its sum over all ranks. The ranks of a shard group have
+    /// shares of the same size. The other shares stay as they are.
+    pub(super) fn reduce(&mut self, values: &mut [f32]) -> Result<(), DistError> {
+        let Self { group, across, transport, received, .. } = self;
+        let share = values.len() / group.len();
+        let step = (PART / group.len()).max(1);
+        for start in (0..share).step_by(step) {
+            let end = share.min(start + step);
+            let part = |of: usize| of * share + start..of * share + end;
+            sum_shares(group, transport, received, values, part)?;
+            if across.len() > 1 {
+                sum_part(across, transport, received, &mut values[part(group.own)])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the share of each rank of the shard group to all of them. `own` is the share of this
+    /// rank; `None`: it is in `all`.
+    pub(super) fn gather(&mut self, own: Option<&[u8]>, all: &mut [u8]) -> Result<(), DistError> {
+        let share = all.len() / self.group.len();
+        let part = |of: usize| of * share..(of + 1) * share;
+        if let Some(own) = own {
+            all[part(self.group.own)].copy_from_slice(own);
+        }
+        gather_shares(&self.group, &mut self.transport, all, part)
+    }
+
+    /// The share of this rank in `len` elements, as [`Self::reduce`] and [`Self::gather`] divide them.
+    pub(super) fn own_share(&self, len: usize) -> Range<usize> {
+        let share = len / self.group.len();
+        self.group.own * share..(self.group.own + 1) * share
     }
 
     pub(super) fn finish(&mut self) -> Result<(), DistError> {
         self.transport.finish()
     }
+}
 
-    fn sum_part(&mut self, values: &mut [f32]) -> Result<(), DistError> {
-        let Rank { rank, world, .. } = self.rank;
-        let len = values.len();
-        let share = |of: usize| Rank { rank: of, ..self.rank }.own_part(len);
-        // At each distance, a rank sends to one rank and receives from another.
-        let partners = (1..world)
-            .map(|distance| ((rank + distance) % world, (rank + world - distance) % world));
-        // This rank adds up its share: it receives that share from all others.
-        let own = share(rank);
-        self.received.resize(own.len() * (world - 1), 0.0);
-        let mut shares: Vec<&mut [f32]> = (0..world).map(|_| &mut [][..]).collect();
-        let mut free = &mut self.received[..];
-        for (to, from) in partners.clone() {
-            let (receive, rest) = free.split_at_mut(own.len());
-            free = rest;
-            let send = bytemuck::cast_slice(&values[share(to)]);
-            self.transport.exchange(to, send, from, bytemuck::cast_slice_mut(receive))?;
-            shares[from] = receive;
-        }
-        shares[rank] = &mut values[own.clone()];
-        tree_sum(&mut shares);
-        if rank > 0 {
-            let (sum, others) = shares.split_at_mut(1);
-            others[rank - 1].copy_from_slice(sum[0]);
-        }
-        for (to, from) in partners {
-            let (sum, receive) = two(values, own.clone(), share(from));
-            let receive = bytemuck::cast_slice_mut(receive);
-            self.transport.exchange(to, bytemuck::cast_slice(sum), from, receive)?;
-        }
-        Ok(())
+/// The ranks of the shard group of `rank`.
+fn shard_group_of(rank: usize, shard_group: usize) -> Range<usize> {
+    let first = rank / shard_group * shard_group;
+    first..first + shard_group
+}
+
+fn sum_part(
+    members: &Members,
+    transport: &mut Box<dyn Transport>,
+    received: &mut Vec<f32>,
+    values: &mut [f32],
+) -> Result<(), DistError> {
+    let (len, parts) = (values.len(), members.len());
+    let share = |of: usize| own_part(of, parts, len);
+    sum_shares(members, transport, received, values, share)?;
+    let bytes = |range: Range<usize>| 4 * range.start..4 * range.end;
+    gather_shares(members, transport, bytemuck::cast_slice_mut(values), |of| bytes(share(of)))
+}
+
+/// Replaces the share of this rank by its sum over the members.
+fn sum_shares(
+    members: &Members,
+    transport: &mut Box<dyn Transport>,
+    received: &mut Vec<f32>,
+    values: &mut [f32],
+    share: impl Fn(usize) -> Range<usize>,
+) -> Result<(), DistError> {
+    let own = share(members.own);
+    received.resize(own.len() * (members.len() - 1), 0.0);
+    let mut shares: Vec<&mut [f32]> = members.ranks.iter().map(|_| &mut [][..]).collect();
+    let mut free = &mut received[..];
+    for (to, from) in members.partners() {
+        let (receive, rest) = free.split_at_mut(own.len());
+        free = rest;
+        let send = bytemuck::cast_slice(&values[share(to)]);
+        let (to, from_rank) = (members.ranks[to], members.ranks[from]);
+        transport.exchange(to, send, from_rank, bytemuck::cast_slice_mut(receive))?;
+        shares[from] = receive;
     }
+    shares[members.own] = &mut values[own];
+    tree_sum(&mut shares);
+    if members.own > 0 {
+        let (sum, others) = shares.split_at_mut(1);
+        others[members.own - 1].copy_from_slice(sum[0]);
+    }
+    Ok(())
+}
+
+/// Sends the share of this rank to all members, and receives theirs.
+fn gather_shares(
+    members: &Members,
+    transport: &mut Box<dyn Transport>,
+    values: &mut [u8],
+    share: impl Fn(usize) -> Range<usize>,
+) -> Result<(), DistError> {
+    for (to, from) in members.partners() {
+        let (own, receive) = two(values, share(members.own), share(from));
+        transport.exchange(members.ranks[to], own, members.ranks[from], receive)?;
+    }
+    Ok(())
 }
 
 /// Adds up `parts` into the first of them: the sum of the first half plus the sum of the second
@@ -100,7 +202,7 @@ fn tree_sum(parts: &mut [&mut [f32]]) {
 }
 
 /// Two disjoint ranges of `values`: the first to read, the second to write.
-fn two(values: &mut [f32], read: Range<usize>, write: Range<usize>) -> (&[f32], &mut [f32]) {
+fn two(values: &mut [u8], read: Range<usize>, write: Range<usize>) -> (&[u8], &mut [u8]) {
     if read.end <= write.start {
         let (low, high) = values.split_at_mut(write.start);
         (&low[read], &mut high[..write.len()])

@@ -45,8 +45,12 @@ pub struct AdamWTensors<'a> {
 /// The update of one of the parameters of a step.
 #[derive(Clone, Copy)]
 pub struct AdamWUpdate<'a> {
-    /// The parameter, its state and its gradient.
+    /// The parameter, its state and its gradient, or the same part of each.
     pub tensors: AdamWTensors<'a>,
+    /// Number of the parameter among the trained ones. Random rounding depends on it.
+    pub index: usize,
+    /// The first element of the part, if the tensors are a part of the parameter; otherwise 0.
+    pub first: usize,
     /// Learning rate of this parameter.
     pub lr: f64,
     /// Weight decay of this parameter; multiplied by `lr`.
@@ -196,9 +200,9 @@ pub fn clipped_update(
         // As torch.nn.utils.clip_grad_norm_.
         let clip = max_grad_norm / (norm + 1e-6);
         let grad_scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
-        for (index, (update, scalars)) in updates.iter().zip(scalars).enumerate() {
-            let seed = tensor_seed(seed, index);
-            update_on_cpu(op, &update.tensors, scalars, grad_scale as f32, seed)?;
+        for (update, scalars) in updates.iter().zip(scalars) {
+            let seed = tensor_seed(seed, update.index);
+            update_on_cpu(op, &update.tensors, update.first, scalars, grad_scale as f32, seed)?;
         }
     }
     Ok(())
@@ -219,19 +223,21 @@ pub fn adamw_step(
     let scalars = Scalars::new(hyper, lr, weight_decay, step);
     let seed = step_seed(step);
     return_if_on_gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
-    update_on_cpu(op, tensors, scalars, grad_scale, tensor_seed(seed, 0))
+    update_on_cpu(op, tensors, 0, scalars, grad_scale, tensor_seed(seed, 0))
 }
 
 fn update_on_cpu(
     op: &'static str,
     tensors: &AdamWTensors<'_>,
+    first: usize,
     s: Scalars,
     grad_scale: f32,
     seed: u32,
 ) -> Result<()> {
     if tensors.exp_avg.dtype() == DType::BF16 {
-        return update_blocks::<bf16>(op, tensors, |first, grad, p, m, v| {
-            moments::update(s, grad_scale, seed, first as u32, grad, p, m, v);
+        return update_blocks::<bf16>(op, tensors, |start, grad, p, m, v| {
+            let first = (first + start) as u32;
+            moments::update(s, grad_scale, seed, first, grad, p, m, v);
         });
     }
     update_blocks::<f32>(op, tensors, |_, grad, p, m, v| update(s, grad_scale, grad, p, m, v))

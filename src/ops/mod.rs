@@ -31,6 +31,7 @@ macro_rules! return_if_on_gpu {
 
 mod adamw;
 mod attention;
+mod bytes;
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
@@ -58,6 +59,7 @@ pub use attention::FlashAttn;
 pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
+pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
 #[cfg(test)]
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
@@ -80,7 +82,6 @@ pub use linear_cross_entropy::{
 };
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
-pub(crate) use rows::change_f32;
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

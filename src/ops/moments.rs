@@ -139,7 +139,10 @@ mod tests {
                 .collect();
             let updates: Vec<AdamWUpdate<'_>> = state
                 .iter()
-                .map(|[weight, exp_avg, exp_avg_sq, grad]| AdamWUpdate {
+                .enumerate()
+                .map(|(index, [weight, exp_avg, exp_avg_sq, grad])| AdamWUpdate {
+                    index,
+                    first: 0,
                     tensors: AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad },
                     lr: 1e-2,
                     weight_decay: 0.1,

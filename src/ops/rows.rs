@@ -153,11 +153,6 @@ fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
 }
 
-/// Calls `f` with the elements of `x`, an `f32` tensor in host memory, to change them in place.
-pub(crate) fn change_f32(x: &Tensor, f: impl FnOnce(&mut [f32])) -> Result<()> {
-    cpu::write("change_f32", "x", x, f)
-}
-
 /// Adds `y` to `x` in place. Both have the same shape and dtype.
 pub fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
     compute_dtype("add_in_place", &[("x", x), ("y", y)])?;

@@ -167,6 +167,8 @@ impl AdamW {
         let updates =
             self.states.iter().zip(&weights).enumerate().map(|(index, (state, weight))| {
                 Ok(ops::AdamWUpdate {
+                    index,
+                    first: 0,
                     tensors: ops::AdamWTensors {
                         weight: state.host_weight.as_ref().unwrap_or(weight),
                         master: state.master.as_ref(),

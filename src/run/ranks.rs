@@ -21,10 +21,10 @@ pub(super) struct SetupRanks {
 impl SetupRanks {
     /// `None`: a run in one process.
     pub(super) fn new(group: Option<Group>) -> Self {
-        let Some(Group { rank, data, step, sums, device, monitor }) = group else {
+        let Some(Group { rank, data, step, shard_group, sums, device, monitor }) = group else {
             return Self { ranks: Ranks::alone(), share: None, device: None };
         };
-        let ranks = Ranks::new(rank, step, sums, monitor);
+        let ranks = Ranks::new(rank, step, shard_group, sums, monitor);
         Self { ranks, share: Some(LoaderShare { rank, lane: data }), device }
     }
 

@@ -138,7 +138,7 @@ impl<'a> LastMicroBatch<'a> {
             sums.push(sum.clone());
         }
         match self.sums {
-            Some(collective) if !sums.is_empty() => Ok(collective.start_sum(sums)?),
+            Some(collective) if !sums.is_empty() => Ok(collective.start_sum(sums).map(|_| ())?),
             _ => Ok(()),
         }
     }

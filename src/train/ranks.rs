@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// is alone exchanges values with itself.
 pub struct Ranks {
     rank: Rank,
+    shard_group: usize,
     step: AtomicU64,
     others: Option<Others>,
 }
@@ -24,23 +25,29 @@ struct Others {
 impl Ranks {
     /// A run in a single process.
     pub fn alone() -> Self {
-        Self { rank: Rank::ALONE, step: AtomicU64::new(0), others: None }
+        Self { rank: Rank::ALONE, shard_group: 1, step: AtomicU64::new(0), others: None }
     }
 
     /// `lane` is used by nothing else.
     pub fn new(
         rank: Rank,
         lane: Box<dyn Lane>,
+        shard_group: usize,
         sums: Arc<dyn Collective>,
         monitor: Arc<dyn Monitor>,
     ) -> Self {
         let others = Some(Others { lane: Mutex::new(lane), sums, monitor });
-        Self { rank, step: AtomicU64::new(0), others }
+        Self { rank, shard_group, step: AtomicU64::new(0), others }
     }
 
     /// The place of this rank.
     pub fn rank(&self) -> Rank {
         self.rank
+    }
+
+    /// The place of this rank in its shard group, and the number of ranks of the group.
+    pub fn shard(&self) -> (usize, usize) {
+        (self.rank.rank % self.shard_group, self.shard_group)
     }
 
     /// Adds up gradients; `None` if there is no other rank.

@@ -48,6 +48,7 @@ fn nccl_with_one_rank_keeps_the_values_and_needs_a_gpu() {
     for exact in [true, false] {
         let mut group = threads(1).unwrap().remove(0);
         let options = NcclOptions {
+            shard_group: 1,
             library: PathBuf::from(Nccl::LIBRARY),
             exact,
             timeout: Duration::from_secs(90),

@@ -16,7 +16,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
-use super::{Collective, DistError, Lane, Rank, gather};
+use super::{Collective, DistError, Gather, Lane, Rank, Reduce, Ticket, gather};
 use candle_core::{Device, Tensor};
 use communicator::Communicator;
 use library::{Library, UniqueId};
@@ -34,6 +34,8 @@ use sums::{Sums, Way};
 pub struct NcclOptions {
     /// The library, as a path or as a name that the system's loader finds.
     pub library: PathBuf,
+    /// Number of ranks of a shard group, which divides the number of ranks.
+    pub shard_group: usize,
     /// Adds the values of the ranks in the order that [`HostCollective`](super::HostCollective)
     /// uses, so that the result does not depend on the number of ranks. Otherwise NCCL chooses the
     /// order.
@@ -144,8 +146,21 @@ impl Nccl {
 }
 
 impl Collective for Nccl {
-    fn start_sum(&self, tensors: Vec<Tensor>) -> Result<(), DistError> {
-        self.sums().start(tensors)
+    fn start_sum(&self, tensors: Vec<Tensor>) -> Result<Ticket, DistError> {
+        self.sums().start(tensors)?;
+        Ok(Ticket(0))
+    }
+
+    fn start_reduce(&self, _: Reduce) -> Result<Ticket, DistError> {
+        Err(DistError::Closed)
+    }
+
+    fn start_gather(&self, _: Gather) -> Result<Ticket, DistError> {
+        Err(DistError::Closed)
+    }
+
+    fn wait_for(&self, _: Ticket) -> Result<(), DistError> {
+        self.wait()
     }
 
     fn wait(&self) -> Result<(), DistError> {

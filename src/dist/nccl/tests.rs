@@ -31,7 +31,7 @@ impl Setup {
         let stand_in = StandIn::compile();
         let timeout = Duration::from_secs(20);
         let library = stand_in.path().to_owned();
-        let options = NcclOptions { library, exact: true, timeout };
+        let options = NcclOptions { library, shard_group: 1, exact: true, timeout };
         Self { world, local_world: world, options, stand_in }
     }
 

@@ -104,7 +104,13 @@ impl State {
     fn update(&self, i: usize) -> AdamWUpdate<'_> {
         let [weight, exp_avg, exp_avg_sq, grad] = &self.tensors;
         let tensors = AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad };
-        AdamWUpdate { tensors, lr: 1e-2 / (i + 1) as f64, weight_decay: (i % 2) as f64 }
+        AdamWUpdate {
+            tensors,
+            index: i,
+            first: 0,
+            lr: 1e-2 / (i + 1) as f64,
+            weight_decay: (i % 2) as f64,
+        }
     }
 }
 
@@ -128,7 +134,7 @@ fn an_update_of_all_parameters_is_theirs_one_by_one_with_a_joint_norm() {
         for (i, (together, alone)) in together.iter().zip(&alone).enumerate() {
             let want: f64 = values(&alone.tensors[3]).iter().map(|x| x * x).sum();
             assert!((squares[i] - want).abs() <= 1e-9 * want, "{i}: {} {want}", squares[i]);
-            let AdamWUpdate { tensors, lr, weight_decay } = alone.update(i);
+            let AdamWUpdate { tensors, lr, weight_decay, .. } = alone.update(i);
             adamw_step(&HYPER, &tensors, lr, weight_decay, 3, scale as f32).unwrap();
             for (together, alone) in together.tensors.iter().zip(&alone.tensors) {
                 assert_eq!(values(together), values(alone), "parameter {i}");
