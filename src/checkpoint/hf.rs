@@ -241,6 +241,19 @@ impl WeightFiles {
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
     }
 
+    /// Reads elements of a flat tensor.
+    pub fn load_part(
+        &self,
+        name: &str,
+        elements: std::ops::Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, CheckpointError> {
+        let all = self.load(name, dtype, device)?;
+        let part = || all.flatten_all()?.narrow(0, elements.start, elements.len())?.copy();
+        part().map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
     fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
         let shard = &self.shards[*self.by_name.get(name)?];
         Some((shard, shard.tensors.get(name)?))

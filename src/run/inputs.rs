@@ -1,7 +1,7 @@
 //! The inputs of a run, from its config: encoder, data sets, order of rows, model.
 
 use super::error::RunError;
-use super::load_model::{LoadedModel, SetupError, load_model};
+use super::load_model::{LoadedModel, OpenModel, SetupError};
 use super::observer::{SetupObserver, SetupWork};
 use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
@@ -179,7 +179,16 @@ pub(crate) fn load_for_run(
     seed: u64,
     device: &Device,
 ) -> Result<LoadedModel, RunError> {
-    load_model(section, seed, device).map_err(|error| match error {
+    open_for_run(section, seed, device)?.load(device).map_err(RunError::from)
+}
+
+/// Opens the model folder of a run.
+pub(crate) fn open_for_run(
+    section: &ModelSection,
+    seed: u64,
+    device: &Device,
+) -> Result<OpenModel, RunError> {
+    OpenModel::open(section, seed, device).map_err(|error| match error {
         SetupError::Files { source, .. }
             if matches!(*source, CheckpointError::NoWeights { .. }) =>
         {
@@ -190,12 +199,9 @@ pub(crate) fn load_for_run(
 }
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
-pub(crate) fn param_groups(
-    config: &RunConfig,
-    loaded: &LoadedModel,
-) -> Result<ParamGroups, RunError> {
+pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
     let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
-    loaded.groups(freeze, multipliers).map_err(|problem| {
+    open.groups(freeze, multipliers).map_err(|problem| {
         let (key, pattern) = problem.origin();
         let mut keys: Vec<String> = key.split('.').map(str::to_owned).collect();
         match freeze.iter().position(|entry| Some(entry.as_str()) == pattern) {

@@ -55,6 +55,11 @@ impl Ranks {
         self.others.as_ref().map(|others| &*others.sums)
     }
 
+    /// As [`Self::sums`], for another owner.
+    pub fn collective(&self) -> Option<Arc<dyn Collective>> {
+        self.others.as_ref().map(|others| Arc::clone(&others.sums))
+    }
+
     /// The values of all ranks, in their order. All ranks make the same calls.
     pub fn gather<T: Serialize + DeserializeOwned>(&self, value: T) -> Result<Vec<T>, DistError> {
         let Some(others) = &self.others else { return Ok(vec![value]) };
