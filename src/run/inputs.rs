@@ -9,7 +9,7 @@ use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
     EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
-    Rmpad, SourceError, VideoConfigError,
+    Rmpad, SourceError, StepPacks, VideoConfigError,
 };
 use crate::net::UrlImages;
 use crate::optim::ParamGroups;
@@ -154,7 +154,10 @@ pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunEr
 /// How rows become the steps of a run.
 pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOptions {
     let (data, train) = (&config.data, &config.train);
-    let step = train.batch_size.saturating_mul(train.gradient_accumulation_steps);
+    let step = StepPacks {
+        micro_batches: train.gradient_accumulation_steps,
+        batch_size: train.batch_size,
+    };
     LoaderOptions {
         packing: data.packing(),
         pack_rules: data.pack_rules(step, encoder.image_processor().patch_bytes()),
