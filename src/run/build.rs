@@ -11,8 +11,9 @@ use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
-use super::ranks::{SetupRanks, check_world};
+use super::ranks::SetupRanks;
 use super::resume::{Resume, resumed_state};
+use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
@@ -107,7 +108,11 @@ impl Run {
         group: Option<Group>,
     ) -> Result<Self, RunError> {
         let monitor = group.as_ref().map(|group| Arc::clone(&group.monitor));
-        let result = Self::assemble(config, options, SetupRanks::new(group));
+        let result = Self::assemble(
+            config,
+            options,
+            SetupRanks::new(group, config.distributed.sequence.get()),
+        );
         if let (Err(error), Some(monitor)) = (&result, monitor) {
             fail(&*monitor, error, error.lost());
         }
@@ -144,7 +149,8 @@ impl Run {
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
 
         let section = model_section(config, found);
-        let open = open_for_run(&section, config.seed, &device)?;
+        let mut open = open_for_run(&section, config.seed, &device)?;
+        share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &open)?;
@@ -371,7 +377,7 @@ fn gradients(
 ) -> candle_core::Result<GradientSums> {
     let slots = config.train.gradient_accumulation_steps.get();
     let exact = config.distributed.exact.holds(device.is_cpu());
-    let Some(RankPlace { layout, member, world }) = place else {
+    let Some(RankPlace { layout, member, groups }) = place else {
         let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
         let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
         let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
@@ -380,7 +386,7 @@ fn gradients(
     let how = (config.distributed.shard, exact);
     // The gradient of a tied head is computed before those of all stages.
     let early = Some(layout.stage_of(loaded.model.lm_head())).filter(|stage| *stage > 0);
-    let sums = SharedSums::new(layout, member, how, slots / world, early, device)?;
+    let sums = SharedSums::new(layout, member, how, slots / groups, early, device)?;
     Ok(GradientSums::Shared(sums))
 }
 
@@ -394,10 +400,12 @@ fn config_digest(config: &RunConfig) -> String {
 fn log_share(config: &RunConfig, rank: Rank) {
     let train = &config.train;
     let micro_batches = train.gradient_accumulation_steps.get();
+    let sequence = config.distributed.sequence.get();
     tracing::info!(
         ranks = rank.world,
         micro_batches,
-        micro_batches_of_each = micro_batches / rank.world,
+        micro_batches_of_each = micro_batches * sequence / rank.world,
+        sequence,
         batch_size = train.batch_size,
         "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
          run, while other trainers count it per device"

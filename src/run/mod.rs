@@ -16,6 +16,7 @@ mod output_dir;
 mod plan;
 mod ranks;
 mod resume;
+mod sequence;
 
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
@@ -29,4 +30,4 @@ pub(crate) use build::step_runner;
 pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
-pub(crate) use ranks::check_world;
+pub(crate) use sequence::check_world;

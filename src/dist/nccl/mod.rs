@@ -16,7 +16,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
-use super::{Collective, DistError, Gather, Lane, Rank, Reduce, Ticket, gather};
+use super::{Collective, DistError, Exchange, Gather, Lane, Rank, Reduce, Ticket, gather};
 use candle_core::{Device, Tensor};
 use communicator::Communicator;
 use library::{Library, UniqueId};
@@ -157,6 +157,15 @@ impl Collective for Nccl {
 
     fn start_gather(&self, _: Gather) -> Result<Ticket, DistError> {
         Err(DistError::Closed)
+    }
+
+    fn start_exchange(&self, _: Exchange) -> Result<Ticket, DistError> {
+        let problem =
+            "NCCL does not exchange tokens and heads yet: set `distributed.sequence` to 1";
+        Err(DistError::Collective {
+            operation: "splitting a sequence",
+            problem: problem.to_owned(),
+        })
     }
 
     fn wait_for(&self, _: Ticket) -> Result<(), DistError> {
