@@ -10,7 +10,7 @@ use super::rejects::write_rejects;
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles, SavedTensor};
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
@@ -365,30 +365,27 @@ impl Trainer {
         let step = self.parts.state.step;
         let folder = self.parts.checkpointer.step_folder(step);
         if self.saved_at != Some(step) {
-            if self.is_first() {
-                self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
-            }
+            self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
             self.saved_at = Some(step);
         }
-        self.ranks().wait_for_all()?;
         Ok(folder)
     }
 
     fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
         let parts = &self.parts;
-        let weights: Vec<(String, Tensor)> = parts
-            .runner
-            .params
-            .iter()
-            .map(|param| (param.name().to_owned(), param.tensor()))
-            .collect();
+        let params = parts.runner.params.iter();
+        let weights: Vec<_> =
+            params.map(|param| SavedTensor::whole(param.name(), param.tensor())).collect();
         let mut optimizer = Vec::new();
         for state in parts.runner.optimizer.states() {
             let name = state.param.name();
-            optimizer.push((format!("exp_avg.{name}"), state.exp_avg.clone()));
-            optimizer.push((format!("exp_avg_sq.{name}"), state.exp_avg_sq.clone()));
+            let mut save = |kind, tensor: &Tensor| {
+                optimizer.push(SavedTensor::whole(format!("{kind}.{name}"), tensor.clone()));
+            };
+            save("exp_avg", &state.exp_avg);
+            save("exp_avg_sq", &state.exp_avg_sq);
             if let Some(master) = &state.master {
-                optimizer.push((format!("master.{name}"), master.clone()));
+                save("master", master);
             }
         }
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
@@ -404,9 +401,12 @@ impl Trainer {
                 optimizer: Some(&optimizer),
                 state: &state,
             },
+            self.ranks(),
         )?;
-        tracing::info!(step, folder = %folder.display(), "checkpoint");
-        log_datasets(&parts.state.datasets_seen);
+        if self.is_first() {
+            tracing::info!(step, folder = %folder.display(), "checkpoint");
+            log_datasets(&parts.state.datasets_seen);
+        }
         Ok(())
     }
 }
