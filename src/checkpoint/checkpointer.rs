@@ -226,7 +226,8 @@ impl Checkpointer {
             // Rank 0 looks for the next one. It reads the state first: a checkpoint of another run need
             // not be checked in full.
             let mut next = None;
-            while let (None, Some((step, dir))) = (&next, candidates.pop()) {
+            while next.is_none() {
+                let Some((step, dir)) = candidates.pop() else { break };
                 next = read_candidate(step, &dir, &accept).unwrap_or_else(|error| {
                     warn_skipped(&causes(&error));
                     None
