@@ -305,6 +305,31 @@ pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     Ok(partials.iter().sum())
 }
 
+/// Number of elements of a block of [`squares_of_blocks`].
+pub const SQUARES_BLOCK: usize = 4096;
+
+/// Sums of the squares of consecutive blocks of [`SQUARES_BLOCK`] elements of an `f32` tensor, as
+/// `[ceil(elements / SQUARES_BLOCK)]` in `f64`, on the device of the tensor. The last block may be
+/// shorter; zeros at its end do not change the bits. Neither does the place of a block in its tensor,
+/// nor the number of threads. Does not wait for a GPU.
+pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
+    let op = "squares_of_blocks";
+    expect_f32(op, "t", t, t.dims())?;
+    return_if_on_gpu!(t => squares_of_blocks(t));
+    let data = read(op, "t", t)?;
+    let squares = |block: &[f32]| {
+        if block.len() == SQUARES_BLOCK {
+            return sum_of_squares_block(block);
+        }
+        let mut whole = [0f32; SQUARES_BLOCK];
+        whole[..block.len()].copy_from_slice(block);
+        sum_of_squares_block(&whole)
+    };
+    let sums: Vec<f64> = data.slice::<f32>()?.par_chunks(SQUARES_BLOCK).map(squares).collect();
+    let len = sums.len();
+    Tensor::from_vec(sums, len, t.device())
+}
+
 /// Sets all elements of `f32` tensors to zero, in place.
 pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     let Some(first) = tensors.first() else { return Ok(()) };
