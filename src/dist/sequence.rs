@@ -62,7 +62,7 @@ impl SequenceAttention {
             };
             results.push((all, self.collective.start_exchange(exchange).map_err(Error::wrap)?));
         }
-        for (_, ticket) in results.last() {
+        if let Some((_, ticket)) = results.last() {
             self.collective.wait_for(*ticket).map_err(Error::wrap)?;
         }
         let results: Vec<Tensor> = results.into_iter().map(|(all, _)| all).collect();

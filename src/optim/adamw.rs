@@ -60,6 +60,7 @@ pub struct AdamW {
     hyper: ops::AdamW,
     max_grad_norm: f64,
     place: Place,
+    moments: DType,
     trained: Vec<Param>,
     states: Vec<ParamState>,
 }
@@ -181,12 +182,17 @@ impl AdamW {
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
         let trained = trained.into_iter().map(|index| params[index].clone()).collect();
-        Ok(Self { hyper, max_grad_norm, place, trained, states })
+        Ok(Self { hyper, max_grad_norm, place, moments: dtype, trained, states })
     }
 
     /// The trained parameters, in order.
     pub fn trained(&self) -> &[Param] {
         &self.trained
+    }
+
+    /// Dtype of the moments.
+    pub fn moments_dtype(&self) -> DType {
+        self.moments
     }
 
     /// State of each trained parameter, or of the parts of them that this rank updates.

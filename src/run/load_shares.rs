@@ -52,9 +52,7 @@ pub(super) fn load_shares(
         let tensors = SlotTensors::new(&layout, params, dtype, device)?;
         let mut owned = Vec::new();
         for (stage, tensors) in layout.stages().iter().zip(&tensors.buckets) {
-            let buckets = [&stage.trained, &stage.frozen];
-            let buckets = buckets.into_iter().filter(|bucket| !bucket.is_empty());
-            for ((own, _), bucket) in tensors.iter().zip(buckets) {
+            for ((own, _), bucket) in tensors.iter().zip(stage.buckets()) {
                 read_share(&loaded.open, bucket, member, own)?;
             }
             if let Some((own, _)) = tensors.first().filter(|_| !stage.trained.is_empty()) {
@@ -62,7 +60,10 @@ pub(super) fn load_shares(
             }
         }
         let parts = (&params[..], model.lm_head(), model.embedding());
-        (RankWeights::Slots(WeightSlots::new(&layout, tensors, parts, collective)?), Some(owned))
+        (
+            RankWeights::Slots(WeightSlots::new(&layout, member, tensors, parts, collective)?),
+            Some(owned),
+        )
     } else {
         let flat = read_all(&loaded, &layout, member, &*collective, device)?;
         let owned = layout.stages().iter().map(|stage| owned_parts(&stage.trained, member, None));
@@ -102,10 +103,7 @@ fn read_all(
 ) -> Result<Vec<Tensor>, RunError> {
     let mut trained = Vec::new();
     for stage in layout.stages() {
-        for bucket in [&stage.trained, &stage.frozen] {
-            if bucket.is_empty() {
-                continue;
-            }
+        for bucket in stage.buckets() {
             let all = Tensor::zeros(bucket.len(), loaded.open.dtype(), device)?;
             let own = all.narrow(0, bucket.share(member).start, bucket.share_len())?;
             read_share(&loaded.open, bucket, member, &own)?;

@@ -98,6 +98,13 @@ pub struct StageBuckets {
     pub frozen: Bucket,
 }
 
+impl StageBuckets {
+    /// The buckets that have parameters.
+    pub fn buckets(&self) -> impl Iterator<Item = &Bucket> {
+        [&self.trained, &self.frozen].into_iter().filter(|bucket| !bucket.is_empty())
+    }
+}
+
 /// The buckets of all stages of a model, in the order of backward.
 #[derive(Debug, Clone)]
 pub struct Layout {

@@ -11,6 +11,7 @@ mod generate;
 mod gradients;
 mod ranks;
 mod rejects;
+mod saved;
 mod sequence;
 mod state;
 mod step;

@@ -1,6 +1,7 @@
 //! The rank of a training loop, and its exchanges with the other ranks.
 
 use super::error::TrainError;
+use crate::checkpoint::Together;
 use crate::dist::{
     Collective, DistError, Lane, Monitor, Rank, SequencePlace, during, fail, gather,
 };
@@ -75,6 +76,11 @@ impl Ranks {
         (self.rank.rank % self.shard_group, self.shard_group)
     }
 
+    /// The shard group of this rank, and the number of groups.
+    pub fn group(&self) -> (usize, usize) {
+        (self.rank.rank / self.shard_group, self.rank.world / self.shard_group)
+    }
+
     /// Adds up gradients; `None` if there is no other rank.
     pub fn sums(&self) -> Option<&dyn Collective> {
         self.others.as_ref().map(|others| &*others.sums)
@@ -137,6 +143,26 @@ impl Ranks {
             0 => work.to_owned(), // before training
             step => format!("step {step}: {work}"),
         }
+    }
+}
+
+impl Together for Ranks {
+    type Error = TrainError;
+
+    fn rank(&self) -> usize {
+        self.rank.rank
+    }
+
+    fn world(&self) -> usize {
+        self.rank.world
+    }
+
+    fn gather(&self, message: String) -> Result<Vec<String>, TrainError> {
+        Ok(Self::gather(self, message)?)
+    }
+
+    fn failed(&self, rank: usize, message: String) -> TrainError {
+        DistError::Failed { rank, message }.into()
     }
 }
 

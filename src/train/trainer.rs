@@ -7,6 +7,7 @@ use super::error::TrainError;
 use super::eval::{EvalReport, Evaluator};
 use super::ranks::Ranks;
 use super::rejects::write_rejects;
+use super::saved::{saved_optimizer, saved_weights};
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
@@ -16,7 +17,6 @@ use crate::data::{Loader, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
-use candle_core::Tensor;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -367,33 +367,16 @@ impl Trainer {
         let step = self.parts.state.step;
         let folder = self.parts.checkpointer.step_folder(step);
         if self.saved_at != Some(step) {
-            if self.is_first() {
-                self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
-            }
+            self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
             self.saved_at = Some(step);
         }
-        self.ranks().wait_for_all()?;
         Ok(folder)
     }
 
     fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
         let parts = &self.parts;
-        let weights: Vec<(String, Tensor)> = parts
-            .runner
-            .params
-            .iter()
-            .map(|param| (param.name().to_owned(), param.tensor()))
-            .collect();
-        let mut optimizer = Vec::new();
-        for state in parts.runner.optimizer.states() {
-            let name = state.param.name();
-            let shaped = |t: &Tensor| t.reshape(state.param.shape());
-            optimizer.push((format!("exp_avg.{name}"), shaped(&state.exp_avg)?));
-            optimizer.push((format!("exp_avg_sq.{name}"), shaped(&state.exp_avg_sq)?));
-            if let Some(master) = &state.master {
-                optimizer.push((format!("master.{name}"), shaped(master)?));
-            }
-        }
+        let weights = saved_weights(&parts.runner)?;
+        let optimizer = saved_optimizer(&parts.runner)?;
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let folder = parts.checkpointer.save(
             step,
@@ -407,9 +390,12 @@ impl Trainer {
                 optimizer: Some(&optimizer),
                 state: &state,
             },
+            self.ranks(),
         )?;
-        tracing::info!(step, folder = %folder.display(), "checkpoint");
-        log_datasets(&parts.state.datasets_seen);
+        if self.is_first() {
+            tracing::info!(step, folder = %folder.display(), "checkpoint");
+            log_datasets(&parts.state.datasets_seen);
+        }
         Ok(())
     }
 }

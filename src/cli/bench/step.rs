@@ -52,7 +52,7 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
         parameters += count;
         trained += if grad.is_some() { count } else { 0 };
     }
-    let moment = runner.optimizer.states().first().map_or(DType::F32, |s| s.exp_avg.dtype());
+    let moment = runner.optimizer.moments_dtype();
     let element = runner.dtype.size_in_bytes() as f64;
     let (vocabulary, hidden) = runner.model.lm_head().shape().dims2()?;
     Ok(MemoryModel {

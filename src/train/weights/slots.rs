@@ -11,6 +11,7 @@
 use crate::dist::{Collective, DistError, Gather, Ticket};
 use crate::tape::{Layout, Param, Residency};
 use candle_core::{DType, Device, Result, Tensor};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a pass over the model reads.
@@ -35,6 +36,8 @@ pub struct WeightSlots {
     order: Order,
     /// The share of this rank and all weights, for the buckets of each stage.
     buckets: Vec<Vec<(Tensor, Tensor)>>,
+    /// For each parameter, the elements that this rank has.
+    held: Vec<Vec<(Range<usize>, Tensor)>>,
     collective: Arc<dyn Collective>,
     state: Mutex<State>,
 }
@@ -99,10 +102,7 @@ impl SlotTensors {
         let mut buckets = Vec::with_capacity(stages.len());
         for (stage, of_stage) in stages.iter().enumerate() {
             let (mut start, mut tensors) = (0, Vec::new());
-            for bucket in [&of_stage.trained, &of_stage.frozen] {
-                if bucket.is_empty() {
-                    continue;
-                }
+            for bucket in of_stage.buckets() {
                 let all = slots[slot_of(stage)].narrow(0, start, bucket.len())?;
                 start += bucket.len();
                 for (param, view) in layout.views(bucket, &all)? {
@@ -121,21 +121,37 @@ impl WeightSlots {
     /// is the parameter of the token embedding.
     pub fn new(
         layout: &Layout,
+        member: usize,
         tensors: SlotTensors,
         (params, head, table): (&[Param], &Param, &Param),
         collective: Arc<dyn Collective>,
     ) -> Result<Arc<Self>> {
+        let mut held = vec![Vec::new(); params.len()];
+        for (stage, tensors) in layout.stages().iter().zip(&tensors.buckets) {
+            for (bucket, (own, _)) in stage.buckets().zip(tensors) {
+                for part in bucket.parts(member) {
+                    let values = own.narrow(0, part.at, part.elements.len())?;
+                    held[part.param].push((part.elements, values));
+                }
+            }
+        }
         let trained = |stage: &usize| !layout.stages()[*stage].trained.is_empty();
         let num_stages = layout.stages().len();
         let last = (0..num_stages).rev().find(trained).unwrap_or_default();
         let order = Order::new(num_stages, layout.stage_of(head), layout.stage_of(table), last);
         let SlotTensors { buckets } = tensors;
-        let slots = Arc::new(Self { order, buckets, collective, state: Mutex::default() });
+        let state = Mutex::default();
+        let slots = Arc::new(Self { order, buckets, held, collective, state });
         for param in params {
             let home: Arc<dyn Residency> = Arc::<Self>::clone(&slots);
             param.set_home(layout.stage_of(param), home)?;
         }
         Ok(slots)
+    }
+
+    /// The elements of a parameter that this rank has.
+    pub(in super::super) fn held(&self, param: &Param) -> Vec<(Range<usize>, Tensor)> {
+        self.held[param.index()].clone()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
