@@ -133,7 +133,7 @@ fn a_part_without_targets_or_with_padding_only_passes_gradients_on() {
     let weights = four_heads(53);
     let mut late = packed(&[sample(63, &[Text(2), Image([1, 4, 4]), Text(9)])]);
     late.labels[..11].fill(IGNORE_INDEX); // of 15: the targets of 2 ranks of 4
-    let tiny = packed(&[sample(64, &[Text(2)])]);
+    let tiny = packed(&[sample(64, &[Text(3)])]);
     for batch in [&late, &tiny] {
         assert!(!Targets::of(batch).is_empty());
         assert_split("targets", &weights, (batch, Backend::Flash), 4, Recompute::No, |_| true);
