@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_has_the_frames_of_its_tokens_and_knows_which_features_are_its_own() {
+    fn a_part_has_the_frames_of_its_tokens_and_the_range_of_its_features() {
         for (tokens, rows, grids, pixels, features) in [
             (0..3, vec![], vec![], vec![], 0..0),
             (0..4, vec![3], vec![[1, 2, 4]], vec![0.0], 0..1),
