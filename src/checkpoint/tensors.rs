@@ -1,7 +1,7 @@
 //! Safetensors files whose tensors are written in parts, by one process or by several ranks at once.
 //!
 //! The header, and so the place of each element, follows from the names, shapes and dtypes of all
-//! tensors, which every rank knows. Each rank writes its parts at their offsets, without a second
+//! tensors, that all ranks pass. Each rank writes its parts at their offsets, without a second
 //! copy of the model in memory.
 
 use super::CheckpointError;

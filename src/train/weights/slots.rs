@@ -5,7 +5,7 @@
 //! makes the weights of its stage present.
 //!
 //! All ranks must gather the same stages in the same order, but they do not always read the same
-//! stages: a batch without pictures does not use the vision encoder. So the order is fixed, and a
+//! stages: a batch without images does not use the vision encoder. So the order is fixed, and a
 //! rank takes part in the gathers of the stages that it does not read.
 
 use crate::dist::{Collective, DistError, Gather, Ticket};
