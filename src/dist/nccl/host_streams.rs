@@ -197,7 +197,7 @@ impl Streams for HostStreams {
         self.stand_in.note(self.rank, &format!("record {mark}"));
         let (event, recorded) = channel();
         self.marks.lock().unwrap().insert(mark, recorded);
-        self.communication.add(move || event.send(()).unwrap_or_default()); // nobody waits if it was replaced
+        self.communication.add(move || event.send(()).unwrap_or_default()); // fails if it was replaced
         Ok(())
     }
 
