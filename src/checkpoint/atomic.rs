@@ -43,35 +43,70 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(CheckpointError::write(folder))
 }
 
+/// A new folder that is being filled, in the same parent and with a hidden name. Dropping it removes
+/// it.
+pub(super) struct NewFolder {
+    target: PathBuf,
+    temporary: Option<PathBuf>,
+}
+
+impl NewFolder {
+    /// Creates the empty hidden folder [`temporary_folder`] of `target`.
+    pub(super) fn create(target: &Path) -> Result<Self, CheckpointError> {
+        let temporary = temporary_folder(target);
+        remove_if_there(&temporary)?;
+        let new = Self { target: target.to_owned(), temporary: Some(temporary.clone()) };
+        fs::create_dir_all(&temporary).map_err(CheckpointError::write(&temporary))?;
+        Ok(new)
+    }
+
+    /// Gives the folder its name. All files in it must be synced. An older `target` stays until the
+    /// new one is complete.
+    ///
+    /// Replacing takes two renames, as there is no portable way to exchange two folders. A reader that
+    /// looks between them finds no `target`; [`recover`] finishes the exchange if the process is
+    /// killed between them.
+    pub(super) fn complete(mut self) -> Result<(), CheckpointError> {
+        let (target, temporary) = (self.target.clone(), temporary_folder(&self.target));
+        sync_folder(&temporary)?;
+        self.temporary = None;
+        let parent = parent(&target);
+        if fs::symlink_metadata(&target).is_err() {
+            rename(&temporary, &target)?;
+        } else {
+            let replacement = hidden(REPLACEMENT, &target);
+            remove_if_there(&replacement)?;
+            rename(&temporary, &replacement)?;
+            sync_folder(parent)?;
+            exchange(&replacement, &target)?;
+        }
+        sync_folder(parent)
+    }
+}
+
+impl Drop for NewFolder {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
+            // There is an error already, and `recover` removes a leftover folder at the next start.
+            let _ = fs::remove_dir_all(temporary);
+        }
+    }
+}
+
+/// The hidden folder that [`NewFolder::create`] creates for `target`.
+pub(super) fn temporary_folder(target: &Path) -> PathBuf {
+    hidden(TEMPORARY, target)
+}
+
 /// Creates the folder `target`, or replaces it. `fill` receives an empty hidden folder in the same
-/// parent and must sync the files that it writes. An older `target` stays until the new one is
-/// complete.
-///
-/// Replacing takes two renames, as there is no portable way to exchange two folders. A reader that
-/// looks between them finds no `target`; [`recover`] finishes the exchange if the process is killed
-/// between them.
+/// parent and must sync the files that it writes.
 pub(super) fn build_folder(
     target: &Path,
     fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
 ) -> Result<(), CheckpointError> {
-    let (parent, temporary) = (parent(target), hidden(TEMPORARY, target));
-    remove_if_there(&temporary)?;
-    fs::create_dir_all(&temporary).map_err(CheckpointError::write(&temporary))?;
-    let filled = fill(&temporary).and_then(|()| sync_folder(&temporary));
-    if filled.is_err() {
-        let _ = fs::remove_dir_all(&temporary);
-    }
-    filled?;
-    if fs::symlink_metadata(target).is_err() {
-        rename(&temporary, target)?;
-    } else {
-        let replacement = hidden(REPLACEMENT, target);
-        remove_if_there(&replacement)?;
-        rename(&temporary, &replacement)?;
-        sync_folder(parent)?;
-        exchange(&replacement, target)?;
-    }
-    sync_folder(parent)
+    let new = NewFolder::create(target)?;
+    fill(&temporary_folder(target))?;
+    new.complete()
 }
 
 /// Removes a folder. If the process is killed meanwhile, no incomplete folder keeps the name.

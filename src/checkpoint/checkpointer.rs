@@ -1,13 +1,18 @@
 //! Saves the checkpoints of a run, removes old ones, and finds the newest undamaged one.
 
-use super::atomic::{build_folder, recover, remove_folder, sync_folder};
-use super::manifest::{MANIFEST, Manifest, WriteFault, copy_hashed, damaged};
-use super::tensors::write_tensors;
+use super::atomic::{
+    NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
+};
+use super::manifest::{Entry, MANIFEST, Manifest, damaged};
+use super::pieces::{Piece, joined};
+use super::tensors::{SavedTensor, TensorFile};
+use super::together::{Together, agree, causes, exchange};
 use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
-use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -25,13 +30,46 @@ pub struct Contents<'a> {
     pub model: ModelFiles<'a>,
     /// Moments and master weights, for `optimizer.safetensors`; with `None` that file is not
     /// written.
-    pub optimizer: Option<&'a [(String, Tensor)]>,
+    pub optimizer: Option<&'a [SavedTensor]>,
     /// Content of `trainer_state.json`: everything that resuming needs besides tensors.
     pub state: &'a Value,
 }
 
-/// Writes and finds the checkpoints below one `output_dir`. Only one process may write there at a
-/// time.
+impl<'a> Contents<'a> {
+    fn tensor_files(&self) -> Result<Vec<TensorFile<'a>>, CheckpointError> {
+        let mut files = self.model.weight_files()?;
+        if let Some(tensors) = self.optimizer {
+            let tensors: Vec<_> = tensors.iter().collect();
+            files.push(TensorFile::new(OPTIMIZER, &tensors, &BTreeMap::new())?);
+        }
+        Ok(files)
+    }
+
+    /// Writes all files but those of tensors, and creates those.
+    fn begin(
+        &self,
+        folder: &Path,
+        step: u64,
+        files: &[TensorFile<'_>],
+    ) -> Result<Manifest, CheckpointError> {
+        let mut manifest = Manifest::new(step);
+        self.model.write_small(folder, &mut manifest)?;
+        let state = self.state;
+        manifest.write_file(folder, STATE, format!("{state:#}\n").as_bytes())?;
+        files.iter().try_for_each(|file| file.create(folder))?;
+        Ok(manifest)
+    }
+}
+
+/// What a rank wrote into one file.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    /// Checksum of the header, which must be the same on all ranks.
+    header: String,
+    pieces: Vec<Piece>,
+}
+
+/// Writes and finds the checkpoints below one `output_dir`. Only one run may write there at a time.
 #[derive(Debug, Clone)]
 pub struct Checkpointer {
     output_dir: PathBuf,
@@ -79,28 +117,75 @@ impl Checkpointer {
     /// Writes `<output_dir>/checkpoints/step-<step>`, makes it durable, removes the oldest
     /// checkpoints beyond `keep`, and returns the path. Replaces an older checkpoint of this step.
     ///
-    /// On an error no new folder appears and the older checkpoints are unchanged. Checkpoints of
-    /// later steps belong to another run in the same folder: they are neither counted nor removed.
-    pub fn save(&self, step: u64, contents: &Contents<'_>) -> Result<PathBuf, CheckpointError> {
-        let &Contents { model, optimizer, state } = contents;
+    /// All ranks write their parts of the tensors at once, and return when the checkpoint is complete.
+    /// Rank 0 writes all other files. On an error on any rank, all ranks return an error, no new folder
+    /// appears and the older checkpoints are unchanged. Checkpoints of later steps belong to another
+    /// run in the same folder: they are neither counted nor removed.
+    pub fn save<T: Together>(
+        &self,
+        step: u64,
+        contents: &Contents<'_>,
+        together: &T,
+    ) -> Result<PathBuf, T::Error> {
+        let (rank, world) = (together.rank(), together.world());
         let target = self.step_folder(step);
-        build_folder(&target, |folder| {
-            let mut manifest = Manifest::new(step);
-            model.write(folder, &mut manifest)?;
-            if let Some(tensors) = optimizer {
-                let tensors: Vec<_> = tensors.iter().collect();
-                manifest.write_file(folder, OPTIMIZER, |out| {
-                    write_tensors(out, &tensors, &BTreeMap::new())
-                })?;
+        let folder = temporary_folder(&target);
+        let mut new = None; // on rank 0
+        let mut begin = || {
+            let files = contents.tensor_files()?;
+            if rank == 0 {
+                let begun = NewFolder::create(&target)?;
+                new = Some((begun, contents.begin(&folder, step, &files)?));
             }
-            let state = format!("{state:#}\n");
-            manifest.write_file(folder, STATE, |out| Ok(out.write_all(state.as_bytes())?))?;
-            manifest.write(folder)
-        })?;
+            Ok(files)
+        };
+        let files = agree(together, begin())?;
+        let write = |file: &TensorFile<'_>| {
+            let pieces = file.write(&folder, rank, world)?;
+            Ok(Written { header: format!("{:x}", Sha256::digest(file.header())), pieces })
+        };
+        let own: Result<Vec<Written>, _> = files.iter().map(write).collect();
+        let written = exchange(together, own)?;
+        let finished = match new {
+            Some((new, manifest)) => self.finish(new, manifest, &folder, &files, written),
+            None => Ok(()),
+        };
+        agree(together, finished)?;
+        Ok(target)
+    }
+
+    /// Writes the manifest and gives the folder its name.
+    fn finish(
+        &self,
+        new: NewFolder,
+        mut manifest: Manifest,
+        folder: &Path,
+        files: &[TensorFile<'_>],
+        mut written: Vec<Vec<Written>>,
+    ) -> Result<(), CheckpointError> {
+        for (index, file) in files.iter().enumerate() {
+            let expected = format!("{:x}", Sha256::digest(file.header()));
+            let mut pieces = Vec::new();
+            for (rank, of_rank) in written.iter_mut().enumerate() {
+                match of_rank.get_mut(index) {
+                    Some(written) if written.header == expected => {
+                        pieces.append(&mut written.pieces);
+                    }
+                    _ => {
+                        let file = file.name.clone();
+                        return Err(CheckpointError::OtherTensors { rank, file });
+                    }
+                }
+            }
+            manifest.files.insert(file.name.clone(), Entry::new(joined(file, pieces)?));
+        }
+        manifest.write(folder)?;
+        let step = manifest.step;
+        new.complete()?;
         // `checkpoints` itself may be new.
         sync_folder(&self.output_dir)?;
         self.remove_old(step);
-        Ok(target)
+        Ok(())
     }
 
     /// Creates `<output_dir>/final` from a checkpoint: the same files without
@@ -128,46 +213,53 @@ impl Checkpointer {
     }
 
     /// Returns the newest undamaged checkpoint whose `trainer_state.json` is accepted by `accept`,
-    /// or `None`. Skips damaged ones with a warning that names the file and the problem.
-    pub fn newest_good(
+    /// or `None`: the same on all ranks, which divide the reading of its files. Skips damaged ones with
+    /// a warning of rank 0 that names the file and the problem.
+    pub fn newest_good<T: Together>(
         &self,
         accept: impl Fn(&Value) -> bool,
-    ) -> Result<Option<Found>, CheckpointError> {
-        for (step, dir) in self.by_step()?.into_iter().rev() {
-            // Read the state first: a checkpoint of another run need not be checked in full.
-            let found = read_state(&dir).and_then(|(manifest, found)| {
-                if !accept(&found.state) {
-                    tracing::info!(
-                        checkpoint = %dir.display(),
-                        "skipped a checkpoint: it was made with another config"
-                    );
-                    return Ok(None);
-                }
-                if found.step != step {
-                    return Err(damaged(&dir, MANIFEST, format!("is of step {}", found.step)));
-                }
-                manifest.check_sizes(&dir)?;
-                manifest.check_contents(&dir)?;
-                Ok(Some(found))
-            });
-            match found {
-                Ok(None) => {}
-                Ok(found) => return Ok(found),
-                Err(error) => {
-                    let cause = std::error::Error::source(&error).map(ToString::to_string);
-                    tracing::warn!(cause, "skipped a checkpoint: {error}");
-                }
+        together: &T,
+    ) -> Result<Option<Found>, T::Error> {
+        let listed = if together.rank() == 0 { self.by_step() } else { Ok(Vec::new()) };
+        let mut candidates = agree(together, listed)?;
+        loop {
+            // Rank 0 looks for the next one. It reads the state first: a checkpoint of another run need
+            // not be checked in full.
+            let mut next = None;
+            while next.is_none() {
+                let Some((step, dir)) = candidates.pop() else { break };
+                next = read_candidate(step, &dir, &accept).unwrap_or_else(|error| {
+                    warn_skipped(&causes(&error));
+                    None
+                });
+            }
+            let step_folder = |step| self.step_folder(step);
+            let Some((manifest, found)) = share(Ok(next), step_folder, together)? else {
+                return Ok(None);
+            };
+            let damage = manifest.check_share(&found.dir, together.rank(), together.world()).err();
+            let damages = exchange(together, Ok(damage.as_ref().map(causes)))?;
+            match damages.iter().flatten().next() {
+                None => return Ok(Some(found)),
+                Some(problem) if together.rank() == 0 => warn_skipped(problem),
+                Some(_) => {}
             }
         }
-        Ok(None)
     }
 
-    /// Opens the checkpoint in `dir`. A damaged one is an error.
-    pub fn open(dir: &Path) -> Result<Found, CheckpointError> {
-        fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
-        let (manifest, found) = read_state(dir)?;
-        manifest.check_sizes(dir)?;
-        manifest.check_contents(dir)?;
+    /// Opens the checkpoint in `dir`, whose files the ranks check together. A damaged one is an error
+    /// on all ranks.
+    pub fn open<T: Together>(dir: &Path, together: &T) -> Result<Found, T::Error> {
+        let open = || {
+            fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
+            let (manifest, found) = read_state(dir)?;
+            manifest.check_sizes(dir)?;
+            Ok(Some((manifest, found)))
+        };
+        let of_first = if together.rank() == 0 { open() } else { Ok(None) };
+        let shared = share(of_first, |_| dir.to_owned(), together)?;
+        let (manifest, found) = shared.expect("rank 0 has a checkpoint or an error");
+        agree(together, manifest.check_share(dir, together.rank(), together.world()))?;
         Ok(found)
     }
 
@@ -219,6 +311,52 @@ impl Checkpointer {
     }
 }
 
+/// Reads what rank 0 must know of a checkpoint before all ranks check it: `None` if it is of another
+/// run.
+fn read_candidate(
+    step: u64,
+    dir: &Path,
+    accept: impl Fn(&Value) -> bool,
+) -> Result<Option<(Manifest, Found)>, CheckpointError> {
+    let (manifest, found) = read_state(dir)?;
+    if !accept(&found.state) {
+        tracing::info!(
+            checkpoint = %dir.display(),
+            "skipped a checkpoint: it was made with another config"
+        );
+        return Ok(None);
+    }
+    if found.step != step {
+        return Err(damaged(dir, MANIFEST, format!("is of step {}", found.step)));
+    }
+    manifest.check_sizes(dir)?;
+    Ok(Some((manifest, found)))
+}
+
+/// Opens the checkpoint that rank 0 has chosen on all ranks: `folder` is its folder by its step. The
+/// result of other ranks in `of_first` is not used.
+fn share<T: Together>(
+    of_first: Result<Option<(Manifest, Found)>, CheckpointError>,
+    folder: impl Fn(u64) -> PathBuf,
+    together: &T,
+) -> Result<Option<(Manifest, Found)>, T::Error> {
+    let of_first = agree(together, of_first)?;
+    let chosen = of_first.as_ref().map(|(manifest, _)| (manifest.step, manifest.digest()));
+    let Some((step, digest)) = exchange(together, Ok(chosen))?.swap_remove(0) else {
+        return Ok(None);
+    };
+    let own = of_first.map_or_else(|| read_state(&folder(step)), Ok);
+    let own = match own {
+        Ok(own) if own.0.digest() == digest => Ok(own),
+        _ => Err(CheckpointError::NotShared { folder: folder(step) }),
+    };
+    agree(together, own).map(Some)
+}
+
+fn warn_skipped(problem: &str) {
+    tracing::warn!("skipped a checkpoint: {problem}");
+}
+
 fn read_state(dir: &Path) -> Result<(Manifest, Found), CheckpointError> {
     let manifest = Manifest::read(dir)?;
     let state = serde_json::from_slice(&manifest.read_checked(dir, STATE)?)
@@ -238,17 +376,7 @@ fn link_or_copy(
     if is_weights && fs::hard_link(&source, &target).is_ok() {
         return Ok(());
     }
-    let mut file = File::open(&source).map_err(CheckpointError::read(&source))?;
-    let mut copied = Manifest::new(manifest.step);
-    copied.write_file(to, name, |out| {
-        copy_hashed(&mut file, out)?;
-        Ok::<_, WriteFault>(())
-    })?;
-    if copied.files[name] == manifest.files[name] {
-        Ok(())
-    } else {
-        Err(damaged(from, name, format!("differs from its entry in `{MANIFEST}`")))
-    }
+    manifest.copy_file(name, from, to)
 }
 
 #[cfg(test)]

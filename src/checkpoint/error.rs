@@ -97,6 +97,36 @@ pub enum CheckpointError {
         /// Cause reported by candle.
         source: candle_core::Error,
     },
+    /// The parts of a tensor do not fit to it or to each other.
+    #[error("tensor `{tensor}` {problem}")]
+    Parts {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong, as a verb phrase that follows the tensor's name in the message.
+        problem: String,
+    },
+    /// Ranks save different tensors.
+    #[error("rank {rank} saves other tensors in `{file}` than rank 0")]
+    OtherTensors {
+        /// The rank.
+        rank: usize,
+        /// Name of the file.
+        file: String,
+    },
+    /// Another rank could not write or read its part of a checkpoint.
+    #[error("rank {rank} failed: {message}")]
+    OtherRank {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        message: String,
+    },
+    /// A rank does not find the checkpoint that rank 0 found.
+    #[error("checkpoint `{}` is another one than on rank 0, or is missing", .folder.display())]
+    NotShared {
+        /// Folder of the checkpoint.
+        folder: PathBuf,
+    },
     /// Two tensors of one file have the same name.
     #[error("two tensors are named `{tensor}`, expected unique names")]
     SameName {
@@ -130,6 +160,15 @@ impl CheckpointError {
                 "quantised weights cannot be trained: use the unquantised model".to_owned()
             }
             Self::Tensor { .. } => "see the cause; the device may be out of memory".to_owned(),
+            Self::Parts { .. } | Self::OtherTensors { .. } => {
+                "this is an error of the program: please report it".to_owned()
+            }
+            Self::OtherRank { .. } => {
+                "mend what that rank reports, and run the same command again".to_owned()
+            }
+            Self::NotShared { .. } => {
+                "`output_dir` must be on a file system that all ranks share".to_owned()
+            }
             Self::SameName { .. } => "save a tied weight once, under one name".to_owned(),
         }
     }

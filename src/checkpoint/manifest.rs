@@ -1,23 +1,81 @@
-//! The manifest of a checkpoint: the size and checksum of each file, written last.
+//! The manifest of a checkpoint: the size and checksums of each file, written last.
 
 use super::CheckpointError;
 use super::atomic::write_synced;
+use super::pieces::{BUFFER_BYTES, Piece};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Component, Path};
 
 pub(super) const MANIFEST: &str = "manifest.json";
 
-const BUFFER_BYTES: usize = 1 << 20;
-
-/// Size and checksum of one file.
+/// Size and checksums of one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     bytes: u64,
+    #[serde(flatten)]
+    checksum: Checksum,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Checksum {
+    /// Of the whole file.
+    Sha256(String),
+    /// Of each piece, in the order of the file.
+    Pieces(Vec<PieceSum>),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct PieceSum {
+    bytes: u64,
     sha256: String,
+}
+
+impl Entry {
+    /// The entry of a file that consists of `pieces`, in the order of the file.
+    pub(super) fn new(pieces: Vec<Piece>) -> Self {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let mut sums: Vec<_> = pieces
+            .into_iter()
+            .map(|Piece { bytes, sha256, .. }| PieceSum { bytes, sha256 })
+            .collect();
+        let checksum = match sums.len() {
+            1 => Checksum::Sha256(sums.swap_remove(0).sha256),
+            _ => Checksum::Pieces(sums),
+        };
+        Self { bytes, checksum }
+    }
+
+    /// The pieces of the file: at least one, in the order of the file.
+    pub(super) fn pieces(&self) -> Vec<Piece> {
+        let sums = match &self.checksum {
+            Checksum::Sha256(sha256) => {
+                return vec![Piece { offset: 0, bytes: self.bytes, sha256: sha256.clone() }];
+            }
+            Checksum::Pieces(sums) => sums,
+        };
+        let mut offset = 0;
+        let piece = |sum: &PieceSum| {
+            let piece = Piece { offset, bytes: sum.bytes, sha256: sum.sha256.clone() };
+            offset += sum.bytes;
+            piece
+        };
+        sums.iter().map(piece).collect()
+    }
+
+    fn covers_file(&self) -> bool {
+        match &self.checksum {
+            Checksum::Sha256(_) => true,
+            Checksum::Pieces(sums) => {
+                let add = |sum: u64, piece: &PieceSum| sum.checked_add(piece.bytes);
+                sums.iter().try_fold(0, add) == Some(self.bytes)
+            }
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,25 +91,16 @@ impl Manifest {
         Self { step, files: BTreeMap::new() }
     }
 
-    /// Writes `folder/name` with `fill`, syncs it, and records its size and checksum.
+    /// Writes `folder/name`, syncs it, and records its size and checksum.
     pub(super) fn write_file(
         &mut self,
         folder: &Path,
         name: &str,
-        fill: impl FnOnce(&mut dyn Write) -> Result<(), WriteFault>,
+        content: &[u8],
     ) -> Result<(), CheckpointError> {
-        let path = folder.join(name);
-        let file = File::create(&path).map_err(CheckpointError::write(&path))?;
-        let mut writer = BufWriter::with_capacity(BUFFER_BYTES, Hashing::new(file));
-        fill(&mut writer).map_err(|fault| match fault {
-            WriteFault::Io(source) => CheckpointError::write(&path)(source),
-            WriteFault::Other(error) => error,
-        })?;
-        let hashing = writer
-            .into_inner()
-            .map_err(|error| CheckpointError::write(&path)(error.into_error()))?;
-        hashing.inner.sync_all().map_err(CheckpointError::write(&path))?;
-        self.files.insert(name.to_owned(), hashing.entry());
+        write_synced(&folder.join(name), content)?;
+        let (bytes, sha256) = (content.len() as u64, format!("{:x}", Sha256::digest(content)));
+        self.files.insert(name.to_owned(), Entry { bytes, checksum: Checksum::Sha256(sha256) });
         Ok(())
     }
 
@@ -72,12 +121,23 @@ impl Manifest {
         })?;
         let manifest: Self = serde_json::from_slice(&text)
             .map_err(|error| damaged(folder, MANIFEST, format!("is not a manifest: {error}")))?;
-        match manifest.files.keys().find(|name| !is_plain_name(name)) {
-            Some(name) => {
-                Err(damaged(folder, MANIFEST, format!("names `{name}`, which is not a plain name")))
+        for (name, entry) in &manifest.files {
+            if !is_plain_name(name) {
+                let problem = format!("names `{name}`, which is not a plain name");
+                return Err(damaged(folder, MANIFEST, problem));
             }
-            None => Ok(manifest),
+            if !entry.covers_file() {
+                let problem = format!("has pieces of `{name}` that do not add up to its size");
+                return Err(damaged(folder, MANIFEST, problem));
+            }
         }
+        Ok(manifest)
+    }
+
+    /// Checksum of the manifest, to compare those of several ranks.
+    pub(super) fn digest(&self) -> String {
+        let text = serde_json::to_vec(self).expect("a manifest has plain values");
+        format!("{:x}", Sha256::digest(text))
     }
 
     /// Checks the size of each file without reading its content.
@@ -99,26 +159,44 @@ impl Manifest {
         Ok(())
     }
 
-    /// Reads each file and compares it with its checksum.
-    pub(super) fn check_contents(&self, folder: &Path) -> Result<(), CheckpointError> {
-        for (name, entry) in &self.files {
-            Self::check_file(folder, name, entry)?;
+    /// Compares the share of rank `rank` of `world` ranks with its checksums. The ranks together read
+    /// each byte once.
+    pub(super) fn check_share(
+        &self,
+        folder: &Path,
+        rank: usize,
+        world: usize,
+    ) -> Result<(), CheckpointError> {
+        let pieces = self.files.iter().flat_map(|(name, entry)| {
+            entry.pieces().into_iter().map(move |piece| (name.as_str(), piece))
+        });
+        let mut pieces: Vec<_> = pieces.collect();
+        // The largest first, each to the rank that has the fewest bytes so far.
+        pieces.sort_by_key(|(_, piece)| std::cmp::Reverse(piece.bytes));
+        let mut loads = vec![0; world];
+        for (name, piece) in pieces {
+            let least = (0..world).min_by_key(|rank| loads[*rank]).unwrap_or_default();
+            loads[least] += piece.bytes;
+            if least == rank {
+                check_piece(folder, name, &piece, io::sink())?;
+            }
         }
         Ok(())
     }
 
-    fn check_file(folder: &Path, name: &str, entry: &Entry) -> Result<(), CheckpointError> {
-        let path = folder.join(name);
-        let mut file = File::open(&path).map_err(CheckpointError::read(&path))?;
-        let found = copy_hashed(&mut file, io::sink()).map_err(CheckpointError::read(&path))?;
-        if found.bytes != entry.bytes {
-            let problem = format!("has {} bytes, expected {}", found.bytes, entry.bytes);
-            return Err(damaged(folder, name, problem));
+    /// Copies a file, and compares it with its checksums.
+    pub(super) fn copy_file(
+        &self,
+        name: &str,
+        from: &Path,
+        to: &Path,
+    ) -> Result<(), CheckpointError> {
+        let target = to.join(name);
+        let mut file = File::create(&target).map_err(CheckpointError::write(&target))?;
+        for piece in self.files[name].pieces() {
+            check_piece(from, name, &piece, &mut file)?;
         }
-        if found.sha256 != entry.sha256 {
-            return Err(damaged(folder, name, "does not match its checksum"));
-        }
-        Ok(())
+        file.sync_all().map_err(CheckpointError::write(&target))
     }
 
     /// Reads one small file after comparing it with its checksum.
@@ -128,21 +206,11 @@ impl Manifest {
         name: &str,
     ) -> Result<Vec<u8>, CheckpointError> {
         let entry = self.files.get(name).ok_or_else(|| damaged(folder, name, "is missing"))?;
-        Self::check_file(folder, name, entry)?;
-        let path = folder.join(name);
-        std::fs::read(&path).map_err(CheckpointError::read(&path))
-    }
-}
-
-/// Why writing the content of a file failed: the disk, or the source of the content.
-pub(super) enum WriteFault {
-    Io(io::Error),
-    Other(CheckpointError),
-}
-
-impl From<io::Error> for WriteFault {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
+        let mut content = Vec::new();
+        for piece in entry.pieces() {
+            check_piece(folder, name, &piece, &mut content)?;
+        }
+        Ok(content)
     }
 }
 
@@ -160,61 +228,56 @@ pub(super) fn is_plain_name(name: &str) -> bool {
     matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
 }
 
-/// Copies `from` to `to` through a buffer of fixed size and returns the size and checksum.
-pub(super) fn copy_hashed(from: &mut dyn Read, to: impl Write) -> io::Result<Entry> {
-    let mut to = Hashing::new(to);
-    let mut buffer = vec![0; BUFFER_BYTES];
-    loop {
-        match from.read(&mut buffer) {
-            Ok(0) => return Ok(to.entry()),
-            Ok(num_bytes) => to.write_all(&buffer[..num_bytes])?,
+/// Copies a piece of a file to `to`, and compares it with its checksum.
+fn check_piece(
+    folder: &Path,
+    name: &str,
+    piece: &Piece,
+    mut to: impl Write,
+) -> Result<(), CheckpointError> {
+    let path = folder.join(name);
+    let mut file = File::open(&path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => damaged(folder, name, "is missing"),
+        _ => CheckpointError::read(&path)(error),
+    })?;
+    file.seek(SeekFrom::Start(piece.offset)).map_err(CheckpointError::read(&path))?;
+    let (mut hash, mut left) = (Sha256::new(), piece.bytes);
+    let mut buffer = vec![0; BUFFER_BYTES.min(usize::try_from(left).unwrap_or(BUFFER_BYTES))];
+    while left > 0 {
+        let len = buffer.len().min(usize::try_from(left).unwrap_or(BUFFER_BYTES));
+        match file.read(&mut buffer[..len]) {
+            Ok(0) => return Err(damaged(folder, name, "is too short")),
+            Ok(count) => {
+                hash.update(&buffer[..count]);
+                to.write_all(&buffer[..count]).map_err(CheckpointError::write(&path))?;
+                left -= count as u64;
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            Err(error) => return Err(CheckpointError::read(&path)(error)),
         }
     }
-}
-
-struct Hashing<W> {
-    inner: W,
-    hash: Sha256,
-    bytes: u64,
-}
-
-impl<W> Hashing<W> {
-    fn new(inner: W) -> Self {
-        Self { inner, hash: Sha256::new(), bytes: 0 }
+    if format!("{:x}", hash.finalize()) != piece.sha256 {
+        let (start, end) = (piece.offset, piece.offset + piece.bytes);
+        let problem = format!("does not match its checksum in the bytes {start}..{end}");
+        return Err(damaged(folder, name, problem));
     }
-
-    fn entry(&self) -> Entry {
-        let digest = self.hash.clone().finalize();
-        Entry { bytes: self.bytes, sha256: format!("{digest:x}") }
-    }
-}
-
-impl<W: Write> Write for Hashing<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.inner.write(bytes)?;
-        self.hash.update(&bytes[..written]);
-        self.bytes += written as u64;
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn the_checksum_of_abc_is_the_published_sha256() {
-        let entry = copy_hashed(&mut "abc".as_bytes(), io::sink()).unwrap();
-        assert_eq!(entry.bytes, 3);
+        let folder = tempfile::tempdir().unwrap();
+        let mut manifest = Manifest::new(0);
+        manifest.write_file(folder.path(), "abc", b"abc").unwrap();
+        let sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(
-            entry.sha256,
-            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+            serde_json::to_value(&manifest.files["abc"]).unwrap(),
+            json!({"bytes": 3, "sha256": sha256})
         );
     }
 
@@ -222,17 +285,32 @@ mod tests {
     fn a_manifest_is_read_back_unchanged_and_names_a_changed_file() {
         let folder = tempfile::tempdir().unwrap();
         let mut manifest = Manifest::new(7);
-        manifest.write_file(folder.path(), "a.json", |out| Ok(out.write_all(b"{}")?)).unwrap();
+        manifest.write_file(folder.path(), "a.json", b"{}").unwrap();
         manifest.write(folder.path()).unwrap();
         let read = Manifest::read(folder.path()).unwrap();
         assert_eq!(read, manifest);
         read.check_sizes(folder.path()).unwrap();
-        read.check_contents(folder.path()).unwrap();
+        read.check_share(folder.path(), 0, 1).unwrap();
 
         write_synced(&folder.path().join("a.json"), b"[]").unwrap();
         read.check_sizes(folder.path()).unwrap();
-        let error = read.check_contents(folder.path()).unwrap_err().to_string();
-        assert!(error.ends_with("`a.json` does not match its checksum"), "{error}");
+        let error = read.check_share(folder.path(), 0, 1).unwrap_err().to_string();
+        assert!(
+            error.ends_with("`a.json` does not match its checksum in the bytes 0..2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn pieces_that_do_not_add_up_to_the_size_of_their_file_are_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let piece = |bytes: u64| json!({"bytes": bytes, "sha256": ""});
+        for pieces in [json!([]), json!([piece(2)]), json!([piece(2), piece(u64::MAX)])] {
+            let manifest = json!({"step": 1, "files": {"a": {"bytes": 3, "pieces": pieces}}});
+            write_synced(&folder.path().join(MANIFEST), manifest.to_string().as_bytes()).unwrap();
+            let error = Manifest::read(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("pieces of `a` that do not add up"), "{error}");
+        }
     }
 
     #[test]

@@ -19,11 +19,17 @@ mod config;
 mod error;
 mod hf;
 mod manifest;
+mod pieces;
 mod tensors;
+mod together;
+mod weight_files;
 
 pub use atomic::write_atomically;
 pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::CheckpointConfig;
 pub use error::CheckpointError;
-pub use hf::{ModelFiles, WeightFiles};
+pub use hf::ModelFiles;
+pub use tensors::SavedTensor;
+pub use together::{Alone, Together};
+pub use weight_files::WeightFiles;

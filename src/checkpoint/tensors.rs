@@ -1,58 +1,251 @@
-//! Writes tensors into a safetensors file one at a time, without a second copy of the model in
-//! memory.
+//! Safetensors files whose tensors are written in parts, by one process or by several ranks at once.
+//!
+//! The header, and so the place of each element, follows from the names, shapes and dtypes of all
+//! tensors, which every rank knows. Each rank writes its parts at their offsets, without a second
+//! copy of the model in memory.
 
 use super::CheckpointError;
-use super::manifest::WriteFault;
+use super::pieces::{Piece, PieceWriter};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
 
 /// Alignment of the tensor data in bytes, so that a memory map can be read as any dtype.
 const ALIGNMENT: usize = 8;
+/// Maximum number of elements that are converted to bytes at once.
 const CHUNK_ELEMENTS: usize = 1 << 16;
+/// Maximum number of elements that are copied from a device at once.
+const HOST_ELEMENTS: usize = 1 << 22;
 
-/// Writes a complete safetensors file: the header, then the data without conversion.
-pub(super) fn write_tensors(
-    out: &mut dyn Write,
-    tensors: &[&(String, Tensor)],
-    metadata: &BTreeMap<String, String>,
-) -> Result<(), WriteFault> {
-    // Wide dtypes come first, because each tensor must start at a multiple of its element size.
-    let mut tensors = tensors.to_vec();
-    tensors.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype().size_in_bytes()));
-    let header = header(&tensors, metadata).map_err(WriteFault::Other)?;
-    out.write_all(&(header.len() as u64).to_le_bytes())?;
-    out.write_all(&header)?;
-    for (name, tensor) in tensors {
-        write_tensor(out, name, tensor)?;
+/// A tensor of a file, with the parts of it that this rank holds.
+///
+/// All ranks pass the same tensors in the same order, with parts that cover each element once.
+#[derive(Debug, Clone)]
+pub struct SavedTensor {
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    held: Held,
+}
+
+/// What a rank holds of a tensor.
+#[derive(Debug, Clone)]
+enum Held {
+    /// Every rank holds the whole tensor: the ranks divide the work.
+    Whole(Tensor),
+    /// This rank holds these ranges of elements, and other ranks the rest.
+    Parts(Vec<(Range<usize>, Tensor)>),
+}
+
+impl SavedTensor {
+    /// A tensor that every rank holds completely. Each rank writes a part of it.
+    pub fn whole(name: impl Into<String>, tensor: Tensor) -> Self {
+        let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
+        Self { name: name.into(), shape, dtype, held: Held::Whole(tensor) }
     }
-    Ok(out.flush()?)
+
+    /// A tensor of which this rank holds `parts`: ranges of elements in row-major order, and their
+    /// values in a tensor of `dtype` with as many elements, on any device. The other ranks hold the
+    /// other elements. A rank that holds none passes an empty list.
+    pub fn parts(
+        name: impl Into<String>,
+        shape: &[usize],
+        dtype: DType,
+        parts: Vec<(Range<usize>, Tensor)>,
+    ) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), dtype, held: Held::Parts(parts) }
+    }
+
+    /// Name of the tensor.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Size on disk, in bytes.
+    pub(super) fn num_bytes(&self) -> u64 {
+        (self.elem_count() * self.dtype.size_in_bytes()) as u64
+    }
+
+    fn check_parts(&self) -> Result<(), CheckpointError> {
+        let Held::Parts(parts) = &self.held else { return Ok(()) };
+        let wrong =
+            |problem: String| Err(CheckpointError::Parts { tensor: self.name.clone(), problem });
+        for (range, values) in parts {
+            let Range { start, end } = range;
+            let (count, found) = (self.elem_count(), values.elem_count());
+            if start > end || *end > count {
+                return wrong(format!("has {count} elements, but a part is {start}..{end}"));
+            }
+            if range.len() != found {
+                return wrong(format!("has a part {start}..{end} with {found} values"));
+            }
+            if values.dtype() != self.dtype {
+                let (dtype, found) = (self.dtype, values.dtype());
+                return wrong(format!("is {dtype:?}, but its part {start}..{end} is {found:?}"));
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Size of `tensor` on disk, in bytes.
-pub(super) fn num_bytes(tensor: &Tensor) -> u64 {
-    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
+/// A safetensors file to be written.
+pub(super) struct TensorFile<'a> {
+    /// Name in the folder.
+    pub(super) name: String,
+    /// Size in bytes.
+    pub(super) bytes: u64,
+    /// Length and content of the header.
+    header: Vec<u8>,
+    /// Each tensor with its offset in the file.
+    tensors: Vec<(u64, &'a SavedTensor)>,
 }
 
+/// Values that this rank writes at an offset of a file.
+struct Span<'a> {
+    at: u64,
+    tensor: &'a SavedTensor,
+    values: &'a Tensor,
+    /// Elements of `values`.
+    range: Range<usize>,
+}
+
+impl<'a> TensorFile<'a> {
+    /// Places the tensors in the file. An error if a tensor or one of its parts cannot be written.
+    pub(super) fn new(
+        name: impl Into<String>,
+        tensors: &[&'a SavedTensor],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self, CheckpointError> {
+        // Wide dtypes come first, because each tensor must start at a multiple of its element size.
+        let mut tensors = tensors.to_vec();
+        tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.size_in_bytes()));
+        let header = header(&tensors, metadata)?;
+        let mut bytes = header.len() as u64;
+        let mut placed = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            tensor.check_parts()?;
+            placed.push((bytes, tensor));
+            bytes += tensor.num_bytes();
+        }
+        Ok(Self { name: name.into(), bytes, header, tensors: placed })
+    }
+
+    /// Creates the file at its full size, with the header.
+    pub(super) fn create(&self, folder: &Path) -> Result<(), CheckpointError> {
+        PieceWriter::create(&folder.join(&self.name), self.bytes)
+    }
+
+    /// Writes what rank `rank` of `world` ranks holds into the created file, and syncs it. Rank 0 also
+    /// writes the header.
+    pub(super) fn write(
+        &self,
+        folder: &Path,
+        rank: usize,
+        world: usize,
+    ) -> Result<Vec<Piece>, CheckpointError> {
+        let path = folder.join(&self.name);
+        let mut out = PieceWriter::open(&path)?;
+        if rank == 0 {
+            out.write(&self.header).map_err(CheckpointError::write(&path))?;
+        }
+        for span in self.spans(rank, world) {
+            out.seek(span.at).map_err(CheckpointError::write(&path))?;
+            write_span(&mut out, &span, &path)?;
+        }
+        out.finish().map_err(CheckpointError::write(&path))
+    }
+
+    /// What a rank writes, in the order of the file.
+    fn spans(&self, rank: usize, world: usize) -> Vec<Span<'_>> {
+        let whole = |tensor: &SavedTensor| matches!(tensor.held, Held::Whole(_));
+        let shared = self.tensors.iter().filter(|(_, tensor)| whole(tensor));
+        let shared: u64 = shared.map(|(_, tensor)| tensor.num_bytes()).sum();
+        // The ranks divide the bytes of all whole tensors of the file evenly, so that each rank
+        // writes few pieces.
+        let bound = |rank: usize| {
+            u64::try_from(u128::from(shared) * rank as u128 / world as u128)
+                .expect("at most `shared`")
+        };
+        let (first, last) = (bound(rank), bound(rank + 1));
+        let (mut spans, mut passed) = (Vec::new(), 0);
+        for &(at, tensor) in &self.tensors {
+            let size = tensor.dtype.size_in_bytes();
+            let mut push = |range: Range<usize>, values, own: Range<usize>| {
+                if !range.is_empty() {
+                    let at = at + (range.start * size) as u64;
+                    spans.push(Span { at, tensor, values, range: own });
+                }
+            };
+            match &tensor.held {
+                Held::Whole(values) => {
+                    let element = |bound: u64| {
+                        (bound.saturating_sub(passed).min(tensor.num_bytes()) / size as u64)
+                            as usize
+                    };
+                    let range = element(first)..element(last);
+                    push(range.clone(), values, range);
+                    passed += tensor.num_bytes();
+                }
+                Held::Parts(parts) => {
+                    for (range, values) in parts {
+                        push(range.clone(), values, 0..range.len());
+                    }
+                }
+            }
+        }
+        spans.sort_by_key(|span| span.at);
+        spans
+    }
+
+    /// The tensor at an offset of the file and the number of its element, or the header.
+    pub(super) fn describe(&self, offset: u64) -> (String, u64) {
+        let holds =
+            |(at, tensor): &&(u64, &SavedTensor)| (*at..at + tensor.num_bytes()).contains(&offset);
+        match self.tensors.iter().find(holds) {
+            Some((at, tensor)) => {
+                (tensor.name.clone(), (offset - at) / tensor.dtype.size_in_bytes() as u64)
+            }
+            None => ("__metadata__".to_owned(), offset),
+        }
+    }
+
+    /// Names of the tensors.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|(_, tensor)| tensor.name())
+    }
+
+    /// The header, which is equal on all ranks.
+    pub(super) fn header(&self) -> &[u8] {
+        &self.header
+    }
+}
+
+/// The length of the header in 8 bytes, and the header.
 fn header(
-    tensors: &[&(String, Tensor)],
+    tensors: &[&SavedTensor],
     metadata: &BTreeMap<String, String>,
 ) -> Result<Vec<u8>, CheckpointError> {
     let mut names = BTreeSet::new();
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!(metadata));
     let mut offset = 0;
-    for (name, tensor) in tensors {
-        if !names.insert(name) {
-            return Err(CheckpointError::SameName { tensor: name.clone() });
+    for tensor in tensors {
+        if !names.insert(&tensor.name) {
+            return Err(CheckpointError::SameName { tensor: tensor.name.clone() });
         }
-        let end = offset + num_bytes(tensor);
+        let end = offset + tensor.num_bytes();
         header.insert(
-            name.clone(),
+            tensor.name.clone(),
             json!({
-                "dtype": dtype_name(name, tensor.dtype())?,
-                "shape": tensor.dims(),
+                "dtype": dtype_name(&tensor.name, tensor.dtype)?,
+                "shape": tensor.shape,
                 "data_offsets": [offset, end],
             }),
         );
@@ -60,7 +253,7 @@ fn header(
     }
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(ALIGNMENT), b' ');
-    Ok(header)
+    Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
 }
 
 fn dtype_name(name: &str, dtype: DType) -> Result<&'static str, CheckpointError> {
@@ -76,40 +269,48 @@ fn dtype_name(name: &str, dtype: DType) -> Result<&'static str, CheckpointError>
     }
 }
 
-fn write_tensor(out: &mut dyn Write, name: &str, tensor: &Tensor) -> Result<(), WriteFault> {
-    let fault =
-        |source| WriteFault::Other(CheckpointError::Tensor { tensor: name.to_owned(), source });
-    let tensor =
-        tensor.to_device(&Device::Cpu).and_then(|tensor| tensor.contiguous()).map_err(fault)?;
-    let (storage, layout) = tensor.storage_and_layout();
-    let range = layout.start_offset()..layout.start_offset() + tensor.elem_count();
-    match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => {
-            write_values(out, &values[range], f32::to_le_bytes)?;
-        }
-        Storage::Cpu(CpuStorage::BF16(values)) => {
-            write_values(out, &values[range], half::bf16::to_le_bytes)?;
-        }
-        Storage::Cpu(CpuStorage::F16(values)) => {
-            write_values(out, &values[range], half::f16::to_le_bytes)?;
-        }
-        _ => unreachable!("the header accepts three dtypes, and the tensor is on the CPU"),
+/// Writes the values of a span, with at most one chunk of them in host memory if they are on another
+/// device.
+fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(), CheckpointError> {
+    let fault = |source| CheckpointError::Tensor { tensor: span.tensor.name.clone(), source };
+    let flat = span.values.flatten_all().map_err(fault)?;
+    let step = if flat.device().is_cpu() { span.range.len() } else { HOST_ELEMENTS };
+    for start in span.range.clone().step_by(step) {
+        let len = step.min(span.range.end - start);
+        let chunk = flat.narrow(0, start, len).and_then(|chunk| chunk.to_device(&Device::Cpu));
+        write_values(out, &chunk.map_err(fault)?).map_err(CheckpointError::write(path))?;
     }
     Ok(())
 }
 
-fn write_values<T: Copy, const N: usize>(
-    out: &mut dyn Write,
+/// Writes the values of a flat tensor on the CPU.
+fn write_values(out: &mut PieceWriter, flat: &Tensor) -> std::io::Result<()> {
+    let (storage, layout) = flat.storage_and_layout();
+    let range = layout.start_offset()..layout.start_offset() + flat.elem_count();
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => convert(out, &values[range], f32::to_le_bytes),
+        Storage::Cpu(CpuStorage::BF16(values)) => {
+            convert(out, &values[range], half::bf16::to_le_bytes)
+        }
+        Storage::Cpu(CpuStorage::F16(values)) => {
+            convert(out, &values[range], half::f16::to_le_bytes)
+        }
+        _ => unreachable!("the header accepts three dtypes, and the tensor is on the CPU"),
+    }
+}
+
+fn convert<T: Copy, const N: usize>(
+    out: &mut PieceWriter,
     values: &[T],
     bytes: impl Fn(T) -> [u8; N],
-) -> io::Result<()> {
+) -> std::io::Result<()> {
     let mut buffer = vec![0; N * CHUNK_ELEMENTS.min(values.len())];
     for chunk in values.chunks(CHUNK_ELEMENTS) {
         let filled = &mut buffer[..N * chunk.len()];
         for (slot, &value) in filled.chunks_exact_mut(N).zip(chunk) {
             slot.copy_from_slice(&bytes(value));
         }
-        out.write_all(filled)?;
+        out.write(filled)?;
     }
     Ok(())
 }
@@ -121,11 +322,15 @@ mod tests {
     use safetensors::{Dtype, SafeTensors};
 
     fn written(tensors: &[(String, Tensor)]) -> Vec<u8> {
-        let mut bytes = Vec::new();
+        let folder = tempfile::tempdir().unwrap();
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let whole = |(name, tensor): &(String, Tensor)| SavedTensor::whole(name, tensor.clone());
+        let tensors: Vec<_> = tensors.iter().map(whole).collect();
         let tensors: Vec<_> = tensors.iter().collect();
-        assert!(write_tensors(&mut bytes, &tensors, &metadata).is_ok());
-        bytes
+        let file = TensorFile::new("file", &tensors, &metadata).unwrap();
+        file.create(folder.path()).unwrap();
+        file.write(folder.path(), 0, 1).unwrap();
+        std::fs::read(folder.path().join("file")).unwrap()
     }
 
     #[test]
@@ -183,8 +388,8 @@ mod tests {
     #[test]
     fn two_tensors_of_the_same_name_are_rejected() {
         let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-        let twin = ("w".to_owned(), tensor);
-        let result = write_tensors(&mut Vec::new(), &[&twin, &twin], &BTreeMap::new());
-        assert!(matches!(result, Err(WriteFault::Other(CheckpointError::SameName { .. }))));
+        let twin = SavedTensor::whole("w", tensor);
+        let result = TensorFile::new("file", &[&twin, &twin], &BTreeMap::new());
+        assert!(matches!(result, Err(CheckpointError::SameName { .. })));
     }
 }

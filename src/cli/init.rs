@@ -2,10 +2,10 @@
 
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
-use crate::checkpoint::{CarriedFiles, ModelFiles, WeightFiles, write_atomically};
+use crate::checkpoint::{CarriedFiles, ModelFiles, SavedTensor, WeightFiles, write_atomically};
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -224,7 +224,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
         max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
     };
     files.write_into(&args.out)?;
-    let count: usize = weights.iter().map(|(_, tensor)| tensor.elem_count()).sum();
+    let count: usize = weights.iter().map(SavedTensor::elem_count).sum();
     tracing::info!(folder = %args.out.display(), parameters = count, "wrote a model folder");
     if !args.preset.is_small() && !has_tokenizer(&args.out) {
         tracing::warn!("the folder has no tokenizer: pass `--tokenizer` or copy the files");
@@ -236,14 +236,14 @@ fn has_tokenizer(folder: &Path) -> bool {
     folder.join("tokenizer.json").is_file()
 }
 
-fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<(String, Tensor)>> {
+fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>> {
     let config = config_from_json(config)?;
     config
         .param_specs()
         .into_iter()
         .map(|spec| {
             let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
-            Ok((spec.name, tensor))
+            Ok(SavedTensor::whole(spec.name, tensor))
         })
         .collect()
 }

@@ -282,14 +282,12 @@ fn update_blocks<M: Element>(
     })???
 }
 
-/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
+/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count. On the CPU,
+/// the sum of its [`squares_of_blocks`].
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
     return_if_on_gpu!(t => sum_of_squares(t));
-    let t = read("sum_of_squares", "t", t)?;
-    let t = t.slice::<f32>()?;
-    let partials: Vec<f64> = t.par_chunks(BLOCK).map(sum_of_squares_block).collect();
-    Ok(partials.iter().sum())
+    Ok(squares_of_blocks(t)?.to_vec1::<f64>()?.iter().sum())
 }
 
 /// Number of elements of a block of [`squares_of_blocks`].

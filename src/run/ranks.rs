@@ -3,13 +3,12 @@
 use super::device::DeviceError;
 use super::error::RunError;
 use super::resume::{Resume, find_checkpoint};
-use crate::checkpoint::{Checkpointer, Found};
+use crate::checkpoint::{Checkpointer, Found, Together};
 use crate::config::RunConfig;
 use crate::data::LoaderShare;
 use crate::dist::{DistError, Group, Rank};
 use crate::train::{DeviceChoice, Ranks};
 use candle_core::Device;
-use std::path::PathBuf;
 
 /// The ranks of a run while it is assembled.
 pub(super) struct SetupRanks {
@@ -26,6 +25,11 @@ impl SetupRanks {
         };
         let ranks = Ranks::new(rank, step, shard_group, sums, monitor);
         Self { ranks, share: Some(LoaderShare { rank, lane: data }), device }
+    }
+
+    /// The connections of the training loop.
+    pub(super) fn ranks(&self) -> &Ranks {
+        &self.ranks
     }
 
     /// The place of this rank.
@@ -85,34 +89,44 @@ impl SetupRanks {
         }
     }
 
-    /// The checkpoint that all ranks resume from, which rank 0 finds.
+    /// The checkpoint that all ranks resume from. They check its files together.
     pub(super) fn find_checkpoint(
         &self,
         config: &RunConfig,
         resume: &Resume,
         checkpointer: &Checkpointer,
     ) -> Result<Option<Found>, RunError> {
-        let is_first = self.rank().is_first();
-        let mut found = None;
-        if is_first {
-            found = self.during("looking for a checkpoint", || {
+        self.during("looking for a checkpoint", || {
+            if self.rank().is_first() {
                 checkpointer.recover()?;
-                find_checkpoint(config, resume, checkpointer)
-            })?;
-        }
-        let own: Option<PathBuf> = found.as_ref().map(|found| found.dir.clone());
-        let of_first = self.ranks.gather(own)?.swap_remove(0);
-        match of_first.filter(|_| !is_first) {
-            None => Ok(found),
-            Some(folder) => {
-                Ok(Some(self.during("reading the checkpoint", || Checkpointer::open(&folder))?))
             }
-        }
+            find_checkpoint(config, resume, checkpointer, self)
+        })
     }
 
     /// The connections of the loader and of the training loop.
     pub(super) fn split(self) -> (Option<LoaderShare>, Ranks) {
         (self.share, self.ranks)
+    }
+}
+
+impl Together for SetupRanks {
+    type Error = RunError;
+
+    fn rank(&self) -> usize {
+        self.rank().rank
+    }
+
+    fn world(&self) -> usize {
+        self.rank().world
+    }
+
+    fn gather(&self, message: String) -> Result<Vec<String>, RunError> {
+        Ok(self.ranks.gather(message)?)
+    }
+
+    fn failed(&self, rank: usize, message: String) -> RunError {
+        DistError::Failed { rank, message }.into()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The checkpoint that a run resumes from.
 
 use super::error::RunError;
-use crate::checkpoint::{Checkpointer, Found};
+use crate::checkpoint::{Checkpointer, Found, Together};
 use crate::config::RunConfig;
 use crate::train::TrainState;
 use std::path::PathBuf;
@@ -24,14 +24,15 @@ pub(super) fn find_checkpoint(
     config: &RunConfig,
     resume: &Resume,
     checkpointer: &Checkpointer,
+    ranks: &impl Together<Error = RunError>,
 ) -> Result<Option<Found>, RunError> {
     let fingerprint = config.fingerprint();
     let same_run = |state: &serde_json::Value| state["fingerprint"] == fingerprint.as_str();
     match resume {
         Resume::Never => Ok(None),
-        Resume::Auto => Ok(checkpointer.newest_good(same_run)?),
+        Resume::Auto => Ok(checkpointer.newest_good(same_run, ranks)?),
         Resume::From(folder) => {
-            let found = Checkpointer::open(folder)?;
+            let found = Checkpointer::open(folder, ranks)?;
             if !same_run(&found.state) {
                 return Err(RunError::OtherConfig { folder: folder.clone() });
             }

@@ -1,6 +1,7 @@
 //! The rank of a training loop, and its exchanges with the other ranks.
 
 use super::error::TrainError;
+use crate::checkpoint::Together;
 use crate::dist::{Collective, DistError, Lane, Monitor, Rank, during, fail, gather};
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -50,9 +51,19 @@ impl Ranks {
         (self.rank.rank % self.shard_group, self.shard_group)
     }
 
+    /// The shard group of this rank, and the number of groups.
+    pub fn group(&self) -> (usize, usize) {
+        (self.rank.rank / self.shard_group, self.rank.world / self.shard_group)
+    }
+
     /// Adds up gradients; `None` if there is no other rank.
     pub fn sums(&self) -> Option<&dyn Collective> {
         self.others.as_ref().map(|others| &*others.sums)
+    }
+
+    /// As [`Self::sums`], for another owner.
+    pub fn collective(&self) -> Option<Arc<dyn Collective>> {
+        self.others.as_ref().map(|others| Arc::clone(&others.sums))
     }
 
     /// The values of all ranks, in their order. All ranks make the same calls.
@@ -107,6 +118,26 @@ impl Ranks {
             0 => work.to_owned(), // before training
             step => format!("step {step}: {work}"),
         }
+    }
+}
+
+impl Together for Ranks {
+    type Error = TrainError;
+
+    fn rank(&self) -> usize {
+        self.rank.rank
+    }
+
+    fn world(&self) -> usize {
+        self.rank.world
+    }
+
+    fn gather(&self, message: String) -> Result<Vec<String>, TrainError> {
+        Ok(Self::gather(self, message)?)
+    }
+
+    fn failed(&self, rank: usize, message: String) -> TrainError {
+        DistError::Failed { rank, message }.into()
     }
 }
 

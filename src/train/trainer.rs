@@ -7,6 +7,7 @@ use super::error::TrainError;
 use super::eval::{EvalReport, Evaluator};
 use super::ranks::Ranks;
 use super::rejects::write_rejects;
+use super::saved::{saved_optimizer, saved_weights};
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
@@ -16,7 +17,6 @@ use crate::data::{Loader, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
-use candle_core::Tensor;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,8 +114,7 @@ struct ReadyStep {
 impl ReadyStep {
     fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
         let batches = std::mem::take(&mut data.micro_batches);
-        let batches = data.slots.iter().copied().zip(batches).collect();
-        let micro_batches = MicroBatches { num_slots: data.num_slots, batches };
+        let micro_batches = MicroBatches(data.slots.iter().copied().zip(batches).collect());
         // of any rank
         let has_images = data.samples.iter().any(|size| size.num_images + size.num_videos > 0);
         Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_images })
@@ -260,17 +259,18 @@ impl Trainer {
         let outcome = parts.runner.finish(&launched)?;
         let step_time_s = asked.elapsed().as_secs_f64();
         let peak_memory_bytes = peak_memory_bytes();
-        let own_samples = &data.samples[data.own_samples.clone()];
+        let own_samples = data.own_samples();
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
         let report = StepReport {
-            samples: by_sample(own_samples, &outcome.losses),
+            samples: by_sample(&own_samples, &outcome.losses),
             data_wait_s,
             tokens_per_s: own_tokens as f64 / step_time_s,
             peak_memory_bytes,
         };
-        let StepReports { samples: losses, ranks } = report.gather(&parts.runner.ranks)?;
+        let StepReports { samples: losses, ranks } =
+            report.gather(&data.owners, &parts.runner.ranks)?;
         if self.audit.is_due(has_images) {
-            audit(&parts.runner, step, has_images)?;
+            audit(&parts.runner, &outcome.squares, step, has_images);
         }
         let state = &mut parts.state;
         state.step = step;
@@ -330,6 +330,7 @@ impl Trainer {
             dtype: parts.runner.dtype,
             device: &parts.runner.device,
             ranks: &parts.runner.ranks,
+            weights: &parts.runner.weights,
         };
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
@@ -365,32 +366,16 @@ impl Trainer {
         let step = self.parts.state.step;
         let folder = self.parts.checkpointer.step_folder(step);
         if self.saved_at != Some(step) {
-            if self.is_first() {
-                self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
-            }
+            self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
             self.saved_at = Some(step);
         }
-        self.ranks().wait_for_all()?;
         Ok(folder)
     }
 
     fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
         let parts = &self.parts;
-        let weights: Vec<(String, Tensor)> = parts
-            .runner
-            .params
-            .iter()
-            .map(|param| (param.name().to_owned(), param.tensor()))
-            .collect();
-        let mut optimizer = Vec::new();
-        for state in parts.runner.optimizer.states() {
-            let name = state.param.name();
-            optimizer.push((format!("exp_avg.{name}"), state.exp_avg.clone()));
-            optimizer.push((format!("exp_avg_sq.{name}"), state.exp_avg_sq.clone()));
-            if let Some(master) = &state.master {
-                optimizer.push((format!("master.{name}"), master.clone()));
-            }
-        }
+        let weights = saved_weights(&parts.runner)?;
+        let optimizer = saved_optimizer(&parts.runner)?;
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let folder = parts.checkpointer.save(
             step,
@@ -404,9 +389,12 @@ impl Trainer {
                 optimizer: Some(&optimizer),
                 state: &state,
             },
+            self.ranks(),
         )?;
-        tracing::info!(step, folder = %folder.display(), "checkpoint");
-        log_datasets(&parts.state.datasets_seen);
+        if self.is_first() {
+            tracing::info!(step, folder = %folder.display(), "checkpoint");
+            log_datasets(&parts.state.datasets_seen);
+        }
         Ok(())
     }
 }

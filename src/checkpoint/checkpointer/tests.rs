@@ -1,8 +1,9 @@
-use super::super::{CarriedFiles, write_atomically};
+use super::super::{Alone, CarriedFiles, write_atomically};
 use super::*;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use serde_json::json;
+use std::fs::File;
 use std::io::Write;
 
 /// An output folder, and a model folder to copy the tokenizer from.
@@ -38,19 +39,19 @@ impl Run {
     fn try_save(&self, step: u64) -> Result<PathBuf, CheckpointError> {
         let contents = Contents {
             model: ModelFiles {
-                weights: &weights(step),
+                weights: &saved(&weights(step)),
                 config_json: &json!({"model_type": "tiny"}),
                 carried: &CarriedFiles::read(&self.folder.path().join("model")).unwrap(),
                 max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
             },
-            optimizer: Some(&moments(step)),
+            optimizer: Some(&saved(&moments(step))),
             state: &json!({"step": step, "fingerprint": "abc"}),
         };
-        self.checkpointer().save(step, &contents)
+        self.checkpointer().save(step, &contents, &Alone)
     }
 
     fn newest(&self) -> Option<u64> {
-        self.checkpointer().newest_good(|_| true).unwrap().map(|found| found.step)
+        self.checkpointer().newest_good(|_| true, &Alone).unwrap().map(|found| found.step)
     }
 
     fn names(&self, folder: &str) -> Vec<String> {
@@ -74,6 +75,10 @@ fn weights(step: u64) -> Vec<(String, Tensor)> {
 fn moments(step: u64) -> Vec<(String, Tensor)> {
     let values: Vec<f32> = (0..300).map(|i| 1.0 / (i + step + 1) as f32).collect();
     vec![("wide.exp_avg".to_owned(), Tensor::new(values, &Device::Cpu).unwrap())]
+}
+
+fn saved(tensors: &[(String, Tensor)]) -> Vec<SavedTensor> {
+    tensors.iter().map(|(name, tensor)| SavedTensor::whole(name, tensor.clone())).collect()
 }
 
 fn assert_same_bits(files: &WeightFiles, expected: &[(String, Tensor)]) {
@@ -104,13 +109,13 @@ fn a_saved_checkpoint_is_found_and_loads_bit_equal() {
     let run = Run::new(3);
     let dir = run.save(200);
     assert_eq!(dir, run.output_dir().join("checkpoints/step-00000200"));
-    let found = run.checkpointer().newest_good(|_| true).unwrap().unwrap();
+    let found = run.checkpointer().newest_good(|_| true, &Alone).unwrap().unwrap();
     assert_eq!((found.dir.clone(), found.step), (dir.clone(), 200));
     assert_eq!(found.state, json!({"step": 200, "fingerprint": "abc"}));
     assert_same_bits(&found.weights().unwrap(), &weights(200));
     let optimizer = found.optimizer().unwrap();
     assert_same_bits(&optimizer, &moments(200));
-    assert_eq!(Checkpointer::open(&dir).unwrap(), found);
+    assert_eq!(Checkpointer::open(&dir, &Alone).unwrap(), found);
     assert_eq!(
         run.names("checkpoints/step-00000200"),
         [
@@ -159,7 +164,7 @@ fn every_kind_of_damage_to_every_file_is_found_and_the_older_one_is_used() {
         for (name, damage) in damages {
             damage(&path);
             assert_eq!(run.newest(), Some(1), "{file} {name}");
-            assert!(Checkpointer::open(&newest).is_err(), "{file} {name}");
+            assert!(Checkpointer::open(&newest, &Alone).is_err(), "{file} {name}");
             overwrite(&path, &whole);
             assert_eq!(run.newest(), Some(2));
         }
@@ -211,18 +216,18 @@ fn a_checkpoint_of_another_config_is_not_used() {
     run.save(1);
     run.save(2);
     let checkpointer = run.checkpointer();
-    let found = checkpointer.newest_good(|state| state["step"] == 1).unwrap();
+    let found = checkpointer.newest_good(|state| state["step"] == 1, &Alone).unwrap();
     assert_eq!(found.unwrap().step, 1);
-    assert_eq!(checkpointer.newest_good(|_| false).unwrap(), None);
+    assert_eq!(checkpointer.newest_good(|_| false, &Alone).unwrap(), None);
 }
 
 #[test]
 fn a_folder_without_checkpoints_has_none() {
     let run = Run::new(1);
     assert_eq!(run.newest(), None);
-    let error = Checkpointer::open(&run.output_dir().join("nothing")).unwrap_err();
+    let error = Checkpointer::open(&run.output_dir().join("nothing"), &Alone).unwrap_err();
     assert!(error.to_string().contains("nothing"), "{error}");
-    let error = Checkpointer::open(&run.output_dir()).unwrap_err();
+    let error = Checkpointer::open(&run.output_dir(), &Alone).unwrap_err();
     assert!(error.to_string().contains("`manifest.json` is missing"), "{error}");
 }
 
@@ -239,7 +244,7 @@ fn a_save_that_cannot_be_written_names_the_path_and_leaves_nothing() {
 fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
     let run = Run::new(1);
     run.save(1);
-    let ids = [("ids".to_owned(), Tensor::new(&[1_u32], &Device::Cpu).unwrap())];
+    let ids = [SavedTensor::whole("ids", Tensor::new(&[1_u32], &Device::Cpu).unwrap())];
     let contents = Contents {
         model: ModelFiles {
             weights: &ids,
@@ -250,7 +255,7 @@ fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
         optimizer: None,
         state: &json!({}),
     };
-    let error = run.checkpointer().save(2, &contents).unwrap_err();
+    let error = run.checkpointer().save(2, &contents, &Alone).unwrap_err();
     assert!(matches!(error, CheckpointError::Dtype { .. }), "{error}");
     assert_eq!(run.names("checkpoints"), ["step-00000001"]);
 }
@@ -271,7 +276,7 @@ fn final_is_the_checkpoint_without_optimizer_state_and_replaces_an_older_one() {
         let checkpoint = run.save(step);
         let dir = run.checkpointer().save_final(&checkpoint).unwrap();
         assert_eq!(dir, run.output_dir().join("final"));
-        let found = Checkpointer::open(&dir).unwrap();
+        let found = Checkpointer::open(&dir, &Alone).unwrap();
         assert_eq!(found.step, step);
         assert_same_bits(&found.weights().unwrap(), &weights(step));
     }

@@ -1,0 +1,232 @@
+//! The tensors of a model folder or of one safetensors file, read on demand.
+//!
+//! Files are memory-mapped, so that a folder larger than memory opens at once.
+#![expect(unsafe_code, reason = "memory maps")]
+
+use super::CheckpointError;
+use super::hf::{INDEX, SINGLE};
+use super::manifest::is_plain_name;
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorInfo};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Tensors in one or more safetensors files, read on demand.
+///
+/// The files must not be changed in place while this value exists: if a mapped file shrinks, an
+/// access ends the process with SIGBUS. Replacing or deleting the files is harmless.
+#[derive(Debug)]
+pub struct WeightFiles {
+    place: PathBuf,
+    shards: Vec<Shard>,
+    by_name: BTreeMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    map: Mmap,
+    data_start: usize,
+    tensors: HashMap<String, TensorInfo>,
+}
+
+impl WeightFiles {
+    /// Opens the weights of a model folder: the shards of `model.safetensors.index.json` if it
+    /// exists, otherwise `model.safetensors`. Checks headers and file sizes.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        if folder.join(INDEX).exists() {
+            return Self::open_index(folder);
+        }
+        let single = folder.join(SINGLE);
+        if single.exists() {
+            return Self::open_file(&single);
+        }
+        fs::read_dir(folder).map_err(CheckpointError::read(folder))?;
+        Err(CheckpointError::NoWeights { folder: folder.to_owned() })
+    }
+
+    /// Opens one safetensors file and checks its header and size.
+    pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
+        let shard = Shard::open(path)?;
+        let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
+        Ok(Self { place: path.to_owned(), shards: vec![shard], by_name })
+    }
+
+    fn open_index(folder: &Path) -> Result<Self, CheckpointError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let path = folder.join(INDEX);
+        let text = fs::read(&path).map_err(CheckpointError::read(&path))?;
+        let Index { weight_map } = serde_json::from_slice(&text)
+            .map_err(|error| CheckpointError::invalid(&path, &error))?;
+
+        let mut opened = BTreeMap::new();
+        let mut files =
+            Self { place: folder.to_owned(), shards: Vec::new(), by_name: BTreeMap::new() };
+        for (tensor, name) in weight_map {
+            let index = if let Some(&index) = opened.get(&name) {
+                index
+            } else {
+                files.shards.push(Shard::open_named(folder, &path, &name)?);
+                opened.insert(name.clone(), files.shards.len() - 1);
+                files.shards.len() - 1
+            };
+            if !files.shards[index].tensors.contains_key(&tensor) {
+                return Err(CheckpointError::NotInShard { index: path, shard: name, tensor });
+            }
+            files.by_name.insert(tensor, index);
+        }
+        Ok(files)
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    /// Shape of the tensor `name`, or `None` if it does not exist.
+    pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        Some(self.find(name)?.1.shape.clone())
+    }
+
+    /// Dtype of the tensor `name` on disk: `F32`, `BF16` or `F16`; `None` if the tensor does not
+    /// exist or has another dtype.
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        match self.find(name)?.1.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::BF16 => Some(DType::BF16),
+            Dtype::F16 => Some(DType::F16),
+            _ => None,
+        }
+    }
+
+    /// Reads a tensor and converts it to `dtype` (`f32`, `bf16` or `f16`), rounding to nearest if
+    /// `dtype` is narrower. If `dtype` is that of the file, the bits are unchanged.
+    pub fn load(
+        &self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, CheckpointError> {
+        let shape = self.shape(name).unwrap_or_default();
+        let tensor = self.load_part(name, 0..shape.iter().product(), dtype, device)?;
+        tensor
+            .reshape(shape)
+            .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    /// As [`Self::load`], for the elements `range` of the tensor in row-major order. Returns a tensor
+    /// with one dimension and reads no other part of the file.
+    pub fn load_part(
+        &self,
+        name: &str,
+        range: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, CheckpointError> {
+        let (shard, info) = self.find(name).ok_or_else(|| CheckpointError::NoTensor {
+            place: self.place.clone(),
+            tensor: name.to_owned(),
+        })?;
+        let len = info.shape.iter().product();
+        if range.start > range.end || range.end > len {
+            let Range { start, end } = range;
+            let problem = format!("has {len} elements, but the elements {start}..{end} are needed");
+            return Err(CheckpointError::Parts { tensor: name.to_owned(), problem });
+        }
+        let (data, cpu) = (shard.data(info), &Device::Cpu);
+        let tensor = match info.dtype {
+            Dtype::F32 => {
+                Tensor::from_vec(decode(data, &range, f32::from_le_bytes), range.len(), cpu)
+            }
+            Dtype::BF16 => {
+                Tensor::from_vec(decode(data, &range, bf16::from_le_bytes), range.len(), cpu)
+            }
+            Dtype::F16 => {
+                Tensor::from_vec(decode(data, &range, f16::from_le_bytes), range.len(), cpu)
+            }
+            other => {
+                return Err(CheckpointError::Dtype {
+                    place: self.place.clone(),
+                    tensor: name.to_owned(),
+                    dtype: format!("{other:?}"),
+                });
+            }
+        };
+        tensor
+            .and_then(|tensor| tensor.to_dtype(dtype))
+            .and_then(|tensor| tensor.to_device(device))
+            .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
+        let shard = &self.shards[*self.by_name.get(name)?];
+        Some((shard, shard.tensors.get(name)?))
+    }
+}
+
+impl Shard {
+    fn open_named(folder: &Path, index: &Path, name: &str) -> Result<Self, CheckpointError> {
+        if !is_plain_name(name) {
+            let problem = format!("shard `{name}` is not a plain file name");
+            return Err(CheckpointError::invalid(index, &problem));
+        }
+        match Self::open(&folder.join(name)) {
+            Err(CheckpointError::Read { source, .. })
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                Err(CheckpointError::ShardMissing {
+                    index: index.to_owned(),
+                    shard: name.to_owned(),
+                })
+            }
+            opened => opened,
+        }
+    }
+
+    fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let file = File::open(path).map_err(CheckpointError::read(path))?;
+        // SAFETY: the map is read-only, and this program never changes a weight file in place: it
+        // writes files under a temporary name and renames them. The doc comment of `WeightFiles`
+        // requires the same of other programs.
+        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::read(path))?;
+        let (header_bytes, header) =
+            SafeTensors::read_metadata(&map).map_err(|error| match error {
+                SafeTensorError::MetadataIncompleteBuffer => {
+                    let problem = format!("its size of {} bytes contradicts its header", map.len());
+                    CheckpointError::invalid(path, &problem)
+                }
+                error => CheckpointError::invalid(path, &error),
+            })?;
+        let data_start = 8 + header_bytes;
+        // The check in `read_metadata` adds without a test for overflow, so that offsets near
+        // `usize::MAX` would pass it.
+        if data_start.checked_add(header.data_len()) != Some(map.len()) {
+            return Err(CheckpointError::invalid(path, &"its size contradicts its header"));
+        }
+        let tensors =
+            header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        Ok(Self { map, data_start, tensors })
+    }
+
+    /// The bytes of a tensor. In bounds, because `open` compared the header with the file size.
+    fn data(&self, info: &TensorInfo) -> &[u8] {
+        let (start, end) = info.data_offsets;
+        &self.map[self.data_start + start..self.data_start + end]
+    }
+}
+
+fn decode<T, const N: usize>(
+    bytes: &[u8],
+    range: &Range<usize>,
+    value: impl Fn([u8; N]) -> T,
+) -> Vec<T> {
+    let (chunks, _) = bytes.as_chunks::<N>();
+    chunks[range.clone()].iter().map(|&chunk| value(chunk)).collect()
+}
