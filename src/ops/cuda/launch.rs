@@ -180,11 +180,6 @@ impl Launch {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
     }
 
-    /// Adds an `unsigned` argument.
-    pub(super) fn bits(self, value: u32) -> Self {
-        self.with(Argument::Int(value as i32))
-    }
-
     /// Adds a `long long` argument.
     pub(super) fn long(self, value: usize) -> Self {
         self.with(Argument::Long(value as i64))
