@@ -71,8 +71,9 @@ fn a_share_is_copied_or_added_to_other_sums() {
     setup(world, shard_group, true).on_members(|member| {
         let targets = member.computed(&values(9, &[share, share, share]));
         let [copy, first, second] = [0, 1, 2].map(|at: usize| targets[at].clone());
-        start(&member, shard_group, share, Then::CopyTo(copy));
-        start(&member, shard_group, share, Then::AddTo(vec![first, second]));
+        // kept: in host memory, nothing orders the end of a tensor after the work of a stream
+        let _values = [Then::CopyTo(copy), Then::AddTo(vec![first, second])]
+            .map(|then| start(&member, shard_group, share, then));
         member.nccl.wait().unwrap();
         let before = values(9, &[share, share, share]);
         let sums = own_sums(&member, shard_group, share);
@@ -138,8 +139,9 @@ fn the_ranks_of_a_group_receive_the_shares_of_all_in_every_dtype() {
                 if in_place {
                     all.slice_set(&own, 0, place * share).unwrap();
                 }
-                let own = (!in_place).then_some(own);
-                let ticket = member.nccl.start_gather(Gather { own, all: all.clone() }).unwrap();
+                let given = (!in_place).then(|| own.clone()); // `own` is kept, as above
+                let ticket =
+                    member.nccl.start_gather(Gather { own: given, all: all.clone() }).unwrap();
                 member.nccl.wait_for(ticket).unwrap();
                 let shares: Vec<Tensor> = (rank - place..rank - place + shard_group)
                     .map(|rank| share_of(rank, share, dtype))
@@ -151,6 +153,7 @@ fn the_ranks_of_a_group_receive_the_shares_of_all_in_every_dtype() {
                 });
                 let expected = with_bytes(&expected, <[u8]>::to_vec).unwrap();
                 assert!(received.recv().unwrap() == expected, "{world} / {shard_group}, {dtype:?}");
+                drop(own);
             }
             member.nccl.finish().unwrap();
         });
