@@ -92,20 +92,12 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let on_cpu = config.device == DeviceChoice::Cpu;
     let exact = config.distributed.exact.holds(on_cpu);
     let world = cluster.world();
-    let mut choices = vec![(Shard::None, world)];
-    let groups = if args.nodes.get() > 1 { vec![args.gpus.get(), world] } else { vec![world] };
-    for group in groups.into_iter().filter(|_| world > 1) {
-        for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
-            choices.push((shard, group));
-        }
-    }
-    let estimates = choices
+    let estimates = choices(&cluster)
         .into_iter()
         .map(|choice| shape.estimate(&config, &cluster, choice, (args.images, args.targets), exact))
         .collect::<candle_core::Result<Vec<_>>>()?;
-    let needs = |estimate: &Estimate| match on_cpu {
-        true => estimate.process_bytes,
-        false => estimate.device_bytes + RESERVED,
+    let needs = |estimate: &Estimate| {
+        if on_cpu { estimate.process_bytes } else { estimate.device_bytes + RESERVED }
     };
     let fits = |estimate: &&Estimate| needs(estimate) <= args.memory;
     let best = estimates
@@ -160,6 +152,19 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         )?,
     }
     Ok(())
+}
+
+/// Every `distributed.shard`, and the size of its groups.
+fn choices(cluster: &Cluster) -> Vec<(Shard, usize)> {
+    let world = cluster.world();
+    let mut choices = vec![(Shard::None, world)];
+    let groups = if cluster.nodes > 1 { vec![cluster.gpus, world] } else { vec![world] };
+    for group in groups.into_iter().filter(|_| world > 1) {
+        for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
+            choices.push((shard, group));
+        }
+    }
+    choices
 }
 
 fn check(args: &PlanArgs) -> anyhow::Result<()> {

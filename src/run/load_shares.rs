@@ -67,12 +67,11 @@ pub(super) fn load_shares(
     } else {
         let flat = read_all(&loaded, &layout, member, &*collective, device)?;
         let owned = layout.stages().iter().map(|stage| owned_parts(&stage.trained, member, None));
-        match shard {
-            Shard::None => (RankWeights::Whole, None),
-            _ => {
-                let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
-                (RankWeights::Gathered(flat), Some(owned))
-            }
+        if shard == Shard::None {
+            (RankWeights::Whole, None)
+        } else {
+            let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
+            (RankWeights::Gathered(flat), Some(owned))
         }
     };
     let place = RankPlace { layout: Arc::new(layout), member, world: ranks.rank().world };

@@ -17,6 +17,7 @@ mod output_dir;
 mod plan;
 mod ranks;
 mod resume;
+mod runner;
 
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
@@ -27,8 +28,8 @@ pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
 pub use resume::Resume;
 
-pub(crate) use build::step_runner;
 pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
 pub(crate) use ranks::check_world;
+pub(crate) use runner::step_runner;

@@ -3,7 +3,7 @@
 use super::gradients::kept_sums;
 use crate::dist::Shard;
 use crate::metrics::Division;
-use crate::tape::{Bucket, Layout};
+use crate::tape::{Bucket, Layout, StageBuckets};
 
 /// The elements that a rank holds if the ranks of a group divide the state as `shard` says. `early` is
 /// the stage with the tied head, if there is one. `rounds` is the number of micro-batches of a rank in
@@ -20,7 +20,7 @@ pub fn division(
     let share = |bucket: &Bucket| bucket.share_len() as f64;
     let own_trained: f64 = stages.iter().map(|stage| share(&stage.trained)).sum();
     let weights = |of: fn(&Bucket) -> usize| -> f64 {
-        stages.iter().flat_map(|stage| stage.buckets()).map(|bucket| of(bucket) as f64).sum()
+        stages.iter().flat_map(StageBuckets::buckets).map(|bucket| of(bucket) as f64).sum()
     };
     let gradients = if shard >= Shard::Gradients {
         let turns: Vec<usize> =

@@ -128,9 +128,12 @@ pub struct PreparedStep {
     rest: std::vec::IntoIter<(usize, VarlenBatch)>,
 }
 
+/// Weight of each target; `None`: 1 for all.
+type TargetWeights = Option<Vec<f32>>;
+
 /// Losses of a step on the device.
 pub struct Losses {
-    nll: Vec<(usize, Tensor, Option<Vec<f32>>)>, // slot, nll and weights, [S], of each micro-batch
+    nll: Vec<(usize, Tensor, TargetWeights)>, // slot, nll and weights, [S], of each micro-batch
     /// The gradients for the states of the optimizer.
     gradients: Vec<Tensor>,
     /// Number and weight of the supervised targets of the step.
@@ -145,7 +148,7 @@ impl Losses {
 
     /// The loss of each target. Waits for a GPU.
     fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
-        let read = |(slot, nll, weights): &(usize, Tensor, Option<Vec<f32>>)| {
+        let read = |(slot, nll, weights): &(usize, Tensor, TargetWeights)| {
             Ok((*slot, TargetLosses { nll: nll.to_vec1()?, weights: weights.clone() }))
         };
         self.nll.iter().map(read).collect()
@@ -219,15 +222,12 @@ impl StepRunner {
             if has_batch || world > 1 {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
-                match batch {
-                    Some(((slot, targets), input)) => {
-                        let losses = self.forward_backward(&input?, targets, counts, &grads)?;
-                        nll.extend(losses.map(|(nll, weights)| (slot, nll, weights)));
-                    }
-                    None => {
-                        grads.begin_backward()?;
-                        report_without_backward(&*self.model, &grads);
-                    }
+                if let Some(((slot, targets), input)) = batch {
+                    let losses = self.forward_backward(&input?, targets, counts, &grads)?;
+                    nll.extend(losses.map(|(nll, weights)| (slot, nll, weights)));
+                } else {
+                    grads.begin_backward()?;
+                    report_without_backward(&*self.model, &grads);
                 }
                 grads.result()?;
                 self.weights.end()?;
@@ -246,7 +246,7 @@ impl StepRunner {
         targets: Targets,
         counts: StepCounts,
         grads: &Round<'_>,
-    ) -> Result<Option<(Tensor, Option<Vec<f32>>)>, StepError> {
+    ) -> Result<Option<(Tensor, TargetWeights)>, StepError> {
         let (hidden, tape) = self.model.forward(input, self.recompute, grads)?;
         grads.begin_backward()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
