@@ -380,4 +380,6 @@ fn link_or_copy(
 }
 
 #[cfg(test)]
+mod rank_tests;
+#[cfg(test)]
 mod tests;

@@ -1,8 +1,8 @@
 //! Safetensors files whose tensors are written in parts, by one process or by several ranks at once.
 //!
 //! The header, and so the place of each element, follows from the names, shapes and dtypes of all
-//! tensors, which every rank knows. Each rank writes its parts at their offsets, without a second
-//! copy of the model in memory.
+//! tensors, which are the same on every rank. Each rank writes its parts at their offsets, without a
+//! second copy of the model in memory.
 
 use super::CheckpointError;
 use super::pieces::{Piece, PieceWriter};
@@ -151,11 +151,15 @@ impl<'a> TensorFile<'a> {
         world: usize,
     ) -> Result<Vec<Piece>, CheckpointError> {
         let path = folder.join(&self.name);
+        let spans = self.spans(rank, world);
+        if rank != 0 && spans.is_empty() {
+            return Ok(Vec::new());
+        }
         let mut out = PieceWriter::open(&path)?;
         if rank == 0 {
             out.write(&self.header).map_err(CheckpointError::write(&path))?;
         }
-        for span in self.spans(rank, world) {
+        for span in spans {
             out.seek(span.at).map_err(CheckpointError::write(&path))?;
             write_span(&mut out, &span, &path)?;
         }
