@@ -74,7 +74,7 @@ fn equal(_: &str, count: usize, rank: usize, world: usize) -> Option<Vec<Range<u
     Some(vec![count * rank / world..count * (rank + 1) / world])
 }
 
-/// One rank has the whole tensor, but for its last element, which the last rank has.
+/// One rank has all elements except for the last one, which the last rank has.
 fn owner(name: &str, count: usize, rank: usize, world: usize) -> Option<Vec<Range<usize>>> {
     let mut parts = Vec::new();
     if rank + 1 == world {
