@@ -7,7 +7,7 @@ use super::progress::{Progress, SetupBars};
 use super::stdout::stdout;
 use crate::checkpoint::write_atomically;
 use crate::run::{self, DataList};
-use crate::train::{EvalReport, Evaluator, Ranks, Weights, metric_keys};
+use crate::train::{EvalReport, Evaluator, RankWeights, Ranks, Weights, metric_keys};
 use clap::Args;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -50,6 +50,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let loaded = run::load_for_run(&config.model, config.seed, &device).map_err(located)?;
     let evaluator = Evaluator {
         ranks: &Ranks::alone(),
+        weights: &RankWeights::Whole,
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,
         dtype: config.model.precision.dtype(),

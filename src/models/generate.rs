@@ -50,7 +50,7 @@ impl dyn Model + '_ {
         cache: &mut Cache,
         device: &Device,
     ) -> Result<Tensor> {
-        let input = self.upload(batch, self.lm_head().tensor().dtype(), device)?;
+        let input = self.upload(batch, self.lm_head().dtype(), device)?;
         self.decode(&input, &mut cache.kv)
     }
 }

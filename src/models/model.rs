@@ -51,6 +51,9 @@ pub trait Model: Send + Sync {
     /// Weight of the head, `[V, D]`; the embedding if the two are tied.
     fn lm_head(&self) -> &Param;
 
+    /// The token embedding, `[V, D]`, a stage of its own. Backward does not read its weights.
+    fn embedding(&self) -> &Param;
+
     /// Parameters of each stage, in the order in which a micro-batch reports them to
     /// [`GradSink::finished`]. Each parameter is in one stage.
     fn stages(&self) -> Vec<Vec<&Param>>;

@@ -7,8 +7,8 @@ use crate::tape::{Param, Recompute};
 /// Number of elements of the matrices among `params`, without `table`, an embedding that is not
 /// multiplied.
 pub(crate) fn matrix_elements(params: &[&Param], table: &Param) -> f64 {
-    let is_matrix = |p: &&&Param| p.tensor().rank() > 1 && p.index() != table.index();
-    params.iter().filter(is_matrix).map(|p| p.tensor().elem_count()).sum::<usize>() as f64
+    let is_matrix = |p: &&&Param| p.shape().rank() > 1 && p.index() != table.index();
+    params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
 }
 
 /// Indexes of `params`, for [`PartWork::params`].

@@ -282,14 +282,52 @@ fn update_blocks<M: Element>(
     })???
 }
 
+/// Number of elements of a block of [`squares_of_blocks`].
+pub const SQUARES_BLOCK: usize = 4096;
+
+/// Sums of the squares of consecutive blocks of [`SQUARES_BLOCK`] elements of a flat `f32` tensor.
+pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
+    expect_f32("squares_of_blocks", "t", t, t.dims())?;
+    let t = read("squares_of_blocks", "t", t)?;
+    let t = t.slice::<f32>()?;
+    let blocks: Vec<f64> = t.par_chunks(SQUARES_BLOCK).map(sum_of_squares_block).collect();
+    let len = blocks.len();
+    Tensor::from_vec(blocks, len, &Device::Cpu)
+}
+
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
     return_if_on_gpu!(t => sum_of_squares(t));
     let t = read("sum_of_squares", "t", t)?;
     let t = t.slice::<f32>()?;
-    let partials: Vec<f64> = t.par_chunks(BLOCK).map(sum_of_squares_block).collect();
+    let partials: Vec<f64> = t.par_chunks(SQUARES_BLOCK).map(sum_of_squares_block).collect();
     Ok(partials.iter().sum())
+}
+
+/// Number of elements of a block of [`squares_of_blocks`].
+pub const SQUARES_BLOCK: usize = 4096;
+
+/// Sums of the squares of consecutive blocks of [`SQUARES_BLOCK`] elements of an `f32` tensor, as
+/// `[ceil(elements / SQUARES_BLOCK)]` in `f64`, on the device of the tensor. The last block may be
+/// shorter; zeros at its end do not change the bits. Neither does the place of a block in its tensor,
+/// nor the number of threads. Does not wait for a GPU.
+pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
+    let op = "squares_of_blocks";
+    expect_f32(op, "t", t, t.dims())?;
+    return_if_on_gpu!(t => squares_of_blocks(t));
+    let data = read(op, "t", t)?;
+    let squares = |block: &[f32]| {
+        if block.len() == SQUARES_BLOCK {
+            return sum_of_squares_block(block);
+        }
+        let mut whole = [0f32; SQUARES_BLOCK];
+        whole[..block.len()].copy_from_slice(block);
+        sum_of_squares_block(&whole)
+    };
+    let sums: Vec<f64> = data.slice::<f32>()?.par_chunks(SQUARES_BLOCK).map(squares).collect();
+    let len = sums.len();
+    Tensor::from_vec(sums, len, t.device())
 }
 
 /// Sets all elements of `f32` tensors to zero, in place.

@@ -51,8 +51,8 @@ mod testing;
 mod vision_rope;
 
 pub use adamw::{
-    AdamW, AdamWTensors, AdamWUpdate, adamw_step, clipped_update, fill_zero, fill_zero_all,
-    sum_of_squares, sums_of_squares,
+    AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clipped_update, fill_zero,
+    fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;

@@ -1,26 +1,57 @@
 //! AdamW over all trained parameters: moments, gradient norm, and the clipped update.
 
-use super::{Moments, OptimConfig, ParamGroups};
+use super::{Moments, OptimConfig, ParamGroup, ParamGroups};
 use crate::ops;
-use crate::tape::{Gradients, Param};
+use crate::tape::Param;
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
+use std::ops::Range;
 
-/// The state of one trained parameter.
+/// The state of a trained parameter, or of the part of it that this rank updates.
 #[derive(Debug)]
 pub struct ParamState {
     /// The parameter. If it is not `f32`, it is a rounded copy of `master`.
     pub param: Param,
+    /// The elements of the flat parameter that the following flat tensors have.
+    pub elements: Range<usize>,
     /// The weight in `f32`; `None` if the parameter itself is `f32`.
     pub master: Option<Tensor>,
     /// First moment, `f32` or `bf16`.
     pub exp_avg: Tensor,
     /// Second moment, in the same dtype.
     pub exp_avg_sq: Tensor,
+    /// The weight, if it is not a part of the parameter's tensor.
+    weight: Option<Tensor>,
     /// The parameter's value on the host, if the update runs there and the parameter is on a GPU.
     host_weight: Option<Tensor>,
+    /// Number of the parameter among the trained ones.
+    index: usize,
     lr_multiplier: f64,
     weight_decay: f64,
+}
+
+impl ParamState {
+    /// The weight in the compute dtype, flat.
+    pub fn weight(&self) -> Result<Tensor> {
+        match &self.weight {
+            Some(weight) => Ok(weight.clone()),
+            None => {
+                let Range { start, end } = self.elements;
+                self.param.tensor().flatten_all()?.narrow(0, start, end - start)
+            }
+        }
+    }
+}
+
+/// A part of a parameter that this rank updates.
+#[derive(Debug, Clone)]
+pub struct OwnedPart {
+    /// Index of the parameter.
+    pub param: usize,
+    /// The elements of the flat parameter.
+    pub elements: Range<usize>,
+    /// These elements in the compute dtype; `None` if the tensor of the parameter has them.
+    pub weight: Option<Tensor>,
 }
 
 /// The optimizer and its state.
@@ -29,6 +60,8 @@ pub struct AdamW {
     hyper: ops::AdamW,
     max_grad_norm: f64,
     place: Place,
+    moments: DType,
+    trained: Vec<Param>,
     states: Vec<ParamState>,
 }
 
@@ -44,10 +77,19 @@ enum Place {
 /// The values from which the gradient norm of a step is computed.
 #[derive(Debug)]
 pub struct GradNorm {
-    /// Sum of the squares of each trained gradient, `f64`, in the order of [`AdamW::states`].
+    /// Sum of the squares of each trained gradient, `f64`, in the order of the parameters.
     squares: Tensor,
-    /// The gradients, if the update runs on the host.
-    host_grads: Vec<Tensor>,
+    /// The flat gradients, in the order of [`AdamW::states`], on the device of the states.
+    grads: Vec<Tensor>,
+}
+
+/// The gradient norm of a step.
+#[derive(Debug, Clone)]
+pub struct Norms {
+    /// L2 norm over all trained gradients before clipping.
+    pub total: f64,
+    /// Sum of the squares of each trained gradient, in the order of the parameters.
+    pub squares: Vec<f64>,
 }
 
 /// An update that was queued.
@@ -75,15 +117,16 @@ pub enum OptimError {
 }
 
 impl AdamW {
-    /// Zero moments for the trained ones of `params`. `master` returns the `f32` weight of a
-    /// parameter of lower precision, on the given device. All threads call it, because reading and
-    /// drawing weights takes long.
+    /// Zero moments for the trained ones of `params`, or for the parts of them in `owned`. `master`
+    /// returns elements of the flat `f32` weight of a parameter of lower precision, on the given
+    /// device. All threads call it, because reading and drawing weights takes long.
     pub fn new(
         config: &OptimConfig,
         max_grad_norm: f64,
         params: &[Param],
         groups: &ParamGroups,
-        master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
+        owned: Option<Vec<OwnedPart>>,
+        master: impl Fn(&Param, Range<usize>, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
         let on_gpu = !matches!(device, Device::Cpu);
@@ -91,139 +134,165 @@ impl AdamW {
             Moments::Host if on_gpu => Place::Host,
             _ => Place::Device,
         };
-        Self::at(place, config, max_grad_norm, params, groups, master, device)
+        let owned = owned.unwrap_or_else(|| whole(params, groups));
+        Self::at(place, config, max_grad_norm, (params, groups), owned, master, device)
     }
 
     fn at(
         place: Place,
         config: &OptimConfig,
         max_grad_norm: f64,
-        params: &[Param],
-        groups: &ParamGroups,
-        master: impl Fn(&Param, &Device) -> Result<Tensor> + Sync,
+        (params, groups): (&[Param], &ParamGroups),
+        owned: Vec<OwnedPart>,
+        master: impl Fn(&Param, Range<usize>, &Device) -> Result<Tensor> + Sync,
         device: &Device,
     ) -> Result<Self> {
         let device = if place == Place::Host { &Device::Cpu } else { device };
         let dtype = if config.moments == Moments::Bf16 { DType::BF16 } else { DType::F32 };
-        let trained: Vec<_> =
-            params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen).collect();
-        let states = trained.into_par_iter().map(|(param, group)| {
-            let weight = param.tensor();
-            let shape = weight.shape();
-            Ok(ParamState {
+        let groups: Vec<&ParamGroup> = groups.iter().collect();
+        let trained: Vec<usize> =
+            (0..params.len()).filter(|index| !groups[*index].frozen).collect();
+        let states = owned.into_par_iter().map(|OwnedPart { param, elements, weight }| {
+            let (group, param) = (groups[param], &params[param]);
+            let len = elements.len();
+            let index = trained.binary_search(&param.index()).map_err(|_| {
+                candle_core::Error::msg(format!("`{}` is frozen", param.name())).bt()
+            })?;
+            let mut state = ParamState {
                 param: param.clone(),
-                master: match weight.dtype() {
+                master: match param.dtype() {
                     DType::F32 => None,
-                    _ => Some(master(param, device)?),
+                    _ => Some(master(param, elements.clone(), device)?),
                 },
-                exp_avg: Tensor::zeros(shape, dtype, device)?,
-                exp_avg_sq: Tensor::zeros(shape, dtype, device)?,
-                host_weight: match place {
-                    Place::Device => None,
-                    Place::Host => Some(on_host(&weight)?),
-                },
+                elements,
+                exp_avg: Tensor::zeros(len, dtype, device)?,
+                exp_avg_sq: Tensor::zeros(len, dtype, device)?,
+                weight,
+                host_weight: None,
+                index,
                 lr_multiplier: group.lr_multiplier,
                 weight_decay: if group.decay { config.weight_decay } else { 0.0 },
-            })
+            };
+            if place == Place::Host {
+                state.host_weight = Some(on_host(&state.weight()?)?);
+            }
+            Ok(state)
         });
         let states = states.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
-        Ok(Self { hyper, max_grad_norm, place, states })
+        let trained = trained.into_iter().map(|index| params[index].clone()).collect();
+        Ok(Self { hyper, max_grad_norm, place, moments: dtype, trained, states })
     }
 
-    /// State of each trained parameter.
+    /// The trained parameters, in order.
+    pub fn trained(&self) -> &[Param] {
+        &self.trained
+    }
+
+    /// Dtype of the moments.
+    pub fn moments_dtype(&self) -> DType {
+        self.moments
+    }
+
+    /// State of each trained parameter, or of the parts of them that this rank updates.
     pub fn states(&self) -> &[ParamState] {
         &self.states
     }
 
-    /// State of each trained parameter, to restore a checkpoint.
+    /// As [`Self::states`], to restore a checkpoint.
     pub fn states_mut(&mut self) -> &mut [ParamState] {
         &mut self.states
     }
 
-    /// Starts a step: computes the sums for the gradient norm. Does not wait for a GPU, unless the
-    /// state is on the host. Ranks that share the optimizer state add up the result before the
-    /// update.
-    pub fn norm(&self, grads: &Gradients) -> Result<GradNorm> {
-        let on_device = self.states.iter().map(|state| gradient(grads, state));
-        let on_device: Vec<&Tensor> = on_device.collect::<Result<_>>()?;
-        let host_grads: Vec<Tensor> = match self.place {
-            Place::Device => Vec::new(),
-            Place::Host => on_device.iter().map(|grad| on_host(grad)).collect::<Result<_>>()?,
-        };
-        let squares = match self.place {
-            Place::Device => ops::sums_of_squares(&on_device)?,
-            Place::Host => ops::sums_of_squares(&host_grads.iter().collect::<Vec<_>>())?,
-        };
-        Ok(GradNorm { squares, host_grads })
+    /// Starts a step with the flat gradients of [`Self::states`]: computes the sums for the gradient
+    /// norm. Does not wait for a GPU, unless the state is on the host. The states must be those of
+    /// whole parameters.
+    pub fn norm(&self, grads: Vec<Tensor>) -> Result<GradNorm> {
+        let grads = self.placed(grads)?;
+        let squares = ops::sums_of_squares(&grads.iter().collect::<Vec<_>>())?;
+        Ok(GradNorm { squares, grads })
+    }
+
+    /// As [`Self::norm`], for states of parts: `squares` are the sums for [`Self::trained`] over all
+    /// ranks.
+    pub fn norm_of_parts(&self, grads: Vec<Tensor>, squares: Vec<f64>) -> Result<GradNorm> {
+        let grads = self.placed(grads)?;
+        let device = grads.first().map_or(&Device::Cpu, Tensor::device);
+        let len = squares.len();
+        Ok(GradNorm { squares: Tensor::from_vec(squares, len, device)?, grads })
+    }
+
+    fn placed(&self, grads: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        match self.place {
+            Place::Device => Ok(grads),
+            Place::Host => grads.iter().map(on_host).collect(),
+        }
     }
 
     /// Clips and updates; `step` counts from 1. Changes nothing if a gradient is not finite. The
     /// gradients stay as they are. Does not wait for a GPU, unless state is on the host.
-    pub fn update(&self, grads: &Gradients, norm: GradNorm, lr: f64, step: u64) -> Result<Update> {
-        let GradNorm { squares, host_grads } = norm;
-        let weights: Vec<Tensor> = self.states.iter().map(|state| state.param.tensor()).collect();
+    pub fn update(&self, norm: GradNorm, lr: f64, step: u64) -> Result<Update> {
+        let GradNorm { squares, grads } = norm;
+        let weights: Vec<Tensor> =
+            self.states.iter().map(ParamState::weight).collect::<Result<_>>()?;
         let updates =
-            self.states.iter().zip(&weights).enumerate().map(|(index, (state, weight))| {
-                Ok(ops::AdamWUpdate {
-                    index,
-                    first: 0,
+            self.states.iter().zip(&weights).zip(&grads).map(|((state, weight), grad)| {
+                ops::AdamWUpdate {
                     tensors: ops::AdamWTensors {
                         weight: state.host_weight.as_ref().unwrap_or(weight),
                         master: state.master.as_ref(),
                         exp_avg: &state.exp_avg,
                         exp_avg_sq: &state.exp_avg_sq,
-                        grad: match host_grads.get(index) {
-                            Some(grad) => grad,
-                            None => gradient(grads, state)?,
-                        },
+                        grad,
                     },
+                    index: state.index,
+                    first: state.elements.start,
                     lr: lr * state.lr_multiplier,
                     weight_decay: state.weight_decay,
-                })
+                }
             });
-        let updates = updates.collect::<Result<Vec<_>>>()?;
+        let updates: Vec<_> = updates.collect();
         ops::clipped_update(&self.hyper, &updates, step, &squares, self.max_grad_norm)?;
         for (state, weight) in self.states.iter().zip(&weights) {
             let Some(host_weight) = &state.host_weight else { continue };
             if weight.elem_count() > 0 {
-                let updated = host_weight.to_device(weight.device())?;
-                weight.flatten_all()?.slice_set(&updated.flatten_all()?, 0, 0)?;
+                weight.slice_set(&host_weight.to_device(weight.device())?, 0, 0)?;
             }
         }
         Ok(Update { squares })
     }
 
-    /// L2 norm over all trained gradients before clipping. Waits for a GPU. Fails if a gradient was
-    /// not finite; the update then changed nothing.
-    pub fn finish(&self, update: &Update) -> std::result::Result<f64, OptimError> {
+    /// The gradient norm. Waits for a GPU. Fails if a gradient was not finite; the update then
+    /// changed nothing.
+    pub fn finish(&self, update: &Update) -> std::result::Result<Norms, OptimError> {
         let squares = update.squares.to_vec1::<f64>()?;
-        let grad_norm = squares.iter().sum::<f64>().sqrt();
-        if !grad_norm.is_finite() {
-            let bad: Vec<&ParamState> = squares
-                .iter()
-                .zip(&self.states)
-                .filter_map(|(square, state)| (!square.is_finite()).then_some(state))
-                .collect();
-            return Err(OptimError::NonFinite {
-                count: bad.len(),
-                total: self.states.len(),
-                first: bad.first().map_or_else(String::new, |state| state.param.name().to_owned()),
-            });
+        let total = squares.iter().sum::<f64>().sqrt();
+        if total.is_finite() {
+            return Ok(Norms { total, squares });
         }
-        Ok(grad_norm)
+        let bad: Vec<&Param> = squares
+            .iter()
+            .zip(&self.trained)
+            .filter_map(|(square, param)| (!square.is_finite()).then_some(param))
+            .collect();
+        Err(OptimError::NonFinite {
+            count: bad.len(),
+            total: self.trained.len(),
+            first: bad.first().map_or_else(String::new, |param| param.name().to_owned()),
+        })
     }
+}
 
-    /// Norm, update and the wait for both; returns the gradient norm before clipping.
-    pub fn step(
-        &self,
-        grads: &Gradients,
-        lr: f64,
-        step: u64,
-    ) -> std::result::Result<f64, OptimError> {
-        self.finish(&self.update(grads, self.norm(grads)?, lr, step)?)
-    }
+/// All elements of all trained parameters.
+fn whole(params: &[Param], groups: &ParamGroups) -> Vec<OwnedPart> {
+    let trained = params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen);
+    let part = |(param, _): (&Param, &ParamGroup)| OwnedPart {
+        param: param.index(),
+        elements: 0..param.shape().elem_count(),
+        weight: None,
+    };
+    trained.map(part).collect()
 }
 
 /// A copy in host memory.
@@ -234,17 +303,10 @@ fn on_host(t: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn gradient<'a>(grads: &'a Gradients, state: &ParamState) -> Result<&'a Tensor> {
-    grads.get(state.param.index()).ok_or_else(|| {
-        candle_core::Error::msg(format!("no gradient buffer for `{}`", state.param.name()))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::Named;
     use super::*;
-    use crate::tape::{GradSink, Trainable};
 
     const SHAPES: [[usize; 2]; 3] = [[3, 5], [1, 7], [64, 9]];
 
@@ -266,15 +328,18 @@ mod tests {
             params.iter().map(|p| Named { name: p.name(), component: "llm", rank: 2 }).collect();
         let groups = ParamGroups::new(&named, &[], []).unwrap();
         let config = OptimConfig { weight_decay: 0.1, moments, ..OptimConfig::default() };
-        let master = |param: &Param, _: &Device| param.tensor().to_dtype(DType::F32);
-        let adamw = AdamW::at(place, &config, 1.0, &params, &groups, master, &Device::Cpu).unwrap();
-        let grads = Gradients::zeros(&params, &[Trainable::Yes; 3], &Device::Cpu).unwrap();
+        let master = |param: &Param, _: Range<usize>, _: &Device| {
+            param.tensor().flatten_all()?.to_dtype(DType::F32)
+        };
+        let (all, owned) = ((&params[..], &groups), whole(&params, &groups));
+        let adamw = AdamW::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
         for step in 1..=5 {
-            for (param, shape) in params.iter().zip(SHAPES) {
+            let grad = |(param, shape): (&Param, [usize; 2])| {
                 let grad = random(100 * step + param.index() as u64, shape, DType::F32);
-                grads.buffer(param).unwrap().slice_set(&grad, 0, 0).unwrap();
-            }
-            adamw.step(&grads, 1e-2, step).unwrap();
+                grad.flatten_all().unwrap()
+            };
+            let norm = adamw.norm(params.iter().zip(SHAPES).map(grad).collect()).unwrap();
+            adamw.finish(&adamw.update(norm, 1e-2, step).unwrap()).unwrap();
         }
         let state = adamw.states().iter().flat_map(|state| {
             [&state.param.tensor(), &state.exp_avg, &state.exp_avg_sq].map(|t| {

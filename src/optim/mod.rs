@@ -4,7 +4,7 @@ mod adamw;
 mod groups;
 mod schedule;
 
-pub use adamw::{AdamW, GradNorm, OptimError, ParamState, Update};
+pub use adamw::{AdamW, GradNorm, Norms, OptimError, OwnedPart, ParamState, Update};
 pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
 pub use schedule::{Schedule, ScheduleConfig, Span};
 

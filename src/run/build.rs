@@ -4,9 +4,10 @@ use super::device::device_name;
 use super::error::RunError;
 use super::hub::download;
 use super::inputs::{
-    DataList, check, encoder, load_for_run, loader_options, open_data, order, param_groups,
+    DataList, check, encoder, loader_options, open_data, open_for_run, order, param_groups,
 };
-use super::load_model::{LoadedModel, trainable};
+use super::load_model::{LoadedModel, OpenModel, trainable};
+use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
@@ -17,12 +18,13 @@ use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
 use crate::dist::{Group, Rank, fail};
 use crate::metrics::JsonlSink;
-use crate::ops::{simd_level, sum_of_squares};
+use crate::ops::simd_level;
 use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
 use crate::tape::{Gradients, Param};
 use crate::train::{
-    ModelSection, Observer, Outcome, Planned, Ranks, Rejected, StepRunner, TrainError, TrainState,
-    Trainer, TrainerParts, Weights, buffers_of_tree, write_rejects,
+    GradientSums, ModelSection, Observer, Outcome, Planned, Ranks, Rejected, SharedSums,
+    StepRunner, TrainError, TrainState, Trainer, TrainerParts, Weights, buffers_of_tree,
+    write_rejects,
 };
 use candle_core::{DType, Device};
 use sha2::digest::generic_array::GenericArray;
@@ -30,6 +32,7 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -141,11 +144,13 @@ impl Run {
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
 
         let section = model_section(config, found);
-        let loaded =
-            ranks.during("loading the model", || load_for_run(&section, config.seed, &device))?;
-        ranks.compare("model", || weights_digest(&loaded))?;
+        let open = open_for_run(&section, config.seed, &device)?;
+        ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
-        let groups = param_groups(config, &loaded)?;
+        let groups = param_groups(config, &open)?;
+        let model = ranks.during("loading the model", || {
+            rank_model(config, open, &groups, ranks.ranks(), &device)
+        })?;
         let carried = CarriedFiles::read(&config.model.path)?;
         if is_first {
             take_over(config, &checkpointer, found, observer)?;
@@ -167,7 +172,7 @@ impl Run {
             None => first_state(config, data_fingerprint, total_steps, planned),
         };
         let (mut runner, config_json) = ranks.during("loading the optimizer state", || {
-            step_runner(config, loaded, &groups, found, &device, rank.world)
+            step_runner(config, model, &groups, found, &device)
         })?;
         let (share, ranks) = ranks.split();
         runner.ranks = ranks;
@@ -292,45 +297,59 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, Json
     Ok((sink("metrics.jsonl")?, sink("rejects.jsonl")?))
 }
 
+/// Loads the model: whole in a single process, otherwise together with the other ranks.
+fn rank_model(
+    config: &RunConfig,
+    open: OpenModel,
+    groups: &ParamGroups,
+    ranks: &Ranks,
+    device: &Device,
+) -> Result<RankModel, RunError> {
+    match ranks.collective() {
+        None => Ok(whole_model(open.load(device)?)),
+        Some(collective) => {
+            load_shares(open, groups, config.distributed.shard, ranks, collective, device)
+        }
+    }
+}
+
 /// Model, gradients and optimizer, with the optimizer state of `found`; and the model's
 /// `config.json`.
 pub(crate) fn step_runner(
     config: &RunConfig,
-    loaded: LoadedModel,
+    model: RankModel,
     groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
-    world: usize,
 ) -> Result<(StepRunner, serde_json::Value), RunError> {
+    let RankModel { loaded, place, weights, owned } = model;
     let saved = found.map(Found::optimizer).transpose()?;
-    let load = |kind: &str, param: &Param, dtype: DType, device: &Device| {
+    let load = |kind: &str, param: &Param, elements: Range<usize>, dtype, device: &Device| {
         let name = format!("{kind}.{}", param.name());
-        saved.as_ref().map(|saved| saved.load(&name, dtype, device)).transpose()
+        saved.as_ref().map(|saved| saved.load_part(&name, elements, dtype, device)).transpose()
     };
-    let master = |param: &Param, device: &Device| {
-        let saved = load("master", param, DType::F32, device).map_err(candle_core::Error::wrap)?;
-        saved.map_or_else(|| loaded.master(param, device), Ok)
+    let master = |param: &Param, elements: Range<usize>, device: &Device| {
+        let saved = load("master", param, elements.clone(), DType::F32, device);
+        let saved = saved.map_err(candle_core::Error::wrap)?;
+        saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
-        AdamW::new(&config.optim, max_norm, &loaded.params, groups, master, device)?;
-    for slot in optimizer.states_mut() {
-        for (kind, moment) in [("exp_avg", &mut slot.exp_avg), ("exp_avg_sq", &mut slot.exp_avg_sq)]
+        AdamW::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
+    for state in optimizer.states_mut() {
+        let elements = state.elements.clone();
+        for (kind, moment) in
+            [("exp_avg", &mut state.exp_avg), ("exp_avg_sq", &mut state.exp_avg_sq)]
         {
             let (dtype, device) = (moment.dtype(), moment.device().clone());
-            if let Some(saved) = load(kind, &slot.param, dtype, &device)? {
+            if let Some(saved) = load(kind, &state.param, elements.clone(), dtype, &device)? {
                 *moment = saved;
             }
         }
     }
-    let num_buffers = if config.distributed.exact.holds(device.is_cpu()) {
-        buffers_of_tree(config.train.gradient_accumulation_steps.get() / world)
-    } else {
-        1 // gradients are added in place
-    };
-    let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
     let runner = StepRunner {
-        buffers: (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?,
+        gradients: gradients(config, &loaded, place, groups, device)?,
+        weights,
         ranks: Ranks::alone(), // set when the run is assembled
         model: loaded.model,
         params: loaded.params,
@@ -339,23 +358,36 @@ pub(crate) fn step_runner(
         dtype: config.model.precision.dtype(),
         device: device.clone(),
     };
-    Ok((runner, loaded.config_json))
+    Ok((runner, loaded.open.config_json))
+}
+
+/// The buffers of gradients.
+fn gradients(
+    config: &RunConfig,
+    loaded: &LoadedModel,
+    place: Option<RankPlace>,
+    groups: &ParamGroups,
+    device: &Device,
+) -> candle_core::Result<GradientSums> {
+    let slots = config.train.gradient_accumulation_steps.get();
+    let exact = config.distributed.exact.holds(device.is_cpu());
+    let Some(RankPlace { layout, member, world }) = place else {
+        let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
+        let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
+        let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
+        return Ok(GradientSums::Alone(buffers));
+    };
+    let how = (config.distributed.shard, exact);
+    // The gradient of a tied head is computed before those of all stages.
+    let early = Some(layout.stage_of(loaded.model.lm_head())).filter(|stage| *stage > 0);
+    let sums = SharedSums::new(layout, member, how, slots / world, early, device)?;
+    Ok(GradientSums::Shared(sums))
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.
 fn config_digest(config: &RunConfig) -> String {
     let json = serde_json::to_string(config).expect("a config of plain values");
     format!("{:x}", Sha256::digest(json.as_bytes()))
-}
-
-/// Digest of the weights of a run: of the sum of squares of each parameter.
-fn weights_digest(loaded: &LoadedModel) -> candle_core::Result<String> {
-    let mut digest = Sha256::new();
-    for param in &loaded.params {
-        let squares = param.tensor().flatten_all()?.to_dtype(DType::F32)?;
-        digest.update(sum_of_squares(&squares)?.to_le_bytes());
-    }
-    Ok(format!("{:x}", digest.finalize()))
 }
 
 /// Logs the part of each step that a rank computes.
@@ -393,7 +425,7 @@ fn log_data_sets(rows: &JsonlRows) {
 
 fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &TrainState) {
     let count = |params: &mut dyn Iterator<Item = &Param>| {
-        params.map(|param| param.tensor().elem_count()).sum::<usize>()
+        params.map(|param| param.shape().elem_count()).sum::<usize>()
     };
     tracing::info!(
         path = %config.model.path.display(),

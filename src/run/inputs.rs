@@ -1,7 +1,7 @@
 //! The inputs of a run, from its config: encoder, data sets, order of rows, model.
 
 use super::error::RunError;
-use super::load_model::{LoadedModel, SetupError, load_model};
+use super::load_model::{LoadedModel, OpenModel, SetupError};
 use super::observer::{SetupObserver, SetupWork};
 use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
@@ -9,7 +9,7 @@ use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
     EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
-    Rmpad, SourceError, VideoConfigError,
+    Rmpad, SourceError, StepPacks, VideoConfigError,
 };
 use crate::net::UrlImages;
 use crate::optim::ParamGroups;
@@ -154,7 +154,10 @@ pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunEr
 /// How rows become the steps of a run.
 pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOptions {
     let (data, train) = (&config.data, &config.train);
-    let step = train.batch_size.saturating_mul(train.gradient_accumulation_steps);
+    let step = StepPacks {
+        micro_batches: train.gradient_accumulation_steps,
+        batch_size: train.batch_size,
+    };
     LoaderOptions {
         packing: data.packing(),
         pack_rules: data.pack_rules(step, encoder.image_processor().patch_bytes()),
@@ -179,7 +182,16 @@ pub(crate) fn load_for_run(
     seed: u64,
     device: &Device,
 ) -> Result<LoadedModel, RunError> {
-    load_model(section, seed, device).map_err(|error| match error {
+    open_for_run(section, seed, device)?.load(device).map_err(RunError::from)
+}
+
+/// Opens the model folder of a run.
+pub(crate) fn open_for_run(
+    section: &ModelSection,
+    seed: u64,
+    device: &Device,
+) -> Result<OpenModel, RunError> {
+    OpenModel::open(section, seed, device).map_err(|error| match error {
         SetupError::Files { source, .. }
             if matches!(*source, CheckpointError::NoWeights { .. }) =>
         {
@@ -190,12 +202,9 @@ pub(crate) fn load_for_run(
 }
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
-pub(crate) fn param_groups(
-    config: &RunConfig,
-    loaded: &LoadedModel,
-) -> Result<ParamGroups, RunError> {
+pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
     let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
-    loaded.groups(freeze, multipliers).map_err(|problem| {
+    open.groups(freeze, multipliers).map_err(|problem| {
         let (key, pattern) = problem.origin();
         let mut keys: Vec<String> = key.split('.').map(str::to_owned).collect();
         match freeze.iter().position(|entry| Some(entry.as_str()) == pattern) {

@@ -6,9 +6,11 @@ use crate::nn::{ParamSpec, WeightError, random_tensor};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -96,51 +98,131 @@ impl SetupError {
 pub struct LoadedModel {
     /// The model.
     pub model: Box<dyn Model>,
+    /// Parameters in the compute dtype, in the order of the specs.
+    pub params: Vec<Param>,
+    /// The folder.
+    pub open: OpenModel,
+}
+
+/// A model folder whose weights are not loaded yet.
+pub struct OpenModel {
     /// The complete `config.json`.
     pub config_json: serde_json::Value,
-    /// Parameters in the compute dtype, in the order of `specs`.
-    pub params: Vec<Param>,
     /// Name, shape and component of each parameter.
     pub specs: Vec<ParamSpec>,
+    config: Arc<dyn ModelConfig>,
     source: WeightSource,
+    folder: PathBuf,
+    dtype: DType,
+    attention: AttentionChoice,
 }
 
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(WeightFiles),
-    Seed { config: Arc<dyn ModelConfig>, seed: u64 },
+    Seed(u64),
 }
 
-impl WeightSource {
-    fn load(
+impl OpenModel {
+    /// Opens the model at `section.path`; random weights are drawn from `seed`.
+    pub fn open(section: &ModelSection, seed: u64, device: &Device) -> Result<Self, SetupError> {
+        if section.attention == AttentionChoice::Masked && !device.is_cpu() {
+            return Err(SetupError::MaskedOnGpu);
+        }
+        let folder = section.path.as_path();
+        let (config, config_json) = read_config(folder)
+            .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
+        let specs = config.param_specs();
+        let source = match section.weights {
+            Weights::Random => WeightSource::Seed(seed),
+            Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
+        };
+        Ok(Self {
+            config_json,
+            specs,
+            config,
+            source,
+            folder: folder.to_owned(),
+            dtype: section.precision.dtype(),
+            attention: section.attention,
+        })
+    }
+
+    /// Loads all weights.
+    pub fn load(self, device: &Device) -> Result<LoadedModel, SetupError> {
+        // In parallel: one thread takes minutes to draw or convert billions of weights.
+        let params = self.specs.par_iter().enumerate().map(|(index, spec)| {
+            let all = 0..spec.shape.iter().product();
+            let tensor = self.load_part(index, all, self.dtype, device)?;
+            Ok(Param::new(spec.name.as_str(), index, tensor.reshape(spec.shape.as_slice())?))
+        });
+        let params = params.collect::<Result<Vec<_>, SetupError>>()?;
+        self.with_params(params)
+    }
+
+    /// Builds the model with these parameters.
+    pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
+        let model = self.config.build(&params, &self.attention.backend())?;
+        Ok(LoadedModel { model, params, open: self })
+    }
+
+    /// Loads elements of the flat parameter `index`.
+    pub(super) fn load_part(
         &self,
-        spec: &ParamSpec,
-        folder: &Path,
+        index: usize,
+        elements: Range<usize>,
         dtype: DType,
         device: &Device,
-    ) -> Result<candle_core::Tensor, SetupError> {
-        match self {
-            Self::Files(files) => {
-                files.load(&spec.name, dtype, device).map_err(|source| files_error(folder, source))
-            }
-            Self::Seed { config, seed } => {
-                Ok(random_tensor(spec, config.initializer_range(), *seed, device)?
-                    .to_dtype(dtype)?)
+    ) -> Result<Tensor, SetupError> {
+        let spec = &self.specs[index];
+        match &self.source {
+            WeightSource::Files(files) => files
+                .load_part(&spec.name, elements, dtype, device)
+                .map_err(|source| files_error(&self.folder, source)),
+            WeightSource::Seed(seed) => {
+                let drawn = random_tensor(spec, self.config.initializer_range(), *seed, device)?;
+                let part = drawn.flatten_all()?.narrow(0, elements.start, elements.len())?;
+                // A copy: the rest of the tensor is freed.
+                Ok(if part.dtype() == dtype { part.copy()? } else { part.to_dtype(dtype)? })
             }
         }
     }
-}
 
-impl LoadedModel {
-    /// The weight in `f32`, from the folder or the seed: the initial value of a master weight.
+    /// Elements of the flat weight in `f32`: the initial value of a master weight.
     pub fn master(
         &self,
         param: &Param,
+        elements: Range<usize>,
         device: &Device,
-    ) -> candle_core::Result<candle_core::Tensor> {
-        let spec = &self.specs[param.index()];
-        let loaded = self.source.load(spec, Path::new(""), DType::F32, device);
+    ) -> candle_core::Result<Tensor> {
+        let loaded = self.load_part(param.index(), elements, DType::F32, device);
         loaded.map_err(candle_core::Error::wrap)
+    }
+
+    /// The compute dtype.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Digest of names and shapes, and of some values of each tensor. Ranks that see different files
+    /// have different digests.
+    pub(super) fn digest(&self) -> Result<String, SetupError> {
+        const VALUES: usize = 16;
+        let mut digest = Sha256::new();
+        for (index, spec) in self.specs.iter().enumerate() {
+            digest.update(format!("{} {:?} ", spec.name, spec.shape));
+            let WeightSource::Files(_) = &self.source else { continue };
+            let len: usize = spec.shape.iter().product();
+            let count = VALUES.min(len);
+            for start in [0, (len - count) / 2, len - count] {
+                let part = start..start + count;
+                let values = self.load_part(index, part, DType::F32, &Device::Cpu)?;
+                for value in values.to_vec1::<f32>()? {
+                    digest.update(value.to_le_bytes());
+                }
+            }
+        }
+        Ok(format!("{:x}", digest.finalize()))
     }
 
     /// Applies `model.freeze` and `optim.lr_multipliers`.
@@ -174,26 +256,7 @@ pub fn load_model(
     seed: u64,
     device: &Device,
 ) -> Result<LoadedModel, SetupError> {
-    if section.attention == AttentionChoice::Masked && !device.is_cpu() {
-        return Err(SetupError::MaskedOnGpu);
-    }
-    let folder = section.path.as_path();
-    let (config, config_json) = read_config(folder)
-        .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-    let specs = config.param_specs();
-    let source = match section.weights {
-        Weights::Random => WeightSource::Seed { config: config.clone(), seed },
-        Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
-    };
-    let dtype = section.precision.dtype();
-    // In parallel: one thread takes minutes to draw or convert billions of weights.
-    let params = specs.par_iter().enumerate().map(|(index, spec)| {
-        let tensor = source.load(spec, folder, dtype, device)?;
-        Ok(Param::new(spec.name.as_str(), index, tensor))
-    });
-    let params = params.collect::<Result<Vec<_>, SetupError>>()?;
-    let model = config.build(&params, &section.attention.backend())?;
-    Ok(LoadedModel { model, config_json, params, specs, source })
+    OpenModel::open(section, seed, device)?.load(device)
 }
 
 fn files_error(folder: &Path, source: CheckpointError) -> SetupError {

@@ -27,6 +27,11 @@ impl SetupRanks {
         Self { ranks, share: Some(LoaderShare { rank, lane: data }), device }
     }
 
+    /// The connections of the training loop.
+    pub(super) fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
     /// The place of this rank.
     pub(super) fn rank(&self) -> Rank {
         self.ranks.rank()

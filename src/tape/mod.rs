@@ -4,8 +4,10 @@
 //! input of each, depending on the recompute policy. It then runs them backward from the last to
 //! the first and frees memory on the way. This module does not depend on any model.
 
+mod bucket;
 mod param;
 mod stage;
 
-pub use param::{GradSink, Gradients, Param, Trainable};
+pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets};
+pub use param::{GradSink, Gradients, Param, Residency, Trainable};
 pub use stage::{InputGrad, Recompute, SavedStage, Stage};

@@ -1,7 +1,15 @@
 //! Parameters and the buffers of their gradients.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
-use std::sync::{Arc, PoisonError, RwLock};
+use super::bucket::Layout;
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+
+/// Brings the weights of a stage into memory when they are read.
+pub trait Residency: Send + Sync {
+    /// Makes the weights of `stage` present. An error is reported at the end of the pass over the
+    /// model, whose results are then invalid.
+    fn enter(&self, stage: usize);
+}
 
 /// A handle to a tensor of the model under its published name.
 ///
@@ -13,12 +21,34 @@ pub struct Param {
     name: Arc<str>,
     index: usize,
     tensor: Arc<RwLock<Tensor>>,
+    home: Arc<OnceLock<Home>>,
+}
+
+/// The stage of a parameter whose weights are not always in memory.
+struct Home {
+    stage: usize,
+    residency: Arc<dyn Residency>,
+}
+
+impl std::fmt::Debug for Home {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "stage {}", self.stage)
+    }
 }
 
 impl Param {
     /// `index` is the position in the model's list of parameters, and in [`Gradients`].
     pub fn new(name: impl Into<Arc<str>>, index: usize, tensor: Tensor) -> Self {
-        Self { name: name.into(), index, tensor: Arc::new(RwLock::new(tensor)) }
+        let tensor = Arc::new(RwLock::new(tensor));
+        Self { name: name.into(), index, tensor, home: Arc::default() }
+    }
+
+    /// From now on, `residency` is told before each read of the tensor. May be called once.
+    pub fn set_home(&self, stage: usize, residency: Arc<dyn Residency>) -> Result<()> {
+        match self.home.set(Home { stage, residency }) {
+            Ok(()) => Ok(()),
+            Err(_) => bail!("`{}` has a home already", self.name),
+        }
     }
 
     /// Name in the checkpoint.
@@ -33,7 +63,20 @@ impl Param {
 
     /// The weight in the compute dtype, in its published shape. The result shares the storage.
     pub fn tensor(&self) -> Tensor {
+        if let Some(home) = self.home.get() {
+            home.residency.enter(home.stage);
+        }
         self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Shape of the weight.
+    pub fn shape(&self) -> Shape {
+        self.tensor.read().unwrap_or_else(PoisonError::into_inner).shape().clone()
+    }
+
+    /// Compute dtype.
+    pub fn dtype(&self) -> DType {
+        self.tensor.read().unwrap_or_else(PoisonError::into_inner).dtype()
     }
 
     /// Replaces the tensor of this handle and all its clones, for example by a view of another
@@ -86,10 +129,22 @@ impl Gradients {
     /// Zeroed buffers for the trained ones of `params`, in their shapes.
     pub fn zeros(params: &[Param], trainable: &[Trainable], device: &Device) -> Result<Self> {
         let buffers = params.iter().zip(trainable).map(|(param, trainable)| match trainable {
-            Trainable::Yes => Tensor::zeros(param.tensor().shape(), DType::F32, device).map(Some),
+            Trainable::Yes => Tensor::zeros(param.shape(), DType::F32, device).map(Some),
             Trainable::Frozen => Ok(None),
         });
         Ok(Self { buffers: buffers.collect::<Result<_>>()? })
+    }
+
+    /// Views of flat buffers, one for each stage of `layout` with trained parameters.
+    pub fn in_buckets(layout: &Layout, flat: &[Option<Tensor>]) -> Result<Self> {
+        let mut buffers = vec![None; layout.num_params()];
+        for (stage, flat) in layout.stages().iter().zip(flat) {
+            let Some(flat) = flat else { continue };
+            for (param, view) in layout.views(&stage.trained, flat)? {
+                buffers[param] = Some(view);
+            }
+        }
+        Ok(Self { buffers })
     }
 
     /// The buffer of parameter `index`, or `None` if it is frozen.

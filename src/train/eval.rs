@@ -6,6 +6,7 @@
 use super::datasets::{DatasetCounts, DatasetLoss};
 use super::eval_blocks::join;
 use super::ranks::Ranks;
+use super::weights::{Pass, RankWeights};
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
@@ -116,6 +117,8 @@ pub struct Evaluator<'a> {
     pub device: &'a Device,
     /// The ranks that share the rows; each returns the whole report.
     pub ranks: &'a Ranks,
+    /// How the weights are divided among the ranks.
+    pub weights: &'a RankWeights,
 }
 
 /// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
@@ -141,8 +144,24 @@ impl Evaluator<'_> {
             let before = index * BLOCK_ROWS;
             blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
         }
+        while self.begin_pass(false)? {
+            self.weights.end()?; // another rank has more rows
+        }
         progress(rows.len());
         Ok(join(blocks, self.ranks)?)
+    }
+
+    /// Begins a pass over the model. If each rank has a share of the weights only, all ranks make the
+    /// same number of passes. Returns whether any of them has rows.
+    fn begin_pass(&self, has_rows: bool) -> Result<bool, DistError> {
+        if !matches!(self.weights, RankWeights::Slots(_)) {
+            return Ok(has_rows);
+        }
+        let any = self.ranks.gather(has_rows)?.contains(&true);
+        if any {
+            self.weights.begin(Pass::Forward);
+        }
+        Ok(any)
     }
 
     /// Scores the rows of one block.
@@ -197,7 +216,9 @@ impl Evaluator<'_> {
         let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
         let targets = Targets::of(&batch);
         let input = model.upload(batch, self.dtype, self.device)?;
+        self.begin_pass(true)?;
         let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
+        self.weights.end()?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (id, size) in origins {
             let first = next;

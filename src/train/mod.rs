@@ -8,13 +8,15 @@ mod error;
 mod eval;
 mod eval_blocks;
 mod generate;
-mod gradient_tree;
+mod gradients;
 mod ranks;
 mod rejects;
+mod saved;
 mod state;
 mod step;
 mod step_report;
 mod trainer;
+mod weights;
 
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
@@ -28,7 +30,7 @@ pub use device::{DeviceChoice, UnknownDevice};
 pub use error::TrainError;
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
-pub use gradient_tree::buffers_of_tree;
+pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use state::{Planned, TrainState};
@@ -37,3 +39,4 @@ pub use step::{
     StepRunner,
 };
 pub use trainer::{Observer, Outcome, Trainer, TrainerParts};
+pub use weights::{RankWeights, SlotTensors, WeightSlots};

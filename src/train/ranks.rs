@@ -51,9 +51,19 @@ impl Ranks {
         (self.rank.rank % self.shard_group, self.shard_group)
     }
 
+    /// The shard group of this rank, and the number of groups.
+    pub fn group(&self) -> (usize, usize) {
+        (self.rank.rank / self.shard_group, self.rank.world / self.shard_group)
+    }
+
     /// Adds up gradients; `None` if there is no other rank.
     pub fn sums(&self) -> Option<&dyn Collective> {
         self.others.as_ref().map(|others| &*others.sums)
+    }
+
+    /// As [`Self::sums`], for another owner.
+    pub fn collective(&self) -> Option<Arc<dyn Collective>> {
+        self.others.as_ref().map(|others| Arc::clone(&others.sums))
     }
 
     /// The values of all ranks, in their order. All ranks make the same calls.

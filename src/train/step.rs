@@ -1,14 +1,14 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
-use super::gradient_tree::{GradientTree, LastMicroBatch, zero};
+use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
+use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
-use crate::dist::{Collective, DistError};
+use crate::dist::DistError;
 use crate::loss::{TargetLosses, Targets, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
-use crate::ops;
 use crate::optim::{AdamW, OptimError, Update};
-use crate::tape::{GradSink, Gradients, Param};
+use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +23,8 @@ pub struct StepOutcome {
     pub counts: StepCounts,
     /// Losses of the targets of each micro-batch of this rank that has targets.
     pub losses: Vec<TargetLosses>,
+    /// Sum of the squares of the gradient of each trained parameter, before clipping.
+    pub squares: Vec<f64>,
 }
 
 /// The reason why a step does not update the weights.
@@ -77,10 +79,10 @@ pub struct StepRunner {
     pub params: Vec<Param>,
     /// Moments and update.
     pub optimizer: AdamW,
-    /// Buffers for gradients; the first receives the sum of a step. With one buffer, the gradients of
-    /// all micro-batches are added in place. With [`buffers_of_tree`](super::buffers_of_tree) of
-    /// them, the sum has the same bits for 1, 2, 4 .. ranks.
-    pub buffers: Vec<Gradients>,
+    /// Gradients, and their sums over micro-batches and ranks.
+    pub gradients: GradientSums,
+    /// How the weights are divided among the ranks.
+    pub weights: RankWeights,
     /// The stages whose activations backward recomputes.
     pub recompute: RecomputePolicy,
     /// Compute dtype.
@@ -99,31 +101,28 @@ pub struct StepCounts {
     /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of the
     /// step has a weight.
     pub target_weight: f64,
+    /// Number of rounds: micro-batches that the ranks compute at the same time.
+    rounds: usize,
 }
 
-/// Number and weight of the targets of one micro-batch.
+/// Slot of a micro-batch, and number and weight of its targets.
 #[derive(Serialize, Deserialize)]
-struct SlotCounts(u64, Bits);
+struct SlotCounts(usize, u64, Bits);
 
-/// The micro-batches of this rank in a step, and their slots among those of the whole step.
+/// The micro-batches of this rank in a step, with their slots among those of the whole step: the slots
+/// `rank`, `rank + world` and so on. A slot may be empty.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct MicroBatches {
-    /// Number of slots of the step, over all ranks: `gradient_accumulation_steps`.
-    pub num_slots: usize,
-    /// Slot and token stream of each micro-batch, in the order of the slots.
-    pub batches: Vec<(usize, VarlenBatch)>,
-}
+pub struct MicroBatches(pub Vec<(usize, VarlenBatch)>);
 
 impl From<Vec<VarlenBatch>> for MicroBatches {
     /// All micro-batches of a step of one process.
     fn from(batches: Vec<VarlenBatch>) -> Self {
-        Self { num_slots: batches.len(), batches: batches.into_iter().enumerate().collect() }
+        Self(batches.into_iter().enumerate().collect())
     }
 }
 
 /// The micro-batches of a step. The upload of the first one has started.
 pub struct PreparedStep {
-    num_slots: usize,
     targets: Vec<(usize, Targets)>, // with their slots
     first: Option<ModelInput>,
     rest: std::vec::IntoIter<(usize, VarlenBatch)>,
@@ -131,7 +130,9 @@ pub struct PreparedStep {
 
 /// Losses of a step on the device.
 pub struct Losses {
-    nll: Vec<(Tensor, Option<Vec<f32>>)>, // nll and weights, [S], in the order of the micro-batches
+    nll: Vec<(usize, Tensor, Option<Vec<f32>>)>, // slot, nll and weights, [S], of each micro-batch
+    /// The gradients for the states of the optimizer.
+    gradients: Vec<Tensor>,
     /// Number and weight of the supervised targets of the step.
     pub counts: StepCounts,
 }
@@ -139,13 +140,13 @@ pub struct Losses {
 impl Losses {
     /// Weighted sum over all targets. Waits for a GPU.
     pub fn sum(&self) -> candle_core::Result<f64> {
-        Ok(self.read()?.iter().map(TargetLosses::sum).sum())
+        Ok(self.read()?.iter().map(|(_, losses)| losses.sum()).sum())
     }
 
     /// The loss of each target. Waits for a GPU.
-    fn read(&self) -> candle_core::Result<Vec<TargetLosses>> {
-        let read = |(nll, weights): &(Tensor, Option<Vec<f32>>)| {
-            Ok(TargetLosses { nll: nll.to_vec1()?, weights: weights.clone() })
+    fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
+        let read = |(slot, nll, weights): &(usize, Tensor, Option<Vec<f32>>)| {
+            Ok((*slot, TargetLosses { nll: nll.to_vec1()?, weights: weights.clone() }))
         };
         self.nll.iter().map(read).collect()
     }
@@ -161,9 +162,9 @@ pub struct LaunchedStep {
 }
 
 impl StepRunner {
-    /// The sum of the gradients of the last step.
+    /// The gradients of the last step, or of the last micro-batch if ranks share the gradients.
     pub fn grads(&self) -> &Gradients {
-        &self.buffers[0]
+        self.gradients.buffers()
     }
 
     /// Finds the targets of a step's micro-batches and begins to upload the first.
@@ -171,22 +172,27 @@ impl StepRunner {
         &self,
         micro_batches: impl Into<MicroBatches>,
     ) -> candle_core::Result<PreparedStep> {
-        let MicroBatches { num_slots, batches } = micro_batches.into();
+        let MicroBatches(batches) = micro_batches.into();
         let targets = batches.iter().map(|(slot, batch)| (*slot, Targets::of(batch))).collect();
         let mut rest = batches.into_iter();
         let first = rest.next().map(|(_, batch)| self.upload(batch)).transpose()?;
-        Ok(PreparedStep { num_slots, targets, first, rest })
+        Ok(PreparedStep { targets, first, rest })
     }
 
     /// Counts the targets of all ranks.
     fn count(&self, targets: &[(usize, Targets)]) -> Result<StepCounts, DistError> {
-        let own = targets.iter();
-        let own = own.map(|(_, targets)| SlotCounts(targets.len() as u64, targets.weight().into()));
+        let own = targets.iter().map(|(slot, targets)| {
+            SlotCounts(*slot, targets.len() as u64, targets.weight().into())
+        });
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
-        let mut counts = StepCounts::default();
-        for SlotCounts(num_targets, weight) in all.into_iter().flatten() {
+        let mut all: Vec<SlotCounts> = all.into_iter().flatten().collect();
+        all.sort_by_key(|SlotCounts(slot, ..)| *slot);
+        let world = self.ranks.rank().world;
+        let mut counts = StepCounts { rounds: 1, ..StepCounts::default() };
+        for SlotCounts(slot, num_targets, weight) in all {
             counts.num_targets += num_targets;
             counts.target_weight += f64::from(weight);
+            counts.rounds = slot / world + 1;
         }
         Ok(counts)
     }
@@ -200,39 +206,36 @@ impl StepRunner {
     /// except by rounding.
     pub fn accumulate(&self, step: PreparedStep) -> Result<Losses, StepError> {
         let counts = self.count(&step.targets)?;
-        let PreparedStep { num_slots, targets, first, rest } = step;
-        let slots = self.ranks.rank().own_part(num_slots);
-        let sums = self.ranks.sums();
-        let mut losses = Losses { nll: Vec::with_capacity(targets.len()), counts };
-        let mut tree = GradientTree::new(&self.buffers, slots.len());
-        let mut next_slot = slots.start;
-        let num_batches = targets.len();
+        let PreparedStep { targets, first, rest } = step;
+        let mut nll = Vec::with_capacity(targets.len());
+        let world = self.ranks.rank().world;
+        let mut sums = self.gradients.begin_step(counts.rounds, self.ranks.sums(), &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
-        for (index, (input, (slot, targets))) in inputs.zip(targets).enumerate() {
-            for empty in next_slot..slot {
-                tree.complete(empty - slots.start, false)?;
+        let mut batches = targets.into_iter().zip(inputs).peekable();
+        for round in 0..counts.rounds {
+            self.ranks.report(&format!("micro-batch {}", round + 1));
+            let batch = batches.next_if(|((slot, _), _)| slot / world == round);
+            let has_batch = batch.is_some();
+            if has_batch || world > 1 {
+                let grads = sums.round(round)?;
+                self.weights.begin(Pass::Train);
+                match batch {
+                    Some(((slot, targets), input)) => {
+                        let losses = self.forward_backward(&input?, targets, counts, &grads)?;
+                        nll.extend(losses.map(|(nll, weights)| (slot, nll, weights)));
+                    }
+                    None => {
+                        grads.begin_backward()?;
+                        report_without_backward(&*self.model, &grads);
+                    }
+                }
+                grads.result()?;
+                self.weights.end()?;
             }
-            self.ranks.report(&format!("micro-batch {slot}"));
-            let grads = tree.next_buffer()?;
-            let is_last = index + 1 == num_batches;
-            if is_last {
-                let sink = LastMicroBatch::new(grads, tree.open_sums(), sums);
-                losses.nll.extend(self.forward_backward(&input?, targets, counts, &sink)?);
-                sink.result()?;
-            } else {
-                losses.nll.extend(self.forward_backward(&input?, targets, counts, grads)?);
-                tree.complete(slot - slots.start, true)?;
-            }
-            next_slot = slot + 1;
+            sums.complete(round, has_batch)?;
         }
-        if num_batches == 0 {
-            zero(self.grads())?;
-            let sink = LastMicroBatch::new(self.grads(), Vec::new(), sums);
-            report_without_backward(&*self.model, &sink);
-            sink.result()?;
-        }
-        sums.map_or(Ok(()), Collective::wait)?;
-        Ok(losses)
+        let gradients = sums.finish(&self.gradients)?;
+        Ok(Losses { nll, gradients, counts })
     }
 
     /// Adds the gradients of one micro-batch to `grads`. Returns the losses and weights of its targets,
@@ -242,9 +245,10 @@ impl StepRunner {
         input: &ModelInput,
         targets: Targets,
         counts: StepCounts,
-        grads: &dyn GradSink,
-    ) -> candle_core::Result<Option<(Tensor, Option<Vec<f32>>)>> {
+        grads: &Round<'_>,
+    ) -> Result<Option<(Tensor, Option<Vec<f32>>)>, StepError> {
         let (hidden, tape) = self.model.forward(input, self.recompute, grads)?;
+        grads.begin_backward()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
         let loss = loss_and_gradient(&hidden, head, &targets, weight, grads)?;
         drop(hidden);
@@ -267,14 +271,23 @@ impl StepRunner {
         lr: f64,
         number: u64,
     ) -> Result<LaunchedStep, StepError> {
-        let losses = self.accumulate(step)?;
+        let mut losses = self.accumulate(step)?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts, number)?),
             _ => None,
         };
-        let norm = self.optimizer.norm(self.grads())?;
-        let update = self.optimizer.update(self.grads(), norm, lr, number)?;
+        let gradients = std::mem::take(&mut losses.gradients);
+        let collective = self.ranks.sums();
+        let norm = match (&self.gradients, collective) {
+            (GradientSums::Shared(sums), Some(collective)) if sums.is_sharded() => {
+                let squares = squares(sums, &gradients, self.optimizer.trained(), collective)?;
+                self.optimizer.norm_of_parts(gradients, squares)?
+            }
+            _ => self.optimizer.norm(gradients)?,
+        };
+        let update = self.optimizer.update(norm, lr, number)?;
+        self.weights.updated(collective)?;
         Ok(LaunchedStep { step: number, losses, update, loss })
     }
 
@@ -285,13 +298,14 @@ impl StepRunner {
         let counts = losses.counts;
         let losses = losses.read()?;
         let loss = loss.map_or_else(|| self.mean_loss(&losses, counts, *step), Ok)?;
-        let grad_norm = self.optimizer.finish(update).map_err(|source| match source {
+        let norms = self.optimizer.finish(update).map_err(|source| match source {
             OptimError::Candle(error) => StepError::Candle(error),
             source @ OptimError::NonFinite { .. } => {
                 StepError::NonFiniteGradient { step: *step, source }
             }
         })?;
-        Ok(StepOutcome { loss, grad_norm, counts, losses })
+        let losses = losses.into_iter().map(|(_, losses)| losses).collect();
+        Ok(StepOutcome { loss, grad_norm: norms.total, counts, losses, squares: norms.squares })
     }
 
     /// Runs a whole step and waits for it.
@@ -308,28 +322,17 @@ impl StepRunner {
     /// The mean loss of a step over all ranks, from the losses of this rank.
     fn mean_loss(
         &self,
-        losses: &[TargetLosses],
+        losses: &[(usize, TargetLosses)],
         counts: StepCounts,
         step: u64,
     ) -> Result<f64, StepError> {
-        let own: Vec<Bits> = losses.iter().map(|losses| losses.sum().into()).collect();
-        let sums = self.ranks.gather(own)?.into_iter().flatten();
+        let own = losses.iter().map(|(slot, losses)| (*slot, Bits::from(losses.sum())));
+        let all = self.ranks.gather(own.collect::<Vec<_>>())?;
+        let mut sums: Vec<(usize, Bits)> = all.into_iter().flatten().collect();
+        sums.sort_by_key(|(slot, _)| *slot);
         // a step without targets has the loss 0
         let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
-        let loss = sums.map(f64::from).sum::<f64>() / divisor;
+        let loss = sums.into_iter().map(|(_, sum)| f64::from(sum)).sum::<f64>() / divisor;
         if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
-    }
-
-    /// Trained parameters whose gradient is all zeros after a backward.
-    pub fn without_gradient(&self) -> candle_core::Result<Vec<&Param>> {
-        let mut found = Vec::new();
-        for (param, buffer) in self.params.iter().zip(self.grads().iter()) {
-            if let Some(buffer) = buffer
-                && ops::sum_of_squares(buffer)? == 0.0
-            {
-                found.push(param);
-            }
-        }
-        Ok(found)
     }
 }

@@ -35,8 +35,8 @@ struct Message {
 }
 
 impl StepReport {
-    /// Exchanges the reports of all ranks.
-    pub(super) fn gather(self, ranks: &Ranks) -> Result<StepReports, DistError> {
+    /// Exchanges the reports of all ranks. `owners` has the rank of each sample.
+    pub(super) fn gather(self, owners: &[usize], ranks: &Ranks) -> Result<StepReports, DistError> {
         let Self { samples, data_wait_s, tokens_per_s, peak_memory_bytes } = self;
         let all = ranks.gather(Message {
             samples: samples.iter().map(|s| [s.nll_sum, s.target_weight].map(Bits::from)).collect(),
@@ -50,7 +50,8 @@ impl StepReport {
             &of(|message| message.tokens_per_s.into()),
             &of(|message| message.peak_memory_bytes as f64),
         );
-        let samples = all.into_iter().flat_map(|message| message.samples);
+        let mut of_ranks: Vec<_> = all.into_iter().map(|all| all.samples.into_iter()).collect();
+        let samples = owners.iter().filter_map(|owner| of_ranks[*owner].next());
         let samples = samples.map(|[nll_sum, target_weight]| SampleLoss {
             nll_sum: nll_sum.into(),
             target_weight: target_weight.into(),

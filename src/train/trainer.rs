@@ -7,16 +7,16 @@ use super::error::TrainError;
 use super::eval::{EvalReport, Evaluator};
 use super::ranks::Ranks;
 use super::rejects::write_rejects;
+use super::saved::{saved_optimizer, saved_weights};
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles, SavedTensor};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles};
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use crate::optim::Schedule;
-use candle_core::Tensor;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,8 +114,7 @@ struct ReadyStep {
 impl ReadyStep {
     fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
         let batches = std::mem::take(&mut data.micro_batches);
-        let batches = data.slots.iter().copied().zip(batches).collect();
-        let micro_batches = MicroBatches { num_slots: data.num_slots, batches };
+        let micro_batches = MicroBatches(data.slots.iter().copied().zip(batches).collect());
         // of any rank
         let has_images = data.samples.iter().any(|size| size.num_images + size.num_videos > 0);
         Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_images })
@@ -260,17 +259,18 @@ impl Trainer {
         let outcome = parts.runner.finish(&launched)?;
         let step_time_s = asked.elapsed().as_secs_f64();
         let peak_memory_bytes = peak_memory_bytes();
-        let own_samples = &data.samples[data.own_samples.clone()];
+        let own_samples = data.own_samples();
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
         let report = StepReport {
-            samples: by_sample(own_samples, &outcome.losses),
+            samples: by_sample(&own_samples, &outcome.losses),
             data_wait_s,
             tokens_per_s: own_tokens as f64 / step_time_s,
             peak_memory_bytes,
         };
-        let StepReports { samples: losses, ranks } = report.gather(&parts.runner.ranks)?;
+        let StepReports { samples: losses, ranks } =
+            report.gather(&data.owners, &parts.runner.ranks)?;
         if self.audit.is_due(has_images) {
-            audit(&parts.runner, step, has_images)?;
+            audit(&parts.runner, &outcome.squares, step, has_images);
         }
         let state = &mut parts.state;
         state.step = step;
@@ -330,6 +330,7 @@ impl Trainer {
             dtype: parts.runner.dtype,
             device: &parts.runner.device,
             ranks: &parts.runner.ranks,
+            weights: &parts.runner.weights,
         };
         let watch = std::cell::RefCell::new(observer);
         let report = evaluator
@@ -373,21 +374,8 @@ impl Trainer {
 
     fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
         let parts = &self.parts;
-        let params = parts.runner.params.iter();
-        let weights: Vec<_> =
-            params.map(|param| SavedTensor::whole(param.name(), param.tensor())).collect();
-        let mut optimizer = Vec::new();
-        for state in parts.runner.optimizer.states() {
-            let name = state.param.name();
-            let mut save = |kind, tensor: &Tensor| {
-                optimizer.push(SavedTensor::whole(format!("{kind}.{name}"), tensor.clone()));
-            };
-            save("exp_avg", &state.exp_avg);
-            save("exp_avg_sq", &state.exp_avg_sq);
-            if let Some(master) = &state.master {
-                save("master", master);
-            }
-        }
+        let weights = saved_weights(&parts.runner)?;
+        let optimizer = saved_optimizer(&parts.runner)?;
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let folder = parts.checkpointer.save(
             step,

@@ -17,8 +17,8 @@ use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
-    AttentionChoice, Evaluator, ModelSection, Precision, Ranks, RecomputeChoice, StepOutcome,
-    StepRunner, Weights, buffers_of_tree,
+    AttentionChoice, Evaluator, GradientSums, ModelSection, Precision, RankWeights, Ranks,
+    RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -96,14 +96,16 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let device = device();
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
     let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
-    let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
-    let master = |param: &Param, device: &Device| loaded.master(param, device);
-    let optimizer = AdamW::new(&optim, 1.0, &loaded.params, &groups, master, &device).unwrap();
+    let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
+    let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
+    let optimizer =
+        AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
+    let zeros = |_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap();
+    let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
     StepRunner {
-        buffers: (0..buffers_of_tree(variant.micro_batches))
-            .map(|_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap())
-            .collect(),
+        gradients: GradientSums::Alone(buffers),
+        weights: RankWeights::Whole,
         ranks: Ranks::alone(),
         model: loaded.model,
         params: loaded.params,
@@ -270,6 +272,7 @@ fn losses_of_single_samples_equal_the_references() {
             dtype,
             device: &device,
             ranks: &Ranks::alone(),
+            weights: &RankWeights::Whole,
         };
         let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
         for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap())

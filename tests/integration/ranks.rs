@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use trainer::config::{self, RunConfig};
-use trainer::dist::{Group, threads};
+use trainer::dist::{Group, threads, threads_in_groups};
 use trainer::metrics::{EvalMetrics, StepMetrics};
 use trainer::run::{Resume, Run, RunError, RunOptions};
 use trainer::train::{Observer, Outcome};
@@ -84,6 +84,15 @@ impl Observer for StopAfter {
 
 /// Trains on `world` ranks. Rank `world - 1` alone is stopped after step `stop`.
 fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
+    train_in_groups(config, (world, world), stop)
+}
+
+/// Trains on `world` ranks in groups that divide the state.
+fn train_in_groups(
+    config: &RunConfig,
+    (world, shard_group): (usize, usize),
+    stop: Option<u64>,
+) -> Vec<Outcome> {
     let rank = |group: Group| {
         let last = group.rank.rank + 1 == world;
         let flag = Arc::new(AtomicBool::new(false));
@@ -95,7 +104,7 @@ fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
     };
     thread::scope(|scope| {
         let rank = &rank;
-        let groups = threads(world).unwrap().into_iter();
+        let groups = threads_in_groups(world, shard_group).unwrap().into_iter();
         let ranks: Vec<_> = groups.map(|group| scope.spawn(move || rank(group))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
@@ -177,6 +186,57 @@ fn a_checkpoint_of_any_number_of_ranks_resumes_on_any_other() {
         }
         train(&config(&place, &name, &[]), then, None);
         assert_same(&place, &name, "whole");
+    }
+}
+
+const SHARDS: [&str; 3] = ["optimizer", "gradients", "full"];
+
+#[test]
+fn every_division_of_the_state_trains_the_same_weights() {
+    let place = place();
+    for (index, settings) in [
+        vec![],
+        vec!["model.precision=bf16", "optim.moments=bf16"],
+        vec!["model.freeze=[vision]", "model.recompute=full"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let run = |name: &str, shard: &str, world, shard_group| {
+            let shard = format!("distributed.shard={shard}");
+            let mut settings = settings.clone();
+            settings.push(&shard);
+            let config = config(&place, name, &settings);
+            let outcomes = train_in_groups(&config, (world, shard_group), None);
+            assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+        };
+        let alone = format!("alone-{index}");
+        run(&alone, "none", 1, 1);
+        for shard in SHARDS {
+            for (world, shard_group) in [(2, 2), (4, 4), (4, 2)] {
+                let name = format!("{shard}-{index}-{world}-{shard_group}");
+                run(&name, shard, world, shard_group);
+                assert_same(&place, &name, &alone);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_any_division_resumes_with_any_other() {
+    let place = place();
+    train(&config(&place, "whole", &[]), 1, None);
+    let all = ["none", "optimizer", "gradients", "full"];
+    for (first, from) in all.into_iter().enumerate() {
+        for (then, to) in all.into_iter().enumerate().filter(|(then, _)| *then != first) {
+            let name = format!("from-{from}-to-{to}");
+            let settings = [from, to].map(|shard| format!("distributed.shard={shard}"));
+            // each division occurs with different numbers of ranks
+            let (before, after) = if (first + then) % 2 == 0 { (2, 4) } else { (4, 2) };
+            train(&config(&place, &name, &[&settings[0]]), before, Some(2));
+            train(&config(&place, &name, &[&settings[1]]), after, None);
+            assert_same(&place, &name, "whole");
+        }
     }
 }
 

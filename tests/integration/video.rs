@@ -18,7 +18,8 @@ use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, ModelSection, Precision, Ranks, RecomputeChoice, StepRunner, Weights,
+    AttentionChoice, GradientSums, ModelSection, Precision, RankWeights, Ranks, RecomputeChoice,
+    StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -156,13 +157,18 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
     for micro_batches in [vec![packed(&exact)], alone] {
         let loaded = loaded();
         let optim = OptimConfig::default();
-        let groups = loaded.groups(&[], &optim.lr_multipliers).unwrap();
-        let master = |param: &trainer::tape::Param, device: &Device| loaded.master(param, device);
+        let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
+        let master = |param: &trainer::tape::Param, part, device: &Device| {
+            loaded.open.master(param, part, device)
+        };
         let optimizer =
-            AdamW::new(&optim, 1.0, &loaded.params, &groups, master, &device()).unwrap();
+            AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device()).unwrap();
         let trainable = vec![Trainable::Yes; loaded.params.len()];
         let runner = StepRunner {
-            buffers: vec![Gradients::zeros(&loaded.params, &trainable, &device()).unwrap()],
+            gradients: GradientSums::Alone(vec![
+                Gradients::zeros(&loaded.params, &trainable, &device()).unwrap(),
+            ]),
+            weights: RankWeights::Whole,
             ranks: Ranks::alone(),
             model: loaded.model,
             params: loaded.params,

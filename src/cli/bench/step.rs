@@ -9,7 +9,7 @@ use crate::metrics::{
     MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
 use crate::ops::{LOGITS_BYTES, gpu_memory};
-use crate::run::{load_model, loader_options, order, step_runner};
+use crate::run::{load_model, loader_options, order, step_runner, whole_model};
 use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -48,19 +48,19 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
 fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
-        let count = param.tensor().elem_count();
+        let count = param.shape().elem_count();
         parameters += count;
         trained += if grad.is_some() { count } else { 0 };
     }
-    let moment = runner.optimizer.states().first().map_or(DType::F32, |s| s.exp_avg.dtype());
+    let moment = runner.optimizer.moments_dtype();
     let element = runner.dtype.size_in_bytes() as f64;
-    let (vocabulary, hidden) = runner.model.lm_head().tensor().dims2()?;
+    let (vocabulary, hidden) = runner.model.lm_head().shape().dims2()?;
     Ok(MemoryModel {
         parameters: parameters as f64,
         trained: trained as f64,
         element,
         moment: moment.size_in_bytes() as f64,
-        gradients: runner.buffers.len() as f64,
+        gradients: runner.gradients.num_buffers() as f64,
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
@@ -121,8 +121,8 @@ impl Bench {
         let mut options = loader_options(config, &encoder);
         options.epochs = None;
         let loaded = load_model(&config.model, config.seed, device)?;
-        let groups = loaded.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let (runner, _) = step_runner(config, loaded, &groups, None, device, 1)?;
+        let groups = loaded.open.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
+        let (runner, _) = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
         let memory = memory_model(&runner)?;

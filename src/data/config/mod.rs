@@ -15,7 +15,9 @@ use crate::data::encode::LossScale;
 use crate::data::encode::truncate::{KeptEnd, TruncationRule};
 use crate::data::media::image::{ImageConfig, UrlConfig};
 use crate::data::media::video::VideoConfig;
-use crate::data::packing::{Overlong, PackRules, Packing, PackingStrategy, WINDOW_SAMPLES};
+use crate::data::packing::{
+    Overlong, PackRules, Packing, PackingStrategy, StepPacks, WINDOW_SAMPLES,
+};
 use crate::data::source::UnknownKeys;
 
 pub use data_set::{DatasetConfig, dataset_names};
@@ -358,9 +360,9 @@ impl DataConfig {
         }
     }
 
-    /// The packing keys that `packing()` does not return, for steps of `step` packs and patches of
+    /// The packing keys that `packing()` does not return, for these steps and for patches of
     /// `patch_bytes` bytes.
-    pub fn pack_rules(&self, step: NonZeroUsize, patch_bytes: NonZeroU64) -> PackRules {
+    pub fn pack_rules(&self, step: StepPacks, patch_bytes: NonZeroU64) -> PackRules {
         PackRules {
             window: self.packing_window,
             max_patches: self.max_patches_per_pack,

@@ -89,7 +89,8 @@ fn the_packing_keys_become_one_value() {
     assert_eq!(config.packing(), expected);
     config.packing = false;
     assert_eq!(config.packing(), Packing::Off);
-    let step = NonZeroUsize::new(6).unwrap();
+    let step =
+        StepPacks { micro_batches: NonZeroUsize::new(6).unwrap(), batch_size: NonZeroUsize::MIN };
     assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
     config.balance = Balance::Cost;
     assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));

@@ -7,7 +7,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
-use std::ops::Range;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
@@ -16,7 +15,7 @@ use crate::data::config::OnError;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::error::LoaderError;
 use crate::data::loader::filled::{FilledStep, collate_step, of_another_rank};
-use crate::data::loader::share::{LoaderShare, RowsRead, exchange, own_slots, plan_digest};
+use crate::data::loader::share::{LoaderShare, RowsRead, exchange, is_own, plan_digest};
 use crate::data::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Step, StepData,
 };
@@ -221,14 +220,14 @@ impl<'a> Assembler<'a> {
 
     /// Adds a step to the plan and passes its samples to the pixel pool.
     fn add(&mut self, mut step: Step<Planned>) {
-        let own = self.own_slots();
+        let share = self.share.as_ref();
         let slots = step.micro_batches.iter_mut().enumerate();
         let samples = slots.flat_map(|(slot, packs)| {
             packs.iter_mut().flatten().map(move |item| (slot, &mut item.value))
         });
         let unread = samples.filter_map(|(slot, planned)| {
             let Planned { row, prefetched } = planned;
-            if !own.contains(&slot) {
+            if !is_own(share, slot) {
                 *prefetched = None; // another rank reads it
                 return None;
             }
@@ -265,15 +264,14 @@ impl<'a> Assembler<'a> {
     /// Fills a step with its samples. Rejected samples, and packs without others, are left out.
     fn fill(&mut self, step: Step<Planned>) -> Result<FilledStep, Stop> {
         let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
-        let own = self.own_slots();
         let plan = self.share.as_ref().map(|_| plan_digest(&micro_batches, &state));
         let mut read = RowsRead { plan: plan.unwrap_or_default(), ..RowsRead::default() };
         let mut all = Vec::with_capacity(micro_batches.len());
         for (slot, packs) in micro_batches.into_iter().enumerate() {
             let mut filled = Vec::with_capacity(packs.len());
             for pack in packs {
-                filled.push(if own.contains(&slot) {
-                    self.read(pack, &mut read)?
+                filled.push(if is_own(self.share.as_ref(), slot) {
+                    self.read(slot, pack, &mut read)?
                 } else {
                     of_another_rank(pack)
                 });
@@ -298,17 +296,14 @@ impl<'a> Assembler<'a> {
         all.retain(|(_, packs)| !packs.is_empty());
         let (slots, micro_batches) = all.into_iter().unzip();
         let step = Step { micro_batches, epoch_rows, epoch, rejected, state };
-        Ok(FilledStep { step, slots, sizes: rows.sizes, own: rows.own })
-    }
-
-    /// Slots of the micro-batches that this rank reads.
-    fn own_slots(&self) -> Range<usize> {
-        own_slots(self.share.as_ref(), self.options.gradient_accumulation_steps.get())
+        let rank = self.share.as_ref().map_or(0, |share| share.rank.rank);
+        Ok(FilledStep { step, slots, sizes: rows.sizes, owners: rows.owners, rank })
     }
 
     /// Reads the samples of a pack. Those of rejected rows are `None`.
     fn read(
         &mut self,
+        slot: usize,
         pack: Vec<Item<Planned>>,
         read: &mut RowsRead,
     ) -> Result<Vec<Item<Option<EncodedSample>>>, Stop> {
@@ -320,7 +315,7 @@ impl<'a> Assembler<'a> {
                     if self.share.is_none() {
                         self.send_finished()?; // its epoch continues
                     }
-                    read.sizes.push(SampleSize::of(dataset, &sample));
+                    read.sizes.push((slot, SampleSize::of(dataset, &sample)));
                     Some(sample)
                 }
                 Err(rejection) => {
@@ -349,7 +344,7 @@ impl<'a> Assembler<'a> {
 
     /// Collates the step. The rejections of a step without samples join a neighbouring step's.
     fn finish(&mut self, filled: FilledStep) -> Result<(), Stop> {
-        let FilledStep { mut step, slots, sizes, own } = filled;
+        let FilledStep { mut step, slots, sizes, owners, rank } = filled;
         self.late.add_to(&mut step.state);
         self.note(&step.rejected);
         let ends_epoch = step.ends_epoch();
@@ -367,7 +362,7 @@ impl<'a> Assembler<'a> {
             self.epoch_is_empty = false;
             let unreported = take(&mut self.unreported);
             step.rejected.splice(..0, unreported);
-            let filled = FilledStep { step, slots, sizes, own };
+            let filled = FilledStep { step, slots, sizes, owners, rank };
             self.finished = Some(collate_step(filled, &self.options)?);
         } else if let Some(before) = &mut self.finished {
             before.rejected.append(&mut step.rejected);

@@ -1,7 +1,5 @@
 //! Collates the samples of a planned step.
 
-use std::ops::Range;
-
 use crate::batch::{EncodedSample, Pack};
 use crate::data::loader::collate::collate;
 use crate::data::loader::error::LoaderError;
@@ -16,8 +14,10 @@ pub(super) struct FilledStep {
     pub(super) slots: Vec<usize>,
     /// Counts of all samples.
     pub(super) sizes: Vec<SampleSize>,
-    /// The part of `sizes` that this rank has read.
-    pub(super) own: Range<usize>,
+    /// The rank that has read each of them.
+    pub(super) owners: Vec<usize>,
+    /// This rank.
+    pub(super) rank: usize,
 }
 
 /// Collates the samples of this rank.
@@ -25,19 +25,19 @@ pub(super) fn collate_step(
     filled: FilledStep,
     options: &LoaderOptions,
 ) -> Result<StepData, LoaderError> {
-    let FilledStep { step, slots, sizes, own } = filled;
+    let FilledStep { step, slots, sizes, owners, rank } = filled;
     let num_tokens = step.num_tokens();
     let Step { micro_batches, epoch, rejected, state, .. } = step;
     let fill = fill(options.packing, &micro_batches);
     let mut data = StepData {
         micro_batches: Vec::new(),
         slots: Vec::new(),
-        num_slots: options.gradient_accumulation_steps.get(),
         epoch,
         num_samples: sizes.len(),
         num_tokens,
         samples: sizes,
-        own_samples: own,
+        owners,
+        rank,
         fill,
         rejected,
         state,

@@ -4,7 +4,6 @@
 //! exchange which rows were rejected, so that a row that one rank cannot read is left out by all.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -29,8 +28,8 @@ pub(super) struct RowsRead {
     pub(super) plan: String,
     /// Position in the epoch and reason of each row that was rejected.
     pub(super) rejected: Vec<(u64, Rejection)>,
-    /// Counts of the samples, in order.
-    pub(super) sizes: Vec<SampleSize>,
+    /// Counts of the samples in order, with their slots.
+    pub(super) sizes: Vec<(usize, SampleSize)>,
     /// The row that ends the run (`data.on_error: stop`).
     pub(super) failed: Option<Rejection>,
 }
@@ -42,14 +41,15 @@ pub(super) struct RowsOfAll {
     /// Positions of the rejected rows.
     pub(super) without: BTreeSet<u64>,
     pub(super) sizes: Vec<SampleSize>,
-    /// The part of `sizes` that this rank has read.
-    pub(super) own: Range<usize>,
+    /// The rank that has read each of them.
+    pub(super) owners: Vec<usize>,
     pub(super) failed: Option<Rejection>,
 }
 
-/// The slots of a step's micro-batches that this rank reads.
-pub(super) fn own_slots(share: Option<&LoaderShare>, num_slots: usize) -> Range<usize> {
-    share.map_or(Rank::ALONE, |share| share.rank).own_part(num_slots)
+/// Whether this rank reads the micro-batch of `slot`.
+pub(super) fn is_own(share: Option<&LoaderShare>, slot: usize) -> bool {
+    let Rank { rank, world, .. } = share.map_or(Rank::ALONE, |share| share.rank);
+    slot % world == rank
 }
 
 /// Digest of a planned step: of the rows and lengths of all packs, and of the position in the data.
@@ -76,9 +76,9 @@ pub(super) fn exchange(
     share: Option<&mut LoaderShare>,
     read: RowsRead,
 ) -> Result<RowsOfAll, DistError> {
-    let (rank, all) = match share {
-        Some(share) => (share.rank.rank, gather(&mut *share.lane, &read)?),
-        None => (0, vec![read]),
+    let all = match share {
+        Some(share) => gather(&mut *share.lane, &read)?,
+        None => vec![read],
     };
     if let Some(other) = all.iter().position(|read| read.plan != all[0].plan) {
         let problem = "it has planned other packs than rank 0: some data files, images or length \
@@ -86,17 +86,19 @@ pub(super) fn exchange(
         return Err(DistError::Message { rank: other, problem: problem.to_owned() });
     }
     let mut rows = RowsOfAll::default();
+    let mut all_sizes = Vec::new();
     for (of, RowsRead { plan: _, rejected, sizes, failed }) in all.into_iter().enumerate() {
         for (position, rejection) in rejected {
             rows.without.insert(position);
             rows.rejected.push(rejection);
         }
-        let start = rows.sizes.len();
-        rows.sizes.extend(sizes);
-        if of == rank {
-            rows.own = start..rows.sizes.len();
-        }
+        all_sizes.extend(sizes.into_iter().map(|(slot, size)| (slot, of, size)));
         rows.failed = rows.failed.or(failed);
+    }
+    all_sizes.sort_by_key(|(slot, ..)| *slot); // stable: the samples of a slot keep their order
+    for (_, of, size) in all_sizes {
+        rows.owners.push(of);
+        rows.sizes.push(size);
     }
     Ok(rows)
 }

@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
-use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -183,8 +182,6 @@ pub struct StepData {
     pub micro_batches: Vec<VarlenBatch>,
     /// Slot of each of them among the micro-batches of the step.
     pub slots: Vec<usize>,
-    /// `gradient_accumulation_steps`.
-    pub num_slots: usize,
     /// Epochs consumed as of the end of this step, as a fraction of rows.
     pub epoch: f64,
     /// Number of samples in all micro-batches, of all ranks.
@@ -193,8 +190,10 @@ pub struct StepData {
     pub num_tokens: usize,
     /// Counts of each sample of all ranks, in the order of the token streams.
     pub samples: Vec<SampleSize>,
-    /// The part of `samples` in the micro-batches of this rank.
-    pub own_samples: Range<usize>,
+    /// The rank that has each of `samples` in its micro-batches.
+    pub owners: Vec<usize>,
+    /// This rank.
+    pub rank: usize,
     /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
     /// by the size of the padded batches.
     pub fill: f64,
@@ -202,6 +201,14 @@ pub struct StepData {
     pub rejected: Vec<Rejection>,
     /// State at the end of this step. A loader started from it returns the following steps.
     pub state: DataState,
+}
+
+impl StepData {
+    /// Counts of the samples in the micro-batches of this rank.
+    pub fn own_samples(&self) -> Vec<SampleSize> {
+        let samples = self.samples.iter().zip(&self.owners);
+        samples.filter(|(_, owner)| **owner == self.rank).map(|(size, _)| *size).collect()
+    }
 }
 
 /// Micro-batches, each a list of packs.

@@ -14,7 +14,7 @@ use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::LoaderOptions;
 use crate::data::loader::steps::Rmpad;
 use crate::data::packing::PackingStrategy;
-use crate::data::packing::{Overlong, PackRules, Packing};
+use crate::data::packing::{Overlong, PackRules, Packing, StepPacks};
 use crate::data::row::{Length, Rejection, SampleIndex};
 
 /// The behaviour of a made-up row.
@@ -224,7 +224,10 @@ pub(in crate::data) fn any_options() -> impl Strategy<Value = LoaderOptions> {
                 pack_rules: PackRules {
                     window: NonZeroUsize::new(rules.0).unwrap(),
                     max_patches: rules.1.and_then(NonZeroU32::new),
-                    balanced_step: NonZeroUsize::new(batch_size * accumulation).filter(|_| rules.2),
+                    balanced_step: rules.2.then_some(StepPacks {
+                        micro_batches: NonZeroUsize::new(accumulation).unwrap(),
+                        batch_size: NonZeroUsize::new(batch_size).unwrap(),
+                    }),
                     ..options(PackingStrategy::BestFit).pack_rules
                 },
                 batch_size: NonZeroUsize::new(batch_size).unwrap(),

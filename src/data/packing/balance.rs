@@ -5,8 +5,7 @@
 //! (8B: 48,000 tokens). A patch in a 0.4B vision encoder costs about a quarter of a token. Only the
 //! order of the costs matters.
 
-use std::num::NonZeroUsize;
-
+use super::StepPacks;
 use super::best_fit::{Bin, Capacity};
 
 /// Number of tokens of a sample at which attention costs as much as everything else.
@@ -25,33 +24,34 @@ pub(super) fn cost(samples: impl Iterator<Item = Capacity>) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// Groups packs of similar cost into steps of `step` packs, and returns the packs step by step.
+/// Groups packs of similar cost into steps, and returns the packs step by step.
 ///
 /// Steps are ordered by the first of their packs in the given order, so that expensive and cheap
-/// steps are mixed. Within a step, both halves of the packs have similar cost, both halves of each
-/// half, and so on: so ranks that share the step in equal parts have similar work.
+/// steps are mixed. Within a step, the micro-batches at even and at odd places have similar cost, and
+/// so on for each of these halves: so `2^n` ranks that take turns have similar work.
 pub(super) fn group_by_cost(
     packs: Vec<Bin>,
-    step: NonZeroUsize,
+    step: StepPacks,
     size: impl Fn(usize) -> Capacity,
 ) -> Vec<Bin> {
+    let num_packs = step.count().get();
     let cost = |bin: &Bin| cost(bin.samples.iter().map(|sample| size(*sample)));
     let mut packs: Vec<(usize, u64, Bin)> =
         packs.into_iter().enumerate().map(|(place, bin)| (place, cost(&bin), bin)).collect();
     packs.sort_by_key(|(_, cost, _)| *cost); // stable: packs of equal cost keep their order
     let mut steps: Vec<Vec<(usize, Bin)>> = Vec::new();
     for (place, _, bin) in packs {
-        match steps.last_mut().filter(|last| last.len() < step.get()) {
+        match steps.last_mut().filter(|last| last.len() < num_packs) {
             Some(last) => last.push((place, bin)),
             None => steps.push(vec![(place, bin)]),
         }
     }
     // an incomplete step comes last; it occurs at the end of an epoch only
-    let partial = steps.pop_if(|last| last.len() < step.get());
+    let partial = steps.pop_if(|last| last.len() < num_packs);
     steps.sort_unstable_by_key(|packs| packs.iter().map(|(place, _)| *place).min());
     let halved = |packs: Vec<(usize, Bin)>| {
         let packs = packs.into_iter().map(|(_, bin)| (cost(&bin), bin)).collect();
-        halve(packs)
+        take_turns(halve(packs), step)
     };
     steps
         .into_iter()
@@ -77,4 +77,24 @@ fn halve(mut packs: Vec<(u64, Bin)>) -> Vec<Bin> {
         halves[half].push(pack);
     }
     halves.into_iter().flat_map(halve).collect()
+}
+
+/// Orders packs whose halves have similar cost so that the micro-batches of the two halves alternate,
+/// and recursively those of each half.
+fn take_turns(packs: Vec<Bin>, step: StepPacks) -> Vec<Bin> {
+    let batch_size = step.batch_size.get();
+    let mut micro_batches = Vec::new();
+    let mut packs = packs.into_iter();
+    for _ in 0..step.micro_batches.get() {
+        micro_batches.push(Some(packs.by_ref().take(batch_size).collect::<Vec<_>>()));
+    }
+    let order = turns(micro_batches.len());
+    order.into_iter().filter_map(|at| micro_batches[at].take()).flatten().collect()
+}
+
+fn turns(len: usize) -> Vec<usize> {
+    if !len.is_multiple_of(2) {
+        return (0..len).collect();
+    }
+    turns(len / 2).into_iter().flat_map(|at| [at, at + len / 2]).collect()
 }

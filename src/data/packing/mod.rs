@@ -84,8 +84,24 @@ pub struct PackRules {
     pub max_patches: Option<NonZeroU32>,
     /// Size of the pixel values of one patch, in bytes.
     pub patch_bytes: NonZeroU64,
-    /// Number of packs per step. If set, packs of similar cost are grouped into steps.
-    pub balanced_step: Option<NonZeroUsize>,
+    /// The packs of a step. If set, packs of similar cost are grouped into steps.
+    pub balanced_step: Option<StepPacks>,
+}
+
+/// The packs of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepPacks {
+    /// Number of micro-batches. Ranks take turns: micro-batch `n` belongs to rank `n % world`.
+    pub micro_batches: NonZeroUsize,
+    /// Number of packs of a micro-batch.
+    pub batch_size: NonZeroUsize,
+}
+
+impl StepPacks {
+    /// Number of packs.
+    pub fn count(self) -> NonZeroUsize {
+        self.micro_batches.saturating_mul(self.batch_size)
+    }
 }
 
 impl PackRules {
@@ -142,6 +158,7 @@ impl<T> Packer<T> {
                 let (mut packed, mut pending) = split_off_emptiest(bins, &self.pending, length);
                 if let Some(step) = self.rules.balanced_step {
                     // emit whole steps only; the emptiest bins are at the end and stay pending
+                    let step = step.count();
                     pending.extend(packed.split_off(packed.len() / step * step.get()));
                 }
                 self.take(packed, pending)

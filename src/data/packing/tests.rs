@@ -14,6 +14,12 @@ fn on(length: u32, strategy: PackingStrategy) -> Packing {
     Packing::On { length, strategy, overlong: Overlong::Alone }
 }
 
+/// Steps of micro-batches of one pack.
+fn step_of(packs: usize) -> Option<StepPacks> {
+    let micro_batches = NonZeroUsize::new(packs)?;
+    Some(StepPacks { micro_batches, batch_size: NonZeroUsize::MIN })
+}
+
 /// Rules with this window, one byte per patch, no limit on patches and no balanced steps.
 fn rules(window: usize) -> PackRules {
     PackRules {
@@ -118,7 +124,7 @@ fn balanced_steps_have_packs_of_similar_cost_and_are_not_sorted_by_cost() {
     let [(_, lengths), ..] = mixes(20_000);
     let packing = on(8192, PackingStrategy::BestFit);
     let plain = pack_by(packing, rules(1000), &lengths);
-    let balanced_step = NonZeroUsize::new(8);
+    let balanced_step = step_of(8);
     let balanced = pack_by(packing, PackRules { balanced_step, ..rules(1000) }, &lengths);
     assert!(evenness(&plain, 8) < 0.96, "{}", evenness(&plain, 8));
     assert!(evenness(&balanced, 8) > 0.985, "{}", evenness(&balanced, 8));
@@ -133,21 +139,23 @@ fn balanced_steps_have_packs_of_similar_cost_and_are_not_sorted_by_cost() {
     assert!((rising / samples.len() as f64 - 0.5).abs() < 0.1, "{rising} of {}", samples.len());
 }
 
-/// Ranks share a step in equal parts of neighbouring packs.
+/// Ranks take turns.
 #[test]
 fn ranks_that_share_balanced_steps_have_similar_cost() {
     for (name, lengths) in mixes(200_000) {
         for (world, packs) in [(2, 4), (4, 8), (8, 16)] {
-            let balanced_step = NonZeroUsize::new(packs);
+            let balanced_step = step_of(packs);
             let rules = PackRules { balanced_step, ..rules(1000) };
             let all = pack_by(on(8192, PackingStrategy::BestFit), rules, &lengths);
-            let cost = |packs: &[Vec<Item<()>>]| -> f64 {
-                let tokens = packs.iter().flatten().map(|item| item.length.tokens as f64);
+            let cost = |pack: &[Item<()>]| -> f64 {
+                let tokens = pack.iter().map(|item| item.length.tokens as f64);
                 tokens.map(|tokens| tokens * (1.0 + tokens / 24_000.0)).sum()
             };
             let (mut slowest, mut mean) = (0.0, 0.0);
             for step in all.chunks_exact(packs) {
-                let ranks: Vec<f64> = step.chunks(packs / world).map(cost).collect();
+                let of_rank = |rank: usize| step.iter().skip(rank).step_by(world);
+                let ranks: Vec<f64> =
+                    (0..world).map(|rank| of_rank(rank).map(|pack| cost(pack)).sum()).collect();
                 slowest += ranks.iter().copied().fold(0.0, f64::max);
                 mean += ranks.iter().sum::<f64>() / world as f64;
             }
@@ -197,7 +205,7 @@ fn fill_of_synthetic_lengths() {
             let rate =
                 |strategy, rules| fill(&pack_by(on(length, strategy), rules, &lengths), length);
             let best_fit = |window| rate(PackingStrategy::BestFit, rules(window));
-            let balanced = PackRules { balanced_step: NonZeroUsize::new(8), ..rules(1000) };
+            let balanced = PackRules { balanced_step: step_of(8), ..rules(1000) };
             let plain = pack_by(on(length, PackingStrategy::BestFit), rules(1000), &lengths);
             let even = pack_by(on(length, PackingStrategy::BestFit), balanced, &lengths);
             eprintln!(
@@ -259,7 +267,7 @@ proptest! {
         let strategy =
             if best_fit { PackingStrategy::BestFit } else { PackingStrategy::Sequential };
         let packing = on(64, strategy);
-        let rules = PackRules { balanced_step: NonZeroUsize::new(step), ..rules(100) };
+        let rules = PackRules { balanced_step: step_of(step), ..rules(100) };
         let mut packer = Packer::new(packing, rules, Vec::new());
         let packer_of = |held: &[u64]| {
             let pending = held.iter().map(|p| item(*p as usize, lengths[*p as usize])).collect();

@@ -75,6 +75,10 @@ impl Model for Qwen3 {
         &self.lm_head
     }
 
+    fn embedding(&self) -> &Param {
+        &self.decoder.embed_tokens
+    }
+
     fn stages(&self) -> Vec<Vec<&Param>> {
         let head = self.untied_head().map(|head| vec![head]);
         head.into_iter().chain(self.decoder.stages()).collect()

@@ -66,6 +66,10 @@ impl Model for Qwen3Vl {
         &self.lm_head
     }
 
+    fn embedding(&self) -> &Param {
+        &self.decoder.embed_tokens
+    }
+
     fn stages(&self) -> Vec<Vec<&Param>> {
         let mut stages: Vec<_> = self.untied_head().map(|head| vec![head]).into_iter().collect();
         stages.extend(self.decoder.stages());

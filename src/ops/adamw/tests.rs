@@ -202,3 +202,22 @@ fn the_norm_is_exact_and_the_same_on_any_number_of_threads() {
     fill_zero(&x).unwrap();
     assert_eq!(sum_of_squares(&x).unwrap(), 0.0);
 }
+
+#[test]
+fn squares_of_blocks_depend_neither_on_the_place_of_a_block_nor_on_zeros_after_it() {
+    let x = random(1, &[3 * SQUARES_BLOCK + 77]);
+    let all: Vec<f64> = squares_of_blocks(&x).unwrap().to_vec1().unwrap();
+    assert_eq!(all.len(), 4);
+    for (block, got) in values(&x).chunks(SQUARES_BLOCK).zip(&all) {
+        let want: f64 = block.iter().map(|x| x * x).sum();
+        assert!((got - want).abs() < 1e-12 * want, "{got} {want}");
+    }
+    // elsewhere in memory, at no vector boundary, with zeros at the end
+    let zeros = Tensor::zeros(9, DType::F32, &device()).unwrap();
+    let moved = Tensor::cat(&[&zeros, &x, &zeros], 0).unwrap();
+    let moved = moved.narrow(0, 9, x.elem_count() + 9).unwrap();
+    let again: Vec<f64> = squares_of_blocks(&moved).unwrap().to_vec1().unwrap();
+    assert_eq!(again, all);
+    let empty = squares_of_blocks(&x.narrow(0, 0, 0).unwrap()).unwrap();
+    assert_eq!(empty.dims(), [0]);
+}

@@ -1,7 +1,7 @@
 //! Launches of `adamw.cu`: lists of tensors travel as arguments of the kernels.
 
 use super::launch::{Launch, address, empty};
-use crate::ops::adamw::{AdamWTensors, AdamWUpdate, Scalars};
+use crate::ops::adamw::{AdamWTensors, AdamWUpdate, SQUARES_BLOCK, Scalars};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Elements of a block, as in `adamw.cu`.
@@ -92,6 +92,21 @@ pub(in crate::ops) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
             .address(address(op, "squares", &squares.narrow(0, start, tensors.len())?)?)
             .run(on)?;
     }
+    Ok(squares)
+}
+
+/// `[ceil(elements / SQUARES_BLOCK)]` in `f64`: the sum of the squares of each block.
+pub(in crate::ops) fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
+    let op = "squares_of_blocks";
+    let blocks = t.elem_count().div_ceil(SQUARES_BLOCK);
+    let squares = empty(blocks, DType::F64, t)?;
+    Launch::new(op, DType::F32)
+        .grid(blocks)
+        .threads(THREADS)
+        .address(address(op, "t", t)?)
+        .long(t.elem_count())
+        .address(address(op, "squares", &squares)?)
+        .run(t)?;
     Ok(squares)
 }
 

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int CHUNK = 1 << 16;
+constexpr int SQUARES_BLOCK = 4096; // as in src/ops/adamw.rs
 constexpr int THREADS = 256;
 
 // Tensors of a launch. Tensor i has the chunks first[i] .. first[i + 1].
@@ -210,6 +211,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) squares_of_tensors_f32(con
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 EXPORT(squares_of_tensors_f32)
+
+// squares [blocks]: the sum of squares of each SQUARES_BLOCK elements. The order of the additions does
+// not depend on the alignment of x, and zeros after the last element change nothing.
+extern "C" __global__ void __launch_bounds__(THREADS) squares_of_blocks_f32(const float *x, long long len, double *squares) {
+  long long start = (long long)blockIdx.x * SQUARES_BLOCK;
+  int count = int(min((long long)SQUARES_BLOCK, len - start));
+  x += start;
+  bool vectors = aligned(x);
+  double sum = 0;
+#pragma unroll 4
+  for (int at = int(threadIdx.x) * 4; at < count; at += THREADS * 4) {
+    float v[4] = {};
+    if (vectors && at + 4 <= count) load_vector(x + at, v);
+    else {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (at + i < count) v[i] = x[at + i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum += double(v[i]) * double(v[i]);
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
+EXPORT(squares_of_blocks_f32)
 
 // Writes the factor, at most 1, that limits the joint gradient norm to `max_norm`; 1 if `max_norm`
 // is 0, and -1 if the norm is not finite. One block.

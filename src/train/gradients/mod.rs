@@ -1,0 +1,144 @@
+//! Adds up the gradients of the micro-batches of a step, on one or several ranks.
+
+mod alone;
+mod norm;
+mod rounds;
+mod shared;
+
+pub use alone::buffers_of_tree;
+pub(super) use norm::squares;
+pub use shared::SharedSums;
+
+use super::step::StepError;
+use super::weights::RankWeights;
+use crate::dist::Collective;
+use crate::tape::{GradSink, Gradients, Param};
+use alone::Tree;
+use candle_core::Tensor;
+use shared::SharedRound;
+
+/// The buffers of gradients, and how micro-batches and ranks are added up.
+pub enum GradientSums {
+    /// One process. With one buffer, the gradients of all micro-batches are added in place. With
+    /// [`buffers_of_tree`] of them, the sum has the bits of a run on `2^n` ranks. The first one
+    /// receives the sum.
+    Alone(Vec<Gradients>),
+    /// Several ranks.
+    Shared(SharedSums),
+}
+
+impl GradientSums {
+    /// The buffers that receive the gradients of a micro-batch.
+    pub fn buffers(&self) -> &Gradients {
+        match self {
+            Self::Alone(buffers) => &buffers[0],
+            Self::Shared(sums) => sums.buffers(),
+        }
+    }
+
+    /// Number of buffers of the size of the model.
+    pub fn num_buffers(&self) -> usize {
+        self.alone().len()
+    }
+
+    /// Starts the sums of a step of `rounds` rounds: micro-batches that the ranks compute at the same
+    /// time.
+    pub(super) fn begin_step<'a>(
+        &'a self,
+        rounds: usize,
+        collective: Option<&'a dyn Collective>,
+        weights: &'a RankWeights,
+    ) -> StepSums<'a> {
+        match (self, collective) {
+            (Self::Shared(sums), Some(collective)) => {
+                StepSums::Shared { sums, collective, weights, rounds }
+            }
+            _ => StepSums::Alone(Tree::new(self.alone())),
+        }
+    }
+
+    fn alone(&self) -> &[Gradients] {
+        match self {
+            Self::Alone(buffers) => buffers,
+            Self::Shared(sums) => std::slice::from_ref(sums.buffers()),
+        }
+    }
+}
+
+/// The sums of one step.
+pub(super) enum StepSums<'a> {
+    Alone(Tree<'a>),
+    Shared {
+        sums: &'a SharedSums,
+        collective: &'a dyn Collective,
+        weights: &'a RankWeights,
+        rounds: usize,
+    },
+}
+
+impl<'a> StepSums<'a> {
+    /// Receives the gradients of the micro-batch of a round.
+    pub(super) fn round(&self, round: usize) -> Result<Round<'a>, StepError> {
+        match self {
+            Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
+            Self::Shared { sums, collective, weights, rounds } => Ok(Round {
+                buffers: sums.buffers(),
+                shared: Some(SharedRound::new(sums, *collective, weights, round, *rounds)),
+            }),
+        }
+    }
+
+    /// Records that the micro-batch of a round is complete, or that this rank has none.
+    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<(), StepError> {
+        match self {
+            Self::Alone(tree) => tree.complete(round, has_batch),
+            Self::Shared { .. } => Ok(()),
+        }
+    }
+
+    /// Returns the flat gradients of this rank, in the order of the optimizer's states.
+    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>, StepError> {
+        match self {
+            Self::Alone(tree) => {
+                tree.finish()?;
+                let buffers = gradients.buffers().iter().flatten();
+                Ok(buffers.map(Tensor::flatten_all).collect::<candle_core::Result<_>>()?)
+            }
+            Self::Shared { sums, collective, rounds, .. } => {
+                collective.wait()?;
+                sums.sums(rounds)
+            }
+        }
+    }
+}
+
+/// Receives the gradients of a micro-batch.
+pub(super) struct Round<'a> {
+    buffers: &'a Gradients,
+    shared: Option<SharedRound<'a>>,
+}
+
+impl Round<'_> {
+    /// Prepares the buffers. Called after the forward pass of the micro-batch, which runs while the
+    /// sums of the round before are computed.
+    pub(super) fn begin_backward(&self) -> Result<(), StepError> {
+        self.shared.as_ref().map_or(Ok(()), SharedRound::begin)
+    }
+
+    /// Returns the first error of [`GradSink::finished`], which cannot return one.
+    pub(super) fn result(self) -> Result<(), StepError> {
+        self.shared.map_or(Ok(()), SharedRound::result)
+    }
+}
+
+impl GradSink for Round<'_> {
+    fn buffer(&self, param: &Param) -> Option<&Tensor> {
+        self.buffers.buffer(param)
+    }
+
+    fn finished(&self, params: &[&Param]) {
+        if let Some(shared) = &self.shared {
+            shared.finished(params);
+        }
+    }
+}

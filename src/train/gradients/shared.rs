@@ -1,0 +1,259 @@
+//! The gradients of a rank, and their sums over ranks.
+//!
+//! Each rank computes the gradients of a micro-batch in flat buffers, one for each stage. When
+//! backward has finished a stage, its buffer is summed over the ranks, in the background; this rank
+//! receives its share. With `shard: gradients` or `full`, the stages take turns in two buffers.
+
+use super::super::step::StepError;
+use super::super::weights::RankWeights;
+use super::rounds::{num_open, num_sums, pairs_after};
+use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
+use crate::ops;
+use crate::tape::{Gradients, Layout, Param};
+use candle_core::{DType, Device, Tensor};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+type Result<T, E = StepError> = std::result::Result<T, E>;
+
+/// A tensor for each stage with trained parameters.
+type OfStages = Vec<Option<Tensor>>;
+
+/// The gradients of a rank.
+pub struct SharedSums {
+    layout: Arc<Layout>,
+    /// The share of this rank.
+    member: usize,
+    shard: Shard,
+    exact: bool,
+    /// Flat gradients of a micro-batch.
+    flat: OfStages,
+    /// Views of them.
+    buffers: Gradients,
+    /// Sums of rounds: the share of this rank.
+    sums: Vec<OfStages>,
+    /// The stages that take turns in two buffers, in the order of backward.
+    turns: Vec<usize>,
+}
+
+impl SharedSums {
+    /// Allocates the buffers. `early` is the stage whose gradient is not complete when its turn ends:
+    /// that of a tied head.
+    pub fn new(
+        layout: Arc<Layout>,
+        member: usize,
+        (shard, exact): (Shard, bool),
+        rounds: usize,
+        early: Option<usize>,
+        device: &Device,
+    ) -> candle_core::Result<Self> {
+        let zeros = |len: usize| Tensor::zeros(len, DType::F32, device);
+        let lens: Vec<usize> = layout.stages().iter().map(|stage| stage.trained.len()).collect();
+        let takes_turns = shard >= Shard::Gradients;
+        let mut turns: Vec<usize> = (0..lens.len()).filter(|stage| lens[*stage] > 0).collect();
+        turns.retain(|stage| takes_turns && Some(*stage) != early);
+        let mut flat: OfStages = vec![None; lens.len()];
+        for turn in 0..turns.len().min(2) {
+            let stages = || turns.iter().skip(turn).step_by(2);
+            let slot = zeros(stages().map(|stage| lens[*stage]).max().unwrap_or_default())?;
+            for stage in stages() {
+                flat[*stage] = Some(slot.narrow(0, 0, lens[*stage])?);
+            }
+        }
+        for stage in (0..lens.len()).filter(|stage| lens[*stage] > 0) {
+            if flat[stage].is_none() {
+                flat[stage] = Some(zeros(lens[stage])?);
+            }
+        }
+        let num_sums = match (exact, takes_turns) {
+            (true, _) => num_sums(rounds).max(takes_turns.into()),
+            (false, _) => takes_turns.into(),
+        };
+        let shares = |_| {
+            let share = |stage: &crate::tape::StageBuckets| match stage.trained.share_len() {
+                0 => Ok(None),
+                len => zeros(len).map(Some),
+            };
+            layout.stages().iter().map(share).collect::<candle_core::Result<OfStages>>()
+        };
+        Ok(Self {
+            buffers: Gradients::in_buckets(&layout, &flat)?,
+            sums: (0..num_sums).map(shares).collect::<candle_core::Result<_>>()?,
+            layout,
+            member,
+            shard,
+            exact,
+            flat,
+            turns,
+        })
+    }
+
+    /// Views of the gradients of a micro-batch.
+    pub(super) fn buffers(&self) -> &Gradients {
+        &self.buffers
+    }
+
+    /// The places of the parameters.
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The share of this rank.
+    pub(super) fn member(&self) -> usize {
+        self.member
+    }
+
+    /// Whether this rank has a share of the sums only.
+    pub(in super::super) fn is_sharded(&self) -> bool {
+        self.shard >= Shard::Optimizer
+    }
+
+    fn takes_turns(&self) -> bool {
+        self.shard >= Shard::Gradients
+    }
+
+    /// Whether the sums of rounds are computed when each round ends.
+    fn sums_rounds(&self) -> bool {
+        self.exact || self.takes_turns()
+    }
+
+    fn sum(&self, depth: usize, stage: usize) -> Option<Tensor> {
+        self.sums.get(depth).and_then(|sums| sums[stage].clone())
+    }
+
+    /// What happens with the sum of a round.
+    fn then(&self, stage: usize, round: usize, is_last: bool) -> Then {
+        let add_to = |count: usize, open: usize| {
+            Then::AddTo((open - count..open).rev().filter_map(|at| self.sum(at, stage)).collect())
+        };
+        let copy_to = |depth| self.sum(depth, stage).map_or(Then::Keep, Then::CopyTo);
+        match (self.exact, is_last, num_open(round), pairs_after(round)) {
+            (false, _, _, _) if round == 0 => copy_to(0),
+            (false, _, _, _) => add_to(usize::from(self.takes_turns()), self.sums.len().min(1)),
+            (true, true, 0, _) if self.takes_turns() => copy_to(0),
+            (true, true, 0, _) => Then::Keep,
+            (true, true, open, _) => add_to(open, open),
+            (true, false, open, 0) => copy_to(open),
+            (true, false, open, pairs) => add_to(pairs, open),
+        }
+    }
+
+    /// The tensor that has the share of a stage's sum at the end of a step of `rounds` rounds; `None`:
+    /// the flat gradients have it.
+    fn own_sum(&self, stage: usize, rounds: usize) -> Option<Tensor> {
+        let in_sums = self.takes_turns() || (self.exact && rounds > 1);
+        in_sums.then(|| self.sum(0, stage)).flatten()
+    }
+
+    /// The flat gradients of the optimizer's states, at the end of a step.
+    pub(super) fn sums(&self, rounds: usize) -> Result<Vec<Tensor>> {
+        if !self.is_sharded() {
+            let buffers = self.buffers.iter().flatten();
+            return Ok(buffers.map(Tensor::flatten_all).collect::<candle_core::Result<_>>()?);
+        }
+        let mut sums = Vec::new();
+        for (stage, (buckets, flat)) in self.layout.stages().iter().zip(&self.flat).enumerate() {
+            let Some(flat) = flat else { continue };
+            let bucket = &buckets.trained;
+            let own = match self.own_sum(stage, rounds) {
+                Some(sum) => sum,
+                None => flat.narrow(0, bucket.share(self.member).start, bucket.share_len())?,
+            };
+            for part in bucket.parts(self.member) {
+                sums.push(own.narrow(0, part.at, part.elements.len())?);
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// Receives the gradients of one round.
+pub(super) struct SharedRound<'a> {
+    sums: &'a SharedSums,
+    collective: &'a dyn Collective,
+    weights: &'a RankWeights,
+    round: usize,
+    rounds: usize,
+    /// The sums of the stages in turn, by the number of the turn.
+    tickets: RefCell<Vec<Ticket>>,
+    /// The first error.
+    error: RefCell<Result<()>>,
+}
+
+impl<'a> SharedRound<'a> {
+    pub(super) fn new(
+        sums: &'a SharedSums,
+        collective: &'a dyn Collective,
+        weights: &'a RankWeights,
+        round: usize,
+        rounds: usize,
+    ) -> Self {
+        let (tickets, error) = (RefCell::default(), RefCell::new(Ok(())));
+        Self { sums, collective, weights, round, rounds, tickets, error }
+    }
+
+    pub(super) fn result(self) -> Result<()> {
+        self.error.into_inner()
+    }
+
+    fn is_last(&self) -> bool {
+        self.round + 1 == self.rounds
+    }
+
+    /// Zeroes the buffers, after the sums of the round before.
+    pub(super) fn begin(&self) -> Result<()> {
+        if self.round > 0 && !self.sums.sums_rounds() {
+            return Ok(()); // added in place
+        }
+        self.collective.wait()?;
+        let later = self.sums.turns.get(1..).unwrap_or_default();
+        let now = self.sums.flat.iter().enumerate().filter(|(stage, _)| !later.contains(stage));
+        let now: Vec<&Tensor> = now.filter_map(|(_, flat)| flat.as_ref()).collect();
+        Ok(ops::fill_zero_all(&now)?)
+    }
+
+    pub(super) fn finished(&self, params: &[&Param]) {
+        let mut error = self.error.borrow_mut();
+        if error.is_ok() {
+            *error = self.add_up(params);
+        }
+    }
+
+    fn add_up(&self, params: &[&Param]) -> Result<()> {
+        let Some(param) = params.first() else { return Ok(()) };
+        let stage = self.sums.layout.stage_of(param);
+        self.weights.pass(stage); // in the same order on a rank that has not read them
+        let Some(flat) = &self.sums.flat[stage] else { return Ok(()) };
+        if !self.sums.sums_rounds() && !self.is_last() {
+            return Ok(());
+        }
+        let ticket = if self.sums.exact || self.sums.is_sharded() {
+            let then = self.sums.then(stage, self.round, self.is_last());
+            let reduce = Reduce { values: flat.clone(), then };
+            let ticket = self.collective.start_reduce(reduce)?;
+            if self.is_last() && !self.sums.is_sharded() {
+                let own = self.sums.own_sum(stage, self.rounds);
+                self.collective.start_gather(Gather { own, all: flat.clone() })?;
+            }
+            ticket
+        } else {
+            self.collective.start_sum(vec![flat.clone()])?
+        };
+        self.prepare_next(stage, ticket)
+    }
+
+    /// Zeroes the buffer of the next stage in turn, after the sum of the stage that used it before.
+    fn prepare_next(&self, stage: usize, ticket: Ticket) -> Result<()> {
+        let turns = &self.sums.turns;
+        let Some(turn) = turns.iter().position(|of| *of == stage) else { return Ok(()) };
+        let mut tickets = self.tickets.borrow_mut();
+        tickets.push(ticket);
+        let Some(next) = turns.get(turn + 1).and_then(|next| self.sums.flat[*next].as_ref()) else {
+            return Ok(());
+        };
+        if let Some(before) = turn.checked_sub(1) {
+            self.collective.wait_for(tickets[before])?;
+        }
+        Ok(ops::fill_zero(next)?)
+    }
+}

@@ -1,0 +1,71 @@
+//! The tensors of a checkpoint, with the parts of them that this rank has.
+
+use super::step::StepRunner;
+use super::weights::RankWeights;
+use crate::checkpoint::SavedTensor;
+use crate::optim::ParamState;
+use crate::tape::Param;
+use candle_core::{DType, Result, Tensor};
+use std::ops::Range;
+
+/// Elements of a flat tensor, and their values.
+type HeldPart = (Range<usize>, Tensor);
+
+/// All weights, with their published names.
+pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
+    let saved = |param: &Param| match &runner.weights {
+        RankWeights::Slots(slots) => {
+            let held = divided(slots.held(param), runner)?;
+            Ok(SavedTensor::parts(param.name(), param.shape().dims(), param.dtype(), held))
+        }
+        _ => Ok(SavedTensor::whole(param.name(), param.tensor())),
+    };
+    runner.params.iter().map(saved).collect()
+}
+
+/// The state of the optimizer: `exp_avg.<parameter>` and so on.
+pub(super) fn saved_optimizer(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
+    let optimizer = &runner.optimizer;
+    let moments = optimizer.moments_dtype();
+    let kinds: [(&str, DType, fn(&ParamState) -> Option<&Tensor>); 3] = [
+        ("exp_avg", moments, |state| Some(&state.exp_avg)),
+        ("exp_avg_sq", moments, |state| Some(&state.exp_avg_sq)),
+        ("master", DType::F32, |state| state.master.as_ref()),
+    ];
+    let mut saved = Vec::new();
+    for param in optimizer.trained() {
+        let states =
+            || optimizer.states().iter().filter(|state| state.param.index() == param.index());
+        for (kind, dtype, tensor) in kinds {
+            if kind == "master" && param.dtype() == DType::F32 {
+                continue;
+            }
+            let name = format!("{kind}.{}", param.name());
+            let held =
+                states().filter_map(|state| Some((state.elements.clone(), tensor(state)?.clone())));
+            saved.push(match &runner.weights {
+                RankWeights::Whole => {
+                    let whole = held.map(|(_, values)| values.reshape(param.shape()));
+                    SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0))
+                }
+                _ => {
+                    let held = divided(held.collect(), runner)?;
+                    SavedTensor::parts(name, param.shape().dims(), dtype, held)
+                }
+            });
+        }
+    }
+    Ok(saved)
+}
+
+/// The part of `held` that this rank writes: shard groups have the same state and divide the work.
+fn divided(held: Vec<HeldPart>, runner: &StepRunner) -> Result<Vec<HeldPart>> {
+    let (group, num_groups) = runner.ranks.group();
+    let part = |(elements, values): HeldPart| {
+        let len = elements.len();
+        let (start, end) = (len * group / num_groups, len * (group + 1) / num_groups);
+        let values = values.flatten_all()?.narrow(0, start, end - start)?;
+        Ok((elements.start + start..elements.start + end, values))
+    };
+    held.into_iter().map(part).collect()
+}

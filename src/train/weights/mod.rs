@@ -1,0 +1,61 @@
+//! The weights of a rank: whole, or a share of each stage.
+
+mod slots;
+
+pub(super) use slots::Pass;
+pub use slots::{SlotTensors, WeightSlots};
+
+use crate::dist::{Collective, DistError, Gather};
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// The weights of a rank.
+pub enum RankWeights {
+    /// This rank updates all of them.
+    Whole,
+    /// This rank updates its share of these flat tensors, and receives the other shares.
+    Gathered(Vec<Tensor>),
+    /// This rank has its share only. The weights of a stage are gathered when they are used.
+    Slots(Arc<WeightSlots>),
+}
+
+impl RankWeights {
+    /// Makes an update by all ranks visible.
+    pub(super) fn updated(&self, collective: Option<&dyn Collective>) -> Result<(), DistError> {
+        match (self, collective) {
+            (Self::Gathered(flat), Some(collective)) => {
+                for all in flat {
+                    collective.start_gather(Gather { own: None, all: all.clone() })?;
+                }
+                collective.wait()
+            }
+            (Self::Slots(slots), _) => {
+                slots.forget();
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Starts a pass over the model. All ranks make the same passes.
+    pub(super) fn begin(&self, pass: Pass) {
+        if let Self::Slots(slots) = self {
+            slots.begin(pass);
+        }
+    }
+
+    /// Reports that backward has finished a stage.
+    pub(super) fn pass(&self, stage: usize) {
+        if let Self::Slots(slots) = self {
+            slots.pass(stage);
+        }
+    }
+
+    /// Ends a pass, also if this rank has not read all weights. Returns its first error.
+    pub(super) fn end(&self) -> Result<(), DistError> {
+        match self {
+            Self::Slots(slots) => slots.end(),
+            _ => Ok(()),
+        }
+    }
+}
