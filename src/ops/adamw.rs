@@ -282,27 +282,12 @@ fn update_blocks<M: Element>(
     })???
 }
 
-/// Number of elements of a block of [`squares_of_blocks`].
-pub const SQUARES_BLOCK: usize = 4096;
-
-/// Sums of the squares of consecutive blocks of [`SQUARES_BLOCK`] elements of a flat `f32` tensor.
-pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
-    expect_f32("squares_of_blocks", "t", t, t.dims())?;
-    let t = read("squares_of_blocks", "t", t)?;
-    let t = t.slice::<f32>()?;
-    let blocks: Vec<f64> = t.par_chunks(SQUARES_BLOCK).map(sum_of_squares_block).collect();
-    let len = blocks.len();
-    Tensor::from_vec(blocks, len, &Device::Cpu)
-}
-
-/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count.
+/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count. On the CPU,
+/// the sum of its [`squares_of_blocks`].
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
     return_if_on_gpu!(t => sum_of_squares(t));
-    let t = read("sum_of_squares", "t", t)?;
-    let t = t.slice::<f32>()?;
-    let partials: Vec<f64> = t.par_chunks(SQUARES_BLOCK).map(sum_of_squares_block).collect();
-    Ok(partials.iter().sum())
+    Ok(squares_of_blocks(t)?.to_vec1::<f64>()?.iter().sum())
 }
 
 /// Number of elements of a block of [`squares_of_blocks`].
