@@ -89,6 +89,8 @@ killed=0 left=0 longest=0
 while [ "$killed" -lt "$kills" ]; do
   from=$(newest)
   start run
+  # The start removes what the last kill left.
+  while is_running && ! grep -q "from_step=" "$folder/log"; do sleep 0.01; done
   # The kill follows the beginning of a save after up to twice the time of the longest one so far.
   saves=$((RANDOM % 3)) hit=
   while wait_for_save; do
