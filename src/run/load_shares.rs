@@ -80,7 +80,7 @@ pub(super) fn load_shares(
 }
 
 /// The model with parameters that have a shape only.
-fn without_weights(open: OpenModel, device: &Device) -> Result<LoadedModel, RunError> {
+pub(super) fn without_weights(open: OpenModel, device: &Device) -> Result<LoadedModel, RunError> {
     let dtype = open.dtype();
     let placeholder = |(index, spec): (usize, &crate::nn::ParamSpec)| {
         let tensor = Tensor::zeros((), dtype, device)?.broadcast_as(spec.shape.as_slice())?;

@@ -7,6 +7,7 @@
 mod build;
 mod device;
 mod error;
+mod estimate;
 mod hub;
 mod inputs;
 mod load_model;
@@ -20,6 +21,7 @@ mod resume;
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
+pub use estimate::{Estimate, ModelShape};
 pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
