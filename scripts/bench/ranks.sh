@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares two MPI ranks of one thread with one process of two threads, in turns, on the text model of
+# Compares two MPI ranks of one thread, for each `distributed.shard`, with one process of two threads, in turns, on the text model of
 # 26 M parameters: tokens per second, the median over all steps but the first. Needs OpenMPI and a
 # build with the feature `mpi`.
 #   scripts/bench/ranks.sh [ROUNDS]
@@ -30,9 +30,9 @@ data:
 train: {gradient_accumulation_steps: 4, max_steps: 9}
 checkpoint: {every_steps: 0}
 YAML
-run() { # name, threads, ranks
+run() { # name, threads, ranks, shard
   rm -rf "$work/run"
-  RAYON_NUM_THREADS=$2 "$trainer" sft --config "$work/config.yaml" --set "distributed.processes=$3" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+  RAYON_NUM_THREADS=$2 "$trainer" sft --config "$work/config.yaml" --set "distributed.processes=$3" --set "distributed.shard=$4" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
   "$python" - "$1" "$work/run/metrics.jsonl" <<'PY'
 import json, statistics, sys
 rows = [json.loads(line) for line in open(sys.argv[2])][1:]
@@ -40,6 +40,8 @@ print(f"{sys.argv[1]}: {statistics.median(row['tokens_per_s'] for row in rows):.
 PY
 }
 for _ in $(seq "$rounds"); do
-  run "1 process, 2 threads" 2 1
-  run "2 ranks of 1 thread " 1 2
+  run "1 process, 2 threads" 2 1 none
+  for shard in none optimizer gradients full; do
+    run "2 ranks of 1 thread, shard: $shard" 1 2 "$shard"
+  done
 done

@@ -76,11 +76,27 @@ for precision in f32 bf16; do
 done
 sums one-f32-f32
 
+# The ranks divide the state.
+for precision in f32 bf16; do
+  settings=(--set "model.precision=$precision" --set "optim.moments=$precision")
+  for shard in optimizer gradients full; do
+    for world in 2 4; do
+      run=$shard-$world-$precision
+      train "$world" "$run" "${settings[@]}" --set "distributed.shard=$shard"
+      expect_same sums "one-$precision-$precision" "$run"
+      expect_same losses "one-$precision-$precision" "$run"
+    done
+    echo "shard $shard, $precision: 2 and 4 ranks are equal to the run on one rank"
+  done
+done
+
 # The second half of a run, resumed from its middle on another number of ranks.
 middle=checkpoints/step-$(printf '%08d' $((steps / 2)))
 train 2 from-4-to-2 --resume "$folder/world-4-f32-f32/$middle"
 train 4 from-1-to-4 --resume "$folder/one-f32-f32/$middle"
-for run in from-4-to-2 from-1-to-4; do
+train 4 from-full-to-optimizer --resume "$folder/full-2-f32/$middle" --set distributed.shard=optimizer
+train 1 from-gradients-to-1 --resume "$folder/gradients-4-f32/$middle"
+for run in from-4-to-2 from-1-to-4 from-full-to-optimizer from-gradients-to-1; do
   expect_same sums one-f32-f32 "$run"
-  echo "resumed $run ranks: equal to the run on one rank"
+  echo "resumed $run: equal to the run on one rank"
 done

@@ -4,7 +4,7 @@ use super::atomic::{
     NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
 };
 use super::manifest::{Entry, MANIFEST, Manifest, damaged};
-use super::pieces::{Piece, joined};
+use super::pieces::Piece;
 use super::tensors::{SavedTensor, TensorFile};
 use super::together::{Together, agree, causes, exchange};
 use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
@@ -177,7 +177,7 @@ impl Checkpointer {
                     }
                 }
             }
-            manifest.files.insert(file.name.clone(), Entry::new(joined(file, pieces)?));
+            manifest.files.insert(file.name.clone(), Entry::new(file.joined(pieces)?));
         }
         manifest.write(folder)?;
         let step = manifest.step;
@@ -379,5 +379,7 @@ fn link_or_copy(
     manifest.copy_file(name, from, to)
 }
 
+#[cfg(test)]
+mod rank_tests;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,6 @@
 //! Files that several ranks write at once: each writes its pieces at their offsets.
 
 use super::CheckpointError;
-use super::tensors::TensorFile;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -86,35 +85,5 @@ impl PieceWriter {
             self.pieces.push(Piece { offset, bytes, sha256 });
         }
         Ok(())
-    }
-}
-
-/// Sorts the pieces of all ranks and checks that they cover `file` exactly once.
-pub(super) fn joined(
-    file: &TensorFile<'_>,
-    mut pieces: Vec<Piece>,
-) -> Result<Vec<Piece>, CheckpointError> {
-    pieces.sort_by_key(|piece| (piece.offset, piece.bytes));
-    let mut end = 0;
-    for piece in &pieces {
-        if piece.offset > end {
-            return Err(not_covered(file, end, "is in no part of a rank"));
-        }
-        if piece.offset < end {
-            return Err(not_covered(file, piece.offset, "is in more than one part"));
-        }
-        end += piece.bytes;
-    }
-    if end < file.bytes {
-        return Err(not_covered(file, end, "is in no part of a rank"));
-    }
-    Ok(pieces)
-}
-
-fn not_covered(file: &TensorFile<'_>, offset: u64, problem: &str) -> CheckpointError {
-    let (tensor, element) = file.describe(offset);
-    CheckpointError::Parts {
-        tensor,
-        problem: format!("cannot be saved: its element {element} {problem}"),
     }
 }

@@ -1,8 +1,8 @@
 //! Safetensors files whose tensors are written in parts, by one process or by several ranks at once.
 //!
 //! The header, and so the place of each element, follows from the names, shapes and dtypes of all
-//! tensors, which every rank knows. Each rank writes its parts at their offsets, without a second
-//! copy of the model in memory.
+//! tensors, which are the same on every rank. Each rank writes its parts at their offsets, without a
+//! second copy of the model in memory.
 
 use super::CheckpointError;
 use super::pieces::{Piece, PieceWriter};
@@ -151,11 +151,15 @@ impl<'a> TensorFile<'a> {
         world: usize,
     ) -> Result<Vec<Piece>, CheckpointError> {
         let path = folder.join(&self.name);
+        let spans = self.spans(rank, world);
+        if rank != 0 && spans.is_empty() {
+            return Ok(Vec::new());
+        }
         let mut out = PieceWriter::open(&path)?;
         if rank == 0 {
             out.write(&self.header).map_err(CheckpointError::write(&path))?;
         }
-        for span in self.spans(rank, world) {
+        for span in spans {
             out.seek(span.at).map_err(CheckpointError::write(&path))?;
             write_span(&mut out, &span, &path)?;
         }
@@ -204,16 +208,35 @@ impl<'a> TensorFile<'a> {
         spans
     }
 
-    /// The tensor at an offset of the file and the number of its element, or the header.
-    pub(super) fn describe(&self, offset: u64) -> (String, u64) {
-        let holds =
-            |(at, tensor): &&(u64, &SavedTensor)| (*at..at + tensor.num_bytes()).contains(&offset);
-        match self.tensors.iter().find(holds) {
-            Some((at, tensor)) => {
-                (tensor.name.clone(), (offset - at) / tensor.dtype.size_in_bytes() as u64)
+    /// Sorts the pieces of all ranks and checks that they cover the file exactly once.
+    pub(super) fn joined(&self, mut pieces: Vec<Piece>) -> Result<Vec<Piece>, CheckpointError> {
+        pieces.sort_by_key(|piece| (piece.offset, piece.bytes));
+        let mut end = 0;
+        for piece in &pieces {
+            if piece.offset > end {
+                return Err(self.not_covered(end, "is in no part of a rank"));
             }
-            None => ("__metadata__".to_owned(), offset),
+            if piece.offset < end {
+                return Err(self.not_covered(piece.offset, "is in more than one part"));
+            }
+            end += piece.bytes;
         }
+        if end < self.bytes {
+            return Err(self.not_covered(end, "is in no part of a rank"));
+        }
+        Ok(pieces)
+    }
+
+    /// The error that names the tensor at an offset of the file, which is not in the header.
+    fn not_covered(&self, offset: u64, problem: &str) -> CheckpointError {
+        let ends = |(at, tensor): &&(u64, &SavedTensor)| offset < at + tensor.num_bytes();
+        let found = self.tensors.iter().find(ends).map(|(at, tensor)| {
+            let element = offset.saturating_sub(*at) / tensor.dtype.size_in_bytes() as u64;
+            (tensor.name.clone(), element)
+        });
+        let (tensor, element) = found.unwrap_or_default();
+        let problem = format!("cannot be saved: its element {element} {problem}");
+        CheckpointError::Parts { tensor, problem }
     }
 
     /// Names of the tensors.

@@ -51,7 +51,7 @@ pub(super) fn exchange<T: Together, V: Serialize + DeserializeOwned>(
     together: &T,
     own: Result<V, CheckpointError>,
 ) -> Result<Vec<V>, T::Error> {
-    let message = own.as_ref().map_err(|error| causes(error));
+    let message = own.as_ref().map_err(causes);
     let message = serde_json::to_string(&message).expect("messages are plain values");
     let all = together.gather(message)?;
     own?;

@@ -230,3 +230,63 @@ fn decode<T, const N: usize>(
     let (chunks, _) = bytes.as_chunks::<N>();
     chunks[range.clone()].iter().map(|&chunk| value(chunk)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{CarriedFiles, ModelFiles, SavedTensor};
+    use super::*;
+
+    const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+    /// A folder with a tensor of each dtype.
+    fn opened() -> (tempfile::TempDir, WeightFiles) {
+        let folder = tempfile::tempdir().unwrap();
+        let values: Vec<f32> = (0..35).map(|i| (i as f32).sin()).collect();
+        let wide = Tensor::from_vec(values, (7, 5), &Device::Cpu).unwrap();
+        let tensor =
+            |dtype| SavedTensor::whole(format!("{dtype:?}"), wide.to_dtype(dtype).unwrap());
+        let files = ModelFiles {
+            weights: &DTYPES.map(tensor),
+            config_json: &serde_json::json!({}),
+            carried: &CarriedFiles::default(),
+            max_shard_bytes: 100,
+        };
+        files.write_into(folder.path()).unwrap();
+        let files = WeightFiles::open(folder.path()).unwrap();
+        (folder, files)
+    }
+
+    #[test]
+    fn a_part_has_the_bits_of_the_whole_tensor() {
+        let (_folder, files) = opened();
+        for (from, to) in DTYPES.iter().flat_map(|from| DTYPES.map(|to| (format!("{from:?}"), to)))
+        {
+            let whole = files.load(&from, to, &Device::Cpu).unwrap();
+            let bits = |tensor: &Tensor| -> Vec<u32> {
+                let tensor = tensor.to_dtype(DType::F32).unwrap();
+                tensor.to_vec1().unwrap().into_iter().map(f32::to_bits).collect()
+            };
+            let whole = bits(&whole.flatten_all().unwrap());
+            for range in [0..35, 0..1, 3..11, 34..35, 5..5] {
+                let part = files.load_part(&from, range.clone(), to, &Device::Cpu).unwrap();
+                assert_eq!((part.dims(), part.dtype()), (&[range.len()][..], to));
+                assert_eq!(bits(&part), whole[range.clone()], "{from} to {to:?}, {range:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_outside_of_its_tensor_is_refused() {
+        let (_folder, files) = opened();
+        let (start, end) = (5, 4);
+        for range in [0..36, 35..36, 40..41, start..end] {
+            let part = files.load_part("F32", range.clone(), DType::F32, &Device::Cpu);
+            let error = part.unwrap_err().to_string();
+            let expected = format!(
+                "tensor `F32` has 35 elements, but the elements {}..{} are needed",
+                range.start, range.end
+            );
+            assert_eq!(error, expected);
+        }
+    }
+}

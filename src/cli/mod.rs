@@ -18,6 +18,7 @@ mod inspect;
 mod launch;
 mod logging;
 mod panics;
+mod plan;
 mod progress;
 mod ranks;
 mod report;
@@ -55,6 +56,8 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
+    /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
+    Plan(plan::PlanArgs),
     /// Check the connections between ranks: messages, sums, and failures
     Selftest(selftest::SelftestArgs),
 }
@@ -97,6 +100,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Cache(args) => cache::run(args, &logging),
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
+        Command::Plan(args) => plan::run(args, &logging),
         Command::Selftest(args) => selftest::run(args),
     }
 }

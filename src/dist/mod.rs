@@ -42,7 +42,7 @@ pub use rendezvous::ConnectError;
 pub(crate) use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use sequence::SequenceAttention;
-pub use threads::{threads, threads_in_groups};
+pub use threads::{slow_threads, threads, threads_in_groups};
 pub use tree::Transport;
 
 use candle_core::Device;

@@ -4,6 +4,8 @@ use super::{DistError, Group, HostCollective, Lane, Rank, Transport};
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 /// Creates the groups of `world` ranks that run as threads of this process, in one shard group.
 pub fn threads(world: usize) -> Result<Vec<Group>, DistError> {
@@ -12,6 +14,16 @@ pub fn threads(world: usize) -> Result<Vec<Group>, DistError> {
 
 /// As [`threads`], in shard groups of `shard_group` ranks.
 pub fn threads_in_groups(world: usize, shard_group: usize) -> Result<Vec<Group>, DistError> {
+    slow_threads(world, shard_group, Duration::ZERO)
+}
+
+/// As [`threads_in_groups`]. Each exchange of tensors begins after `delay`: a rank that uses a tensor
+/// without waiting for it reads wrong values.
+pub fn slow_threads(
+    world: usize,
+    shard_group: usize,
+    delay: Duration,
+) -> Result<Vec<Group>, DistError> {
     let (data, step) = (Arc::new(Meeting::new(world)), Arc::new(Meeting::new(world)));
     let group = |(rank, transport): (usize, Channels)| {
         let rank = Rank { rank, world, local_rank: rank, local_world: world };
@@ -23,7 +35,7 @@ pub fn threads_in_groups(world: usize, shard_group: usize) -> Result<Vec<Group>,
         let (sums, monitor) = (Arc::new(sums), Arc::new(()));
         Ok(Group { rank, data, step, shard_group, sums, device: None, monitor })
     };
-    channels(world).into_iter().enumerate().map(group).collect()
+    channels(world, delay).into_iter().enumerate().map(group).collect()
 }
 
 /// The place where the ranks leave their messages.
@@ -109,11 +121,12 @@ fn close(rank: usize, meeting: &Meeting) {
 struct Channels {
     to: Vec<Sender<Vec<u8>>>,
     from: Vec<Receiver<Vec<u8>>>,
+    delay: Duration,
 }
 
-fn channels(world: usize) -> Vec<Channels> {
+fn channels(world: usize, delay: Duration) -> Vec<Channels> {
     let mut all: Vec<Channels> =
-        (0..world).map(|_| Channels { to: Vec::new(), from: Vec::new() }).collect();
+        (0..world).map(|_| Channels { to: Vec::new(), from: Vec::new(), delay }).collect();
     for sender in 0..world {
         for receiver in 0..world {
             let (to, from) = channel();
@@ -133,6 +146,9 @@ impl Transport for Channels {
         receive: &mut [u8],
     ) -> Result<(), DistError> {
         let lost = |rank| DistError::Lost { rank, problem: "it has ended".to_owned() };
+        if !self.delay.is_zero() {
+            thread::sleep(self.delay);
+        }
         self.to[to].send(send.to_vec()).map_err(|_| lost(to))?;
         let received = self.from[from].recv().map_err(|_| lost(from))?;
         if received.len() != receive.len() {
@@ -148,7 +164,6 @@ impl Transport for Channels {
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
-    use std::thread;
 
     /// Calls `f` on a thread for each rank.
     fn on_ranks<T: Send>(world: usize, f: impl Fn(Group) -> T + Sync) -> Vec<T> {

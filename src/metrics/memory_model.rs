@@ -30,19 +30,36 @@ pub struct ActivationMemory {
     pub patch: f64,
 }
 
+/// What a process holds of the training state, in numbers of elements.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Division {
+    /// Weights in the compute dtype.
+    pub weights: f64,
+    /// Buffers for gathered weights, in the compute dtype.
+    pub weight_slots: f64,
+    /// Gradients in `f32`, with those that are summed and those of earlier micro-batches.
+    pub gradients: f64,
+    /// Weights with moments, and with a master in `f32` if the compute dtype is narrower.
+    pub optimizer: f64,
+}
+
+impl Division {
+    /// A single process, with `buffers` buffers of all gradients.
+    pub fn alone(parameters: f64, trained: f64, buffers: f64) -> Self {
+        let gradients = buffers * trained;
+        Self { weights: parameters, weight_slots: 0.0, gradients, optimizer: trained }
+    }
+}
+
 /// Sizes of a model in training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryModel {
-    /// Number of parameters.
-    pub parameters: f64,
-    /// Number of trained parameters.
-    pub trained: f64,
     /// Bytes of a weight or activation: 4 in `f32`, 2 in `bf16`.
     pub element: f64,
     /// Bytes of a moment: 4 in `f32`, 2 in `bf16`.
     pub moment: f64,
-    /// Number of gradient buffers: 1, or as many as the tree of micro-batches needs.
-    pub gradients: f64,
+    /// What this process holds of the training state.
+    pub division: Division,
     /// `D`.
     pub hidden: f64,
     /// `V`.
@@ -71,14 +88,20 @@ pub struct MicroBatchSizes {
 impl MemoryModel {
     /// Peak memory of the process.
     pub fn peak_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
-        let (t, s) = (sizes.tokens, sizes.targets);
-        let activations = &self.activations;
         PROCESS
             + TOKENIZER_ENTRY * self.vocabulary
-            + self.state_bytes()
-            + t * (HOST_TOKEN + activations.token_context)
-            + self.vision_bytes(sizes)
-            + t * activations.token_tape
+            + sizes.tokens * HOST_TOKEN
+            + self.host_pixel_bytes(sizes)
+            + self.device_bytes(sizes)
+    }
+
+    /// Peak memory of the tensors of the model: those on the GPU, if it computes there.
+    pub fn device_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
+        let (t, s) = (sizes.tokens, sizes.targets);
+        let activations = &self.activations;
+        self.state_bytes()
+            + sizes.patches * activations.patch
+            + t * (activations.token_context + activations.token_tape)
             + f64::max(
                 t * activations.token_backward,
                 t * 2.0 * self.element * self.hidden + self.head_bytes(s),
@@ -88,8 +111,10 @@ impl MemoryModel {
     /// Weights, gradients, moments, and `f32` masters of `bf16` weights.
     pub fn state_bytes(&self) -> f64 {
         let master = if self.element < 4.0 { 4.0 } else { 0.0 };
-        self.element * self.parameters
-            + (4.0 * self.gradients + 2.0 * self.moment + master) * self.trained
+        let Division { weights, weight_slots, gradients, optimizer } = self.division;
+        self.element * (weights + weight_slots)
+            + 4.0 * gradients
+            + (2.0 * self.moment + master) * optimizer
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -100,11 +125,10 @@ impl MemoryModel {
         logits + rows
     }
 
-    /// Pixels on the host, and the vision encoder.
-    fn vision_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
+    /// Pixels on the host.
+    fn host_pixel_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
         let host = 4.0 * self.activations.patch_values;
-        sizes.patches * self.activations.patch
-            + HOST_STEPS * host * sizes.step_patches
+        HOST_STEPS * host * sizes.step_patches
             + f64::min(ROWS_AHEAD * host * sizes.sample_patches, BYTES_AHEAD)
     }
 }
@@ -115,11 +139,9 @@ mod tests {
 
     fn model() -> MemoryModel {
         MemoryModel {
-            parameters: 1000.0,
-            trained: 900.0,
             element: 4.0,
             moment: 4.0,
-            gradients: 1.0,
+            division: Division::alone(1000.0, 900.0, 1.0),
             hidden: 10.0,
             vocabulary: 100.0,
             logits: 4000.0,
@@ -162,6 +184,9 @@ mod tests {
     #[test]
     fn pixels_wait_on_the_host() {
         let sizes = MicroBatchSizes { patches: 8.0, step_patches: 16.0, ..Default::default() };
-        assert_eq!(model().vision_bytes(&sizes), 8.0 * 128.0 + 3.0 * 4.0 * 12.0 * 16.0);
+        assert_eq!(model().host_pixel_bytes(&sizes), 3.0 * 4.0 * 12.0 * 16.0);
+        let without = MicroBatchSizes::default();
+        let patches = model().device_bytes(&sizes) - model().device_bytes(&without);
+        assert_eq!(patches, 8.0 * 128.0);
     }
 }

@@ -3,14 +3,16 @@
 //! Rows are written to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and logged by `log`.
 //! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
 
+mod collective_time;
 mod jsonl;
 mod memory;
 mod memory_model;
 mod model_flops;
 mod rows;
 
+pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{cpu_seconds, peak_memory_bytes};
-pub use memory_model::{ActivationMemory, MemoryModel, MicroBatchSizes};
+pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};

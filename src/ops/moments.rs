@@ -169,6 +169,40 @@ mod tests {
         }
     }
 
+    /// Weight, moments and gradient.
+    fn state(n: usize) -> [Tensor; 4] {
+        let moment = |seed| random(seed, &[n]).abs().unwrap().to_dtype(DType::BF16).unwrap();
+        [random(1, &[n]), moment(2), moment(3), random(4, &[n])]
+    }
+
+    fn part_update(state: &[Tensor; 4], first: usize) -> AdamWUpdate<'_> {
+        let [weight, exp_avg, exp_avg_sq, grad] = state.each_ref();
+        let tensors = AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad };
+        AdamWUpdate { tensors, index: 3, first, lr: 1e-2, weight_decay: 0.1 }
+    }
+
+    #[test]
+    fn a_parameter_that_is_updated_in_parts_has_the_bits_of_the_whole() {
+        // No part starts at a vector boundary except for the first.
+        let cuts = [0, 1, 6, 1030, 65_537, 131_075, 140_001];
+        let n = *cuts.last().unwrap();
+        let (whole, divided) = (state(n), state(n));
+        let part = |start: usize, end: usize| {
+            [0, 1, 2, 3].map(|of: usize| divided[of].narrow(0, start, end - start).unwrap())
+        };
+        let parts: Vec<[Tensor; 4]> = cuts.windows(2).map(|cut| part(cut[0], cut[1])).collect();
+        let squares = sums_of_squares(&[&whole[3]]).unwrap();
+        clipped_update(&HYPER, &[part_update(&whole, 0)], 5, &squares, 1.0).unwrap();
+        // More parts than one launch accepts, most of them empty.
+        let empty = part(0, 0);
+        let mut updates = vec![part_update(&empty, 7); 60];
+        updates.extend(parts.iter().zip(cuts).map(|(part, first)| part_update(part, first)));
+        clipped_update(&HYPER, &updates, 5, &squares, 1.0).unwrap();
+        for (whole, divided) in whole.iter().zip(&divided) {
+            assert!(bits(whole) == bits(divided));
+        }
+    }
+
     #[test]
     fn moments_of_different_dtypes_are_rejected() {
         let (weight, grad) = (random(1, &[3]), random(2, &[3]));

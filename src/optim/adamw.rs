@@ -33,13 +33,11 @@ pub struct ParamState {
 impl ParamState {
     /// The weight in the compute dtype, flat.
     pub fn weight(&self) -> Result<Tensor> {
-        match &self.weight {
-            Some(weight) => Ok(weight.clone()),
-            None => {
-                let Range { start, end } = self.elements;
-                self.param.tensor().flatten_all()?.narrow(0, start, end - start)
-            }
+        if let Some(weight) = &self.weight {
+            return Ok(weight.clone());
         }
+        let Range { start, end } = self.elements;
+        self.param.tensor().flatten_all()?.narrow(0, start, end - start)
     }
 }
 

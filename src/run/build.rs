@@ -6,13 +6,12 @@ use super::hub::download;
 use super::inputs::{
     DataList, check, encoder, loader_options, open_data, open_for_run, order, param_groups,
 };
-use super::load_model::{LoadedModel, OpenModel, trainable};
-use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
 use super::ranks::SetupRanks;
 use super::resume::{Resume, resumed_state};
+use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
@@ -20,20 +19,17 @@ use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows,
 use crate::dist::{Group, Rank, fail};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
-use crate::optim::{AdamW, OptimConfig, ParamGroups, Schedule, Span};
-use crate::tape::{Gradients, Param};
+use crate::optim::{OptimConfig, Schedule, Span};
+use crate::tape::Param;
 use crate::train::{
-    GradientSums, ModelSection, Observer, Outcome, Planned, Ranks, Rejected, SharedSums,
-    StepRunner, TrainError, TrainState, Trainer, TrainerParts, Weights, buffers_of_tree,
-    write_rejects,
+    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
+    Trainer, TrainerParts, Weights, write_rejects,
 };
-use candle_core::{DType, Device};
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -301,93 +297,6 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, Json
         }
     };
     Ok((sink("metrics.jsonl")?, sink("rejects.jsonl")?))
-}
-
-/// Loads the model: whole in a single process, otherwise together with the other ranks.
-fn rank_model(
-    config: &RunConfig,
-    open: OpenModel,
-    groups: &ParamGroups,
-    ranks: &Ranks,
-    device: &Device,
-) -> Result<RankModel, RunError> {
-    match ranks.collective() {
-        None => Ok(whole_model(open.load(device)?)),
-        Some(collective) => {
-            load_shares(open, groups, config.distributed.shard, ranks, collective, device)
-        }
-    }
-}
-
-/// Model, gradients and optimizer, with the optimizer state of `found`; and the model's
-/// `config.json`.
-pub(crate) fn step_runner(
-    config: &RunConfig,
-    model: RankModel,
-    groups: &ParamGroups,
-    found: Option<&Found>,
-    device: &Device,
-) -> Result<(StepRunner, serde_json::Value), RunError> {
-    let RankModel { loaded, place, weights, owned } = model;
-    let saved = found.map(Found::optimizer).transpose()?;
-    let load = |kind: &str, param: &Param, elements: Range<usize>, dtype, device: &Device| {
-        let name = format!("{kind}.{}", param.name());
-        saved.as_ref().map(|saved| saved.load_part(&name, elements, dtype, device)).transpose()
-    };
-    let master = |param: &Param, elements: Range<usize>, device: &Device| {
-        let saved = load("master", param, elements.clone(), DType::F32, device);
-        let saved = saved.map_err(candle_core::Error::wrap)?;
-        saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
-    };
-    let max_norm = config.train.max_grad_norm;
-    let mut optimizer =
-        AdamW::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
-    for state in optimizer.states_mut() {
-        let elements = state.elements.clone();
-        for (kind, moment) in
-            [("exp_avg", &mut state.exp_avg), ("exp_avg_sq", &mut state.exp_avg_sq)]
-        {
-            let (dtype, device) = (moment.dtype(), moment.device().clone());
-            if let Some(saved) = load(kind, &state.param, elements.clone(), dtype, &device)? {
-                *moment = saved;
-            }
-        }
-    }
-    let runner = StepRunner {
-        gradients: gradients(config, &loaded, place, groups, device)?,
-        weights,
-        ranks: Ranks::alone(), // set when the run is assembled
-        model: loaded.model,
-        params: loaded.params,
-        optimizer,
-        recompute: config.model.recompute.policy(),
-        dtype: config.model.precision.dtype(),
-        device: device.clone(),
-    };
-    Ok((runner, loaded.open.config_json))
-}
-
-/// The buffers of gradients.
-fn gradients(
-    config: &RunConfig,
-    loaded: &LoadedModel,
-    place: Option<RankPlace>,
-    groups: &ParamGroups,
-    device: &Device,
-) -> candle_core::Result<GradientSums> {
-    let slots = config.train.gradient_accumulation_steps.get();
-    let exact = config.distributed.exact.holds(device.is_cpu());
-    let Some(RankPlace { layout, member, groups }) = place else {
-        let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
-        let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
-        let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
-        return Ok(GradientSums::Alone(buffers));
-    };
-    let how = (config.distributed.shard, exact);
-    // The gradient of a tied head is computed before those of all stages.
-    let early = Some(layout.stage_of(loaded.model.lm_head())).filter(|stage| *stage > 0);
-    let sums = SharedSums::new(layout, member, how, slots / groups, early, device)?;
-    Ok(GradientSums::Shared(sums))
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.

@@ -67,12 +67,11 @@ pub(super) fn load_shares(
     } else {
         let flat = read_all(&loaded, &layout, member, &*collective, device)?;
         let owned = layout.stages().iter().map(|stage| owned_parts(&stage.trained, member, None));
-        match shard {
-            Shard::None => (RankWeights::Whole, None),
-            _ => {
-                let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
-                (RankWeights::Gathered(flat), Some(owned))
-            }
+        if shard == Shard::None {
+            (RankWeights::Whole, None)
+        } else {
+            let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
+            (RankWeights::Gathered(flat), Some(owned))
         }
     };
     let place =
@@ -81,7 +80,7 @@ pub(super) fn load_shares(
 }
 
 /// The model with parameters that have a shape only.
-fn without_weights(open: OpenModel, device: &Device) -> Result<LoadedModel, RunError> {
+pub(super) fn without_weights(open: OpenModel, device: &Device) -> Result<LoadedModel, RunError> {
     let dtype = open.dtype();
     let placeholder = |(index, spec): (usize, &crate::nn::ParamSpec)| {
         let tensor = Tensor::zeros((), dtype, device)?.broadcast_as(spec.shape.as_slice())?;

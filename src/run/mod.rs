@@ -7,6 +7,7 @@
 mod build;
 mod device;
 mod error;
+mod estimate;
 mod hub;
 mod inputs;
 mod load_model;
@@ -16,18 +17,20 @@ mod output_dir;
 mod plan;
 mod ranks;
 mod resume;
+mod runner;
 mod sequence;
 
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
+pub use estimate::{Estimate, ModelShape};
 pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
 pub use resume::Resume;
 
-pub(crate) use build::step_runner;
 pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
+pub(crate) use runner::step_runner;
 pub(crate) use sequence::check_world;

@@ -125,7 +125,9 @@ impl Layout {
     ) -> Self {
         let mut stage_of = vec![0; params.len()];
         for (stage, params) in stages.iter().enumerate() {
-            params.iter().for_each(|param| stage_of[param.index()] = stage);
+            for param in params {
+                stage_of[param.index()] = stage;
+            }
         }
         let bucket = |stage: &[&Param], kind: Trainable| {
             let of_kind = stage.iter().filter(|param| trainable[param.index()] == kind);

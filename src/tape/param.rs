@@ -43,7 +43,7 @@ impl Param {
         Self { name: name.into(), index, tensor, home: Arc::default() }
     }
 
-    /// From now on, `residency` is told before each read of the tensor. May be called once.
+    /// From now on, each read of the tensor is reported to `residency` first. May be called once.
     pub fn set_home(&self, stage: usize, residency: Arc<dyn Residency>) -> Result<()> {
         match self.home.set(Home { stage, residency }) {
             Ok(()) => Ok(()),

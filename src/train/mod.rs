@@ -4,6 +4,7 @@ mod audit;
 mod config;
 mod datasets;
 mod device;
+mod division;
 mod error;
 mod eval;
 mod eval_blocks;
@@ -28,6 +29,7 @@ pub use datasets::{
     metric_keys,
 };
 pub use device::{DeviceChoice, UnknownDevice};
+pub use division::division;
 pub use error::TrainError;
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};

@@ -8,6 +8,9 @@ use crate::tape::Param;
 use candle_core::{DType, Result, Tensor};
 use std::ops::Range;
 
+/// A tensor of a state.
+type OfState = fn(&ParamState) -> Option<&Tensor>;
+
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
 
@@ -27,7 +30,7 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
 pub(super) fn saved_optimizer(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
     let optimizer = &runner.optimizer;
     let moments = optimizer.moments_dtype();
-    let kinds: [(&str, DType, fn(&ParamState) -> Option<&Tensor>); 3] = [
+    let kinds: [(&str, DType, OfState); 3] = [
         ("exp_avg", moments, |state| Some(&state.exp_avg)),
         ("exp_avg_sq", moments, |state| Some(&state.exp_avg_sq)),
         ("master", DType::F32, |state| state.master.as_ref()),
@@ -43,15 +46,12 @@ pub(super) fn saved_optimizer(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
             let name = format!("{kind}.{}", param.name());
             let held =
                 states().filter_map(|state| Some((state.elements.clone(), tensor(state)?.clone())));
-            saved.push(match &runner.weights {
-                RankWeights::Whole => {
-                    let whole = held.map(|(_, values)| values.reshape(param.shape()));
-                    SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0))
-                }
-                _ => {
-                    let held = divided(held.collect(), runner)?;
-                    SavedTensor::parts(name, param.shape().dims(), dtype, held)
-                }
+            let shape = param.shape();
+            saved.push(if matches!(runner.weights, RankWeights::Whole) {
+                let whole = held.map(|(_, values)| values.reshape(&shape));
+                SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0))
+            } else {
+                SavedTensor::parts(name, shape.dims(), dtype, divided(held.collect(), runner)?)
             });
         }
     }

@@ -228,15 +228,12 @@ impl StepRunner {
             if has_batch || world > 1 {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
-                match batch {
-                    Some(((slot, targets), input)) => {
-                        let losses = self.forward_backward(&input?, targets, counts, &grads)?;
-                        nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
-                    }
-                    None => {
-                        grads.begin_backward()?;
-                        report_without_backward(&*self.model, &grads);
-                    }
+                if let Some(((slot, targets), input)) = batch {
+                    let losses = self.forward_backward(&input?, targets, counts, &grads)?;
+                    nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
+                } else {
+                    grads.begin_backward()?;
+                    report_without_backward(&*self.model, &grads);
                 }
                 grads.result()?;
                 self.weights.end()?;

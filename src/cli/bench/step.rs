@@ -6,7 +6,7 @@ use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
 use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
 use crate::metrics::{
-    MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
+    Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
 use crate::ops::{LOGITS_BYTES, gpu_memory};
 use crate::run::{load_model, loader_options, order, step_runner, whole_model};
@@ -56,11 +56,13 @@ fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     let element = runner.dtype.size_in_bytes() as f64;
     let (vocabulary, hidden) = runner.model.lm_head().shape().dims2()?;
     Ok(MemoryModel {
-        parameters: parameters as f64,
-        trained: trained as f64,
         element,
         moment: moment.size_in_bytes() as f64,
-        gradients: runner.gradients.num_buffers() as f64,
+        division: Division::alone(
+            parameters as f64,
+            trained as f64,
+            runner.gradients.num_buffers() as f64,
+        ),
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,

@@ -5,8 +5,25 @@
 //! (8B: 48,000 tokens). A patch in a 0.4B vision encoder costs about a quarter of a token. Only the
 //! order of the costs matters.
 
-use super::StepPacks;
+use std::num::NonZeroUsize;
+
 use super::best_fit::{Bin, Capacity};
+
+/// The packs of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepPacks {
+    /// Number of micro-batches. Ranks take turns: micro-batch `n` belongs to rank `n % world`.
+    pub micro_batches: NonZeroUsize,
+    /// Number of packs of a micro-batch.
+    pub batch_size: NonZeroUsize,
+}
+
+impl StepPacks {
+    /// Number of packs.
+    pub fn count(self) -> NonZeroUsize {
+        self.micro_batches.saturating_mul(self.batch_size)
+    }
+}
 
 /// Number of tokens of a sample at which attention costs as much as everything else.
 const EVEN_TOKENS: u64 = 24_000;

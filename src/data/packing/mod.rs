@@ -12,6 +12,7 @@ mod tests;
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
+pub use balance::StepPacks;
 use balance::group_by_cost;
 use best_fit::{Bin, Capacity, best_fit_decreasing, split_off_emptiest};
 pub(in crate::data) use item::Item;
@@ -86,22 +87,6 @@ pub struct PackRules {
     pub patch_bytes: NonZeroU64,
     /// The packs of a step. If set, packs of similar cost are grouped into steps.
     pub balanced_step: Option<StepPacks>,
-}
-
-/// The packs of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StepPacks {
-    /// Number of micro-batches. Ranks take turns: micro-batch `n` belongs to rank `n % world`.
-    pub micro_batches: NonZeroUsize,
-    /// Number of packs of a micro-batch.
-    pub batch_size: NonZeroUsize,
-}
-
-impl StepPacks {
-    /// Number of packs.
-    pub fn count(self) -> NonZeroUsize {
-        self.micro_batches.saturating_mul(self.batch_size)
-    }
 }
 
 impl PackRules {

@@ -119,7 +119,9 @@ impl Communicator {
         drop(state);
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
-            code => Err(self.failed_call("a sum over ranks (ncclCommGetAsyncError)", code)),
+            code => {
+                Err(self.failed_call("an exchange between ranks (ncclCommGetAsyncError)", code))
+            }
         }
     }
 

@@ -5,14 +5,15 @@
 
 #![expect(unsafe_code, reason = "streams use memory by address, and the stand-in is a C library")]
 
-use super::streams::{Span, Stream, Streams};
+use super::streams::{Span, Stream, Streams, Unit};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 /// The compiled `tests/fixtures/nccl/nccl.c`. Each copy of the file has a state of its own.
@@ -155,6 +156,7 @@ pub(super) struct HostStreams {
     pub(super) compute: Arc<HostStream>,
     pub(super) communication: HostStream,
     pub(super) stand_in: Arc<StandIn>,
+    pub(super) marks: Mutex<HashMap<usize, Receiver<()>>>,
 }
 
 impl Streams for HostStreams {
@@ -168,11 +170,14 @@ impl Streams for HostStreams {
 
     fn address(&self, tensor: &Tensor) -> Result<u64> {
         let (storage, layout) = tensor.storage_and_layout();
-        match (&*storage, layout.contiguous_offsets()) {
-            (Storage::Cpu(CpuStorage::F32(values)), Some((start, _))) => {
-                Ok(values[start..].as_ptr() as u64)
-            }
-            _ => bail!("found {:?} {layout:?}, expected contiguous F32", storage.dtype()),
+        let Some((start, _)) = layout.contiguous_offsets() else {
+            bail!("found {layout:?}, expected contiguous elements");
+        };
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(values)) => Ok(values[start..].as_ptr() as u64),
+            Storage::Cpu(CpuStorage::BF16(values)) => Ok(values[start..].as_ptr() as u64),
+            Storage::Cpu(CpuStorage::U8(values)) => Ok(values[start..].as_ptr() as u64),
+            _ => bail!("found {:?}, expected F32, BF16 or U8", storage.dtype()),
         }
     }
 
@@ -188,20 +193,35 @@ impl Streams for HostStreams {
         Ok(())
     }
 
+    fn record(&self, mark: usize) -> Result<()> {
+        self.stand_in.note(self.rank, &format!("record {mark}"));
+        let (event, recorded) = channel();
+        self.marks.lock().unwrap().insert(mark, recorded);
+        self.communication.add(move || event.send(()).unwrap_or_default()); // fails if it was replaced
+        Ok(())
+    }
+
+    fn compute_waits_for(&self, mark: usize) -> Result<()> {
+        self.stand_in.note(self.rank, &format!("compute waits for {mark}"));
+        let recorded = self.marks.lock().unwrap().remove(&mark).expect("a mark that was recorded");
+        self.compute.add(move || recorded.recv().unwrap());
+        Ok(())
+    }
+
     fn copy(&self, from: Span, to: Span) -> Result<()> {
         self.stand_in.note(self.rank, &format!("copy {}", from.len()));
-        assert_eq!(from.len(), to.len());
+        assert_eq!((from.len(), from.unit()), (to.len(), to.unit()));
         self.communication.add(move || {
-            let (from, to, len) = (from.address(), to.address(), from.len());
+            let (from, to, len) = (from.address(), to.address(), from.num_bytes());
             // SAFETY: the spans belong to tensors that exist until the stream is idle.
-            unsafe { std::ptr::copy(from as *const f32, to as *mut f32, len) };
+            unsafe { std::ptr::copy(from as *const u8, to as *mut u8, len) };
         });
         Ok(())
     }
 
     fn add(&self, from: Span, to: Span) -> Result<()> {
         self.stand_in.note(self.rank, &format!("add {}", from.len()));
-        assert_eq!(from.len(), to.len());
+        assert_eq!((from.len(), from.unit(), to.unit()), (to.len(), Unit::F32, Unit::F32));
         self.communication.add(move || {
             // SAFETY: as in `copy`; the spans have no common element.
             let (values, sums) = unsafe {

@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "NCCL is a C library")]
 
 use super::super::DistError;
-use super::streams::{Span, Stream};
+use super::streams::{Span, Stream, Unit};
 use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -15,6 +15,8 @@ use std::path::Path;
 pub(super) const SUCCESS: c_int = 0;
 /// Result of a call on a communicator that does not block: the operation has not been started yet.
 pub(super) const IN_PROGRESS: c_int = 7;
+/// `ncclUint8`
+const UINT8: c_int = 1;
 /// `ncclFloat32`
 const FLOAT32: c_int = 7;
 /// `ncclSum`
@@ -75,6 +77,23 @@ pub(super) struct Library {
         *mut c_void,
         *mut c_void,
     ) -> c_int,
+    reduce_scatter: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        *mut c_void,
+        *mut c_void,
+    ) -> c_int,
+    all_gather: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        *mut c_void,
+        *mut c_void,
+    ) -> c_int,
 }
 
 impl Library {
@@ -101,6 +120,8 @@ impl Library {
                 send: symbol(&library, path, "ncclSend")?,
                 recv: symbol(&library, path, "ncclRecv")?,
                 all_reduce: symbol(&library, path, "ncclAllReduce")?,
+                reduce_scatter: symbol(&library, path, "ncclReduceScatter")?,
+                all_gather: symbol(&library, path, "ncclAllGather")?,
             }
         };
         std::mem::forget(library);
@@ -198,13 +219,13 @@ impl Library {
     pub(super) fn send(&self, from: Span, to: usize, comm: Handle, stream: Stream) -> c_int {
         let (address, to) = (from.address() as *const c_void, to as c_int);
         // SAFETY: a `Span` is memory of a tensor that its user keeps until the stream has used it.
-        unsafe { (self.send)(address, from.len(), FLOAT32, to, comm.0, stream.0) }
+        unsafe { (self.send)(address, from.len(), data_type(from), to, comm.0, stream.0) }
     }
 
     pub(super) fn recv(&self, to: Span, from: usize, comm: Handle, stream: Stream) -> c_int {
         let (address, from) = (to.address() as *mut c_void, from as c_int);
         // SAFETY: as in `send`.
-        unsafe { (self.recv)(address, to.len(), FLOAT32, from, comm.0, stream.0) }
+        unsafe { (self.recv)(address, to.len(), data_type(to), from, comm.0, stream.0) }
     }
 
     /// Replaces `span` by its sum over all ranks.
@@ -213,6 +234,34 @@ impl Library {
         let len = span.len();
         // SAFETY: as in `send`.
         unsafe { (self.all_reduce)(address, address, len, FLOAT32, SUM, comm.0, stream.0) }
+    }
+
+    /// Replaces `own`, the share of this rank in `all`, by the sum of this share over all ranks.
+    pub(super) fn reduce_scatter(
+        &self,
+        all: Span,
+        own: Span,
+        comm: Handle,
+        stream: Stream,
+    ) -> c_int {
+        let (all, to) = (all.address() as *const c_void, own.address() as *mut c_void);
+        let len = own.len();
+        // SAFETY: as in `send`. `all` has `len` elements for each rank.
+        unsafe { (self.reduce_scatter)(all, to, len, FLOAT32, SUM, comm.0, stream.0) }
+    }
+
+    /// Copies `own` of each rank into `all`, in the order of the ranks.
+    pub(super) fn all_gather(&self, own: Span, all: Span, comm: Handle, stream: Stream) -> c_int {
+        let (from, all) = (own.address() as *const c_void, all.address() as *mut c_void);
+        // SAFETY: as in `send`. `all` has the length of `own` for each rank.
+        unsafe { (self.all_gather)(from, all, own.len(), data_type(own), comm.0, stream.0) }
+    }
+}
+
+fn data_type(span: Span) -> c_int {
+    match span.unit() {
+        Unit::F32 => FLOAT32,
+        Unit::Byte => UINT8,
     }
 }
 

@@ -1,8 +1,8 @@
 //! Sums over ranks with NCCL, for tensors on GPUs.
 //!
 //! NCCL is loaded at run time, so that a binary with CUDA starts without it. Sums run on a stream of
-//! their own, at the same time as the computation. `plan` computes from sizes what all ranks do, `sums` starts it,
-//! `communicator` turns results of NCCL into errors, `library` has NCCL's functions and `streams` the
+//! their own, at the same time as the computation. `plan` computes from sizes what all ranks do, `sums` and
+//! `shares` start it, `communicator` turns results of NCCL into errors, `library` has NCCL's functions and `streams` the
 //! order of the two streams. The tests run on host memory, with a stand-in for NCCL
 //! (`tests/fixtures/nccl`).
 
@@ -11,6 +11,9 @@ mod communicator;
 mod host_streams;
 mod library;
 mod plan;
+#[cfg(test)]
+mod share_tests;
+mod shares;
 mod streams;
 mod sums;
 #[cfg(test)]
@@ -113,13 +116,10 @@ impl Nccl {
         };
         streams.bind().map_err(on_device)?;
         let communicator = Arc::new(Communicator::join(library, rank, id, options.timeout)?);
-        let (way, sizes) = if options.exact {
-            (Way::Exact(plan::levels(rank, &ranks)), sizes)
-        } else {
-            // NCCL needs no buffers of ours, so it sums a large tensor at once.
-            (Way::Fast, Sizes { part: usize::MAX, ..sizes })
-        };
-        let sums = Sums::new(Arc::clone(&communicator), streams, device, sizes, way);
+        let exact = || Way::Exact(plan::levels(rank, &ranks));
+        let way = if options.exact { exact() } else { Way::Fast };
+        let groups = plan::groups(rank, options.shard_group);
+        let sums = Sums::new(Arc::clone(&communicator), streams, device, sizes, way, groups);
         let sums = sums.map_err(|error| {
             communicator.abort();
             on_device(error)
@@ -147,16 +147,15 @@ impl Nccl {
 
 impl Collective for Nccl {
     fn start_sum(&self, tensors: Vec<Tensor>) -> Result<Ticket, DistError> {
-        self.sums().start(tensors)?;
-        Ok(Ticket(0))
+        self.sums().start(tensors)
     }
 
-    fn start_reduce(&self, _: Reduce) -> Result<Ticket, DistError> {
-        Err(DistError::Closed)
+    fn start_reduce(&self, reduce: Reduce) -> Result<Ticket, DistError> {
+        self.sums().start_reduce(reduce)
     }
 
-    fn start_gather(&self, _: Gather) -> Result<Ticket, DistError> {
-        Err(DistError::Closed)
+    fn start_gather(&self, gather: Gather) -> Result<Ticket, DistError> {
+        self.sums().start_gather(gather)
     }
 
     fn start_exchange(&self, _: Exchange) -> Result<Ticket, DistError> {
@@ -168,8 +167,8 @@ impl Collective for Nccl {
         })
     }
 
-    fn wait_for(&self, _: Ticket) -> Result<(), DistError> {
-        self.wait()
+    fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {
+        self.sums().wait_for(ticket)
     }
 
     fn wait(&self) -> Result<(), DistError> {

@@ -93,6 +93,17 @@ pub(super) fn levels(rank: Rank, ranks: &[Rank]) -> Vec<Level> {
     [within, across].into_iter().filter(|level| level.members.len() > 1).collect()
 }
 
+/// The ranks of the shard group of `rank`, and the ranks at the same place of all shard groups.
+pub(super) fn groups(rank: Rank, shard_group: usize) -> (Level, Level) {
+    let (group, place) = (rank.rank / shard_group, rank.rank % shard_group);
+    let level = |members: Vec<usize>, own| Level { tree: Tree::new(members.len()), members, own };
+    let first = group * shard_group;
+    (
+        level((first..first + shard_group).collect(), place),
+        level((place..rank.world).step_by(shard_group).collect(), group),
+    )
+}
+
 /// The order in which the values of `parts` ranks are added: the sum of the first half plus the sum
 /// of the second half, each computed in the same way.
 #[derive(Debug, PartialEq, Eq)]
@@ -227,6 +238,17 @@ mod tests {
         assert_eq!(of(0, 1, 1), []);
         // three nodes: the tree over all ranks does not contain their trees
         assert_eq!(of(5, 6, 2), [((0..6).collect(), 5)]);
+    }
+
+    #[test]
+    fn shard_groups_have_neighbouring_ranks_and_their_places_are_a_multiple_apart() {
+        let of = |rank, shard_group| {
+            let (group, across) = groups(ranks(6, 6)[rank], shard_group);
+            [(group.members, group.own), (across.members, across.own)]
+        };
+        assert_eq!(of(4, 2), [(vec![4, 5], 0), (vec![0, 2, 4], 2)]);
+        assert_eq!(of(4, 3), [(vec![3, 4, 5], 1), (vec![1, 4], 1)]);
+        assert_eq!(of(4, 1), [(vec![4], 0), ((0..6).collect(), 4)]);
     }
 
     #[test]

@@ -1,14 +1,15 @@
 //! Sums of tensors over all ranks, on the communication stream.
 
-use super::super::DistError;
+use super::super::{DistError, Ticket};
 use super::communicator::Communicator;
 use super::plan::{Level, Piece, Sizes, pieces, share};
 use super::streams::{Span, Streams};
 use candle_core::{DType, Device, Result, Tensor};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-const OPERATION: &str = "a sum over ranks";
+pub(super) const OPERATION: &str = "a sum over ranks";
 
 /// How the values of the ranks are added up.
 pub(super) enum Way {
@@ -18,18 +19,38 @@ pub(super) enum Way {
     Fast,
 }
 
+/// Names of sends and receives in errors.
+const MESSAGES: [&str; 2] = ["a sum over ranks (ncclSend)", "a sum over ranks (ncclRecv)"];
+
+/// An operation that no wait has covered.
+struct Started {
+    ticket: u64,
+    /// The work up to its end; `None` if it could not be started.
+    mark: Option<usize>,
+    /// The tensors that the communication stream uses.
+    _tensors: Vec<Tensor>,
+}
+
 /// Starts sums on the communication stream.
 pub(super) struct Sums {
-    communicator: Arc<Communicator>,
-    streams: Box<dyn Streams>,
+    pub(super) communicator: Arc<Communicator>,
+    pub(super) streams: Box<dyn Streams>,
     sizes: Sizes,
-    way: Way,
+    pub(super) way: Way,
+    /// The ranks of the shard group.
+    pub(super) group: Level,
+    /// The ranks at the same place of all shard groups.
+    pub(super) across: Level,
+    /// Maximum number of elements of a share that are summed at once.
+    pub(super) step: usize,
     /// Holds small tensors.
     small: Tensor,
-    /// Holds the shares of all members of a level. Empty if sums are not exact.
+    /// Holds the shares of all members of a level. Empty if NCCL adds all of them.
     shares: Tensor,
-    /// The tensors that the communication stream uses.
-    used: Vec<Tensor>,
+    started: VecDeque<Started>,
+    last_ticket: u64,
+    num_marks: usize,
+    free_marks: Vec<usize>,
 }
 
 impl Sums {
@@ -40,18 +61,46 @@ impl Sums {
         device: &Device,
         sizes: Sizes,
         way: Way,
+        (group, across): (Level, Level),
     ) -> Result<Self> {
-        let needed = |level: &Level| {
+        let needed = |level: &Level, part: usize| {
             let members = level.members.len();
-            members * share(sizes.part, members, 0).len()
+            members * share(part, members, 0).len()
         };
-        let shares = match &way {
-            Way::Exact(levels) => levels.iter().map(needed).max().unwrap_or_default(),
-            Way::Fast => 0,
+        let step = share(sizes.part, group.members.len(), 0).len();
+        let for_sums = match &way {
+            Way::Exact(levels) => levels.iter().map(|level| needed(level, sizes.part)).max(),
+            Way::Fast => None,
+        };
+        let left_to_nccl = matches!(way, Way::Fast) && across.members.len() == 1;
+        let for_shares = if group.members.len() > 1 && !left_to_nccl {
+            needed(&group, sizes.part).max(needed(&across, step))
+        } else {
+            0
+        };
+        let shares = for_sums.unwrap_or_default().max(for_shares);
+        let sizes = match way {
+            Way::Exact(_) => sizes,
+            // NCCL needs no buffers of ours, so it sums a large tensor at once.
+            Way::Fast => Sizes { part: usize::MAX, ..sizes },
         };
         let buffer = |len: usize| Tensor::zeros(len, DType::F32, device);
         let (small, shares) = (buffer(sizes.buffer)?, buffer(shares)?);
-        Ok(Self { communicator, streams, sizes, way, small, shares, used: Vec::new() })
+        Ok(Self {
+            communicator,
+            streams,
+            sizes,
+            way,
+            group,
+            across,
+            step,
+            small,
+            shares,
+            started: VecDeque::new(),
+            last_ticket: 0,
+            num_marks: 0,
+            free_marks: Vec::new(),
+        })
     }
 
     /// Whether all sums are complete.
@@ -60,33 +109,70 @@ impl Sums {
     }
 
     /// Starts the sums of `tensors`, after the work that the compute stream has now.
-    pub(super) fn start(&mut self, tensors: Vec<Tensor>) -> std::result::Result<(), DistError> {
+    pub(super) fn start(&mut self, tensors: Vec<Tensor>) -> std::result::Result<Ticket, DistError> {
         self.communicator.check()?;
         let spans: Result<Vec<Span>> =
             tensors.iter().map(|tensor| self.streams.span(tensor)).collect();
         let spans = self.on_device(spans)?;
-        self.on_device(self.streams.bind())?;
-        self.used.extend(tensors);
-        self.on_device(self.streams.communication_waits())?;
-        let lens: Vec<usize> = spans.iter().map(|span| span.len()).collect();
-        for piece in pieces(&lens, self.sizes) {
-            match piece {
-                Piece::Range(tensor, range) => self.sum(spans[tensor].part(range))?,
+        self.operation(tensors, |sums| {
+            let lens: Vec<usize> = spans.iter().map(|span| span.len()).collect();
+            pieces(&lens, sums.sizes).into_iter().try_for_each(|piece| match piece {
+                Piece::Range(tensor, range) => sums.sum(spans[tensor].part(range)),
                 Piece::Small(tensors) => {
                     let tensors: Vec<Span> = tensors.into_iter().map(|at| spans[at]).collect();
-                    self.sum_small(&tensors)?;
+                    sums.sum_small(&tensors)
                 }
-            }
+            })
+        })
+    }
+
+    /// Lets `start` put an operation on the communication stream, after the work that the compute
+    /// stream has now. Keeps `tensors` until a wait covers the operation.
+    pub(super) fn operation(
+        &mut self,
+        tensors: Vec<Tensor>,
+        start: impl FnOnce(&Self) -> std::result::Result<(), DistError>,
+    ) -> std::result::Result<Ticket, DistError> {
+        self.on_device(self.streams.bind())?;
+        self.last_ticket += 1;
+        let ticket = self.last_ticket;
+        self.started.push_back(Started { ticket, mark: None, _tensors: tensors });
+        self.on_device(self.streams.communication_waits())?;
+        start(self)?;
+        let mark = self.free_marks.pop().unwrap_or(self.num_marks);
+        self.num_marks = self.num_marks.max(mark + 1);
+        self.on_device(self.streams.record(mark))?;
+        if let Some(started) = self.started.back_mut() {
+            started.mark = Some(mark);
         }
+        Ok(Ticket(ticket))
+    }
+
+    /// Makes the compute stream wait for the operation with this ticket and all earlier ones.
+    pub(super) fn wait_for(&mut self, ticket: Ticket) -> std::result::Result<(), DistError> {
+        let covered = self.started.partition_point(|started| started.ticket <= ticket.0);
+        let last = covered.checked_sub(1).and_then(|at| self.started[at].mark);
+        if let Some(mark) = last {
+            self.on_device(self.streams.compute_waits_for(mark))?;
+        }
+        self.communicator.check()?;
+        self.covered(covered);
         Ok(())
     }
 
-    /// Makes the compute stream wait for all sums.
+    /// Makes the compute stream wait for all operations.
     pub(super) fn wait(&mut self) -> std::result::Result<(), DistError> {
         self.on_device(self.streams.compute_waits())?;
         self.communicator.check()?;
-        self.used.clear();
+        self.covered(self.started.len());
         Ok(())
+    }
+
+    /// A wait covers the first `count` operations. The memory of their tensors is freed on the compute
+    /// stream, so after this wait.
+    fn covered(&mut self, count: usize) {
+        let marks = self.started.drain(..count).filter_map(|started| started.mark);
+        self.free_marks.extend(marks);
     }
 
     fn sum_small(&self, tensors: &[Span]) -> std::result::Result<(), DistError> {
@@ -108,7 +194,7 @@ impl Sums {
         Ok(())
     }
 
-    fn sum(&self, span: Span) -> std::result::Result<(), DistError> {
+    pub(super) fn sum(&self, span: Span) -> std::result::Result<(), DistError> {
         let Way::Exact(levels) = &self.way else {
             let stream = self.streams.communication();
             return self.communicator.call("a sum over ranks (ncclAllReduce)", |nccl, comm| {
@@ -127,16 +213,28 @@ impl Sums {
     }
 
     /// Replaces this rank's share of `span` by the sum of the members' shares.
-    fn sum_shares(&self, level: &Level, span: Span) -> std::result::Result<(), DistError> {
+    pub(super) fn sum_shares(
+        &self,
+        level: &Level,
+        span: Span,
+    ) -> std::result::Result<(), DistError> {
         let members = level.members.len();
-        let part = |of: usize| span.part(share(span.len(), members, of));
+        self.add_shares(level, |of| span.part(share(span.len(), members, of)))
+    }
+
+    /// Replaces this rank's `part` by the sum of the members' parts.
+    pub(super) fn add_shares(
+        &self,
+        level: &Level,
+        part: impl Fn(usize) -> Span,
+    ) -> std::result::Result<(), DistError> {
         let own = part(level.own);
         let shares = self.on_device(self.streams.span(&self.shares))?;
         let at = |positions: Range<usize>| {
             shares.part(positions.start * own.len()..positions.end * own.len())
         };
         let received = |from: usize| at(level.tree.position[from]..level.tree.position[from] + 1);
-        self.exchange(level, part, received)?;
+        self.exchange(MESSAGES, level, &part, received)?;
         if own.len() == 0 {
             return Ok(());
         }
@@ -148,15 +246,20 @@ impl Sums {
     }
 
     /// Sends this rank's share of `span` to all members, and receives theirs.
-    fn gather_shares(&self, level: &Level, span: Span) -> std::result::Result<(), DistError> {
+    pub(super) fn gather_shares(
+        &self,
+        level: &Level,
+        span: Span,
+    ) -> std::result::Result<(), DistError> {
         let part = |of: usize| span.part(share(span.len(), level.members.len(), of));
-        self.exchange(level, |_| part(level.own), part)
+        self.exchange(MESSAGES, level, |_| part(level.own), part)
     }
 
     /// Sends `send(to)` to all other members and receives `receive(from)` from them, all at the same
     /// time.
-    fn exchange(
+    pub(super) fn exchange(
         &self,
+        [sends, receives]: [&'static str; 2],
         level: &Level,
         send: impl Fn(usize) -> Span,
         receive: impl Fn(usize) -> Span,
@@ -169,12 +272,12 @@ impl Sums {
                 let from = (level.own + members - distance) % members;
                 // Both sides leave out empty messages, which they know from the sizes.
                 if send(to).len() > 0 {
-                    group.call("a sum over ranks (ncclSend)", |nccl, comm| {
+                    group.call(sends, |nccl, comm| {
                         nccl.send(send(to), level.members[to], comm, stream)
                     })?;
                 }
                 if receive(from).len() > 0 {
-                    group.call("a sum over ranks (ncclRecv)", |nccl, comm| {
+                    group.call(receives, |nccl, comm| {
                         nccl.recv(receive(from), level.members[from], comm, stream)
                     })?;
                 }
@@ -184,7 +287,7 @@ impl Sums {
     }
 
     /// An error of the device ends the communicator, so that other ranks do not wait for this one.
-    fn on_device<T>(&self, result: Result<T>) -> std::result::Result<T, DistError> {
+    pub(super) fn on_device<T>(&self, result: Result<T>) -> std::result::Result<T, DistError> {
         result.map_err(|error| self.communicator.failed(OPERATION, &error.to_string()))
     }
 }

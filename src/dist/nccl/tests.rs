@@ -9,25 +9,25 @@ use std::ops::Range;
 use std::sync::mpsc::channel;
 
 /// Small, so that a few thousand elements are cut into several parts.
-const SIZES: Sizes = Sizes { small: 100, buffer: 256, part: 1000 };
+pub(super) const SIZES: Sizes = Sizes { small: 100, buffer: 256, part: 1000 };
 const LENS: [usize; 12] = [0, 1, 7, 99, 100, 101, 2500, 3, 64, 50, 90, 1000];
 
-struct Setup {
+pub(super) struct Setup {
     world: usize,
     local_world: usize,
-    options: NcclOptions,
-    stand_in: Arc<StandIn>,
+    pub(super) options: NcclOptions,
+    pub(super) stand_in: Arc<StandIn>,
 }
 
 /// One rank, connected.
-struct Member {
-    rank: Rank,
-    nccl: Nccl,
-    compute: Arc<HostStream>,
+pub(super) struct Member {
+    pub(super) rank: Rank,
+    pub(super) nccl: Nccl,
+    pub(super) compute: Arc<HostStream>,
 }
 
 impl Setup {
-    fn new(world: usize) -> Self {
+    pub(super) fn new(world: usize) -> Self {
         let stand_in = StandIn::compile();
         let timeout = Duration::from_secs(20);
         let library = stand_in.path().to_owned();
@@ -57,6 +57,7 @@ impl Setup {
             compute: Arc::clone(&compute),
             communication: HostStream::new(1),
             stand_in: Arc::clone(&self.stand_in),
+            marks: std::sync::Mutex::default(),
         };
         let library = Library::load(&self.options.library);
         let opened = library.map(|library| (Box::new(streams) as Box<dyn Streams>, library));
@@ -65,14 +66,14 @@ impl Setup {
     }
 
     /// Calls `f` on a thread for each rank, after all have connected.
-    fn on_members<T: Send>(&self, f: impl Fn(Member) -> T + Sync) -> Vec<T> {
+    pub(super) fn on_members<T: Send>(&self, f: impl Fn(Member) -> T + Sync) -> Vec<T> {
         self.on_ranks(|rank, lane| f(self.connect(rank, lane).unwrap()))
     }
 }
 
 impl Member {
     /// Returns tensors that the compute stream fills after a while. Until then they are NaN.
-    fn computed(&self, values: &[Vec<f32>]) -> Vec<Tensor> {
+    pub(super) fn computed(&self, values: &[Vec<f32>]) -> Vec<Tensor> {
         let empty = |values: &Vec<f32>| Tensor::full(f32::NAN, values.len(), &Device::Cpu).unwrap();
         let tensors: Vec<Tensor> = values.iter().map(empty).collect();
         let (filled, values) = (tensors.clone(), values.to_vec());
@@ -86,7 +87,7 @@ impl Member {
     }
 
     /// The values of tensors when the compute stream reads them.
-    fn read(&self, tensors: &[Tensor]) -> Vec<Vec<f32>> {
+    pub(super) fn read(&self, tensors: &[Tensor]) -> Vec<Vec<f32>> {
         let (send, values) = channel();
         let tensors = tensors.to_vec();
         self.compute.add(move || {
@@ -111,13 +112,13 @@ impl Member {
     }
 }
 
-fn values(rank: usize, lens: &[usize]) -> Vec<Vec<f32>> {
+pub(super) fn values(rank: usize, lens: &[usize]) -> Vec<Vec<f32>> {
     let value =
         |at: usize| (((at * 2_654_435_761) ^ (rank * 40_503)) % 10_007) as f32 / 7919.0 - 0.63;
     lens.iter().map(|len| (0..*len).map(|at| value(at + len)).collect()).collect()
 }
 
-fn tree(ranks: Range<usize>, lens: &[usize]) -> Vec<Vec<f32>> {
+pub(super) fn tree(ranks: Range<usize>, lens: &[usize]) -> Vec<Vec<f32>> {
     if ranks.len() == 1 {
         return values(ranks.start, lens);
     }
@@ -211,7 +212,7 @@ fn nccl_uses_the_communication_stream_between_the_events_of_both_streams() {
         "copy 10",
     ];
     let first = ["init 0 of 2", "communication waits for compute"];
-    let last = ["compute waits for communication", "finalize", "destroy"];
+    let last = ["record 0", "compute waits for communication", "finalize", "destroy"];
     assert_eq!(setup.stand_in.log(0), [&first[..], &large, &small, &last].concat());
 }
 
@@ -294,7 +295,7 @@ fn a_sum_that_fails_on_the_gpu_is_reported_by_the_next_call() {
         }
         None
     });
-    let expected = "a sum over ranks (ncclCommGetAsyncError) failed: rank 1 of 2: remote process \
+    let expected = "an exchange between ranks (ncclCommGetAsyncError) failed: rank 1 of 2: remote process \
                     exited";
     assert_eq!(errors[1].as_deref(), Some(expected));
     assert_eq!(setup.stand_in.log(1).last().unwrap(), "abort");

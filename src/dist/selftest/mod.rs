@@ -1,6 +1,7 @@
-//! Cases that check the connections of ranks: messages, and sums against a serial sum.
+//! Cases that check the connections of ranks: messages, and sums and shares against serial ones.
 
 mod messages;
+mod shares;
 mod sums;
 
 use super::{DistError, Group, Rank, gather};
@@ -111,7 +112,7 @@ impl Context<'_> {
 
 type Case = fn(&mut Context) -> Checked;
 
-const CASES: [(&str, Case); 18] = [
+const CASES: [(&str, Case); 23] = [
     ("all ranks run the same version", messages::same_version),
     ("the ranks of a machine have different local ranks", messages::local_ranks),
     ("messages arrive in the order of the ranks", messages::order),
@@ -129,17 +130,22 @@ const CASES: [(&str, Case); 18] = [
     ("a sum waits for a slow rank", sums::slow_rank),
     ("sums and messages at the same time", sums::with_messages),
     ("a large sum", sums::large),
+    ("shares of sums, of odd sizes and of whole parts", shares::odd),
+    ("shares of sums for which the order of additions matters", shares::ordered),
+    ("shares of sums that are copied or added", shares::then),
+    ("copies of shares in f32, bf16 and u8", shares::gathered),
+    ("waits for single calls, with a slow rank", shares::tickets),
     ("a closed lane returns at once", messages::closed),
 ];
 
 #[cfg(test)]
 mod tests {
-    use super::super::threads;
+    use super::super::threads_in_groups;
     use super::*;
 
     #[test]
     fn all_cases_pass_on_threads() {
-        for world in [1, 2, 3] {
+        for (world, shard_group) in [(1, 1), (2, 2), (3, 3), (4, 2)] {
             let results = std::thread::scope(|scope| {
                 let run = |mut group: Group| {
                     let mut results = Vec::new();
@@ -147,13 +153,13 @@ mod tests {
                     let passed = selftest(&mut group, &Device::Cpu, 100_003, report);
                     (passed, results)
                 };
-                let groups = threads(world).unwrap().into_iter();
+                let groups = threads_in_groups(world, shard_group).unwrap().into_iter();
                 let ranks: Vec<_> = groups.map(|group| scope.spawn(move || run(group))).collect();
                 ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
             });
             for (passed, results) in results {
                 let problems: Vec<_> = results.iter().filter_map(|r| r.problem.clone()).collect();
-                assert_eq!((passed, problems), (Ok(true), Vec::new()), "{world} ranks");
+                assert_eq!((passed, problems), (Ok(true), Vec::new()), "{world} / {shard_group}");
                 assert_eq!(results.len(), NUM_CASES);
             }
         }

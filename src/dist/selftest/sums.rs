@@ -10,7 +10,7 @@ use std::time::Instant;
 const MAX_EXPECTED: usize = 1 << 26;
 
 /// The value of an element of a rank.
-type Value = fn(rank: usize, index: usize) -> f32;
+pub(super) type Value = fn(rank: usize, index: usize) -> f32;
 
 fn hash(rank: usize, index: usize) -> u32 {
     let mixed = (index as u32).wrapping_mul(2_654_435_761) ^ (rank as u32).wrapping_mul(40_503);
@@ -18,17 +18,17 @@ fn hash(rank: usize, index: usize) -> u32 {
 }
 
 /// A value from -1 to 1.
-fn plain(rank: usize, index: usize) -> f32 {
+pub(super) fn plain(rank: usize, index: usize) -> f32 {
     (hash(rank, index) >> 8) as f32 / 8_388_608.0 - 1.0
 }
 
 /// Values of very different sizes: every other order of additions rounds differently.
-fn uneven(rank: usize, index: usize) -> f32 {
+pub(super) fn uneven(rank: usize, index: usize) -> f32 {
     plain(rank, index) * ((hash(index, rank) % 24) as f32).exp2()
 }
 
 /// The tree sum of one element over the ranks `first..end`.
-fn expected(value: Value, first: usize, end: usize, index: usize) -> f32 {
+pub(super) fn expected(value: Value, first: usize, end: usize, index: usize) -> f32 {
     if end - first == 1 {
         return value(first, index);
     }
@@ -36,7 +36,11 @@ fn expected(value: Value, first: usize, end: usize, index: usize) -> f32 {
     expected(value, first, middle, index) + expected(value, middle, end, index)
 }
 
-fn tensor(context: &Context, shape: impl Into<Shape>, value: Value) -> Result<Tensor, Problem> {
+pub(super) fn tensor(
+    context: &Context,
+    shape: impl Into<Shape>,
+    value: Value,
+) -> Result<Tensor, Problem> {
     let shape = shape.into();
     let rank = context.rank.rank;
     let values: Vec<f32> = (0..shape.elem_count()).map(|index| value(rank, index)).collect();

@@ -2,6 +2,7 @@
 
 use super::launch::{Launch, address, empty};
 use crate::ops::adamw::{AdamWTensors, AdamWUpdate, SQUARES_BLOCK, Scalars};
+use crate::ops::moments::tensor_seed;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Elements of a block, as in `adamw.cu`.
@@ -9,7 +10,7 @@ const CHUNK: usize = 1 << 16;
 const THREADS: u32 = 256;
 /// Tensors of one launch, as in `adamw.cu`.
 const MOST_TENSORS: usize = 160;
-const MOST_UPDATES: usize = 64;
+const MOST_UPDATES: usize = 56;
 
 fn num_chunks(t: &Tensor) -> usize {
     t.elem_count().div_ceil(CHUNK)
@@ -136,12 +137,13 @@ pub(in crate::ops) fn adamw_step(
     grad_scale: f32,
 ) -> Result<()> {
     let grad_scale = Tensor::new(&[grad_scale], tensors.weight.device())?;
-    update(&[(*tensors, *scalars)], seed, &grad_scale)
+    let part = Part { tensors: *tensors, scalars: *scalars, seed: tensor_seed(seed, 0), first: 0 };
+    update(&[part], &grad_scale)
 }
 
 /// Updates of all parameters with a gradient scale that stays on the device.
-pub(in crate::ops) fn clipped_update(
-    updates: &[AdamWUpdate<'_>],
+pub(in crate::ops) fn clipped_update<'a>(
+    updates: &[AdamWUpdate<'a>],
     scalars: &[Scalars],
     seed: u32,
     squares: &Tensor,
@@ -156,21 +158,37 @@ pub(in crate::ops) fn clipped_update(
         .words(vec![max_grad_norm.to_bits()])
         .address(address(op, "grad_scale", &grad_scale)?)
         .run(squares)?;
-    let updates: Vec<(AdamWTensors<'_>, Scalars)> =
-        updates.iter().map(|update| update.tensors).zip(scalars.iter().copied()).collect();
-    update(&updates, seed, &grad_scale)
+    let part = |(update, scalars): (&AdamWUpdate<'a>, &Scalars)| Part {
+        tensors: update.tensors,
+        scalars: *scalars,
+        seed: tensor_seed(seed, update.index),
+        first: update.first,
+    };
+    let parts: Vec<Part<'_>> = updates.iter().zip(scalars).map(part).collect();
+    update(&parts, &grad_scale)
 }
 
-/// Tensors of one dtype of moments. `seed` is the seed of the step; each tensor adds its index.
-fn update(updates: &[(AdamWTensors<'_>, Scalars)], seed: u32, grad_scale: &Tensor) -> Result<()> {
+/// A parameter or a part of one.
+struct Part<'a> {
+    tensors: AdamWTensors<'a>,
+    scalars: Scalars,
+    /// Seed of the parameter in this step.
+    seed: u32,
+    /// Index of the first element in the parameter.
+    first: usize,
+}
+
+/// Parts with one dtype of moments.
+fn update(parts: &[Part<'_>], grad_scale: &Tensor) -> Result<()> {
     let op = "adamw_step";
-    let dtype = updates[0].0.exp_avg.dtype();
-    if let Some((other, _)) = updates.iter().find(|(other, _)| other.exp_avg.dtype() != dtype) {
-        bail!("{op}: moments are {dtype:?} and {:?}, expected one dtype", other.exp_avg.dtype());
+    let dtype_of = |part: &Part<'_>| part.tensors.exp_avg.dtype();
+    let dtype = dtype_of(&parts[0]);
+    if let Some(other) = parts.iter().map(dtype_of).find(|other| *other != dtype) {
+        bail!("{op}: moments are {dtype:?} and {other:?}, expected one dtype");
     }
-    for (index, updates) in (0u32..).zip(updates.chunks(MOST_UPDATES)) {
+    for parts in parts.chunks(MOST_UPDATES) {
         let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
-            updates.iter().map(move |(tensors, _)| match tensor(tensors) {
+            parts.iter().map(move |part| match tensor(&part.tensors) {
                 Some(tensor) => address(op, name, tensor).map(|at| at.0),
                 None => Ok(0),
             })
@@ -181,19 +199,22 @@ fn update(updates: &[(AdamWTensors<'_>, Scalars)], seed: u32, grad_scale: &Tenso
         words.longs(each("exp_avg", |tensors| Some(tensors.exp_avg)))?;
         words.longs(each("exp_avg_sq", |tensors| Some(tensors.exp_avg_sq)))?;
         words.longs(each("grad", |tensors| Some(tensors.grad)))?;
-        words.longs(updates.iter().map(|(tensors, _)| Ok(tensors.weight.elem_count() as u64)))?;
-        words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.keep.to_bits()));
-        words.halves(MOST_UPDATES, updates.iter().map(|(_, scalars)| scalars.step_size.to_bits()));
-        let (list, chunks) = words.chunks(updates.iter().map(|(tensors, _)| tensors.weight));
-        let scalars = updates[0].1;
-        let seed = seed.wrapping_add(index * MOST_UPDATES as u32);
+        words.longs(parts.iter().map(|part| Ok(part.tensors.weight.elem_count() as u64)))?;
+        let mut halves = |half: fn(&Part<'_>) -> u32| {
+            words.halves(MOST_UPDATES, parts.iter().map(half));
+        };
+        halves(|part| part.scalars.keep.to_bits());
+        halves(|part| part.scalars.step_size.to_bits());
+        halves(|part| part.seed);
+        halves(|part| part.first as u32); // the random numbers depend on these 32 bits only
+        let (list, chunks) = words.chunks(parts.iter().map(|part| part.tensors.weight));
+        let scalars = parts[0].scalars;
         Launch::new("adamw", dtype)
             .grid(chunks)
             .threads(THREADS)
             .words(list)
-            .int(updates.len())
+            .int(parts.len())
             .address(address(op, "grad_scale", grad_scale)?)
-            .bits(seed)
             .float(scalars.lerp)
             .float(scalars.beta2)
             .float(scalars.one_minus_beta2)

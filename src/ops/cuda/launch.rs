@@ -54,6 +54,7 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     Ok(match cuda.dtype() {
         DType::F32 => cuda.as_cuda_slice::<f32>()?.device_ptr(&stream).0,
         DType::BF16 => cuda.as_cuda_slice::<bf16>()?.device_ptr(&stream).0,
+        DType::U8 => cuda.as_cuda_slice::<u8>()?.device_ptr(&stream).0,
         DType::U32 => cuda.as_cuda_slice::<u32>()?.device_ptr(&stream).0,
         DType::I64 => cuda.as_cuda_slice::<i64>()?.device_ptr(&stream).0,
         DType::F64 => cuda.as_cuda_slice::<f64>()?.device_ptr(&stream).0,
@@ -70,6 +71,7 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     Ok(match cpu.dtype() {
         DType::F32 => cpu.as_slice::<f32>()?.as_ptr() as u64,
         DType::BF16 => cpu.as_slice::<bf16>()?.as_ptr() as u64,
+        DType::U8 => cpu.as_slice::<u8>()?.as_ptr() as u64,
         DType::U32 => cpu.as_slice::<u32>()?.as_ptr() as u64,
         DType::I64 => cpu.as_slice::<i64>()?.as_ptr() as u64,
         DType::F64 => cpu.as_slice::<f64>()?.as_ptr() as u64,
@@ -176,11 +178,6 @@ impl Launch {
     /// Adds an `int` argument.
     pub(super) fn int(self, value: usize) -> Self {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
-    }
-
-    /// Adds an `unsigned` argument.
-    pub(super) fn bits(self, value: u32) -> Self {
-        self.with(Argument::Int(value as i32))
     }
 
     /// Adds a `long long` argument.

@@ -33,7 +33,7 @@ mod tests;
 mod upload;
 
 pub(super) use adamw::{
-    adamw_step, clipped_update, fill_zero_all, sum_of_squares, sums_of_squares,
+    adamw_step, clipped_update, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use embedding::{

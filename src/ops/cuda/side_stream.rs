@@ -4,21 +4,23 @@
 
 use super::launch::{Address, Launch, address};
 use super::pointwise::ELEMENTS;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr as _};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A stream with high priority. All tensors of the GPU are used on another one.
 ///
-/// Nothing orders the streams, except for [`Self::wait_for_tensors`] and [`Self::tensors_wait`].
+/// Nothing orders the streams, except for [`Self::wait_for_tensors`], [`Self::tensors_wait`] and
+/// [`Self::tensors_wait_for`].
 /// Addresses that are passed to copies and additions must be those of tensors that exist until the
 /// side stream has done this work.
 pub(crate) struct SideStream {
     device: CudaDevice,
     tensors: Arc<CudaStream>,
     side: Arc<CudaStream>,
+    marks: Mutex<Vec<CudaEvent>>,
 }
 
 impl SideStream {
@@ -32,7 +34,7 @@ impl SideStream {
         context.bind_to_thread().w()?;
         let (_, highest) = result::stream::get_priority_range().w()?;
         let side = context.new_stream_with_priority(highest).w()?;
-        Ok(Self { device: device.clone(), tensors, side })
+        Ok(Self { device: device.clone(), tensors, side, marks: Mutex::default() })
     }
 
     /// Makes the GPU current on this thread.
@@ -45,12 +47,9 @@ impl SideStream {
         self.side.cu_stream().cast()
     }
 
-    /// Address of a contiguous `f32` tensor on this GPU.
+    /// Address of a contiguous tensor on this GPU.
     #[expect(clippy::unused_self, reason = "addresses are those of this GPU")]
-    pub(crate) fn address_f32(&self, tensor: &Tensor) -> Result<u64> {
-        if tensor.dtype() != DType::F32 {
-            bail!("found a tensor of {:?}, expected f32", tensor.dtype());
-        }
+    pub(crate) fn address(&self, tensor: &Tensor) -> Result<u64> {
         Ok(address("a side stream", "tensor", tensor)?.0)
     }
 
@@ -64,18 +63,34 @@ impl SideStream {
         self.tensors.join(&self.side).w()
     }
 
-    /// Copies `len` elements between tensors on this GPU.
-    pub(crate) fn copy_f32(&self, from: u64, to: u64, len: usize) -> Result<()> {
+    /// Records the earlier work of this stream as number `mark`, in place of what this number stood
+    /// for. A new number is one above all before it, from 0.
+    pub(crate) fn record(&self, mark: usize) -> Result<()> {
+        let mut marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        if mark == marks.len() {
+            marks.push(self.side.context().new_event(None).w()?);
+        }
+        marks[mark].record(&self.side).w()
+    }
+
+    /// Makes later work on tensors wait for the work that was recorded as `mark`.
+    pub(crate) fn tensors_wait_for(&self, mark: usize) -> Result<()> {
+        let marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tensors.wait(&marks[mark]).w()
+    }
+
+    /// Copies `len` bytes between tensors on this GPU.
+    pub(crate) fn copy(&self, from: u64, to: u64, len: usize) -> Result<()> {
         if len == 0 {
             return Ok(());
         }
         self.bind_to_thread()?;
-        // SAFETY: the caller guarantees that both tensors have `len` elements there and exist until
+        // SAFETY: the caller guarantees that both tensors have `len` bytes there and exist until
         // the copy is done.
-        unsafe { result::memcpy_dtod_async(to, from, 4 * len, self.side.cu_stream()) }.w()
+        unsafe { result::memcpy_dtod_async(to, from, len, self.side.cu_stream()) }.w()
     }
 
-    /// Adds `len` elements at `from` to those at `to`.
+    /// Adds `len` elements in `f32` at `from` to those at `to`.
     pub(crate) fn add_f32(&self, from: u64, to: u64, len: usize) -> Result<()> {
         let aligned = from.is_multiple_of(16) && to.is_multiple_of(16);
         let kernel = if aligned { "add_in_place" } else { "add_in_place_single" };
@@ -119,14 +134,36 @@ mod tests {
                 let part = |t: &Tensor| t.narrow(D::Minus1, offset, len).unwrap();
                 let expected = (part(&x) + part(&y)).unwrap();
                 let sum = Tensor::zeros(len, DType::F32, &device).unwrap();
-                let at = |t: &Tensor| side.address_f32(&part(t)).unwrap();
+                let at = |t: &Tensor| side.address(&part(t)).unwrap();
                 side.wait_for_tensors().unwrap();
                 side.add_f32(at(&y), at(&x), len).unwrap();
-                side.copy_f32(at(&x), side.address_f32(&sum).unwrap(), len).unwrap();
+                side.copy(at(&x), side.address(&sum).unwrap(), 4 * len).unwrap();
                 side.tensors_wait().unwrap();
                 assert_eq!(values(&sum), values(&expected), "{len} elements from {offset}");
                 assert!(side.is_done().unwrap());
             }
+        }
+    }
+
+    #[test]
+    fn a_mark_covers_the_work_before_it() {
+        let device = device();
+        if device.is_cpu() {
+            eprintln!("skipped: TRAINER_TEST_DEVICE names no GPU");
+            return;
+        }
+        let side = SideStream::new(&device).unwrap();
+        let len = 1 << 22;
+        let x = random(1, &[len]);
+        let copies = [(); 3].map(|()| Tensor::zeros(len, DType::F32, &device).unwrap());
+        side.wait_for_tensors().unwrap();
+        for (mark, copy) in copies.iter().enumerate() {
+            side.copy(side.address(&x).unwrap(), side.address(copy).unwrap(), 4 * len).unwrap();
+            side.record(mark).unwrap();
+        }
+        for (mark, copy) in copies.iter().enumerate() {
+            side.tensors_wait_for(mark).unwrap();
+            assert_eq!(values(copy), values(&x), "mark {mark}");
         }
     }
 }

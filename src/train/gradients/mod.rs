@@ -8,6 +8,7 @@ mod shared;
 pub use alone::buffers_of_tree;
 pub(super) use norm::squares;
 pub use shared::SharedSums;
+pub(super) use shared::kept_sums;
 
 use super::step::StepError;
 use super::weights::RankWeights;

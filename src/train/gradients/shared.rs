@@ -19,6 +19,12 @@ type Result<T, E = StepError> = std::result::Result<T, E>;
 /// A tensor for each stage with trained parameters.
 type OfStages = Vec<Option<Tensor>>;
 
+/// Number of sums of rounds that a rank keeps, each of the size of its share.
+pub(in super::super) fn kept_sums(rounds: usize, exact: bool, shard: Shard) -> usize {
+    let least = usize::from(shard >= Shard::Gradients);
+    if exact { num_sums(rounds).max(least) } else { least }
+}
+
 /// The gradients of a rank.
 pub struct SharedSums {
     layout: Arc<Layout>,
@@ -65,10 +71,6 @@ impl SharedSums {
                 flat[stage] = Some(zeros(lens[stage])?);
             }
         }
-        let num_sums = match (exact, takes_turns) {
-            (true, _) => num_sums(rounds).max(takes_turns.into()),
-            (false, _) => takes_turns.into(),
-        };
         let shares = |_| {
             let share = |stage: &crate::tape::StageBuckets| match stage.trained.share_len() {
                 0 => Ok(None),
@@ -78,7 +80,9 @@ impl SharedSums {
         };
         Ok(Self {
             buffers: Gradients::in_buckets(&layout, &flat)?,
-            sums: (0..num_sums).map(shares).collect::<candle_core::Result<_>>()?,
+            sums: (0..kept_sums(rounds, exact, shard))
+                .map(shares)
+                .collect::<candle_core::Result<_>>()?,
             layout,
             member,
             shard,

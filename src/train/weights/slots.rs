@@ -5,7 +5,7 @@
 //! makes the weights of its stage present.
 //!
 //! All ranks must gather the same stages in the same order, but they do not always read the same
-//! stages: a batch without pictures does not use the vision encoder. So the order is fixed, and a
+//! stages: a batch without images does not use the vision encoder. So the order is fixed, and a
 //! rank takes part in the gathers of the stages that it does not read.
 
 use crate::dist::{Collective, DistError, Gather, Ticket};
@@ -48,9 +48,9 @@ struct State {
     /// Number of stages of the pass that were read or skipped.
     entered: usize,
     /// The gathers of the pass so far.
-    tickets: Vec<Option<Ticket>>, // None: the stage was present
-    /// The stage in each slot.
-    present: [Option<usize>; 2],
+    tickets: Vec<Option<Ticket>>, // None: nothing to gather
+    /// The stage in each slot, or on its way there, and its gather.
+    present: [Option<(usize, Option<Ticket>)>; 2],
     error: Option<DistError>,
 }
 
@@ -204,17 +204,22 @@ impl WeightSlots {
 
     /// Starts the gather of a stage, unless it is present.
     fn gather(&self, state: &mut State, stage: usize) {
-        let mut last = None;
-        if state.present[slot_of(stage)] != Some(stage) {
-            for (own, all) in &self.buckets[stage] {
-                let gather = Gather { own: Some(own.clone()), all: all.clone() };
-                match self.collective.start_gather(gather) {
-                    Ok(ticket) => last = Some(ticket),
-                    Err(error) => state.error = Some(error),
-                }
-            }
-            state.present[slot_of(stage)] = Some(stage);
+        let slot = slot_of(stage);
+        if let Some((present, ticket)) = state.present[slot]
+            && present == stage
+        {
+            state.tickets.push(ticket); // an earlier pass may not have waited for it
+            return;
         }
+        let mut last = None;
+        for (own, all) in &self.buckets[stage] {
+            let gather = Gather { own: Some(own.clone()), all: all.clone() };
+            match self.collective.start_gather(gather) {
+                Ok(ticket) => last = Some(ticket),
+                Err(error) => state.error = Some(error),
+            }
+        }
+        state.present[slot] = Some((stage, last));
         state.tickets.push(last);
     }
 }

@@ -25,7 +25,7 @@ struct Tensors {
 
 // Tensors of an update, with moments of type M.
 template <class M> struct Updates {
-  static constexpr int MOST = 64;
+  static constexpr int MOST = 56;
   float *weight[MOST]; // f32
   bf16 *copy[MOST];    // bf16 copy of the weight, or null if the model computes in f32
   M *exp_avg[MOST];
@@ -34,6 +34,8 @@ template <class M> struct Updates {
   long long count[MOST];
   float keep[MOST];      // factor of the weight after decay
   float step_size[MOST]; // learning rate, with bias correction of the first moment
+  uint32_t seed[MOST];   // of the random numbers for bf16 moments
+  uint32_t offset[MOST]; // index of the first element in the parameter, if this is a part of one
   int first[MOST + 1];
 };
 
@@ -111,7 +113,7 @@ template <class M> struct Chunk {
   bf16 *copy;
   M *exp_avg, *exp_avg_sq;
   const float *grad;
-  uint32_t seed, first; // first: index of the chunk's first element in the tensor
+  uint32_t seed, first; // first: index of the chunk's first element in the parameter
 };
 
 __device__ __forceinline__ void load_moments(const float *from, float (&to)[4]) { load_vector(from, to); }
@@ -253,7 +255,7 @@ EXPORT(clip_f32)
 namespace {
 
 template <class M>
-__device__ __forceinline__ void update_block(const Updates<M> &updates, int num, const float *grad_scale, uint32_t seed, const Scalars &s) {
+__device__ __forceinline__ void update_block(const Updates<M> &updates, int num, const float *grad_scale, const Scalars &s) {
   float scale = *grad_scale;
   if (scale < 0) return; // the gradients are not finite: change nothing
   int tensor = tensor_of_block(updates, num);
@@ -261,18 +263,17 @@ __device__ __forceinline__ void update_block(const Updates<M> &updates, int num,
   int count = int(min((long long)CHUNK, updates.count[tensor] - start));
   bf16 *copy = updates.copy[tensor];
   Chunk<M> chunk = {updates.weight[tensor] + start, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
-                    updates.grad[tensor] + start, mix(seed + tensor), uint32_t(start)};
+                    updates.grad[tensor] + start, updates.seed[tensor], updates.offset[tensor] + uint32_t(start)};
   update_chunk(chunk, count, scale, s, updates.keep[tensor], updates.step_size[tensor]);
 }
 
 } // namespace
 
-// seed: seed of the step plus the number of tensors in earlier launches.
 #define ADAMW(M, name)                                                                                                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                                                        \
-      adamw_##name(const __grid_constant__ Updates<M> updates, int num, const float *grad_scale, uint32_t seed, float lerp, float beta2,          \
-                   float one_minus_beta2, float inverse_root_correction2, float eps) {                                                            \
-    update_block(updates, num, grad_scale, seed, Scalars{lerp, beta2, one_minus_beta2, inverse_root_correction2, eps});                           \
+      adamw_##name(const __grid_constant__ Updates<M> updates, int num, const float *grad_scale, float lerp, float beta2, float one_minus_beta2,  \
+                   float inverse_root_correction2, float eps) {                                                                                   \
+    update_block(updates, num, grad_scale, Scalars{lerp, beta2, one_minus_beta2, inverse_root_correction2, eps});                                 \
   }                                                                                                                                               \
   EXPORT(adamw_##name)
 

@@ -1,0 +1,214 @@
+//! Predicts memory and speed of a run on several GPUs from its config and the shape of its model.
+
+use super::error::RunError;
+use super::load_model::{LoadedModel, OpenModel, trainable};
+use super::load_shares::without_weights;
+use crate::config::RunConfig;
+use crate::dist::Shard;
+use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
+use crate::metrics::{Division, ModelWork, StepSizes, StepTraffic};
+use crate::ops::LOGITS_BYTES;
+use crate::optim::Moments;
+use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
+use crate::train::{Weights, division};
+use candle_core::{Device, Tensor};
+
+/// The shape of a model, without its weights.
+pub struct ModelShape {
+    loaded: LoadedModel,
+    trainable: Vec<Trainable>,
+}
+
+/// The prediction for one way to divide the training state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Estimate {
+    /// The parts of the state that ranks divide.
+    pub shard: Shard,
+    /// Number of ranks of a shard group.
+    pub group: usize,
+    /// Peak memory of a process that computes on the CPU, in bytes.
+    pub process_bytes: f64,
+    /// Peak memory of the tensors of a GPU, in bytes.
+    pub device_bytes: f64,
+    /// Seconds of computation of a step.
+    pub compute: f64,
+    /// Seconds of the collectives of a step.
+    pub collectives: CollectiveTime,
+    /// Tokens per second of all ranks.
+    pub tokens_per_s: f64,
+}
+
+impl Estimate {
+    /// Seconds of a step.
+    pub fn step(&self) -> f64 {
+        self.collectives.step(self.compute)
+    }
+
+    /// Fraction of the time in which the ranks compute.
+    pub fn efficiency(&self) -> f64 {
+        self.compute / self.step()
+    }
+}
+
+/// Which parameters are trained.
+struct Trained<'a>(&'a [Trainable], Tensor);
+
+impl GradSink for Trained<'_> {
+    fn buffer(&self, param: &Param) -> Option<&Tensor> {
+        (self.0[param.index()] == Trainable::Yes).then_some(&self.1)
+    }
+}
+
+impl ModelShape {
+    /// Reads `config.json` of the model; the weights need not exist.
+    pub fn read(config: &RunConfig) -> Result<Self, RunError> {
+        let mut section = config.model.clone();
+        section.weights = Weights::Random;
+        let open = OpenModel::open(&section, config.seed, &Device::Cpu)?;
+        let groups = super::inputs::param_groups(config, &open)?;
+        let trainable = trainable(&groups);
+        Ok(Self { loaded: without_weights(open, &Device::Cpu)?, trainable })
+    }
+
+    /// Number of parameters, and of trained ones.
+    pub fn num_parameters(&self) -> [f64; 2] {
+        let count = |only_trained: bool| -> usize {
+            let params = self.loaded.params.iter().zip(&self.trainable);
+            let counted = params.filter(|(_, kind)| !only_trained || **kind == Trainable::Yes);
+            counted.map(|(param, _)| param.shape().elem_count()).sum()
+        };
+        [count(false) as f64, count(true) as f64]
+    }
+
+    /// The prediction for ranks that divide `shard` in groups of `group`, and full packs, of whose
+    /// tokens the fraction `images` are of images, and the fraction `targets` are supervised.
+    pub fn estimate(
+        &self,
+        config: &RunConfig,
+        cluster: &Cluster,
+        (shard, group): (Shard, usize),
+        (images, targets): (f64, f64),
+        exact: bool,
+    ) -> candle_core::Result<Estimate> {
+        let model = &self.loaded.model;
+        let layout = Layout::new(&model.stages(), &self.loaded.params, &self.trainable, group);
+        let world = cluster.world();
+        let rounds = (config.train.gradient_accumulation_steps.get() / world).max(1);
+        let early = Some(layout.stage_of(model.lm_head())).filter(|stage| *stage > 0);
+        let held = if world == 1 {
+            let [parameters, trained] = self.num_parameters();
+            let buffers = crate::train::buffers_of_tree(if exact { rounds } else { 1 });
+            Division::alone(parameters, trained, buffers as f64)
+        } else {
+            division(&layout, (shard, exact), rounds, early)
+        };
+        let micro_batch = self.micro_batch(config, images, targets, rounds);
+        let memory = self.memory(config, held)?;
+        let compute = rounds as f64 * self.operations(config, &micro_batch) / cluster.flops;
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        let [parameters, trained] = self.num_parameters();
+        let traffic = |weights: f64| StepTraffic {
+            weights: element * weights,
+            gradients: 4.0 * trained,
+            rounds: rounds as f64,
+            group,
+        };
+        let in_rounds = if exact { rounds as f64 } else { 1.0 };
+        let collectives = match shard {
+            _ if world == 1 => CollectiveTime::default(),
+            Shard::None => cluster.replicated(&traffic(trained)),
+            Shard::Optimizer => cluster.sharded_state(&traffic(trained), in_rounds),
+            Shard::Gradients => cluster.sharded_state(&traffic(trained), rounds as f64),
+            Shard::Full => cluster.sharded_weights(&traffic(parameters)),
+        };
+        let tokens = micro_batch.tokens * (rounds * world) as f64;
+        let process_bytes = memory.peak_bytes(&micro_batch);
+        let device_bytes = memory.device_bytes(&micro_batch);
+        let estimate = Estimate {
+            shard,
+            group,
+            process_bytes,
+            device_bytes,
+            compute,
+            collectives,
+            tokens_per_s: 0.0,
+        };
+        Ok(Estimate { tokens_per_s: tokens / estimate.step(), ..estimate })
+    }
+
+    /// A full micro-batch.
+    fn micro_batch(
+        &self,
+        config: &RunConfig,
+        images: f64,
+        targets: f64,
+        rounds: usize,
+    ) -> MicroBatchSizes {
+        let tokens =
+            f64::from(config.data.packing_length.get()) * config.train.batch_size.get() as f64;
+        let merge = f64::from(self.loaded.model.merge_size().get());
+        // a text-only model has a merge size of 1
+        let patches = if merge > 1.0 { tokens * images * merge * merge } else { 0.0 };
+        MicroBatchSizes {
+            tokens,
+            targets: tokens * targets,
+            patches,
+            step_patches: patches * rounds as f64,
+            sample_patches: patches / 8.0,
+        }
+    }
+
+    fn memory(&self, config: &RunConfig, mut held: Division) -> candle_core::Result<MemoryModel> {
+        let model = &self.loaded.model;
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        let (vocabulary, hidden) = model.lm_head().shape().dims2()?;
+        let moment = match config.optim.moments {
+            Moments::F32 => 4.0,
+            Moments::Bf16 => 2.0,
+            Moments::Host => {
+                held.optimizer = 0.0; // not on the GPU
+                4.0
+            }
+        };
+        let sink =
+            Trained(&self.trainable, Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?);
+        Ok(MemoryModel {
+            division: held,
+            element,
+            moment,
+            hidden: hidden as f64,
+            vocabulary: vocabulary as f64,
+            logits: LOGITS_BYTES as f64,
+            activations: model.activation_memory(element, config.model.recompute.policy(), &sink),
+        })
+    }
+
+    /// Operations of a micro-batch, with those that backward repeats.
+    fn operations(&self, config: &RunConfig, sizes: &MicroBatchSizes) -> f64 {
+        let merge = f64::from(self.loaded.model.merge_size().get()).powi(2);
+        let samples = 4.0; // of a quarter of the pack each
+        let step = StepSizes {
+            tokens: sizes.tokens,
+            targets: sizes.targets,
+            patches: sizes.patches,
+            merged: sizes.patches / merge,
+            token_squares: sizes.tokens.powi(2) / samples,
+            patch_squares: sizes.patches * 4096.0, // images of 4,096 patches
+        };
+        let work = ModelWork(self.loaded.model.work());
+        let trained = |index: usize| self.trainable[index] == Trainable::Yes;
+        let policy = config.model.recompute.policy();
+        let repeated = |rows| match rows {
+            crate::metrics::Rows::Tokens => policy.llm,
+            crate::metrics::Rows::Targets => Recompute::No,
+            _ => policy.vision,
+        };
+        let passes = work.passes(trained).into_iter().zip(&work.0).map(|(passes, part)| {
+            match repeated(part.rows) {
+                Recompute::Yes if passes > 2.0 => passes + 2.0,
+                _ => passes,
+            }
+        });
+        work.model_flops(&step, &passes.collect::<Vec<_>>())
+    }
+}

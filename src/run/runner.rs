@@ -1,0 +1,99 @@
+//! Model, gradients and optimizer of a rank.
+
+use super::error::RunError;
+use super::load_model::{LoadedModel, OpenModel, trainable};
+use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
+use crate::checkpoint::Found;
+use crate::config::RunConfig;
+use crate::optim::{AdamW, ParamGroups};
+use crate::tape::{Gradients, Param};
+use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
+use candle_core::{DType, Device};
+use std::ops::Range;
+
+/// Loads the model: whole in a single process, otherwise together with the other ranks.
+pub(super) fn rank_model(
+    config: &RunConfig,
+    open: OpenModel,
+    groups: &ParamGroups,
+    ranks: &Ranks,
+    device: &Device,
+) -> Result<RankModel, RunError> {
+    match ranks.collective() {
+        None => Ok(whole_model(open.load(device)?)),
+        Some(collective) => {
+            load_shares(open, groups, config.distributed.shard, ranks, collective, device)
+        }
+    }
+}
+
+/// Model, gradients and optimizer, with the optimizer state of `found`; and the model's
+/// `config.json`.
+pub(crate) fn step_runner(
+    config: &RunConfig,
+    model: RankModel,
+    groups: &ParamGroups,
+    found: Option<&Found>,
+    device: &Device,
+) -> Result<(StepRunner, serde_json::Value), RunError> {
+    let RankModel { loaded, place, weights, owned } = model;
+    let saved = found.map(Found::optimizer).transpose()?;
+    let load = |kind: &str, param: &Param, elements: Range<usize>, dtype, device: &Device| {
+        let name = format!("{kind}.{}", param.name());
+        saved.as_ref().map(|saved| saved.load_part(&name, elements, dtype, device)).transpose()
+    };
+    let master = |param: &Param, elements: Range<usize>, device: &Device| {
+        let saved = load("master", param, elements.clone(), DType::F32, device);
+        let saved = saved.map_err(candle_core::Error::wrap)?;
+        saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
+    };
+    let max_norm = config.train.max_grad_norm;
+    let mut optimizer =
+        AdamW::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
+    for state in optimizer.states_mut() {
+        let elements = state.elements.clone();
+        for (kind, moment) in
+            [("exp_avg", &mut state.exp_avg), ("exp_avg_sq", &mut state.exp_avg_sq)]
+        {
+            let (dtype, device) = (moment.dtype(), moment.device().clone());
+            if let Some(saved) = load(kind, &state.param, elements.clone(), dtype, &device)? {
+                *moment = saved;
+            }
+        }
+    }
+    let runner = StepRunner {
+        gradients: gradients(config, &loaded, place, groups, device)?,
+        weights,
+        ranks: Ranks::alone(), // set when the run is assembled
+        model: loaded.model,
+        params: loaded.params,
+        optimizer,
+        recompute: config.model.recompute.policy(),
+        dtype: config.model.precision.dtype(),
+        device: device.clone(),
+    };
+    Ok((runner, loaded.open.config_json))
+}
+
+/// The buffers of gradients.
+fn gradients(
+    config: &RunConfig,
+    loaded: &LoadedModel,
+    place: Option<RankPlace>,
+    groups: &ParamGroups,
+    device: &Device,
+) -> candle_core::Result<GradientSums> {
+    let slots = config.train.gradient_accumulation_steps.get();
+    let exact = config.distributed.exact.holds(device.is_cpu());
+    let Some(RankPlace { layout, member, groups: num_groups }) = place else {
+        let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
+        let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
+        let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
+        return Ok(GradientSums::Alone(buffers));
+    };
+    let how = (config.distributed.shard, exact);
+    // The gradient of a tied head is computed before those of all stages.
+    let early = Some(layout.stage_of(loaded.model.lm_head())).filter(|stage| *stage > 0);
+    let sums = SharedSums::new(layout, member, how, slots / num_groups, early, device)?;
+    Ok(GradientSums::Shared(sums))
+}
