@@ -11,12 +11,14 @@ use trainer::train::Outcome;
 const TOLERANCE: f64 = 1e-5;
 
 /// Settings of 20 steps of a model with 4 key-value heads.
-const SETTINGS: [&str; 5] = [
+const SETTINGS: [&str; 7] = [
     "model.weights=random",
     "train.epochs=null",
     "train.max_steps=20",
     "optim.lr=1e-3",
     "checkpoint.every_steps=0",
+    "eval.every_steps=10",
+    "train.gradient_accumulation_steps=2",
 ];
 
 /// Rows of text and images, and a model with as many key-value heads as query heads.
@@ -122,7 +124,7 @@ fn degrees_that_do_not_fit_are_refused_with_those_that_do() {
     assert_eq!(error, "`distributed.sequence` is 2, which does not divide the number of ranks, 3");
     assert_eq!(hint, "start a multiple of 2 ranks, or set `distributed.sequence` to 1");
     assert_eq!(key, "distributed.sequence");
-    let (error, hint, key) = refused(6, 2);
+    let (error, hint, key) = refused(6, 2); // 4 micro-batches
     assert!(error.ends_with("which 6 ranks in groups of 2 cannot share evenly"), "{error}");
     assert!(hint.starts_with("start 4 or 8 ranks, or set"), "{hint}");
     assert_eq!(key, "train.gradient_accumulation_steps");
