@@ -8,6 +8,7 @@ mod encoded;
 mod pack;
 mod padded;
 mod sample;
+mod split;
 mod varlen;
 
 pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
@@ -18,6 +19,7 @@ pub use sample::{
     AreaLimits, BoxRef, BoxUnit, Content, ImageLimits, MediaRef, MediaSource, Medium, MediumKind,
     Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
+pub use split::BatchPart;
 pub use varlen::VarlenBatch;
 
 /// A label with this value contributes no loss, as in transformers.

@@ -111,6 +111,7 @@ impl Batch {
             vision_rows,
             media: self.media,
             num_tokens,
+            part: None,
         })
     }
 
@@ -142,6 +143,7 @@ impl Batch {
             vision_rows: self.vision_rows,
             media: self.media,
             num_tokens,
+            part: None,
         })
     }
 

@@ -4,7 +4,7 @@
 //! Invariants: `cu_seqlens` and `mask_boundaries` tile `0..T`, and no segment crosses a row;
 //! `vision_rows` is ascending and has one entry for each merged token of `media`, in order.
 
-use super::{CuSeqlens, Patches};
+use super::{BatchPart, CuSeqlens, Patches};
 
 /// One micro-batch as one token sequence.
 ///
@@ -35,4 +35,7 @@ pub struct VarlenBatch {
     /// Number of segments that are not padding: one per sample, or one per document in windows of a
     /// corpus.
     pub num_samples: usize,
+    /// Set in a part of a micro-batch, which has only some of the tokens that `cu_seqlens` counts; see
+    /// [`Self::part`].
+    pub part: Option<BatchPart>,
 }

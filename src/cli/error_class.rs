@@ -103,6 +103,8 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::Urls(_)
         | RunError::NoWeights { .. }
         | RunError::World { .. }
+        | RunError::SequenceWorld { .. }
+        | RunError::SequenceHeads { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
         RunError::NoOptimizer { .. } | RunError::State { .. } | RunError::DataChanged { .. } => {

@@ -39,6 +39,17 @@ pub struct Gather {
     pub all: Tensor,
 }
 
+/// An exchange between the ranks of a sequence group ("all-to-all"): the `N` neighbouring ranks
+/// `rank / N * N ..`, where `N` is the number of tensors. The tensors are contiguous, in `f32`, `bf16`
+/// or `u8`.
+#[derive(Debug, Clone)]
+pub struct Exchange {
+    /// What each rank of the group receives from this rank.
+    pub send: Vec<Tensor>,
+    /// Receives what each rank of the group sends to this rank. No memory is shared with `send`.
+    pub receive: Vec<Tensor>,
+}
+
 /// Exchanges tensors between ranks, in the background.
 ///
 /// All ranks make the same calls with the same shapes in the same order. They are executed in that
@@ -55,12 +66,20 @@ pub trait Collective: Send + Sync {
     /// Starts to copy shares within the shard group.
     fn start_gather(&self, gather: Gather) -> Result<Ticket, DistError>;
 
+    /// Starts an exchange within the sequence group. The other groups need not make this call.
+    fn start_exchange(&self, exchange: Exchange) -> Result<Ticket, DistError>;
+
     /// Waits until this call and all earlier ones are complete. On a GPU, later work on the tensors'
     /// device waits.
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError>;
 
     /// Waits until all calls are complete, as [`Self::wait_for`].
     fn wait(&self) -> Result<(), DistError>;
+
+    /// The error that ended the work in the background, if there is one. Does not wait.
+    fn error(&self) -> Option<DistError> {
+        None
+    }
 
     /// Ends the connections to the other ranks. Every rank calls this as its last call if the run
     /// succeeds. A rank that fails drops the collective instead, which waits for no other rank.

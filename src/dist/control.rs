@@ -6,7 +6,7 @@ use super::launcher::Launched;
 use super::rendezvous::{self, ConnectError, Joined};
 use super::tcp_lane::TcpLane;
 use super::watch::{Waits, Watch};
-use super::{Collective, DistError, Gather, Group, Lane, Monitor, Rank, Reduce, Ticket};
+use super::{Collective, DistError, Exchange, Gather, Group, Lane, Monitor, Rank, Reduce, Ticket};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,6 +57,14 @@ impl Collective for WatchedSums {
 
     fn start_gather(&self, gather: Gather) -> Result<Ticket, DistError> {
         self.sums.start_gather(gather)
+    }
+
+    fn start_exchange(&self, exchange: Exchange) -> Result<Ticket, DistError> {
+        self.sums.start_exchange(exchange)
+    }
+
+    fn error(&self) -> Option<DistError> {
+        self.sums.error()
     }
 
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {

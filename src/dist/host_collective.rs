@@ -1,6 +1,6 @@
 //! The collective for tensors in host memory.
 
-use super::collective::{Collective, Gather, Reduce, Then, Ticket};
+use super::collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tree::TreeSum;
 use super::{DistError, Rank, Transport};
 use crate::ops;
@@ -25,6 +25,7 @@ enum Job {
     Sum(Vec<Tensor>),
     Reduce(Reduce),
     Gather(Gather),
+    Exchange(Exchange),
     Finish,
 }
 
@@ -99,6 +100,14 @@ impl Collective for HostCollective {
         self.send(Job::Gather(gather))
     }
 
+    fn start_exchange(&self, exchange: Exchange) -> Result<Ticket, DistError> {
+        self.send(Job::Exchange(exchange))
+    }
+
+    fn error(&self) -> Option<DistError> {
+        self.progress.state().1.clone()
+    }
+
     fn wait_for(&self, Ticket(ticket): Ticket) -> Result<(), DistError> {
         let mut state = self.progress.state();
         loop {
@@ -135,6 +144,7 @@ fn run(jobs: &Receiver<Job>, sums: &mut TreeSum, progress: &Progress) -> Result<
             Job::Gather(Gather { own, all }) => {
                 on_host(&all, |host| gather(sums, own.as_ref(), host))?;
             }
+            Job::Exchange(parts) => exchange(sums, &parts)?,
             Job::Finish => sums.finish()?,
         }
         progress.change(|state| state.0 += 1);
@@ -181,6 +191,22 @@ fn gather(sums: &mut TreeSum, own: Option<&Tensor>, all: &Tensor) -> Done {
     };
     let own = own.to_device(&Device::Cpu)?; // no copy if it is there
     ops::with_bytes(&own, |own| ops::change_bytes(all, |all| sums.gather(Some(own), all)))?
+}
+
+/// Sends the tensors of `exchange`, and receives those of the other ranks of the sequence group.
+fn exchange(sums: &mut TreeSum, Exchange { send, receive }: &Exchange) -> Result<(), DistError> {
+    let group = send.len();
+    for (to, from) in sums.partners_in_group(group) {
+        let sent = send[to].to_device(&Device::Cpu).map_err(failed("an exchange between ranks"))?;
+        on_host(&receive[from], |received| {
+            ops::with_bytes(&sent, |sent| {
+                ops::change_bytes(received, |received| {
+                    sums.exchange(group, (to, sent), (from, received))
+                })
+            })?
+        })?;
+    }
+    Ok(())
 }
 
 /// Uses the share `share` of `values`, which is summed.

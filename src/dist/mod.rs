@@ -20,12 +20,13 @@ mod nccl;
 mod rank;
 mod rendezvous;
 mod selftest;
+mod sequence;
 mod tcp_lane;
 mod threads;
 mod tree;
 mod watch;
 
-pub use collective::{Collective, Gather, Reduce, Then, Ticket};
+pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
 pub use error::DistError;
@@ -36,10 +37,11 @@ pub use launcher::{LaunchError, Launched, Launcher};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
-pub use rank::Rank;
+pub use rank::{Rank, SequencePlace};
 pub use rendezvous::ConnectError;
 pub(crate) use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
+pub use sequence::SequenceAttention;
 pub use threads::{slow_threads, threads, threads_in_groups};
 pub use tree::Transport;
 

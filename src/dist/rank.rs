@@ -28,6 +28,45 @@ impl Rank {
     pub fn own_part(self, len: usize) -> Range<usize> {
         own_part(self.rank, self.world, len)
     }
+
+    /// The place of this rank among the ranks of its sequence group, if `size` neighbouring ranks
+    /// compute the same micro-batches.
+    pub fn in_sequence(self, size: usize) -> SequencePlace {
+        SequencePlace { place: self.rank % size, size }
+    }
+
+    /// The place of the sequence group of this rank among all sequence groups of `size` ranks: the
+    /// groups share the micro-batches of a step as single ranks do otherwise.
+    pub fn sequence_group(self, size: usize) -> Self {
+        Self {
+            rank: self.rank / size,
+            world: self.world / size,
+            local_rank: self.local_rank / size,
+            local_world: self.local_world.div_ceil(size),
+        }
+    }
+}
+
+/// The place of a rank in its sequence group: ranks that compute the same micro-batches, each a part
+/// of the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequencePlace {
+    /// Number of this rank in the group, from 0 to `size - 1`.
+    pub place: usize,
+    /// Number of ranks of the group.
+    pub size: usize,
+}
+
+impl SequencePlace {
+    /// The tokens of the rank at `place`, of `tokens` tokens.
+    pub fn part_of(self, place: usize, tokens: usize) -> Range<usize> {
+        own_part(place, self.size, tokens)
+    }
+
+    /// The tokens of this rank, of `tokens` tokens.
+    pub fn part(self, tokens: usize) -> Range<usize> {
+        self.part_of(self.place, tokens)
+    }
 }
 
 /// Part number `of` of `0..len`, divided into `parts`.

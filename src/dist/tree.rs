@@ -73,7 +73,7 @@ impl TreeSum {
         let Rank { rank, world, .. } = rank;
         Self {
             all: Members::new(0..world, rank),
-            group: Members::new(shard_group_of(rank, shard_group), rank),
+            group: Members::new(group_of(rank, shard_group), rank),
             across: Members::new((rank % shard_group..world).step_by(shard_group), rank),
             transport,
             received: Vec::new(),
@@ -120,15 +120,37 @@ impl TreeSum {
         self.group.own * share..(self.group.own + 1) * share
     }
 
+    /// The places in a group of `group` neighbouring ranks that this rank sends to and receives from,
+    /// one pair after the other.
+    pub(super) fn partners_in_group(&self, group: usize) -> Vec<(usize, usize)> {
+        let members = Members::new(group_of(self.all.own, group), self.all.own);
+        [(members.own, members.own)].into_iter().chain(members.partners()).collect()
+    }
+
+    /// Sends and receives within a group of `group` neighbouring ranks, with places in the group.
+    pub(super) fn exchange(
+        &mut self,
+        group: usize,
+        (to, send): (usize, &[u8]),
+        (from, receive): (usize, &mut [u8]),
+    ) -> Result<(), DistError> {
+        let ranks = group_of(self.all.own, group);
+        if ranks.start + to == self.all.own {
+            receive.copy_from_slice(send);
+            return Ok(());
+        }
+        self.transport.exchange(ranks.start + to, send, ranks.start + from, receive)
+    }
+
     pub(super) fn finish(&mut self) -> Result<(), DistError> {
         self.transport.finish()
     }
 }
 
-/// The ranks of the shard group of `rank`.
-fn shard_group_of(rank: usize, shard_group: usize) -> Range<usize> {
-    let first = rank / shard_group * shard_group;
-    first..first + shard_group
+/// The ranks of the group of `rank`, if `size` neighbouring ranks are a group.
+fn group_of(rank: usize, size: usize) -> Range<usize> {
+    let first = rank / size * size;
+    first..first + size
 }
 
 fn sum_part(

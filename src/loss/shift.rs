@@ -1,6 +1,7 @@
 //! Shifts labels to targets, inside each sample.
 
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
+use std::ops::Range;
 
 /// The supervised rows of a token stream and the token that each must predict, `[S]` each.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,6 +36,16 @@ impl Targets {
             }
         }
         Self { rows, ids, weights }
+    }
+
+    /// The targets of the rows `tokens`, whose rows are counted from its start, and their numbers among
+    /// all targets.
+    pub fn part(&self, tokens: &Range<usize>) -> (Self, Range<usize>) {
+        let place = |row: usize| self.rows.partition_point(|of| (*of as usize) < row);
+        let own = place(tokens.start)..place(tokens.end);
+        let rows = self.rows[own.clone()].iter().map(|row| row - tokens.start as u32).collect();
+        let weights = self.weights.as_ref().map(|weights| weights[own.clone()].to_vec());
+        (Self { rows, ids: self.ids[own.clone()].to_vec(), weights }, own)
     }
 
     /// Sum of the weights of all targets: their contribution to the divisor of the loss.
@@ -77,6 +88,7 @@ mod tests {
             vision_rows: vec![],
             media: vec![],
             num_tokens,
+            part: None,
         }
     }
 
@@ -102,6 +114,22 @@ mod tests {
         assert_eq!(weights[0], 0.5);
         assert!((weights[1] - 0.1).abs() < 1e-7 && weights[1] != 0.1, "rounded: {weights:?}");
         assert_eq!(targets.weight(), 0.5 + f64::from(weights[1]));
+    }
+
+    #[test]
+    fn parts_of_the_targets_tile_them() {
+        let mut batch = stream(&[4, 3], &[1, 2, IGNORE_INDEX, 4, 5, 6, 7]);
+        batch.weights = Some(vec![0.25; 7]);
+        let all = Targets::of(&batch);
+        for (tokens, rows, ids, numbers) in [
+            (0..3, vec![0, 2], vec![2, 4], 0..2),
+            (3..5, vec![1], vec![6], 2..3),
+            (5..7, vec![0], vec![7], 3..4),
+            (3..4, vec![], vec![], 2..2),
+        ] {
+            let weights = Some(vec![0.25; numbers.len()]);
+            assert_eq!(all.part(&tokens), (Targets { rows, ids, weights }, numbers), "{tokens:?}");
+        }
     }
 
     #[test]

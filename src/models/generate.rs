@@ -38,6 +38,7 @@ impl dyn Model + '_ {
             media: vec![],
             num_tokens: 1,
             num_samples: 1,
+            part: None,
         };
         let hidden = self.run_with_cache(batch, cache, device)?;
         cache.next_position += 1;

@@ -16,6 +16,9 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Every tensor of the model in a fixed order. A tied head is not listed.
     fn param_specs(&self) -> Vec<ParamSpec>;
 
+    /// Number of query heads and of key-value heads of the decoder.
+    fn heads(&self) -> [usize; 2];
+
     /// Standard deviation of random weights.
     fn initializer_range(&self) -> f64;
 

@@ -9,9 +9,10 @@ use super::inputs::{
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
-use super::ranks::{SetupRanks, check_world};
+use super::ranks::SetupRanks;
 use super::resume::{Resume, resumed_state};
 use super::runner::{rank_model, step_runner};
+use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
@@ -103,7 +104,11 @@ impl Run {
         group: Option<Group>,
     ) -> Result<Self, RunError> {
         let monitor = group.as_ref().map(|group| Arc::clone(&group.monitor));
-        let result = Self::assemble(config, options, SetupRanks::new(group));
+        let result = Self::assemble(
+            config,
+            options,
+            SetupRanks::new(group, config.distributed.sequence.get()),
+        );
         if let (Err(error), Some(monitor)) = (&result, monitor) {
             fail(&*monitor, error, error.lost());
         }
@@ -140,7 +145,8 @@ impl Run {
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
 
         let section = model_section(config, found);
-        let open = open_for_run(&section, config.seed, &device)?;
+        let mut open = open_for_run(&section, config.seed, &device)?;
+        share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
         let groups = param_groups(config, &open)?;
@@ -303,10 +309,12 @@ fn config_digest(config: &RunConfig) -> String {
 fn log_share(config: &RunConfig, rank: Rank) {
     let train = &config.train;
     let micro_batches = train.gradient_accumulation_steps.get();
+    let sequence = config.distributed.sequence.get();
     tracing::info!(
         ranks = rank.world,
         micro_batches,
-        micro_batches_of_each = micro_batches / rank.world,
+        micro_batches_of_each = micro_batches * sequence / rank.world,
+        sequence,
         batch_size = train.batch_size,
         "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
          run, while other trainers count it per device"

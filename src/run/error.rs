@@ -168,17 +168,43 @@ pub enum RunError {
     Config(#[from] ConfigError),
     /// The micro-batches of a step cannot be divided among the ranks.
     #[error(
-        "a step has {slots} micro-batches (`train.gradient_accumulation_steps`), which {world} ranks cannot share evenly"
+        "a step has {slots} micro-batches (`train.gradient_accumulation_steps`), which {world} ranks{} cannot share evenly",
+        groups_text(*.sequence)
     )]
     World {
         /// Number of ranks.
         world: usize,
+        /// Number of ranks that compute the same micro-batches.
+        sequence: usize,
         /// Number of micro-batches of a step.
         slots: usize,
         /// The next smaller number of ranks that fits.
         below: Option<usize>,
         /// The next larger number of ranks that fits.
         above: Option<usize>,
+    },
+    /// The ranks cannot be divided into sequence groups.
+    #[error(
+        "`distributed.sequence` is {sequence}, which does not divide the number of ranks, {world}"
+    )]
+    SequenceWorld {
+        /// Number of ranks of a sequence group.
+        sequence: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// The ranks of a sequence group cannot share the heads of the model.
+    #[error(
+        "`distributed.sequence` is {sequence}, but {sequence} ranks cannot share {} query heads and {} key-value heads evenly",
+        .heads[0], .heads[1]
+    )]
+    SequenceHeads {
+        /// Number of ranks of a sequence group.
+        sequence: usize,
+        /// Number of query heads and of key-value heads.
+        heads: [usize; 2],
+        /// Numbers of ranks that fit.
+        fitting: Vec<usize>,
     },
     /// The ranks cannot work together.
     #[error(transparent)]
@@ -211,6 +237,9 @@ impl RunError {
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
+            Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
+                Some(dotted("distributed.sequence"))
+            }
             _ => None,
         }
     }
@@ -251,11 +280,21 @@ impl RunError {
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
             Self::Ranks(problem) => problem.hint(),
-            Self::World { world, below, above, .. } => {
+            Self::SequenceWorld { sequence, .. } => {
+                return Some(format!(
+                    "start a multiple of {sequence} ranks, or set `distributed.sequence` to 1"
+                ));
+            }
+            Self::SequenceHeads { fitting, .. } => {
+                let fitting: Vec<String> = fitting.iter().map(ToString::to_string).collect();
+                return Some(format!("this model fits: {}", fitting.join(", ")));
+            }
+            Self::World { world, sequence, below, above, .. } => {
+                let groups = world / sequence;
                 let ranks: Vec<String> =
                     [below, above].into_iter().flatten().map(ToString::to_string).collect();
                 return Some(format!(
-                    "start {} ranks, or set `train.gradient_accumulation_steps` to a multiple of {world}. \
+                    "start {} ranks, or set `train.gradient_accumulation_steps` to a multiple of {groups}. \
                      `batch_size` x `gradient_accumulation_steps` is the step of the whole run, not of one rank",
                     ranks.join(" or ")
                 ));
@@ -264,4 +303,9 @@ impl RunError {
         };
         Some(hint.to_owned())
     }
+}
+
+/// How `sequence` ranks compute the same micro-batches, after a number of ranks.
+fn groups_text(sequence: usize) -> String {
+    if sequence > 1 { format!(" in groups of {sequence}") } else { String::new() }
 }

@@ -3,6 +3,7 @@
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
 use crate::nn::{ParamSpec, WeightError, random_tensor};
+use crate::ops::AttentionBackend;
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
@@ -114,7 +115,7 @@ pub struct OpenModel {
     source: WeightSource,
     folder: PathBuf,
     dtype: DType,
-    attention: AttentionChoice,
+    attention: Arc<dyn AttentionBackend>,
 }
 
 /// Source of the exact `f32` weights.
@@ -144,8 +145,21 @@ impl OpenModel {
             source,
             folder: folder.to_owned(),
             dtype: section.precision.dtype(),
-            attention: section.attention,
+            attention: section.attention.backend(),
         })
+    }
+
+    /// Number of query heads and of key-value heads of the decoder.
+    pub(super) fn heads(&self) -> [usize; 2] {
+        self.config.heads()
+    }
+
+    /// Replaces the attention of the model.
+    pub(super) fn wrap_attention(
+        &mut self,
+        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
+    ) {
+        self.attention = wrap(Arc::clone(&self.attention));
     }
 
     /// Loads all weights.
@@ -162,7 +176,7 @@ impl OpenModel {
 
     /// Builds the model with these parameters.
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
-        let model = self.config.build(&params, &self.attention.backend())?;
+        let model = self.config.build(&params, &self.attention)?;
         Ok(LoadedModel { model, params, open: self })
     }
 

@@ -25,8 +25,8 @@ pub(super) struct RankPlace {
     pub(super) layout: Arc<Layout>,
     /// The share of this rank.
     pub(super) member: usize,
-    /// Number of ranks of the run.
-    pub(super) world: usize,
+    /// Number of sequence groups, which share the micro-batches of a step.
+    pub(super) groups: usize,
 }
 
 /// A model that is not divided.
@@ -74,7 +74,8 @@ pub(super) fn load_shares(
             (RankWeights::Gathered(flat), Some(owned))
         }
     };
-    let place = RankPlace { layout: Arc::new(layout), member, world: ranks.rank().world };
+    let place =
+        RankPlace { layout: Arc::new(layout), member, groups: ranks.sequence_group().world };
     Ok(RankModel { loaded, place: Some(place), weights, owned })
 }
 

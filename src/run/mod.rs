@@ -18,6 +18,7 @@ mod plan;
 mod ranks;
 mod resume;
 mod runner;
+mod sequence;
 
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
@@ -31,5 +32,5 @@ pub use resume::Resume;
 pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
-pub(crate) use ranks::check_world;
 pub(crate) use runner::step_runner;
+pub(crate) use sequence::check_world;

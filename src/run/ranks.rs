@@ -18,13 +18,14 @@ pub(super) struct SetupRanks {
 }
 
 impl SetupRanks {
-    /// `None`: a run in one process.
-    pub(super) fn new(group: Option<Group>) -> Self {
+    /// `None`: a run in one process. `sequence` is the number of ranks of a sequence group.
+    pub(super) fn new(group: Option<Group>, sequence: usize) -> Self {
         let Some(Group { rank, data, step, shard_group, sums, device, monitor }) = group else {
             return Self { ranks: Ranks::alone(), share: None, device: None };
         };
-        let ranks = Ranks::new(rank, step, shard_group, sums, monitor);
-        Self { ranks, share: Some(LoaderShare { rank, lane: data }), device }
+        let ranks = Ranks::new(rank, step, shard_group, sums, monitor).in_sequence_groups(sequence);
+        let share = LoaderShare { group: ranks.sequence_group(), sequence, lane: data };
+        Self { ranks, share: Some(share), device }
     }
 
     /// The connections of the training loop.
@@ -128,16 +129,4 @@ impl Together for SetupRanks {
     fn failed(&self, rank: usize, message: String) -> RunError {
         DistError::Failed { rank, message }.into()
     }
-}
-
-/// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
-pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
-    let slots = config.train.gradient_accumulation_steps.get();
-    if slots.is_multiple_of(world) {
-        return Ok(());
-    }
-    let fits = |world: &usize| slots.is_multiple_of(*world);
-    let below = (1..world).rev().find(fits);
-    let above = (world + 1..=slots).find(fits);
-    Err(RunError::World { world, slots, below, above })
 }

@@ -6,12 +6,13 @@
 use super::datasets::{DatasetCounts, DatasetLoss};
 use super::eval_blocks::join;
 use super::ranks::Ranks;
+use super::sequence::own_part;
 use super::weights::{Pass, RankWeights};
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
 use crate::dist::{DistError, Rank};
-use crate::loss::{TargetLosses, Targets, scores};
+use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
@@ -105,7 +106,8 @@ pub enum EvalError {
     Candle(#[from] candle_core::Error),
 }
 
-/// Scores rows in packs of at most `max_tokens`. Ranks share the rows.
+/// Scores rows in packs of at most `max_tokens`. Sequence groups share the rows, and the ranks of a
+/// group share each pack.
 pub struct Evaluator<'a> {
     /// The rows to score.
     pub rows: &'a JsonlRows,
@@ -123,7 +125,7 @@ pub struct Evaluator<'a> {
 
 /// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
 const ROWS_AT_A_TIME: usize = 8;
-/// Number of rows that one rank scores at a time. No pack has rows of two blocks, so that packs do not
+/// Number of rows that one sequence group scores at a time. No pack has rows of two blocks, so that packs do not
 /// depend on the number of ranks.
 const BLOCK_ROWS: usize = 32;
 
@@ -135,7 +137,7 @@ impl Evaluator<'_> {
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
-        let Rank { rank, world, .. } = self.ranks.rank();
+        let Rank { rank, world, .. } = self.ranks.sequence_group();
         let mut blocks = Vec::new();
         for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
             if index % world != rank {
@@ -214,16 +216,17 @@ impl Evaluator<'_> {
         let merge = model.merge_size();
         let packs = vec![Pack { samples }];
         let batch = collate(packs, 0, PaddingSide::Right, merge)?.unpad()?; // one row: no padding
-        let targets = Targets::of(&batch);
+        let (batch, own) = own_part(batch, self.ranks.sequence(), merge);
+        let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
         self.begin_pass(true)?;
-        let scores = scores(&model.hidden(&input)?, model.lm_head(), &targets)?;
+        let scores = scores(&model.hidden(&input)?, model.lm_head(), targets)?;
         self.weights.end()?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (id, size) in origins {
             let first = next;
             end += size.num_tokens as usize;
-            while next < targets.len() && (targets.rows[next] as usize) < end {
+            while next < targets.len() && own.row(next) < end {
                 next += 1;
             }
             let range = first..next;

@@ -28,6 +28,19 @@ struct Score {
     exact: bool,
 }
 
+impl Block {
+    /// Adds the targets that another rank has scored.
+    fn add(&mut self, other: Self) {
+        let sum = |a: Bits, b: Bits| Bits::from(f64::from(a) + f64::from(b));
+        for (score, other) in self.samples.iter_mut().zip(other.samples) {
+            score.nll_sum = sum(score.nll_sum, other.nll_sum);
+            score.num_targets += other.num_targets;
+            score.target_weight = sum(score.target_weight, other.target_weight);
+            score.exact &= other.exact;
+        }
+    }
+}
+
 impl From<SampleScore> for Score {
     fn from(score: SampleScore) -> Self {
         Self {
@@ -57,17 +70,24 @@ impl From<Score> for SampleScore {
     }
 }
 
-/// Joins the reports of all blocks in the order of the rows. Rank `r` of `world` has scored the blocks
-/// `r`, `r + world` and so on.
+/// Joins the reports of all blocks in the order of the rows. Sequence group `g` of `n` has scored the
+/// blocks `g`, `g + n` and so on; each of its ranks has scored its own targets.
 pub(super) fn join(own: Vec<EvalReport>, ranks: &Ranks) -> Result<EvalReport, DistError> {
     let block = |EvalReport { samples, rejected }: EvalReport| Block {
         samples: samples.into_iter().map(Score::from).collect(),
         rejected,
     };
     let own: Vec<Block> = own.into_iter().map(block).collect();
-    let mut of_ranks: Vec<_> = ranks.gather(own)?.into_iter().map(Vec::into_iter).collect();
-    let world = of_ranks.len();
-    let blocks = (0..).map_while(|index: usize| of_ranks[index % world].next());
+    let mut groups = Vec::new();
+    let mut of_ranks = ranks.gather(own)?.into_iter();
+    while let Some(mut blocks) = of_ranks.next() {
+        for others in of_ranks.by_ref().take(ranks.sequence().size - 1) {
+            blocks.iter_mut().zip(others).for_each(|(block, other)| block.add(other));
+        }
+        groups.push(blocks.into_iter());
+    }
+    let num_groups = groups.len();
+    let blocks = (0..).map_while(|index: usize| groups[index % num_groups].next());
     let mut all = EvalReport::default();
     for Block { samples, rejected } in blocks {
         all.samples.extend(samples.into_iter().map(SampleScore::from));

@@ -13,6 +13,7 @@ mod gradients;
 mod ranks;
 mod rejects;
 mod saved;
+mod sequence;
 mod state;
 mod step;
 mod step_report;

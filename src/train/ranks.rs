@@ -2,7 +2,9 @@
 
 use super::error::TrainError;
 use crate::checkpoint::Together;
-use crate::dist::{Collective, DistError, Lane, Monitor, Rank, during, fail, gather};
+use crate::dist::{
+    Collective, DistError, Lane, Monitor, Rank, SequencePlace, during, fail, gather,
+};
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct Ranks {
     rank: Rank,
     shard_group: usize,
+    sequence: usize,
     step: AtomicU64,
     others: Option<Others>,
 }
@@ -26,7 +29,13 @@ struct Others {
 impl Ranks {
     /// A run in a single process.
     pub fn alone() -> Self {
-        Self { rank: Rank::ALONE, shard_group: 1, step: AtomicU64::new(0), others: None }
+        Self {
+            rank: Rank::ALONE,
+            shard_group: 1,
+            sequence: 1,
+            step: AtomicU64::new(0),
+            others: None,
+        }
     }
 
     /// `lane` is used by nothing else.
@@ -38,12 +47,28 @@ impl Ranks {
         monitor: Arc<dyn Monitor>,
     ) -> Self {
         let others = Some(Others { lane: Mutex::new(lane), sums, monitor });
-        Self { rank, shard_group, step: AtomicU64::new(0), others }
+        Self { rank, shard_group, sequence: 1, step: AtomicU64::new(0), others }
+    }
+
+    /// `size` neighbouring ranks compute the same micro-batches, each a part of the tokens.
+    #[must_use]
+    pub fn in_sequence_groups(self, size: usize) -> Self {
+        Self { sequence: size, ..self }
     }
 
     /// The place of this rank.
     pub fn rank(&self) -> Rank {
         self.rank
+    }
+
+    /// The place of this rank in its sequence group.
+    pub fn sequence(&self) -> SequencePlace {
+        self.rank.in_sequence(self.sequence)
+    }
+
+    /// The place of the sequence group of this rank among those that share the micro-batches.
+    pub fn sequence_group(&self) -> Rank {
+        self.rank.sequence_group(self.sequence)
     }
 
     /// The place of this rank in its shard group, and the number of ranks of the group.

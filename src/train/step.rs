@@ -2,10 +2,11 @@
 
 use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
+use super::sequence::{OwnTargets, own_part};
 use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
-use crate::dist::DistError;
-use crate::loss::{TargetLosses, Targets, loss_and_gradient};
+use crate::dist::{Collective, DistError};
+use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::optim::{AdamW, OptimError, Update};
 use crate::tape::{Gradients, Param};
@@ -123,17 +124,16 @@ impl From<Vec<VarlenBatch>> for MicroBatches {
 
 /// The micro-batches of a step. The upload of the first one has started.
 pub struct PreparedStep {
-    targets: Vec<(usize, Targets)>, // with their slots
+    targets: Vec<(usize, OwnTargets)>, // with their slots
     first: Option<ModelInput>,
     rest: std::vec::IntoIter<(usize, VarlenBatch)>,
 }
 
-/// Weight of each target; `None`: 1 for all.
-type TargetWeights = Option<Vec<f32>>;
-
 /// Losses of a step on the device.
 pub struct Losses {
-    nll: Vec<(usize, Tensor, TargetWeights)>, // slot, nll and weights, [S], of each micro-batch
+    /// Slot, nll `[S]` and targets of each micro-batch with targets. No nll: other ranks have all
+    /// targets.
+    nll: Vec<(usize, Option<Tensor>, OwnTargets)>,
     /// The gradients for the states of the optimizer.
     gradients: Vec<Tensor>,
     /// Number and weight of the supervised targets of the step.
@@ -148,8 +148,9 @@ impl Losses {
 
     /// The loss of each target. Waits for a GPU.
     fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
-        let read = |(slot, nll, weights): &(usize, Tensor, TargetWeights)| {
-            Ok((*slot, TargetLosses { nll: nll.to_vec1()?, weights: weights.clone() }))
+        let read = |(slot, nll, targets): &(usize, Option<Tensor>, OwnTargets)| {
+            let nll = nll.as_ref().map_or(Ok(Vec::new()), Tensor::to_vec1)?;
+            Ok((*slot, targets.losses(nll)))
         };
         self.nll.iter().map(read).collect()
     }
@@ -176,21 +177,26 @@ impl StepRunner {
         micro_batches: impl Into<MicroBatches>,
     ) -> candle_core::Result<PreparedStep> {
         let MicroBatches(batches) = micro_batches.into();
-        let targets = batches.iter().map(|(slot, batch)| (*slot, Targets::of(batch))).collect();
+        let (sequence, merge_size) = (self.ranks.sequence(), self.model.merge_size());
+        let parts = batches.into_iter().map(|(slot, batch)| {
+            let (batch, targets) = own_part(batch, sequence, merge_size);
+            ((slot, batch), (slot, targets))
+        });
+        let (batches, targets): (Vec<_>, _) = parts.unzip();
         let mut rest = batches.into_iter();
         let first = rest.next().map(|(_, batch)| self.upload(batch)).transpose()?;
         Ok(PreparedStep { targets, first, rest })
     }
 
     /// Counts the targets of all ranks.
-    fn count(&self, targets: &[(usize, Targets)]) -> Result<StepCounts, DistError> {
-        let own = targets.iter().map(|(slot, targets)| {
+    fn count(&self, targets: &[(usize, OwnTargets)]) -> Result<StepCounts, DistError> {
+        let own = targets.iter().map(|(slot, OwnTargets { targets, .. })| {
             SlotCounts(*slot, targets.len() as u64, targets.weight().into())
         });
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut all: Vec<SlotCounts> = all.into_iter().flatten().collect();
         all.sort_by_key(|SlotCounts(slot, ..)| *slot);
-        let world = self.ranks.rank().world;
+        let world = self.ranks.sequence_group().world;
         let mut counts = StepCounts { rounds: 1, ..StepCounts::default() };
         for SlotCounts(slot, num_targets, weight) in all {
             counts.num_targets += num_targets;
@@ -211,20 +217,20 @@ impl StepRunner {
         let counts = self.count(&step.targets)?;
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
-        let world = self.ranks.rank().world;
+        let (world, groups) = (self.ranks.rank().world, self.ranks.sequence_group().world);
         let mut sums = self.gradients.begin_step(counts.rounds, self.ranks.sums(), &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
         for round in 0..counts.rounds {
             self.ranks.report(&format!("micro-batch {}", round + 1));
-            let batch = batches.next_if(|((slot, _), _)| slot / world == round);
+            let batch = batches.next_if(|((slot, _), _)| slot / groups == round);
             let has_batch = batch.is_some();
             if has_batch || world > 1 {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
                 if let Some(((slot, targets), input)) = batch {
                     let losses = self.forward_backward(&input?, targets, counts, &grads)?;
-                    nll.extend(losses.map(|(nll, weights)| (slot, nll, weights)));
+                    nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
                 } else {
                     grads.begin_backward()?;
                     report_without_backward(&*self.model, &grads);
@@ -238,26 +244,39 @@ impl StepRunner {
         Ok(Losses { nll, gradients, counts })
     }
 
-    /// Adds the gradients of one micro-batch to `grads`. Returns the losses and weights of its targets,
-    /// `None` if it has none.
+    /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses; `None`
+    /// if the micro-batch has no targets on any rank.
     fn forward_backward(
         &self,
         input: &ModelInput,
-        targets: Targets,
+        targets: OwnTargets,
         counts: StepCounts,
         grads: &Round<'_>,
-    ) -> Result<Option<(Tensor, TargetWeights)>, StepError> {
+    ) -> Result<Option<(Option<Tensor>, OwnTargets)>, StepError> {
         let (hidden, tape) = self.model.forward(input, self.recompute, grads)?;
         grads.begin_backward()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
-        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads)?;
-        drop(hidden);
-        let Some(loss) = loss else {
+        let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, grads)?;
+        if targets.is_without_any() {
             report_without_backward(&*self.model, grads);
             return Ok(None);
+        }
+        let (nll, d_hidden) = match loss {
+            Some(loss) => (Some(loss.nll), loss.d_hidden),
+            None => (None, hidden.zeros_like()?), // other ranks have targets that see these tokens
         };
-        self.model.backward(tape, loss.d_hidden, input, grads)?;
-        Ok(Some((loss.nll, targets.weights)))
+        drop(hidden);
+        self.model.backward(tape, d_hidden, input, grads)?;
+        Ok(Some((nll, targets)))
+    }
+
+    /// An op that exchanges tensors fails if another rank was lost.
+    fn cause(&self, error: StepError) -> StepError {
+        let lost = match &error {
+            StepError::Candle(_) => self.ranks.sums().and_then(Collective::error),
+            _ => None,
+        };
+        lost.map_or(error, StepError::Ranks)
     }
 
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
@@ -271,7 +290,7 @@ impl StepRunner {
         lr: f64,
         number: u64,
     ) -> Result<LaunchedStep, StepError> {
-        let mut losses = self.accumulate(step)?;
+        let mut losses = self.accumulate(step).map_err(|error| self.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts, number)?),

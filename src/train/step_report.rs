@@ -35,7 +35,8 @@ struct Message {
 }
 
 impl StepReport {
-    /// Exchanges the reports of all ranks. `owners` has the rank of each sample.
+    /// Exchanges the reports of all ranks. `owners` has the sequence group of each sample, whose ranks
+    /// have the losses of their own tokens.
     pub(super) fn gather(self, owners: &[usize], ranks: &Ranks) -> Result<StepReports, DistError> {
         let Self { samples, data_wait_s, tokens_per_s, peak_memory_bytes } = self;
         let all = ranks.gather(Message {
@@ -50,12 +51,18 @@ impl StepReport {
             &of(|message| message.tokens_per_s.into()),
             &of(|message| message.peak_memory_bytes as f64),
         );
-        let mut of_ranks: Vec<_> = all.into_iter().map(|all| all.samples.into_iter()).collect();
-        let samples = owners.iter().filter_map(|owner| of_ranks[*owner].next());
-        let samples = samples.map(|[nll_sum, target_weight]| SampleLoss {
-            nll_sum: nll_sum.into(),
-            target_weight: target_weight.into(),
-        });
+        let group_losses = |group: &[Message]| {
+            let mut sums = vec![SampleLoss::default(); group[0].samples.len()];
+            for message in group {
+                for (sum, [nll_sum, target_weight]) in sums.iter_mut().zip(&message.samples) {
+                    sum.nll_sum += f64::from(*nll_sum);
+                    sum.target_weight += f64::from(*target_weight);
+                }
+            }
+            sums.into_iter()
+        };
+        let mut groups: Vec<_> = all.chunks(ranks.sequence().size).map(group_losses).collect();
+        let samples = owners.iter().filter_map(|owner| groups[*owner].next());
         let metrics = (ranks.rank().world > 1).then_some(metrics);
         Ok(StepReports { samples: samples.collect(), ranks: metrics })
     }

@@ -259,12 +259,13 @@ impl Trainer {
         let outcome = parts.runner.finish(&launched)?;
         let step_time_s = asked.elapsed().as_secs_f64();
         let peak_memory_bytes = peak_memory_bytes();
+        let sequence = parts.runner.ranks.sequence();
         let own_samples = data.own_samples();
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
         let report = StepReport {
             samples: by_sample(&own_samples, &outcome.losses),
             data_wait_s,
-            tokens_per_s: own_tokens as f64 / step_time_s,
+            tokens_per_s: own_tokens as f64 / sequence.size as f64 / step_time_s,
             peak_memory_bytes,
         };
         let StepReports { samples: losses, ranks } =

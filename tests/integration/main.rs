@@ -31,6 +31,7 @@ mod ranks;
 mod resume;
 mod rows;
 mod selftest;
+mod sequence;
 mod simd;
 mod sources;
 mod supervision;

@@ -17,7 +17,7 @@ use trainer::train::{Observer, Outcome};
 
 /// A folder with a model, and with rows of text and images, some of which are unusable: one of them
 /// only when its image is decoded.
-fn place() -> Place {
+pub(super) fn place() -> Place {
     let place = Place::with_model_and_rows();
     let image = fs::read(golden("data/images/exact_astronaut_64x64.png")).unwrap();
     write(&place.path("cut.png"), &image[..image.len() - image.len() / 4]);
@@ -38,7 +38,7 @@ fn place() -> Place {
     place
 }
 
-fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
+pub(super) fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
     let path = |name: &str| place.path(name).display().to_string();
     let images = golden("data").display().to_string();
     let text = format!(
@@ -84,7 +84,7 @@ impl Observer for StopAfter {
 }
 
 /// Trains on `world` ranks. Rank `world - 1` alone is stopped after step `stop`.
-fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
+pub(super) fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
     train_on(config, slow_threads(world, world, Duration::ZERO).unwrap(), stop)
 }
 

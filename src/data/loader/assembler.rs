@@ -296,7 +296,7 @@ impl<'a> Assembler<'a> {
         all.retain(|(_, packs)| !packs.is_empty());
         let (slots, micro_batches) = all.into_iter().unzip();
         let step = Step { micro_batches, epoch_rows, epoch, rejected, state };
-        let rank = self.share.as_ref().map_or(0, |share| share.rank.rank);
+        let rank = self.share.as_ref().map_or(0, |share| share.group.rank);
         Ok(FilledStep { step, slots, sizes: rows.sizes, owners: rows.owners, rank })
     }
 

@@ -14,9 +14,9 @@ pub(super) struct FilledStep {
     pub(super) slots: Vec<usize>,
     /// Counts of all samples.
     pub(super) sizes: Vec<SampleSize>,
-    /// The rank that has read each of them.
+    /// The sequence group that has read each of them.
     pub(super) owners: Vec<usize>,
-    /// This rank.
+    /// The sequence group of this rank.
     pub(super) rank: usize,
 }
 

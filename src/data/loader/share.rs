@@ -15,8 +15,11 @@ use crate::dist::{DistError, Lane, Rank, gather};
 
 /// The connection of a loader to those of the other ranks.
 pub struct LoaderShare {
-    /// The place of this rank.
-    pub rank: Rank,
+    /// The place of the sequence group of this rank among those that share each step. The ranks of a
+    /// group read the same rows.
+    pub group: Rank,
+    /// Number of ranks of a sequence group.
+    pub sequence: usize,
     /// Used by the loader alone.
     pub lane: Box<dyn Lane>,
 }
@@ -41,14 +44,14 @@ pub(super) struct RowsOfAll {
     /// Positions of the rejected rows.
     pub(super) without: BTreeSet<u64>,
     pub(super) sizes: Vec<SampleSize>,
-    /// The rank that has read each of them.
+    /// The sequence group that has read each of them.
     pub(super) owners: Vec<usize>,
     pub(super) failed: Option<Rejection>,
 }
 
 /// Whether this rank reads the micro-batch of `slot`.
 pub(super) fn is_own(share: Option<&LoaderShare>, slot: usize) -> bool {
-    let Rank { rank, world, .. } = share.map_or(Rank::ALONE, |share| share.rank);
+    let Rank { rank, world, .. } = share.map_or(Rank::ALONE, |share| share.group);
     slot % world == rank
 }
 
@@ -76,9 +79,9 @@ pub(super) fn exchange(
     share: Option<&mut LoaderShare>,
     read: RowsRead,
 ) -> Result<RowsOfAll, DistError> {
-    let all = match share {
-        Some(share) => gather(&mut *share.lane, &read)?,
-        None => vec![read],
+    let (sequence, all) = match share {
+        Some(share) => (share.sequence, gather(&mut *share.lane, &read)?),
+        None => (1, vec![read]),
     };
     if let Some(other) = all.iter().position(|read| read.plan != all[0].plan) {
         let problem = "it has planned other packs than rank 0: some data files, images or length \
@@ -89,10 +92,13 @@ pub(super) fn exchange(
     let mut all_sizes = Vec::new();
     for (of, RowsRead { plan: _, rejected, sizes, failed }) in all.into_iter().enumerate() {
         for (position, rejection) in rejected {
-            rows.without.insert(position);
-            rows.rejected.push(rejection);
+            if rows.without.insert(position) {
+                rows.rejected.push(rejection);
+            }
         }
-        all_sizes.extend(sizes.into_iter().map(|(slot, size)| (slot, of, size)));
+        if of % sequence == 0 {
+            all_sizes.extend(sizes.into_iter().map(|(slot, size)| (slot, of / sequence, size)));
+        }
         rows.failed = rows.failed.or(failed);
     }
     all_sizes.sort_by_key(|(slot, ..)| *slot); // stable: the samples of a slot keep their order
@@ -127,7 +133,8 @@ mod tests {
         let ranks: Vec<_> = groups
             .map(|(group, plan)| {
                 thread::spawn(move || {
-                    let mut share = LoaderShare { rank: group.rank, lane: group.data };
+                    let mut share =
+                        LoaderShare { group: group.rank, sequence: 1, lane: group.data };
                     let read = RowsRead { plan, ..RowsRead::default() };
                     exchange(Some(&mut share), read).map(|rows| rows.sizes.len())
                 })

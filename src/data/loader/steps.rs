@@ -190,9 +190,9 @@ pub struct StepData {
     pub num_tokens: usize,
     /// Counts of each sample of all ranks, in the order of the token streams.
     pub samples: Vec<SampleSize>,
-    /// The rank that has each of `samples` in its micro-batches.
+    /// The sequence group that has each of `samples` in its micro-batches.
     pub owners: Vec<usize>,
-    /// This rank.
+    /// The sequence group of this rank.
     pub rank: usize,
     /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
     /// by the size of the padded batches.

@@ -19,7 +19,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
-use super::{Collective, DistError, Gather, Lane, Rank, Reduce, Ticket, gather};
+use super::{Collective, DistError, Exchange, Gather, Lane, Rank, Reduce, Ticket, gather};
 use candle_core::{Device, Tensor};
 use communicator::Communicator;
 use library::{Library, UniqueId};
@@ -156,6 +156,15 @@ impl Collective for Nccl {
 
     fn start_gather(&self, gather: Gather) -> Result<Ticket, DistError> {
         self.sums().start_gather(gather)
+    }
+
+    fn start_exchange(&self, _: Exchange) -> Result<Ticket, DistError> {
+        let problem =
+            "NCCL does not exchange tokens and heads yet: set `distributed.sequence` to 1";
+        Err(DistError::Collective {
+            operation: "splitting a sequence",
+            problem: problem.to_owned(),
+        })
     }
 
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {

@@ -31,6 +31,10 @@ impl ModelConfig for Config {
         self.specs()
     }
 
+    fn heads(&self) -> [usize; 2] {
+        [self.text.num_attention_heads, self.text.num_key_value_heads]
+    }
+
     fn initializer_range(&self) -> f64 {
         self.initializer_range
     }

@@ -6,6 +6,7 @@ use crate::batch::{CuSeqlens, Patches, VarlenBatch};
 use crate::nn::DecoderContext;
 use crate::ops::{self, RopeTable, Segments};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use std::ops::Range;
 
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
@@ -20,13 +21,17 @@ pub(super) struct VisionInput {
     pub(super) pixel_values: Tensor, // [P, C*tp*p*p]
     pub(super) context: VisionContext,
     pub(super) rows: Tensor, // [M] rows of the token stream that the features replace
+    own: OwnFeatures,
 }
 
 /// One micro-batch on the device.
 pub(super) struct Input {
     pub(super) ids: Tensor, // [T] u32
     pub(super) text: DecoderContext,
-    pub(super) vision: Option<VisionInput>, // None: a batch without images
+    pub(super) vision: Option<VisionInput>, // None: a batch or part without images
+    /// Whether the micro-batch has images, in any of its parts. The ranks that share a micro-batch
+    /// run backward through the same layers.
+    pub(super) has_media: bool,
 }
 
 impl Input {
@@ -39,21 +44,46 @@ impl Input {
         let rope = positions::mrope_table(&config.text, config.mrope_section, &batch.position_ids);
         let vocab_size = config.text.vocab_size;
         let (ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
+        let has_media = batch.part.as_ref().map_or(!batch.media.is_empty(), |part| part.has_media);
         let vision = if batch.media.is_empty() {
             None
         } else {
             Some(VisionInput::upload(batch, config, dtype, device)?)
         };
-        Ok(Self { ids, text, vision })
+        Ok(Self { ids, text, vision, has_media })
     }
 }
 
+/// The features that the tokens of this rank receive. A part of a micro-batch computes whole frames.
+struct OwnFeatures {
+    num_features: usize,
+    own: Range<usize>,
+}
+
 impl VisionInput {
+    /// The features of the own tokens, `[M, D]`, among all computed ones.
+    pub(super) fn own(&self, features: &Tensor) -> Result<Tensor> {
+        features.narrow(0, self.own.own.start, self.own.own.len())
+    }
+
+    /// The gradient of all computed features from that of the own ones, `[M, D]`.
+    pub(super) fn all(&self, d_own: Tensor) -> Result<Tensor> {
+        let OwnFeatures { num_features, own } = &self.own;
+        if own.len() == *num_features {
+            return Ok(d_own);
+        }
+        d_own.pad_with_zeros(0, own.start, num_features - own.end)?.contiguous()
+    }
+
     fn upload(batch: VarlenBatch, config: &Config, dtype: DType, device: &Device) -> Result<Self> {
         let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
         let num_patches = batch.media.iter().map(Patches::num_patches).sum();
         let merged = num_patches / config.patches_per_token();
-        if merged != batch.vision_rows.len() {
+        let own = OwnFeatures {
+            num_features: merged,
+            own: batch.part.as_ref().map_or(0..merged, |part| part.features.clone()),
+        };
+        if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
             bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
         }
         let mut pixels = Vec::with_capacity(num_patches * config.vision.patch_values());
@@ -73,7 +103,8 @@ impl VisionInput {
             position_weight: ops::upload(weight, (num_patches, 4), device)?,
             segments: Segments::new(frames, all)?,
         };
-        let rows = ops::upload(batch.vision_rows, merged, device)?; // [M]
-        Ok(Self { pixel_values, context, rows })
+        let num_rows = own.own.len();
+        let rows = ops::upload(batch.vision_rows, num_rows, device)?; // [M]
+        Ok(Self { pixel_values, context, rows, own })
     }
 }

@@ -39,6 +39,10 @@ impl ModelConfig for Config {
         param_specs(self)
     }
 
+    fn heads(&self) -> [usize; 2] {
+        [self.text.num_attention_heads, self.text.num_key_value_heads]
+    }
+
     fn initializer_range(&self) -> f64 {
         self.initializer_range
     }
@@ -105,7 +109,8 @@ impl Model for Qwen3Vl {
             _ => (self.features(input)?, None),
         };
         let embedding = grads.buffer(&self.decoder.embed_tokens);
-        let below = InputGrad::needed_if(vision.is_some() || embedding.is_some());
+        let vision_below = input.has_media && self.vision.is_trained(grads);
+        let below = InputGrad::needed_if(vision_below || embedding.is_some());
         let (hidden, decoder) = self.decoder.forward(
             self.embed(input, features.as_ref())?,
             &input.text,
@@ -137,19 +142,20 @@ impl Model for Qwen3Vl {
         let vision = input.vision.as_ref().filter(|_| tape.vision.is_some());
         let embed_tokens = &self.decoder.embed_tokens;
         let d_table = grads.buffer(embed_tokens);
-        let below = InputGrad::needed_if(vision.is_some() || d_table.is_some());
+        let vision_below = input.has_media && self.vision.is_trained(grads);
+        let below = InputGrad::needed_if(vision_below || d_table.is_some());
         let num_deepstack = self.vision.num_deepstack();
         let mut d_deepstack = Vec::with_capacity(num_deepstack); // last first
         let mut before_layer = |k, dh: &Tensor| {
             if let Some(vision) = vision.filter(|_| k < num_deepstack) {
-                d_deepstack.push(ops::gather_rows(dh, &vision.rows)?); // [M, D]
+                d_deepstack.push(vision.all(ops::gather_rows(dh, &vision.rows)?)?); // [M, D]
             }
             Ok(())
         };
         let (decoder, text) = (&self.decoder, &input.text);
         let dh = decoder.backward(tape.decoder, d_hidden, text, grads, below, &mut before_layer)?;
         let d_main = match (vision, &dh) {
-            (Some(vision), Some(dh)) => Some(ops::gather_rows(dh, &vision.rows)?), // [M, D]
+            (Some(vision), Some(dh)) => Some(vision.all(ops::gather_rows(dh, &vision.rows)?)?), // [M, D]
             _ => None,
         };
         if let (Some(d_table), Some(dh)) = (d_table, &dh) {
@@ -206,7 +212,7 @@ impl Qwen3Vl {
     fn embed(&self, input: &Input, features: Option<&Features>) -> Result<Tensor> {
         let h = self.decoder.embed(&input.ids)?;
         if let (Some(vision), Some(features)) = (&input.vision, features) {
-            ops::index_copy(&h, &vision.rows, &features.main)?;
+            ops::index_copy(&h, &vision.rows, &vision.own(&features.main)?)?;
         }
         Ok(h)
     }
@@ -215,7 +221,7 @@ impl Qwen3Vl {
 /// Adds deepstack feature `k` to the rows of the images in `h`, the output of decoder layer `k`.
 fn add_deepstack(h: &Tensor, input: &Input, features: Option<&Features>, k: usize) -> Result<()> {
     match (&input.vision, features.and_then(|features| features.deepstack.get(k))) {
-        (Some(vision), Some(feature)) => ops::index_add(h, &vision.rows, feature),
+        (Some(vision), Some(feature)) => ops::index_add(h, &vision.rows, &vision.own(feature)?),
         _ => Ok(()),
     }
 }

@@ -10,6 +10,7 @@ mod isolation;
 mod layouts;
 mod oracle;
 mod seams;
+mod sequence;
 
 use crate::harness::device;
 use candle_core::{DType, Result, Tensor};
@@ -154,7 +155,12 @@ struct Weights {
 
 impl Weights {
     fn random(head: Head, seed: u64) -> Self {
-        let config = config(head);
+        Self::with_config(|_| {}, head, seed)
+    }
+
+    fn with_config(change: impl FnOnce(&mut Config), head: Head, seed: u64) -> Self {
+        let mut config = config(head);
+        change(&mut config);
         let specs = param_specs(&config);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values = specs.iter().map(|spec| {
@@ -208,6 +214,14 @@ struct Outcome {
 
 impl Subject {
     fn new(weights: &Weights, backend: Backend) -> Self {
+        Self::with_attention(weights, |attention| attention, backend)
+    }
+
+    fn with_attention(
+        weights: &Weights,
+        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
+        backend: Backend,
+    ) -> Self {
         let specs = weights.specs.clone();
         let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
             .map(|(index, (spec, values))| {
@@ -219,7 +233,7 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = weights.config.build(&params, &attention).unwrap();
+        let model = weights.config.build(&params, &wrap(attention)).unwrap();
         Self { specs, params, model }
     }
 

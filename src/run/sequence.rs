@@ -1,0 +1,41 @@
+//! Ranks that compute the same micro-batches, each a part of the tokens (`distributed.sequence`).
+
+use super::error::RunError;
+use super::load_model::OpenModel;
+use crate::config::RunConfig;
+use crate::dist::SequenceAttention;
+use crate::train::Ranks;
+use std::sync::Arc;
+
+/// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
+pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
+    let sequence = config.distributed.sequence.get();
+    if !world.is_multiple_of(sequence) {
+        return Err(RunError::SequenceWorld { sequence, world });
+    }
+    let slots = config.train.gradient_accumulation_steps.get();
+    let groups = world / sequence;
+    if slots.is_multiple_of(groups) {
+        return Ok(());
+    }
+    let fits = |groups: &usize| slots.is_multiple_of(*groups);
+    let below = (1..groups).rev().find(fits).map(|groups| groups * sequence);
+    let above = (groups + 1..=slots).find(fits).map(|groups| groups * sequence);
+    Err(RunError::World { world, sequence, slots, below, above })
+}
+
+/// Makes the ranks of a sequence group share the heads of the decoder's attention. Fails if they cannot
+/// share them evenly.
+pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
+    let sequence = ranks.sequence();
+    let heads = open.heads();
+    let fits = |size: &usize| heads.iter().all(|heads| heads.is_multiple_of(*size));
+    if !fits(&sequence.size) {
+        let fitting = (1..=heads[1]).filter(fits).collect();
+        return Err(RunError::SequenceHeads { sequence: sequence.size, heads, fitting });
+    }
+    if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
+        open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
+    }
+    Ok(())
+}

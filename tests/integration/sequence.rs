@@ -1,0 +1,131 @@
+//! Ranks that compute parts of the same micro-batches train like one rank.
+
+use super::harness::Place;
+use super::ranks::{config, place, train};
+use serde_json::Value;
+use trainer::dist::threads;
+use trainer::run::{Run, RunOptions};
+use trainer::train::Outcome;
+
+/// Largest relative difference of a loss or of a gradient norm from that of one rank.
+const TOLERANCE: f64 = 1e-5;
+
+/// Settings of 20 steps of a model with 4 key-value heads.
+const SETTINGS: [&str; 7] = [
+    "model.weights=random",
+    "train.epochs=null",
+    "train.max_steps=20",
+    "optim.lr=1e-3",
+    "checkpoint.every_steps=0",
+    "eval.every_steps=10",
+    "train.gradient_accumulation_steps=2",
+];
+
+/// Rows of text and images, and a model with as many key-value heads as query heads.
+fn many_heads() -> Place {
+    let place = place();
+    let text = String::from_utf8(place.read("model/config.json")).unwrap();
+    let mut model: Value = serde_json::from_str(&text).unwrap();
+    let heads = model["text_config"]["num_attention_heads"].clone();
+    assert!(heads.as_u64().unwrap().is_multiple_of(4), "{heads}");
+    model["text_config"]["num_key_value_heads"] = heads;
+    place.write("model/config.json", &model.to_string());
+    place
+}
+
+/// Asserts that each row of metrics has the same counts, and values within the tolerance.
+#[track_caller]
+fn assert_same_curve(what: &str, found: &[Value], expected: &[Value]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    assert!(expected.iter().filter(|row| row["eval"] != true).count() == 20);
+    for (found, expected) in found.iter().zip(expected) {
+        for key in ["step", "num_tokens", "num_target_tokens", "num_samples", "accuracy"] {
+            assert_eq!(found[key], expected[key], "{what}: `{key}` in {found} and {expected}");
+        }
+        let mut keys = vec!["loss"];
+        keys.extend((expected["eval"] != true).then_some("grad_norm"));
+        for key in keys {
+            let [found, expected] = [found, expected].map(|row| row[key].as_f64().unwrap());
+            let error = (found - expected).abs() / expected.abs();
+            assert!(
+                error <= TOLERANCE,
+                "{what}: `{key}` is {found}, expected {expected}: {error:e}"
+            );
+        }
+    }
+}
+
+fn curve(place: &Place, name: &str, world: usize, settings: &[&str]) -> Vec<Value> {
+    let settings = [&SETTINGS[..], settings].concat();
+    let outcomes = train(&config(place, name, &settings), world, None);
+    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+    place.rows(&format!("{name}/metrics.jsonl"))
+}
+
+#[test]
+fn groups_of_2_and_4_ranks_have_the_curve_of_one_rank() {
+    let place = many_heads();
+    let alone = curve(&place, "alone", 1, &[]);
+    let two = ["distributed.sequence=2", "distributed.shard=none"];
+    let full = ["distributed.sequence=2", "distributed.shard=full"];
+    let four = ["distributed.sequence=4", "distributed.shard=none"];
+    for (name, world, settings) in
+        [("two", 2, two), ("groups", 4, two), ("four", 4, four), ("full", 4, full)]
+    {
+        assert_same_curve(name, &curve(&place, name, world, &settings), &alone);
+    }
+}
+
+#[test]
+fn losses_of_data_sets_and_rejected_rows_are_counted_once() {
+    let place = place();
+    let path = |name: &str| place.path(name).display().to_string();
+    let sets = format!(
+        "data.train=[{{path: {0}, name: a, image_root: /}}, {{path: {0}, name: b, image_root: /}}]",
+        path("rows.jsonl")
+    );
+    let settings = [sets.as_str(), "data.packing=false", "model.use_rmpad=false"];
+    let settings = [&settings[..], &["train.batch_size=2", "train.max_steps=4"]].concat();
+    let runs = [("alone", 1, "distributed.sequence=1"), ("two", 4, "distributed.sequence=2")];
+    let [alone, two] = runs.map(|(name, world, sequence)| {
+        let rows = curve(&place, name, world, &[&settings[..], &[sequence]].concat());
+        (rows, place.rows(&format!("{name}/rejects.jsonl")))
+    });
+    assert_eq!(alone.1, two.1, "rejects.jsonl");
+    for (alone, two) in alone.0.iter().zip(&two.0) {
+        for (key, value) in alone.as_object().unwrap() {
+            let of_set = key.contains('/') || key.starts_with("rejected");
+            match value.as_f64().filter(|_| of_set) {
+                Some(value) if key.starts_with("loss") => {
+                    let found = two[key].as_f64().unwrap();
+                    assert!(
+                        (found - value).abs() <= TOLERANCE * value,
+                        "`{key}`: {found}, {value}"
+                    );
+                }
+                _ if of_set => assert_eq!(two[key], *value, "`{key}`"),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn degrees_that_do_not_fit_are_refused_with_those_that_do() {
+    let place = place();
+    let refused = |world: usize, sequence: usize| {
+        let settings = [format!("distributed.sequence={sequence}")];
+        let config = config(&place, "run", &[settings[0].as_str()]);
+        let group = threads(world).unwrap().remove(0);
+        let error = Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
+        (error.to_string(), error.hint().unwrap_or_default(), error.keys().unwrap().join("."))
+    };
+    let (error, hint, key) = refused(3, 2);
+    assert_eq!(error, "`distributed.sequence` is 2, which does not divide the number of ranks, 3");
+    assert_eq!(hint, "start a multiple of 2 ranks, or set `distributed.sequence` to 1");
+    assert_eq!(key, "distributed.sequence");
+    let (error, hint, key) = refused(6, 2); // 4 micro-batches
+    assert!(error.ends_with("which 6 ranks in groups of 2 cannot share evenly"), "{error}");
+    assert!(hint.starts_with("start 4 or 8 ranks, or set"), "{hint}");
+    assert_eq!(key, "train.gradient_accumulation_steps");
+}
