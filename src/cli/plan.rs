@@ -142,16 +142,15 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
             estimate.tokens_per_s,
         )?;
     }
-    match best {
-        Some(best) => {
-            writeln!(out, "\nleast exchange among those that fit: {}", setting(best, world))?
+    let advice = match best {
+        Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
+        None => {
+            "nothing fits: use more GPUs, `optim.moments: bf16`, `model.recompute: full`, or a \
+                 smaller `data.packing_length`"
+                .to_owned()
         }
-        None => writeln!(
-            out,
-            "\nnothing fits: use more GPUs, `optim.moments: bf16`, `model.recompute: full`, or a smaller \
-             `data.packing_length`"
-        )?,
-    }
+    };
+    writeln!(out, "\n{advice}")?;
     Ok(())
 }
 

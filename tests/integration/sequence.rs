@@ -3,8 +3,9 @@
 use super::harness::Place;
 use super::ranks::{config, place, train};
 use serde_json::Value;
-use trainer::dist::threads;
-use trainer::run::{Run, RunOptions};
+use std::thread;
+use trainer::dist::{Group, threads};
+use trainer::run::{Run, RunError, RunOptions};
 use trainer::train::Outcome;
 
 /// Largest relative difference of a loss or of a gradient norm from that of one rank.
@@ -128,4 +129,22 @@ fn degrees_that_do_not_fit_are_refused_with_those_that_do() {
     assert!(error.ends_with("which 6 ranks in groups of 2 cannot share evenly"), "{error}");
     assert!(hint.starts_with("start 4 or 8 ranks, or set"), "{hint}");
     assert_eq!(key, "train.gradient_accumulation_steps");
+}
+
+#[test]
+fn ranks_that_cannot_share_the_heads_are_refused_with_numbers_that_fit() {
+    let place = place(); // a model with 2 key-value heads
+    let config = config(&place, "run", &["distributed.sequence=4", "model.weights=random"]);
+    let refused = |group: Group| {
+        let error = Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
+        assert!(matches!(error, RunError::SequenceHeads { sequence: 4, .. }), "{error}");
+        assert_eq!(error.keys().unwrap().join("."), "distributed.sequence");
+        error.hint().unwrap()
+    };
+    let hints: Vec<String> = thread::scope(|scope| {
+        let groups = threads(4).unwrap().into_iter();
+        let ranks: Vec<_> = groups.map(|group| scope.spawn(|| refused(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert_eq!(hints, vec!["this model fits: 1, 2"; 4]);
 }
