@@ -20,6 +20,7 @@ impl VarlenBatch {
     /// `merge_size` is the number of patches on a side of a merged token.
     ///
     /// Targets must be computed from the whole: the target of the last token is in the next part.
+    #[must_use]
     pub fn part(mut self, tokens: Range<usize>, merge_size: NonZeroU32) -> Self {
         let has_media = !self.media.is_empty();
         let place = |row: usize| self.vision_rows.partition_point(|of| (*of as usize) < row);
@@ -36,7 +37,7 @@ impl VarlenBatch {
                 frame.start < visible.end && visible.start < frame.end
             };
             let kept = (0..frames).filter(is_seen);
-            if let (Some(begin), Some(last)) = (kept.clone().next(), kept.last()) {
+            if let (Some(begin), Some(last)) = (kept.clone().next(), kept.clone().next_back()) {
                 first.get_or_insert(seen(begin).start);
                 media.push(frames_of(patches, begin..last + 1));
             }
@@ -59,6 +60,7 @@ impl VarlenBatch {
     }
 
     /// Appends a segment of padding if there are fewer than `tokens` tokens.
+    #[must_use]
     pub fn at_least(mut self, tokens: usize) -> Self {
         let missing = tokens.saturating_sub(self.input_ids.len());
         if missing > 0 {

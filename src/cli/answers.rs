@@ -21,19 +21,20 @@ pub(super) fn show_answers(
     let Some(accuracy) = eval.accuracy() else { return Ok(()) };
     let exact = eval.chats().filter(|sample| sample.exact).count();
     let total = eval.chats().count();
+    let runner = trainer.runner();
+    // No rank can generate alone if each has a part of the weights.
+    let show = if runner.weights.are_whole() { config.eval.show } else { 0 };
     let mut text = format!(
         "\n{exact} of {total} held-out answers are exact ({:.1} %).{}\n",
         100.0 * accuracy,
-        if config.eval.show > 0 { " Some of them:" } else { "" }
+        if show > 0 { " Some of them:" } else { "" }
     );
     // Half of the shown answers are wrong ones, if there are enough of each.
-    let num_wrong =
-        (total - exact).min((config.eval.show / 2).max(config.eval.show.saturating_sub(exact)));
+    let num_wrong = (total - exact).min((show / 2).max(show.saturating_sub(exact)));
     let wrong = eval.chats().filter(|sample| !sample.exact).take(num_wrong);
     let right = eval.chats().filter(|sample| sample.exact);
     let shown: std::collections::HashSet<_> =
-        right.take(config.eval.show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
-    let runner = trainer.runner();
+        right.take(show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
     let encoder = rows.encoder();
     let options = GenerateOptions {
         max_new_tokens: MAX_NEW_TOKENS,

@@ -74,7 +74,8 @@ fn bytes(text: &str) -> Result<f64, String> {
     parsed.ok_or_else(|| "expected a number with a unit, such as 80GiB, 80GB or 512MiB".to_owned())
 }
 
-/// Prints the prediction for each `distributed.shard`, and the cheapest one that fits.
+/// Prints the prediction for each `distributed.shard`, and that with the least exchange
+/// among those that fit.
 pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut files =
         ConfigArgs { config: args.config.config.clone(), overrides: args.config.overrides.clone() };
@@ -100,10 +101,8 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         if on_cpu { estimate.process_bytes } else { estimate.device_bytes + RESERVED }
     };
     let fits = |estimate: &&Estimate| needs(estimate) <= args.memory;
-    let best = estimates
-        .iter()
-        .filter(fits)
-        .max_by(|one, other| one.tokens_per_s.total_cmp(&other.tokens_per_s));
+    let cost = |estimate: &Estimate| estimate.collectives.total();
+    let best = estimates.iter().filter(fits).min_by(|one, other| cost(one).total_cmp(&cost(other)));
     if args.json {
         return print_json(&estimates, needs, args.memory, best);
     }
@@ -143,14 +142,15 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
             estimate.tokens_per_s,
         )?;
     }
-    match best {
-        Some(best) => writeln!(out, "\nfastest that fits: {}", setting(best, world))?,
-        None => writeln!(
-            out,
-            "\nnothing fits: use more GPUs, `optim.moments: bf16`, `model.recompute: full`, or a smaller \
-             `data.packing_length`"
-        )?,
-    }
+    let advice = match best {
+        Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
+        None => {
+            "nothing fits: use more GPUs, `optim.moments: bf16`, `model.recompute: full`, or a \
+                 smaller `data.packing_length`"
+                .to_owned()
+        }
+    };
+    writeln!(out, "\n{advice}")?;
     Ok(())
 }
 

@@ -37,6 +37,7 @@ impl Rank {
 
     /// The place of the sequence group of this rank among all sequence groups of `size` ranks: the
     /// groups share the micro-batches of a step as single ranks do otherwise.
+    #[must_use]
     pub fn sequence_group(self, size: usize) -> Self {
         Self {
             rank: self.rank / size,

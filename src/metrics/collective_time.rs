@@ -20,6 +20,8 @@ pub struct Cluster {
 pub struct StepTraffic {
     /// Weights of a pass over the model.
     pub weights: f64,
+    /// Weights of the largest stage.
+    pub stage: f64,
     /// Gradients.
     pub gradients: f64,
     /// Number of micro-batches of a rank.
@@ -90,11 +92,14 @@ impl Cluster {
         }
     }
 
-    /// Each rank has a share of everything: weights are copied twice in each round.
+    /// Each rank has a share of everything: weights are copied twice in each round. The ranks wait for
+    /// two stages of a round, which are counted as the largest one.
     pub fn sharded_weights(&self, traffic: &StepTraffic) -> CollectiveTime {
         let weights = 2.0 * self.gather(traffic.weights, traffic.group);
         let sums = self.gather(traffic.gradients, traffic.group) + self.across_groups(traffic);
-        CollectiveTime { hidden: traffic.rounds * (weights + sums), exposed: 0.0 }
+        let exposed = 2.0 * self.gather(traffic.stage, traffic.group);
+        let hidden = weights + sums - exposed;
+        CollectiveTime { hidden: traffic.rounds * hidden, exposed: traffic.rounds * exposed }
     }
 }
 
@@ -114,7 +119,8 @@ mod tests {
 
     #[test]
     fn dividing_the_optimizer_costs_no_more_than_a_sum_of_gradients() {
-        let traffic = StepTraffic { weights: 400.0, gradients: 800.0, rounds: 4.0, group: 32 };
+        let traffic =
+            StepTraffic { weights: 400.0, stage: 40.0, gradients: 800.0, rounds: 4.0, group: 32 };
         let all = CLUSTER.replicated(&traffic).total();
         assert!(CLUSTER.sharded_state(&traffic, 1.0).total() < all);
         assert!(CLUSTER.sharded_weights(&traffic).total() > all);
@@ -122,7 +128,8 @@ mod tests {
 
     #[test]
     fn groups_within_a_node_exchange_weights_within_it() {
-        let traffic = StepTraffic { weights: 400.0, gradients: 800.0, rounds: 1.0, group: 8 };
+        let traffic =
+            StepTraffic { weights: 400.0, stage: 40.0, gradients: 800.0, rounds: 1.0, group: 8 };
         let time = CLUSTER.sharded_state(&traffic, 1.0);
         assert_eq!(time.exposed, 400.0 * 7.0 / 8.0 / 100.0);
         assert_eq!(time.hidden, 7.0 + 2.0 * 100.0 * 0.75 / 10.0);

@@ -124,9 +124,7 @@ impl Run {
         let rank = ranks.rank();
         let is_first = rank.is_first();
         check_world(config, rank.world)?;
-        if rank.world > 1 {
-            log_share(config, rank);
-        }
+        log_share(config, rank);
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
@@ -307,6 +305,9 @@ fn config_digest(config: &RunConfig) -> String {
 
 /// Logs the part of each step that a rank computes.
 fn log_share(config: &RunConfig, rank: Rank) {
+    if rank.world == 1 {
+        return;
+    }
     let train = &config.train;
     let micro_batches = train.gradient_accumulation_steps.get();
     let sequence = config.distributed.sequence.get();

@@ -107,8 +107,13 @@ impl ModelShape {
         let compute = rounds as f64 * self.operations(config, &micro_batch) / cluster.flops;
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let [parameters, trained] = self.num_parameters();
+        let stages = layout.stages().iter();
+        let largest_stage = stages
+            .map(|stage| stage.buckets().map(|bucket| bucket.len() as f64).sum::<f64>())
+            .fold(0.0, f64::max);
         let traffic = |weights: f64| StepTraffic {
             weights: element * weights,
+            stage: element * largest_stage,
             gradients: 4.0 * trained,
             rounds: rounds as f64,
             group,

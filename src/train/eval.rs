@@ -156,7 +156,7 @@ impl Evaluator<'_> {
     /// Begins a pass over the model. If each rank has a share of the weights only, all ranks make the
     /// same number of passes. Returns whether any of them has rows.
     fn begin_pass(&self, has_rows: bool) -> Result<bool, DistError> {
-        if !matches!(self.weights, RankWeights::Slots(_)) {
+        if self.weights.are_whole() {
             return Ok(has_rows);
         }
         let any = self.ranks.gather(has_rows)?.contains(&true);

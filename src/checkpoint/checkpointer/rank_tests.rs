@@ -1,3 +1,9 @@
+#![expect(
+    clippy::single_range_in_vec_init,
+    clippy::unnecessary_wraps,
+    reason = "functions of one type, most of which return one range"
+)]
+
 use super::super::manifest::{MANIFEST, Manifest};
 use super::super::{Alone, CarriedFiles, CheckpointConfig, ModelFiles, SavedTensor};
 use super::*;

@@ -20,6 +20,11 @@ pub enum RankWeights {
 }
 
 impl RankWeights {
+    /// Whether this rank has all weights between the passes.
+    pub fn are_whole(&self) -> bool {
+        !matches!(self, Self::Slots(_))
+    }
+
     /// Makes an update by all ranks visible.
     pub(super) fn updated(&self, collective: Option<&dyn Collective>) -> Result<(), DistError> {
         match (self, collective) {

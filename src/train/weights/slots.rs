@@ -227,11 +227,9 @@ impl WeightSlots {
 impl Residency for WeightSlots {
     fn enter(&self, stage: usize) {
         let mut state = self.state();
-        let Some(pass) = state.pass else {
-            let problem = format!("the weights of stage {stage} were read outside of a pass");
-            state.error.get_or_insert(DistError::Collective { operation: "a gather", problem });
-            return;
-        };
+        // Only a caller that is wrong reads them elsewhere. It would go on with other weights.
+        let pass =
+            state.pass.expect("weights that are divided among ranks are read in a pass only");
         let order = self.order.of(pass);
         if state.entered > 0 && order[state.entered - 1] == stage {
             return;

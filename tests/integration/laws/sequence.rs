@@ -24,7 +24,7 @@ type Part = (Vec<f32>, Vec<Option<Vec<f32>>>);
 fn part(
     weights: &Weights,
     (whole, backend): (&VarlenBatch, Backend),
-    group: Group,
+    group: &Group,
     recompute: RecomputePolicy,
     pick: Pick,
 ) -> Part {
@@ -71,7 +71,7 @@ fn assert_split(
         let groups = threads(size).unwrap().into_iter();
         let ranks: Vec<_> = groups
             .map(|group| {
-                scope.spawn(move || part(weights, (batch, backend), group, recompute, pick))
+                scope.spawn(move || part(weights, (batch, backend), &group, recompute, pick))
             })
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
