@@ -6,7 +6,7 @@ use super::logging::Logging;
 use super::stdout::stdout;
 use crate::dist::Shard;
 use crate::metrics::Cluster;
-use crate::run::{Estimate, ModelShape};
+use crate::run::{Estimate, ModelShape, check_world};
 use crate::train::DeviceChoice;
 use clap::Args;
 use std::io::Write as _;
@@ -82,6 +82,8 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     files.overrides.push("model.weights=random".to_owned()); // of the model, `config.json` suffices
     let config = files.load(logging)?;
     check(args)?;
+    check_world(&config, args.gpus.get() * args.nodes.get())
+        .map_err(|error| args.config.located(error))?;
     let shape = ModelShape::read(&config).map_err(|error| args.config.located(error))?;
     let cluster = Cluster {
         gpus: args.gpus.get(),

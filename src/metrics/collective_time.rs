@@ -76,9 +76,9 @@ impl Cluster {
         2.0 * share * (groups - 1.0) / groups / rate
     }
 
-    /// Every rank has everything: one sum of the gradients per step.
-    pub fn replicated(&self, traffic: &StepTraffic) -> CollectiveTime {
-        let hidden = 2.0 * self.gather(traffic.gradients, self.world());
+    /// Every rank has everything: sums in each of `sums` rounds, and one copy of the results.
+    pub fn replicated(&self, traffic: &StepTraffic, sums: f64) -> CollectiveTime {
+        let hidden = (sums + 1.0) * self.gather(traffic.gradients, self.world());
         CollectiveTime { hidden, exposed: 0.0 }
     }
 
@@ -121,7 +121,7 @@ mod tests {
     fn dividing_the_optimizer_costs_no_more_than_a_sum_of_gradients() {
         let traffic =
             StepTraffic { weights: 400.0, stage: 40.0, gradients: 800.0, rounds: 4.0, group: 32 };
-        let all = CLUSTER.replicated(&traffic).total();
+        let all = CLUSTER.replicated(&traffic, 1.0).total();
         assert!(CLUSTER.sharded_state(&traffic, 1.0).total() < all);
         assert!(CLUSTER.sharded_weights(&traffic).total() > all);
     }

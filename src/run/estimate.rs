@@ -6,7 +6,7 @@ use super::load_shares::without_weights;
 use crate::config::RunConfig;
 use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
-use crate::metrics::{Division, ModelWork, StepSizes, StepTraffic};
+use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::ops::LOGITS_BYTES;
 use crate::optim::Moments;
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
@@ -47,6 +47,16 @@ impl Estimate {
     /// Fraction of the time in which the ranks compute.
     pub fn efficiency(&self) -> f64 {
         self.compute / self.step()
+    }
+}
+
+/// The part of a micro-batch that each of `ranks` ranks computes.
+fn part(sizes: MicroBatchSizes, ranks: f64) -> MicroBatchSizes {
+    MicroBatchSizes {
+        tokens: sizes.tokens / ranks,
+        targets: sizes.targets / ranks,
+        patches: sizes.patches / ranks,
+        ..sizes
     }
 }
 
@@ -93,7 +103,9 @@ impl ModelShape {
         let model = &self.loaded.model;
         let layout = Layout::new(&model.stages(), &self.loaded.params, &self.trainable, group);
         let world = cluster.world();
-        let rounds = (config.train.gradient_accumulation_steps.get() / world).max(1);
+        let sequence = config.distributed.sequence.get();
+        let groups = (world / sequence).max(1);
+        let rounds = (config.train.gradient_accumulation_steps.get() / groups).max(1);
         let early = Some(layout.stage_of(model.lm_head())).filter(|stage| *stage > 0);
         let held = if world == 1 {
             let [parameters, trained] = self.num_parameters();
@@ -102,9 +114,11 @@ impl ModelShape {
         } else {
             division(&layout, (shard, exact), rounds, early)
         };
-        let micro_batch = self.micro_batch(config, images, targets, rounds);
+        let whole = self.micro_batch(config, images, targets, rounds);
+        let micro_batch = part(whole, sequence as f64);
         let memory = self.memory(config, held)?;
-        let compute = rounds as f64 * self.operations(config, &micro_batch) / cluster.flops;
+        let operations = self.operations(config, &whole) / sequence as f64;
+        let compute = rounds as f64 * operations / cluster.flops;
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let [parameters, trained] = self.num_parameters();
         let stages = layout.stages().iter();
@@ -121,12 +135,17 @@ impl ModelShape {
         let in_rounds = if exact { rounds as f64 } else { 1.0 };
         let collectives = match shard {
             _ if world == 1 => CollectiveTime::default(),
-            Shard::None => cluster.replicated(&traffic(trained)),
+            Shard::None => cluster.replicated(&traffic(trained), in_rounds),
             Shard::Optimizer => cluster.sharded_state(&traffic(trained), in_rounds),
             Shard::Gradients => cluster.sharded_state(&traffic(trained), rounds as f64),
             Shard::Full => cluster.sharded_weights(&traffic(parameters)),
         };
-        let tokens = micro_batch.tokens * (rounds * world) as f64;
+        let exchanged = self.exchanged(config, whole.tokens, sequence as f64) / cluster.link;
+        let collectives = CollectiveTime {
+            exposed: collectives.exposed + rounds as f64 * exchanged,
+            ..collectives
+        };
+        let tokens = whole.tokens * (rounds * groups) as f64;
         let process_bytes = memory.peak_bytes(&micro_batch);
         let device_bytes = memory.device_bytes(&micro_batch);
         let estimate = Estimate {
@@ -139,6 +158,19 @@ impl ModelShape {
             tokens_per_s: 0.0,
         };
         Ok(Estimate { tokens_per_s: tokens / estimate.step(), ..estimate })
+    }
+
+    /// Bytes that a rank of a sequence group receives for the attention of a micro-batch.
+    fn exchanged(&self, config: &RunConfig, tokens: f64, sequence: f64) -> f64 {
+        let [heads, kv_heads] = self.loaded.open.heads().map(|heads| heads as f64);
+        let work = self.loaded.model.work();
+        let decoder = work.iter().filter(|part| part.rows == Rows::Tokens);
+        let widths: f64 = decoder.map(|part| part.attention).sum(); // of the queries of all layers
+        let recomputed = config.model.recompute.policy().llm == Recompute::Yes;
+        let times = if recomputed { 4.0 } else { 3.0 }; // forward, and twice that backward
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        let per_token = element * widths * (2.0 + 2.0 * kv_heads / heads);
+        times * per_token * tokens / sequence * (sequence - 1.0) / sequence
     }
 
     /// A full micro-batch.
@@ -204,8 +236,8 @@ impl ModelShape {
         let trained = |index: usize| self.trainable[index] == Trainable::Yes;
         let policy = config.model.recompute.policy();
         let repeated = |rows| match rows {
-            crate::metrics::Rows::Tokens => policy.llm,
-            crate::metrics::Rows::Targets => Recompute::No,
+            Rows::Tokens => policy.llm,
+            Rows::Targets => Recompute::No,
             _ => policy.vision,
         };
         let passes = work.passes(trained).into_iter().zip(&work.0).map(|(passes, part)| {

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
-use crate::nn::{ParamSpec, WeightError, random_tensor};
+use crate::nn::{ParamSpec, WeightError, random_part};
 use crate::ops::AttentionBackend;
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
@@ -194,10 +194,8 @@ impl OpenModel {
                 .load_part(&spec.name, elements, dtype, device)
                 .map_err(|source| files_error(&self.folder, source)),
             WeightSource::Seed(seed) => {
-                let drawn = random_tensor(spec, self.config.initializer_range(), *seed, device)?;
-                let part = drawn.flatten_all()?.narrow(0, elements.start, elements.len())?;
-                // A copy: the rest of the tensor is freed.
-                Ok(if part.dtype() == dtype { part.copy()? } else { part.to_dtype(dtype)? })
+                let range = self.config.initializer_range();
+                Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }
     }

@@ -11,7 +11,7 @@ use super::weights::{Pass, RankWeights};
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
-use crate::dist::{DistError, Rank};
+use crate::dist::{Collective, DistError, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
 use candle_core::{DType, Device};
@@ -125,8 +125,8 @@ pub struct Evaluator<'a> {
 
 /// Number of rows that are encoded in parallel: enough for all cores, few enough for the memory.
 const ROWS_AT_A_TIME: usize = 8;
-/// Number of rows that one sequence group scores at a time. No pack has rows of two blocks, so that packs do not
-/// depend on the number of ranks.
+/// Number of rows that one sequence group scores at a time. No pack has rows of two blocks, so that
+/// packs do not depend on the number of ranks.
 const BLOCK_ROWS: usize = 32;
 
 impl Evaluator<'_> {
@@ -220,8 +220,12 @@ impl Evaluator<'_> {
         let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
         self.begin_pass(true)?;
-        let scores = scores(&model.hidden(&input)?, model.lm_head(), targets)?;
+        let scores =
+            model.hidden(&input).and_then(|hidden| scores(&hidden, model.lm_head(), targets));
         self.weights.end()?;
+        // An op that exchanges tensors fails if another rank was lost.
+        let lost = || self.ranks.sums().and_then(Collective::error);
+        let scores = scores.map_err(|error| lost().map_or(error.into(), EvalError::Ranks))?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (id, size) in origins {
             let first = next;

@@ -217,7 +217,7 @@ impl StepRunner {
         let counts = self.count(&step.targets)?;
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
-        let (world, groups) = (self.ranks.rank().world, self.ranks.sequence_group().world);
+        let groups = self.ranks.sequence_group().world;
         let mut sums = self.gradients.begin_step(counts.rounds, self.ranks.sums(), &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
@@ -225,7 +225,7 @@ impl StepRunner {
             self.ranks.report(&format!("micro-batch {}", round + 1));
             let batch = batches.next_if(|((slot, _), _)| slot / groups == round);
             let has_batch = batch.is_some();
-            if has_batch || world > 1 {
+            if has_batch || self.ranks.sums().is_some() {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
                 if let Some(((slot, targets), input)) = batch {

@@ -44,6 +44,11 @@ impl Communicator {
         Ok(joined)
     }
 
+    /// The place of this rank.
+    pub(super) fn rank(&self) -> Rank {
+        self.rank
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

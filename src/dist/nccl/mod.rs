@@ -158,13 +158,8 @@ impl Collective for Nccl {
         self.sums().start_gather(gather)
     }
 
-    fn start_exchange(&self, _: Exchange) -> Result<Ticket, DistError> {
-        let problem =
-            "NCCL does not exchange tokens and heads yet: set `distributed.sequence` to 1";
-        Err(DistError::Collective {
-            operation: "splitting a sequence",
-            problem: problem.to_owned(),
-        })
+    fn start_exchange(&self, exchange: Exchange) -> Result<Ticket, DistError> {
+        self.sums().start_exchange(exchange)
     }
 
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {

@@ -1,6 +1,6 @@
 //! Tests of shares and of waits by ticket with the stand-in for NCCL, on streams in host memory.
 
-use super::super::{Collective, Gather, Reduce, Then, Ticket};
+use super::super::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tests::{Member, Setup, tree, values};
 use crate::ops::with_bytes;
 use candle_core::{DType, Device, Tensor};
@@ -85,6 +85,32 @@ fn a_share_is_copied_or_added_to_other_sums() {
         assert!(member.read(&targets) == [sums, first, second]);
         member.nccl.finish().unwrap();
     });
+}
+
+#[test]
+fn neighbouring_ranks_exchange_tensors_of_different_sizes() {
+    for (world, size) in [(2, 2), (4, 2), (3, 3)] {
+        setup(world, world, true).on_members(|member| {
+            let rank = member.rank.rank;
+            let (first, own) = (rank / size * size, rank % size);
+            // A message from place `from` to place `to` has this length, and values of its own.
+            let len = |from: usize, to: usize| 5 + 3 * from + to;
+            let message =
+                |from: usize, to: usize| values(10 * (first + from) + to, &[len(from, to)]);
+            let send: Vec<Tensor> =
+                (0..size).map(|to| member.computed(&message(own, to)).remove(0)).collect();
+            let receive: Vec<Tensor> = (0..size)
+                .map(|from| member.computed(&values(99, &[len(from, own)])).remove(0))
+                .collect();
+            let exchange = Exchange { send: send.clone(), receive: receive.clone() };
+            let ticket = member.nccl.start_exchange(exchange).unwrap();
+            member.nccl.wait_for(ticket).unwrap();
+            let expected: Vec<Vec<f32>> =
+                (0..size).map(|from| message(from, own).remove(0)).collect();
+            assert!(member.read(&receive) == expected, "{world} ranks in groups of {size}");
+            member.nccl.finish().unwrap();
+        });
+    }
 }
 
 #[test]

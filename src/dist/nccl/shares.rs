@@ -1,6 +1,7 @@
 //! Sums and copies of which each rank of a shard group has one share, on the communication stream.
 
-use super::super::{DistError, Gather, Reduce, Then, Ticket};
+use super::super::{DistError, Exchange, Gather, Reduce, Then, Ticket};
+use super::plan::groups;
 use super::streams::Span;
 use super::sums::{OPERATION, Sums, Way};
 use candle_core::Tensor;
@@ -8,6 +9,12 @@ use candle_core::Tensor;
 const GATHER: &str = "a copy of shares between ranks";
 const MESSAGES: [&str; 2] =
     ["a copy of shares between ranks (ncclSend)", "a copy of shares between ranks (ncclRecv)"];
+
+const EXCHANGE: &str = "an exchange of tensors between ranks";
+const EXCHANGES: [&str; 2] = [
+    "an exchange of tensors between ranks (ncclSend)",
+    "an exchange of tensors between ranks (ncclRecv)",
+];
 
 impl Sums {
     /// Starts the sum of a share, after the work that the compute stream has now.
@@ -58,6 +65,26 @@ impl Sums {
         self.expect_len(GATHER, from.len(), share.len())?;
         let tensors = own.into_iter().chain([all]).collect();
         self.operation(tensors, |sums| sums.gather(from, share, to))
+    }
+
+    /// Starts the exchange of tensors between neighbouring ranks, after the work that the compute
+    /// stream has now.
+    pub(super) fn start_exchange(&mut self, exchange: Exchange) -> Result<Ticket, DistError> {
+        let Exchange { send, receive } = exchange;
+        self.communicator.check()?;
+        let spans = |tensors: &[Tensor]| {
+            let spans = tensors.iter().map(|tensor| self.streams.bytes(tensor));
+            self.on_device(spans.collect::<candle_core::Result<Vec<Span>>>())
+        };
+        let (from, to) = (spans(&send)?, spans(&receive)?);
+        let (group, _) = groups(self.communicator.rank(), from.len());
+        self.expect_len(EXCHANGE, to.len(), from.len())?;
+        self.expect_len(EXCHANGE, to[group.own].len(), from[group.own].len())?;
+        let tensors = send.into_iter().chain(receive).collect();
+        self.operation(tensors, |sums| {
+            sums.on_device(sums.streams.copy(from[group.own], to[group.own]))?;
+            sums.exchange(EXCHANGES, &group, |place| from[place], |place| to[place])
+        })
     }
 
     /// Share `of` in `all`, which has one for each rank of the shard group.

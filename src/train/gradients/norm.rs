@@ -32,8 +32,7 @@ pub(in super::super) fn squares(
             blocks[start..start + sums.len()].copy_from_slice(&sums);
         }
     }
-    let device = own.first().map_or(&Device::Cpu, Tensor::device);
-    let blocks = exchange(&blocks, collective, device)?;
+    let blocks = exchange(&blocks, collective, sums.device())?;
     let mut squares = vec![0.0; layout.num_params()];
     for (stage, first) in layout.stages().iter().zip(&firsts) {
         let in_share = stage.trained.share_len() / BUCKET_ALIGNMENT;

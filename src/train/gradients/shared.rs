@@ -40,6 +40,7 @@ pub struct SharedSums {
     sums: Vec<OfStages>,
     /// The stages that take turns in two buffers, in the order of backward.
     turns: Vec<usize>,
+    device: Device,
 }
 
 impl SharedSums {
@@ -89,6 +90,7 @@ impl SharedSums {
             exact,
             flat,
             turns,
+            device: device.clone(),
         })
     }
 
@@ -100,6 +102,11 @@ impl SharedSums {
     /// The places of the parameters.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// The device of the gradients.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
     }
 
     /// The share of this rank.

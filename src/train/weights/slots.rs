@@ -61,9 +61,12 @@ fn slot_of(stage: usize) -> usize {
 
 impl Order {
     /// `num_stages` are in the order of backward. `head` is the stage of the head, `table` that of the
-    /// token embedding, whose weights backward does not read, and `last` the last one that is
+    /// token embedding, whose weights backward does not read, and `trained` the last one that is
     /// trained.
-    fn new(num_stages: usize, head: usize, table: usize, last: usize) -> Self {
+    fn new(num_stages: usize, head: usize, table: usize, trained: usize) -> Self {
+        // Backward always runs through the last norm, and through all mergers of a vision encoder
+        // with a trained part; these are after the embedding.
+        let last = if trained > table { num_stages - 1 } else { trained.max(1) };
         let mut stages: Vec<usize> = (0..num_stages).rev().collect();
         if stages.last() != Some(&head) {
             stages.push(head); // tied to the embedding
@@ -137,8 +140,8 @@ impl WeightSlots {
         }
         let trained = |stage: &usize| !layout.stages()[*stage].trained.is_empty();
         let num_stages = layout.stages().len();
-        let last = (0..num_stages).rev().find(trained).unwrap_or_default();
-        let order = Order::new(num_stages, layout.stage_of(head), layout.stage_of(table), last);
+        let trained = (0..num_stages).rev().find(trained).unwrap_or_default();
+        let order = Order::new(num_stages, layout.stage_of(head), layout.stage_of(table), trained);
         let SlotTensors { buckets } = tensors;
         let state = Mutex::default();
         let slots = Arc::new(Self { order, buckets, held, collective, state });
@@ -227,7 +230,7 @@ impl WeightSlots {
 impl Residency for WeightSlots {
     fn enter(&self, stage: usize) {
         let mut state = self.state();
-        // Only a caller that is wrong reads them elsewhere. It would go on with other weights.
+        // A read outside of a pass is a bug: the slots may have the weights of another stage.
         let pass =
             state.pass.expect("weights that are divided among ranks are read in a pass only");
         let order = self.order.of(pass);
@@ -265,5 +268,10 @@ mod tests {
         assert_eq!(tied.of(Pass::Forward), [5, 4, 3, 2, 1, 0, 3]);
         // only the last layer is trained
         assert_eq!(Order::new(5, 0, 4, 2).of(Pass::Train), [4, 3, 2, 1, 0, 1, 2]);
+        // only the own head is trained: backward runs through the norm
+        assert_eq!(Order::new(5, 0, 4, 0).of(Pass::Train), [4, 3, 2, 1, 0, 1]);
+        // the main merger is trained: backward runs through the other mergers too
+        let vision = Order::new(8, 3, 3, 4);
+        assert_eq!(vision.of(Pass::Train)[9..], [0, 1, 2, 4, 5, 6, 7]);
     }
 }
