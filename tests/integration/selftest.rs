@@ -17,7 +17,7 @@ fn all_cases_of_the_self_test_pass() {
     let place = Place::empty();
     let output = selftest(&place, &["--megabytes", "1"], &[]).ends_with(0);
     let lines: Vec<&str> = output.stdout.lines().collect();
-    assert_eq!(lines.len(), 21, "{}", output.stdout);
-    assert!(lines[..20].iter().all(|line| line.starts_with("ok ")), "{}", output.stdout);
-    assert_eq!(lines[20], "20 of 20 cases passed on 4 ranks");
+    assert_eq!(lines.len(), 26, "{}", output.stdout);
+    assert!(lines[..25].iter().all(|line| line.starts_with("ok ")), "{}", output.stdout);
+    assert_eq!(lines[25], "25 of 25 cases passed on 4 ranks");
 }

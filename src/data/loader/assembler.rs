@@ -320,9 +320,9 @@ impl<'a> Assembler<'a> {
                 }
                 Err(rejection) => {
                     if self.options.on_error == OnError::Stop {
-                        read.failed.get_or_insert(rejection);
+                        read.failed.get_or_insert((slot, rejection));
                     } else {
-                        read.rejected.push((position, rejection));
+                        read.rejected.push((slot, position, rejection));
                     }
                     None
                 }

@@ -29,12 +29,12 @@ pub struct LoaderShare {
 pub(super) struct RowsRead {
     /// Digest of the packs that this rank has planned for the step, see [`plan_digest`].
     pub(super) plan: String,
-    /// Position in the epoch and reason of each row that was rejected.
-    pub(super) rejected: Vec<(u64, Rejection)>,
+    /// Slot, position in the epoch and reason of each row that was rejected.
+    pub(super) rejected: Vec<(usize, u64, Rejection)>,
     /// Counts of the samples in order, with their slots.
     pub(super) sizes: Vec<(usize, SampleSize)>,
-    /// The row that ends the run (`data.on_error: stop`).
-    pub(super) failed: Option<Rejection>,
+    /// The row that ends the run (`data.on_error: stop`), with its slot.
+    pub(super) failed: Option<(usize, Rejection)>,
 }
 
 /// The rows of one step that all ranks have read.
@@ -89,19 +89,23 @@ pub(super) fn exchange(
         return Err(DistError::Message { rank: other, problem: problem.to_owned() });
     }
     let mut rows = RowsOfAll::default();
-    let mut all_sizes = Vec::new();
+    let (mut all_rejected, mut all_failed, mut all_sizes) = (Vec::new(), Vec::new(), Vec::new());
     for (of, RowsRead { plan: _, rejected, sizes, failed }) in all.into_iter().enumerate() {
-        for (position, rejection) in rejected {
-            if rows.without.insert(position) {
-                rows.rejected.push(rejection);
-            }
-        }
+        all_rejected.extend(rejected);
+        all_failed.extend(failed);
         if of % sequence == 0 {
             all_sizes.extend(sizes.into_iter().map(|(slot, size)| (slot, of / sequence, size)));
         }
-        rows.failed = rows.failed.or(failed);
     }
-    all_sizes.sort_by_key(|(slot, ..)| *slot); // stable: the samples of a slot keep their order
+    // In the order of a single process. Stable: the samples of a slot keep their order.
+    all_rejected.sort_by_key(|(slot, ..)| *slot);
+    all_sizes.sort_by_key(|(slot, ..)| *slot);
+    rows.failed = all_failed.into_iter().min_by_key(|(slot, _)| *slot).map(|(_, row)| row);
+    for (_, position, rejection) in all_rejected {
+        if rows.without.insert(position) {
+            rows.rejected.push(rejection);
+        }
+    }
     for (_, of, size) in all_sizes {
         rows.owners.push(of);
         rows.sizes.push(size);
