@@ -29,6 +29,16 @@ enum Job {
     Finish,
 }
 
+fn not_started(error: impl std::error::Error) -> DistError {
+    DistError::Collective { operation: "starting a thread", problem: error.to_string() }
+}
+
+/// Makes parallel ops of this thread run on this thread. The workers of the usual pool may all wait
+/// for the result of this one.
+fn own_pool() -> Result<rayon::ThreadPool, DistError> {
+    rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().map_err(not_started)
+}
+
 /// What the thread has done.
 #[derive(Default)]
 struct Progress {
@@ -58,8 +68,8 @@ impl HostCollective {
         let (answer, connected) = sync_channel(1);
         let progress = Arc::new(Progress::default());
         let shared = Arc::clone(&progress);
-        let work = move || match connect() {
-            Ok(transport) => {
+        let work = move || match own_pool().and_then(|pool| Ok((pool, connect()?))) {
+            Ok((_pool, transport)) => {
                 let _ = answer.send(Ok(())); // fails only if `start` has ended
                 let mut sums = TreeSum::new(rank, shard_group, transport);
                 let error = run(&received, &mut sums, &shared).err();
@@ -68,11 +78,7 @@ impl HostCollective {
             Err(error) => drop(answer.send(Err(error))),
         };
         let thread = thread::Builder::new().name("rank-sums".to_owned()).spawn(work);
-        let failed = |error: std::io::Error| DistError::Collective {
-            operation: "starting a thread",
-            problem: error.to_string(),
-        };
-        thread.map_err(failed)?;
+        thread.map_err(not_started)?;
         connected.recv().unwrap_or(Err(DistError::Closed))?;
         Ok(Self { jobs: Mutex::new((0, jobs)), progress })
     }

@@ -163,7 +163,8 @@ impl Transport for Channels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device, Tensor};
+    use crate::dist::{Reduce, Then};
+    use candle_core::{DType, Device, Tensor};
 
     /// Calls `f` on a thread for each rank.
     fn on_ranks<T: Send>(world: usize, f: impl Fn(Group) -> T + Sync) -> Vec<T> {
@@ -207,6 +208,22 @@ mod tests {
                 assert!(sums.iter().all(|sum| *sum == expected), "{len} elements, {world} ranks");
             }
         }
+    }
+
+    #[test]
+    fn a_sum_is_complete_although_the_only_worker_of_the_pool_waits_for_it() {
+        let sums = on_ranks(2, |group| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+            pool.install(|| {
+                let tensor = |len| Tensor::ones(len, DType::F32, &Device::Cpu).unwrap();
+                let (values, sum) = (tensor(200_000), tensor(100_000));
+                let reduce = Reduce { values, then: Then::AddTo(vec![sum.clone()]) };
+                let ticket = group.sums.start_reduce(reduce).unwrap();
+                group.sums.wait_for(ticket).unwrap();
+                sum.to_vec1::<f32>().unwrap()
+            })
+        });
+        assert_eq!(sums, vec![vec![3.0; 100_000]; 2]);
     }
 
     #[test]
