@@ -13,32 +13,19 @@ kills=${1:-50} stops=${2:-20}
 trainer=${TRAINER:-$PWD/target/release/trainer}
 world=${RANKS:-2} steps=${STEPS:-40} timeout_s=3
 RANDOM=${SEED:-1}
-export RAYON_NUM_THREADS=1
-folder=$(mktemp -d)
-job=
-cleanup() {
-  if [ -n "$job" ]; then kill -9 -- "-$job" 2>/dev/null || true; fi
-  rm -rf "$folder"
-}
-trap cleanup EXIT
+source scripts/dist/killing.sh
 
 now() { echo $(($(date +%s%N) / 1000000)); } # milliseconds
-# Starts a run in a session of its own; `job` is its process id. It starts mpirun, which starts the
-# ranks.
 start() { # output_dir
-  setsid "$trainer" sft --set "distributed.processes=$world" --set device=cpu --config configs/quickstart.yaml --set "output_dir=$folder/$1" \
-    --set train.gradient_accumulation_steps=4 --set "train.max_steps=$steps" --set "data.eval=[]" \
-    --set "checkpoint={every_steps: 2, keep: 3}" --set "distributed.timeout_s=$timeout_s" \
-    >"$folder/log" 2>&1 &
-  job=$!
+  start_ranks "$1" --set train.gradient_accumulation_steps=4 --set "train.max_steps=$steps" \
+    --set "checkpoint={every_steps: 2, keep: 3}" --set "distributed.timeout_s=$timeout_s"
 }
-ranks() { pgrep -P "$(pgrep -P "$job" || echo none)" 2>/dev/null || true; }
 # Waits for the end of the run; sets `code`. A rank that is stopped when the run is complete and all
 # ranks have said so delays the end until it continues.
 end() {
   local limit=$((SECONDS + 120))
   [ -z "${victim:-}" ] || limit=$((SECONDS + timeout_s + 6))
-  while [ -e "/proc/$job" ] && ! grep -q '^State:.Z' "/proc/$job/status" 2>/dev/null; do
+  while is_running; do
     if [ "$SECONDS" -ge "$limit" ]; then
       if [ -z "${victim:-}" ] || [ ! -d "$folder/run/final" ]; then
         fail "the ranks did not end"
@@ -55,12 +42,6 @@ sums() { # output_dir
   (cd "$folder/$1" && sha256sum final/model.safetensors \
     checkpoints/step-"$(printf '%08d' "$steps")"/{optimizer.safetensors,trainer_state.json})
 }
-fail() {
-  cat "$folder/log"
-  echo "error: $*" >&2
-  exit 1
-}
-
 started=$(now)
 start whole
 end

@@ -14,33 +14,13 @@ kills=${1:-20}
 trainer=${TRAINER:-$PWD/target/release/trainer}
 world=${RANKS:-2} steps=${STEPS:-12}
 RANDOM=${SEED:-1}
-export RAYON_NUM_THREADS=1
-folder=$(mktemp -d)
+source scripts/dist/killing.sh
 checkpoints=$folder/run/checkpoints
-job=
-cleanup() {
-  if [ -n "$job" ]; then kill -9 -- "-$job" 2>/dev/null || true; fi
-  rm -rf "$folder"
-}
-trap cleanup EXIT
-
 settings=()
 for setting in ${SET:-}; do settings+=(--set "$setting"); done
-# Starts a run in a session of its own; `job` is its process id. It starts mpirun, which starts the
-# ranks.
 start() { # output_dir
-  setsid "$trainer" sft --set "distributed.processes=$world" --set device=cpu --config configs/quickstart.yaml --set "output_dir=$folder/$1" \
-    --set "train.gradient_accumulation_steps=$world" --set "train.max_steps=$steps" --set "data.eval=[]" --set data.packing_length=52 \
-    --set "checkpoint={every_steps: 1, keep: 2}" --set distributed.timeout_s=20 "${settings[@]}" \
-    >"$folder/log" 2>&1 &
-  job=$!
-}
-is_running() { [ -e "/proc/$job" ] && ! grep -q '^State:.Z' "/proc/$job/status" 2>/dev/null; }
-ranks() { pgrep -P "$(pgrep -P "$job" || echo none)" 2>/dev/null || true; }
-fail() {
-  cat "$folder/log"
-  echo "error: $*" >&2
-  exit 1
+  start_ranks "$1" --set "train.gradient_accumulation_steps=$world" --set "train.max_steps=$steps" --set data.packing_length=52 \
+    --set "checkpoint={every_steps: 1, keep: 2}" --set distributed.timeout_s=20 "${settings[@]}"
 }
 end() { # waits for the end of the run; sets `code`
   local limit=$((SECONDS + 120))

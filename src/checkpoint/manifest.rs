@@ -178,7 +178,7 @@ impl Manifest {
             let least = (0..world).min_by_key(|rank| loads[*rank]).unwrap_or_default();
             loads[least] += piece.bytes;
             if least == rank {
-                check_piece(folder, name, &piece, io::sink())?;
+                copy_piece(folder, name, &piece, (folder, io::sink()))?;
             }
         }
         Ok(())
@@ -194,7 +194,7 @@ impl Manifest {
         let target = to.join(name);
         let mut file = File::create(&target).map_err(CheckpointError::write(&target))?;
         for piece in self.files[name].pieces() {
-            check_piece(from, name, &piece, &mut file)?;
+            copy_piece(from, name, &piece, (&target, &mut file))?;
         }
         file.sync_all().map_err(CheckpointError::write(&target))
     }
@@ -208,7 +208,7 @@ impl Manifest {
         let entry = self.files.get(name).ok_or_else(|| damaged(folder, name, "is missing"))?;
         let mut content = Vec::new();
         for piece in entry.pieces() {
-            check_piece(folder, name, &piece, &mut content)?;
+            copy_piece(folder, name, &piece, (folder, &mut content))?;
         }
         Ok(content)
     }
@@ -228,12 +228,12 @@ pub(super) fn is_plain_name(name: &str) -> bool {
     matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
 }
 
-/// Copies a piece of a file to `to`, and compares it with its checksum.
-fn check_piece(
+/// Copies a piece of a file to `to`, which has the path `target`, and compares it with its checksum.
+fn copy_piece(
     folder: &Path,
     name: &str,
     piece: &Piece,
-    mut to: impl Write,
+    (target, mut to): (&Path, impl Write),
 ) -> Result<(), CheckpointError> {
     let path = folder.join(name);
     let mut file = File::open(&path).map_err(|error| match error.kind() {
@@ -249,7 +249,7 @@ fn check_piece(
             Ok(0) => return Err(damaged(folder, name, "is too short")),
             Ok(count) => {
                 hash.update(&buffer[..count]);
-                to.write_all(&buffer[..count]).map_err(CheckpointError::write(&path))?;
+                to.write_all(&buffer[..count]).map_err(CheckpointError::write(target))?;
                 left -= count as u64;
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -1,9 +1,9 @@
 //! The bytes of tensors in host memory, for the exchange between ranks.
 
 use super::cpu;
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use std::cell::RefCell;
-use std::ops::Range;
+use bytemuck::{cast_slice, cast_slice_mut};
+use candle_core::{DType, Result, Tensor};
+use half::bf16;
 
 /// Calls `f` with the elements of `x`, an `f32` tensor in host memory, to change them in place.
 pub(crate) fn change_f32<R>(x: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
@@ -12,54 +12,21 @@ pub(crate) fn change_f32<R>(x: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Resu
 
 /// Calls `f` with the bytes of `x`, a contiguous `f32`, `bf16` or `u8` tensor in host memory.
 pub(crate) fn with_bytes<R>(x: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
-    let (storage, layout) = x.storage_and_layout();
-    let range = contiguous(layout)?;
-    let bytes = match &*storage {
-        Storage::Cpu(CpuStorage::F32(all)) => bytemuck::cast_slice(&all[range]),
-        Storage::Cpu(CpuStorage::BF16(all)) => bytemuck::cast_slice(&all[range]),
-        Storage::Cpu(CpuStorage::U8(all)) => &all[range],
-        _ => bail!("with_bytes: `x` is {:?} on {:?}", x.dtype(), x.device()),
-    };
-    Ok(f(bytes))
+    let data = cpu::read("with_bytes", "x", x)?;
+    Ok(match x.dtype() {
+        DType::U8 => f(data.slice::<u8>()?),
+        DType::BF16 => f(cast_slice(data.slice::<bf16>()?)),
+        _ => f(cast_slice(data.slice::<f32>()?)),
+    })
 }
 
 /// Calls `f` with the bytes of `x`, as [`with_bytes`], to change them in place. The caller must not
 /// hold a lock on them.
 pub(crate) fn change_bytes<R>(x: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-    struct Change<F, R>(RefCell<(Option<F>, Option<R>)>);
-
-    impl<F: FnOnce(&mut [u8]) -> R, R> InplaceOp1 for Change<F, R> {
-        fn name(&self) -> &'static str {
-            "change_bytes"
-        }
-
-        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-            let range = contiguous(layout)?;
-            let bytes = match storage {
-                CpuStorage::F32(all) => bytemuck::cast_slice_mut(&mut all[range]),
-                CpuStorage::BF16(all) => bytemuck::cast_slice_mut(&mut all[range]),
-                CpuStorage::U8(all) => &mut all[range],
-                _ => bail!("change_bytes: `x` is not f32, bf16 or u8"),
-            };
-            let mut call = self.0.borrow_mut();
-            if let Some(f) = call.0.take() {
-                call.1 = Some(f(bytes));
-            }
-            Ok(())
-        }
-    }
-
-    let change = Change(RefCell::new((Some(f), None)));
-    x.inplace_op1(&change)?;
-    match change.0.into_inner().1 {
-        Some(result) => Ok(result),
-        None => bail!("change_bytes: `x` was not changed"),
-    }
-}
-
-fn contiguous(layout: &Layout) -> Result<Range<usize>> {
-    match layout.contiguous_offsets() {
-        Some((start, end)) => Ok(start..end),
-        None => bail!("the bytes of {:?} are not contiguous", layout.shape()),
+    let op = "change_bytes";
+    match x.dtype() {
+        DType::U8 => cpu::write(op, "x", x, f),
+        DType::BF16 => cpu::write(op, "x", x, |x: &mut [bf16]| f(cast_slice_mut(x))),
+        _ => cpu::write(op, "x", x, |x: &mut [f32]| f(cast_slice_mut(x))),
     }
 }

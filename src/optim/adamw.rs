@@ -146,7 +146,7 @@ impl AdamW {
         device: &Device,
     ) -> Result<Self> {
         let device = if place == Place::Host { &Device::Cpu } else { device };
-        let dtype = if config.moments == Moments::Bf16 { DType::BF16 } else { DType::F32 };
+        let dtype = config.moments.dtype();
         let groups: Vec<&ParamGroup> = groups.iter().collect();
         let trained: Vec<usize> =
             (0..params.len()).filter(|index| !groups[*index].frozen).collect();

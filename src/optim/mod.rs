@@ -8,6 +8,7 @@ pub use adamw::{AdamW, GradNorm, Norms, OptimError, OwnedPart, ParamState, Updat
 pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
 pub use schedule::{Schedule, ScheduleConfig, Span};
 
+use candle_core::DType;
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +55,13 @@ pub enum Moments {
     /// `f32` in host memory, together with the master weights. The update runs on the CPU. Without
     /// a GPU this equals `f32`.
     Host,
+}
+
+impl Moments {
+    /// Dtype of the moments.
+    pub fn dtype(self) -> DType {
+        if self == Self::Bf16 { DType::BF16 } else { DType::F32 }
+    }
 }
 
 impl Default for OptimConfig {

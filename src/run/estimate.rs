@@ -7,11 +7,12 @@ use crate::config::RunConfig;
 use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
+use crate::models::{Model, RecomputePolicy};
 use crate::ops::LOGITS_BYTES;
 use crate::optim::Moments;
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
-use crate::train::{Weights, division};
-use candle_core::{Device, Tensor};
+use crate::train::{DeviceChoice, Weights, division};
+use candle_core::{DType, Device, Tensor};
 
 /// The shape of a model, without its weights.
 pub struct ModelShape {
@@ -48,6 +49,28 @@ impl Estimate {
     pub fn efficiency(&self) -> f64 {
         self.compute / self.step()
     }
+}
+
+/// The sizes of a model that decide the memory of its training. `dtypes` are those of the computation
+/// and of the moments.
+pub(crate) fn memory_model(
+    model: &dyn Model,
+    division: Division,
+    [compute, moments]: [DType; 2],
+    recompute: RecomputePolicy,
+    grads: &dyn GradSink,
+) -> candle_core::Result<MemoryModel> {
+    let element = compute.size_in_bytes() as f64;
+    let (vocabulary, hidden) = model.lm_head().shape().dims2()?;
+    Ok(MemoryModel {
+        division,
+        element,
+        moment: moments.size_in_bytes() as f64,
+        hidden: hidden as f64,
+        vocabulary: vocabulary as f64,
+        logits: LOGITS_BYTES as f64,
+        activations: model.activation_memory(element, recompute, grads),
+    })
 }
 
 /// The part of a micro-batch that each of `ranks` ranks computes.
@@ -106,7 +129,7 @@ impl ModelShape {
         let sequence = config.distributed.sequence.get();
         let groups = (world / sequence).max(1);
         let rounds = (config.train.gradient_accumulation_steps.get() / groups).max(1);
-        let early = Some(layout.stage_of(model.lm_head())).filter(|stage| *stage > 0);
+        let early = layout.tied_head(model.lm_head());
         let held = if world == 1 {
             let [parameters, trained] = self.num_parameters();
             let buffers = crate::train::buffers_of_tree(if exact { rounds } else { 1 });
@@ -122,9 +145,7 @@ impl ModelShape {
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let [parameters, trained] = self.num_parameters();
         let stages = layout.stages().iter();
-        let largest_stage = stages
-            .map(|stage| stage.buckets().map(|bucket| bucket.len() as f64).sum::<f64>())
-            .fold(0.0, f64::max);
+        let largest_stage = stages.map(|stage| stage.num_elements() as f64).fold(0.0, f64::max);
         let traffic = |weights: f64| StepTraffic {
             weights: element * weights,
             stage: element * largest_stage,
@@ -196,28 +217,12 @@ impl ModelShape {
     }
 
     fn memory(&self, config: &RunConfig, mut held: Division) -> candle_core::Result<MemoryModel> {
-        let model = &self.loaded.model;
-        let element = config.model.precision.dtype().size_in_bytes() as f64;
-        let (vocabulary, hidden) = model.lm_head().shape().dims2()?;
-        let moment = match config.optim.moments {
-            Moments::F32 => 4.0,
-            Moments::Bf16 => 2.0,
-            Moments::Host => {
-                held.optimizer = 0.0; // not on the GPU
-                4.0
-            }
-        };
-        let sink =
-            Trained(&self.trainable, Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?);
-        Ok(MemoryModel {
-            division: held,
-            element,
-            moment,
-            hidden: hidden as f64,
-            vocabulary: vocabulary as f64,
-            logits: LOGITS_BYTES as f64,
-            activations: model.activation_memory(element, config.model.recompute.policy(), &sink),
-        })
+        if config.optim.moments == Moments::Host && config.device != DeviceChoice::Cpu {
+            held.optimizer = 0.0; // not on the GPU
+        }
+        let dtypes = [config.model.precision.dtype(), config.optim.moments.dtype()];
+        let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
+        memory_model(&*self.loaded.model, held, dtypes, config.model.recompute.policy(), &sink)
     }
 
     /// Operations of a micro-batch, with those that backward repeats.

@@ -23,6 +23,7 @@ pub(crate) struct RankModel {
 /// How the ranks divide the parameters.
 pub(super) struct RankPlace {
     pub(super) layout: Arc<Layout>,
+    pub(super) collective: Arc<dyn Collective>,
     /// The share of this rank.
     pub(super) member: usize,
     /// Number of sequence groups, which share the micro-batches of a step.
@@ -61,7 +62,13 @@ pub(super) fn load_shares(
         }
         let parts = (&params[..], model.lm_head(), model.embedding());
         (
-            RankWeights::Slots(WeightSlots::new(&layout, member, tensors, parts, collective)?),
+            RankWeights::Slots(WeightSlots::new(
+                &layout,
+                member,
+                tensors,
+                parts,
+                Arc::clone(&collective),
+            )?),
             Some(owned),
         )
     } else {
@@ -71,11 +78,11 @@ pub(super) fn load_shares(
             (RankWeights::Whole, None)
         } else {
             let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
-            (RankWeights::Gathered(flat), Some(owned))
+            (RankWeights::Gathered(flat, Arc::clone(&collective)), Some(owned))
         }
     };
-    let place =
-        RankPlace { layout: Arc::new(layout), member, groups: ranks.sequence_group().world };
+    let groups = ranks.sequence_group().world;
+    let place = RankPlace { layout: Arc::new(layout), collective, member, groups };
     Ok(RankModel { loaded, place: Some(place), weights, owned })
 }
 

@@ -23,6 +23,7 @@ mod sequence;
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
+pub(crate) use estimate::memory_model;
 pub use estimate::{Estimate, ModelShape};
 pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};

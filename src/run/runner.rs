@@ -85,15 +85,15 @@ fn gradients(
 ) -> candle_core::Result<GradientSums> {
     let slots = config.train.gradient_accumulation_steps.get();
     let exact = config.distributed.exact.holds(device.is_cpu());
-    let Some(RankPlace { layout, member, groups: num_groups }) = place else {
+    let Some(RankPlace { layout, collective, member, groups: num_groups }) = place else {
         let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
         let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
         let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
         return Ok(GradientSums::Alone(buffers));
     };
     let how = (config.distributed.shard, exact);
-    // The gradient of a tied head is computed before those of all stages.
-    let early = Some(layout.stage_of(loaded.model.lm_head())).filter(|stage| *stage > 0);
-    let sums = SharedSums::new(layout, member, how, slots / num_groups, early, device)?;
+    let early = layout.tied_head(loaded.model.lm_head());
+    let rounds = slots / num_groups;
+    let sums = SharedSums::new(layout, collective, member, how, rounds, early, device)?;
     Ok(GradientSums::Shared(sums))
 }

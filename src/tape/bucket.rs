@@ -98,7 +98,22 @@ pub struct StageBuckets {
     pub frozen: Bucket,
 }
 
+/// The lengths of two buffers of which each user needs one: `users` have the number of the buffer and
+/// a length.
+pub fn slot_lens(users: impl IntoIterator<Item = (usize, usize)>) -> [usize; 2] {
+    let mut lens = [0; 2];
+    for (slot, len) in users {
+        lens[slot] = len.max(lens[slot]);
+    }
+    lens
+}
+
 impl StageBuckets {
+    /// Number of elements of both buckets.
+    pub fn num_elements(&self) -> usize {
+        self.trained.len() + self.frozen.len()
+    }
+
     /// The buckets that have parameters.
     pub fn buckets(&self) -> impl Iterator<Item = &Bucket> {
         [&self.trained, &self.frozen].into_iter().filter(|bucket| !bucket.is_empty())
@@ -152,6 +167,12 @@ impl Layout {
     /// The stage of a parameter.
     pub fn stage_of(&self, param: &Param) -> usize {
         self.stage_of[param.index()]
+    }
+
+    /// The stage of `head` if it is tied to another parameter: its gradient begins before the turn of
+    /// its stage, because an own head is the first stage.
+    pub fn tied_head(&self, head: &Param) -> Option<usize> {
+        Some(self.stage_of(head)).filter(|stage| *stage > 0)
     }
 
     /// Number of shares of each bucket.

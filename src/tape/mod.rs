@@ -8,6 +8,6 @@ mod bucket;
 mod param;
 mod stage;
 
-pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets};
+pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets, slot_lens};
 pub use param::{GradSink, Gradients, Param, Residency, Trainable};
 pub use stage::{InputGrad, Recompute, SavedStage, Stage};

@@ -218,7 +218,7 @@ impl StepRunner {
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
         let groups = self.ranks.sequence_group().world;
-        let mut sums = self.gradients.begin_step(counts.rounds, self.ranks.sums(), &self.weights);
+        let mut sums = self.gradients.begin_step(counts.rounds, &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
         for round in 0..counts.rounds {
@@ -297,16 +297,15 @@ impl StepRunner {
             _ => None,
         };
         let gradients = std::mem::take(&mut losses.gradients);
-        let collective = self.ranks.sums();
-        let norm = match (&self.gradients, collective) {
-            (GradientSums::Shared(sums), Some(collective)) if sums.is_sharded() => {
-                let squares = squares(sums, &gradients, self.optimizer.trained(), collective)?;
+        let norm = match &self.gradients {
+            GradientSums::Shared(sums) if sums.is_sharded() => {
+                let squares = squares(sums, &gradients, self.optimizer.trained())?;
                 self.optimizer.norm_of_parts(gradients, squares)?
             }
             _ => self.optimizer.norm(gradients)?,
         };
         let update = self.optimizer.update(norm, lr, number)?;
-        self.weights.updated(collective)?;
+        self.weights.updated()?;
         Ok(LaunchedStep { step: number, losses, update, loss })
     }
 

@@ -8,8 +8,8 @@ use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
 use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
-use crate::ops::{LOGITS_BYTES, gpu_memory};
-use crate::run::{load_model, loader_options, order, step_runner, whole_model};
+use crate::ops::gpu_memory;
+use crate::run::{load_model, loader_options, memory_model, order, step_runner, whole_model};
 use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -44,30 +44,19 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The sizes of the model that decide its memory.
-fn memory_model(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
+/// The memory of a single process.
+fn memory_of(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
         let count = param.shape().elem_count();
         parameters += count;
         trained += if grad.is_some() { count } else { 0 };
     }
-    let moment = runner.optimizer.moments_dtype();
-    let element = runner.dtype.size_in_bytes() as f64;
-    let (vocabulary, hidden) = runner.model.lm_head().shape().dims2()?;
-    Ok(MemoryModel {
-        element,
-        moment: moment.size_in_bytes() as f64,
-        division: Division::alone(
-            parameters as f64,
-            trained as f64,
-            runner.gradients.num_buffers() as f64,
-        ),
-        hidden: hidden as f64,
-        vocabulary: vocabulary as f64,
-        logits: LOGITS_BYTES as f64,
-        activations: runner.model.activation_memory(element, runner.recompute, runner.grads()),
-    })
+    let buffers = runner.gradients.num_buffers() as f64;
+    let division = Division::alone(parameters as f64, trained as f64, buffers);
+    let dtypes = [runner.dtype, runner.optimizer.moments_dtype()];
+    let model = &*runner.model;
+    Ok(memory_model(model, division, dtypes, runner.recompute, runner.grads())?)
 }
 
 /// A step whose upload has started, and its sizes.
@@ -127,7 +116,7 @@ impl Bench {
         let (runner, _) = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
-        let memory = memory_model(&runner)?;
+        let memory = memory_of(&runner)?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }

@@ -25,11 +25,15 @@ use std::ops::Range;
 pub(in crate::ops) const BLOCK: usize = 1 << 15;
 
 /// Element type of activations and weights.
-pub(in crate::ops) trait Element: WithDType {
+pub(in crate::ops) trait Element: Stored {
     /// Converts to `f32`, exactly.
     fn widen(self) -> f32;
     /// Rounds to the nearest value, ties to even.
     fn narrow(x: f32) -> Self;
+}
+
+/// A type of the elements of tensors.
+pub(in crate::ops) trait Stored: WithDType {
     /// All elements of a storage, or `None` if it has another type.
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -42,9 +46,6 @@ impl Element for f32 {
     #[inline(always)]
     fn narrow(x: f32) -> Self {
         x
-    }
-    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-        if let CpuStorage::F32(all) = storage { Some(all) } else { None }
     }
 }
 
@@ -61,8 +62,23 @@ impl Element for bf16 {
         let quiet = if x.is_nan() { 0x0040 } else { 0 };
         Self::from_bits((bits >> 16) as u16 | quiet)
     }
+}
+
+impl Stored for f32 {
+    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+        if let CpuStorage::F32(all) = storage { Some(all) } else { None }
+    }
+}
+
+impl Stored for bf16 {
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
         if let CpuStorage::BF16(all) = storage { Some(all) } else { None }
+    }
+}
+
+impl Stored for u8 {
+    fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+        if let CpuStorage::U8(all) = storage { Some(all) } else { None }
     }
 }
 
@@ -207,7 +223,7 @@ pub(in crate::ops) fn distinct(
 
 /// Calls `f` with the elements of `tensor`, locked for writing. They must have type `T`, and the
 /// caller must not hold a lock on them.
-pub(in crate::ops) fn write<T: Element, R>(
+pub(in crate::ops) fn write<T: Stored, R>(
     op: &'static str,
     name: &'static str,
     tensor: &Tensor,
@@ -221,7 +237,7 @@ pub(in crate::ops) fn write<T: Element, R>(
         element: std::marker::PhantomData<T>,
     }
 
-    impl<T: Element, F: FnOnce(&mut [T]) -> R, R> InplaceOp1 for Write<T, F, R> {
+    impl<T: Stored, F: FnOnce(&mut [T]) -> R, R> InplaceOp1 for Write<T, F, R> {
         fn name(&self) -> &'static str {
             self.op
         }

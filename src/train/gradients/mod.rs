@@ -8,11 +8,10 @@ mod shared;
 pub use alone::buffers_of_tree;
 pub(super) use norm::squares;
 pub use shared::SharedSums;
-pub(super) use shared::kept_sums;
+pub(super) use shared::{Buffers, kept_sums};
 
 use super::step::StepError;
 use super::weights::RankWeights;
-use crate::dist::Collective;
 use crate::tape::{GradSink, Gradients, Param};
 use alone::Tree;
 use candle_core::Tensor;
@@ -39,7 +38,10 @@ impl GradientSums {
 
     /// Number of buffers of the size of the model.
     pub fn num_buffers(&self) -> usize {
-        self.alone().len()
+        match self {
+            Self::Alone(buffers) => buffers.len(),
+            Self::Shared(_) => 1,
+        }
     }
 
     /// Starts the sums of a step of `rounds` rounds: micro-batches that the ranks compute at the same
@@ -47,21 +49,11 @@ impl GradientSums {
     pub(super) fn begin_step<'a>(
         &'a self,
         rounds: usize,
-        collective: Option<&'a dyn Collective>,
         weights: &'a RankWeights,
     ) -> StepSums<'a> {
-        match (self, collective) {
-            (Self::Shared(sums), Some(collective)) => {
-                StepSums::Shared { sums, collective, weights, rounds }
-            }
-            _ => StepSums::Alone(Tree::new(self.alone())),
-        }
-    }
-
-    fn alone(&self) -> &[Gradients] {
         match self {
-            Self::Alone(buffers) => buffers,
-            Self::Shared(sums) => std::slice::from_ref(sums.buffers()),
+            Self::Alone(buffers) => StepSums::Alone(Tree::new(buffers)),
+            Self::Shared(sums) => StepSums::Shared { sums, weights, rounds },
         }
     }
 }
@@ -69,12 +61,7 @@ impl GradientSums {
 /// The sums of one step.
 pub(super) enum StepSums<'a> {
     Alone(Tree<'a>),
-    Shared {
-        sums: &'a SharedSums,
-        collective: &'a dyn Collective,
-        weights: &'a RankWeights,
-        rounds: usize,
-    },
+    Shared { sums: &'a SharedSums, weights: &'a RankWeights, rounds: usize },
 }
 
 impl<'a> StepSums<'a> {
@@ -82,9 +69,9 @@ impl<'a> StepSums<'a> {
     pub(super) fn round(&self, round: usize) -> Result<Round<'a>, StepError> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
-            Self::Shared { sums, collective, weights, rounds } => Ok(Round {
+            Self::Shared { sums, weights, rounds } => Ok(Round {
                 buffers: sums.buffers(),
-                shared: Some(SharedRound::new(sums, *collective, weights, round, *rounds)),
+                shared: Some(SharedRound::new(sums, weights, round, *rounds)),
             }),
         }
     }
@@ -105,8 +92,8 @@ impl<'a> StepSums<'a> {
                 let buffers = gradients.buffers().iter().flatten();
                 Ok(buffers.map(Tensor::flatten_all).collect::<candle_core::Result<_>>()?)
             }
-            Self::Shared { sums, collective, rounds, .. } => {
-                collective.wait()?;
+            Self::Shared { sums, rounds, .. } => {
+                sums.collective().wait()?;
                 sums.sums(rounds)
             }
         }

@@ -8,6 +8,7 @@ use crate::tape::{BUCKET_ALIGNMENT, Layout, Param};
 use candle_core::{Device, Tensor};
 
 const BYTES: usize = size_of::<f64>();
+const _: () = assert!(BUCKET_ALIGNMENT == ops::SQUARES_BLOCK, "a block is in one share");
 
 /// The sums of squares of all elements of each of the `trained` parameters, from the flat gradients
 /// `own` of this rank. Blocks of [`BUCKET_ALIGNMENT`] elements are added up in order, so the bits do
@@ -16,7 +17,6 @@ pub(in super::super) fn squares(
     sums: &SharedSums,
     own: &[Tensor],
     trained: &[Param],
-    collective: &dyn Collective,
 ) -> Result<Vec<f64>, StepError> {
     let (layout, member) = (sums.layout(), sums.member());
     let firsts = first_blocks(layout);
@@ -32,7 +32,7 @@ pub(in super::super) fn squares(
             blocks[start..start + sums.len()].copy_from_slice(&sums);
         }
     }
-    let blocks = exchange(&blocks, collective, sums.device())?;
+    let blocks = exchange(&blocks, sums.collective(), sums.device())?;
     let mut squares = vec![0.0; layout.num_params()];
     for (stage, first) in layout.stages().iter().zip(&firsts) {
         let in_share = stage.trained.share_len() / BUCKET_ALIGNMENT;

@@ -9,7 +9,7 @@ use super::super::weights::RankWeights;
 use super::rounds::{num_open, num_sums, pairs_after};
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;
-use crate::tape::{Gradients, Layout, Param};
+use crate::tape::{Gradients, Layout, Param, slot_lens};
 use candle_core::{DType, Device, Tensor};
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -25,9 +25,32 @@ pub(in super::super) fn kept_sums(rounds: usize, exact: bool, shard: Shard) -> u
     if exact { num_sums(rounds).max(least) } else { least }
 }
 
+/// The buffers for the gradients of a micro-batch.
+pub(in super::super) struct Buffers {
+    /// The stages that take turns in two buffers, in the order of backward.
+    turns: Vec<usize>,
+    /// Numbers of elements of the two buffers.
+    pub(in super::super) slots: [usize; 2],
+    /// The other stages with trained parameters: each has a buffer.
+    pub(in super::super) own: Vec<usize>,
+}
+
+impl Buffers {
+    pub(in super::super) fn new(layout: &Layout, shard: Shard, early: Option<usize>) -> Self {
+        let len = |stage: usize| layout.stages()[stage].trained.len();
+        let trained = (0..layout.stages().len()).filter(|stage| len(*stage) > 0);
+        let takes_turns = |stage: &usize| shard >= Shard::Gradients && Some(*stage) != early;
+        let (turns, own): (Vec<usize>, Vec<usize>) = trained.partition(takes_turns);
+        let slots =
+            slot_lens(turns.iter().enumerate().map(|(turn, stage)| (turn % 2, len(*stage))));
+        Self { turns, slots, own }
+    }
+}
+
 /// The gradients of a rank.
 pub struct SharedSums {
     layout: Arc<Layout>,
+    collective: Arc<dyn Collective>,
     /// The share of this rank.
     member: usize,
     shard: Shard,
@@ -44,10 +67,11 @@ pub struct SharedSums {
 }
 
 impl SharedSums {
-    /// Allocates the buffers. `early` is the stage whose gradient is not complete when its turn ends:
-    /// that of a tied head.
+    /// Allocates the buffers for sums with `collective`. `early` is the stage whose gradient is not
+    /// complete when its turn ends: that of a tied head.
     pub fn new(
         layout: Arc<Layout>,
+        collective: Arc<dyn Collective>,
         member: usize,
         (shard, exact): (Shard, bool),
         rounds: usize,
@@ -55,22 +79,15 @@ impl SharedSums {
         device: &Device,
     ) -> candle_core::Result<Self> {
         let zeros = |len: usize| Tensor::zeros(len, DType::F32, device);
-        let lens: Vec<usize> = layout.stages().iter().map(|stage| stage.trained.len()).collect();
-        let takes_turns = shard >= Shard::Gradients;
-        let mut turns: Vec<usize> = (0..lens.len()).filter(|stage| lens[*stage] > 0).collect();
-        turns.retain(|stage| takes_turns && Some(*stage) != early);
-        let mut flat: OfStages = vec![None; lens.len()];
-        for turn in 0..turns.len().min(2) {
-            let stages = || turns.iter().skip(turn).step_by(2);
-            let slot = zeros(stages().map(|stage| lens[*stage]).max().unwrap_or_default())?;
-            for stage in stages() {
-                flat[*stage] = Some(slot.narrow(0, 0, lens[*stage])?);
-            }
+        let Buffers { turns, slots: [first, second], own } = Buffers::new(&layout, shard, early);
+        let slots = [zeros(first)?, zeros(second)?];
+        let len = |stage: usize| layout.stages()[stage].trained.len();
+        let mut flat: OfStages = vec![None; layout.stages().len()];
+        for (turn, stage) in turns.iter().enumerate() {
+            flat[*stage] = Some(slots[turn % 2].narrow(0, 0, len(*stage))?);
         }
-        for stage in (0..lens.len()).filter(|stage| lens[*stage] > 0) {
-            if flat[stage].is_none() {
-                flat[stage] = Some(zeros(lens[stage])?);
-            }
+        for stage in own {
+            flat[stage] = Some(zeros(len(stage))?);
         }
         let shares = |_| {
             let share = |stage: &crate::tape::StageBuckets| match stage.trained.share_len() {
@@ -85,6 +102,7 @@ impl SharedSums {
                 .map(shares)
                 .collect::<candle_core::Result<_>>()?,
             layout,
+            collective,
             member,
             shard,
             exact,
@@ -102,6 +120,11 @@ impl SharedSums {
     /// The places of the parameters.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// The engine of the sums.
+    pub(super) fn collective(&self) -> &dyn Collective {
+        &*self.collective
     }
 
     /// The device of the gradients.
@@ -181,7 +204,6 @@ impl SharedSums {
 /// Receives the gradients of one round.
 pub(super) struct SharedRound<'a> {
     sums: &'a SharedSums,
-    collective: &'a dyn Collective,
     weights: &'a RankWeights,
     round: usize,
     rounds: usize,
@@ -194,13 +216,12 @@ pub(super) struct SharedRound<'a> {
 impl<'a> SharedRound<'a> {
     pub(super) fn new(
         sums: &'a SharedSums,
-        collective: &'a dyn Collective,
         weights: &'a RankWeights,
         round: usize,
         rounds: usize,
     ) -> Self {
         let (tickets, error) = (RefCell::default(), RefCell::new(Ok(())));
-        Self { sums, collective, weights, round, rounds, tickets, error }
+        Self { sums, weights, round, rounds, tickets, error }
     }
 
     pub(super) fn result(self) -> Result<()> {
@@ -216,7 +237,7 @@ impl<'a> SharedRound<'a> {
         if self.round > 0 && !self.sums.sums_rounds() {
             return Ok(()); // added in place
         }
-        self.collective.wait()?;
+        self.sums.collective.wait()?;
         let later = self.sums.turns.get(1..).unwrap_or_default();
         let now = self.sums.flat.iter().enumerate().filter(|(stage, _)| !later.contains(stage));
         let now: Vec<&Tensor> = now.filter_map(|(_, flat)| flat.as_ref()).collect();
@@ -238,17 +259,18 @@ impl<'a> SharedRound<'a> {
         if !self.sums.sums_rounds() && !self.is_last() {
             return Ok(());
         }
+        let collective = self.sums.collective();
         let ticket = if self.sums.exact || self.sums.is_sharded() {
             let then = self.sums.then(stage, self.round, self.is_last());
             let reduce = Reduce { values: flat.clone(), then };
-            let ticket = self.collective.start_reduce(reduce)?;
+            let ticket = collective.start_reduce(reduce)?;
             if self.is_last() && !self.sums.is_sharded() {
                 let own = self.sums.own_sum(stage, self.rounds);
-                self.collective.start_gather(Gather { own, all: flat.clone() })?;
+                collective.start_gather(Gather { own, all: flat.clone() })?;
             }
             ticket
         } else {
-            self.collective.start_sum(vec![flat.clone()])?
+            collective.start_sum(vec![flat.clone()])?
         };
         self.prepare_next(stage, ticket)
     }
@@ -263,7 +285,7 @@ impl<'a> SharedRound<'a> {
             return Ok(());
         };
         if let Some(before) = turn.checked_sub(1) {
-            self.collective.wait_for(tickets[before])?;
+            self.sums.collective.wait_for(tickets[before])?;
         }
         Ok(ops::fill_zero(next)?)
     }

@@ -2,7 +2,7 @@
 
 mod slots;
 
-pub(super) use slots::Pass;
+pub(super) use slots::{Pass, slot_elements};
 pub use slots::{SlotTensors, WeightSlots};
 
 use crate::dist::{Collective, DistError, Gather};
@@ -14,7 +14,7 @@ pub enum RankWeights {
     /// This rank updates all of them.
     Whole,
     /// This rank updates its share of these flat tensors, and receives the other shares.
-    Gathered(Vec<Tensor>),
+    Gathered(Vec<Tensor>, Arc<dyn Collective>),
     /// This rank has its share only. The weights of a stage are gathered when they are used.
     Slots(Arc<WeightSlots>),
 }
@@ -26,19 +26,19 @@ impl RankWeights {
     }
 
     /// Makes an update by all ranks visible.
-    pub(super) fn updated(&self, collective: Option<&dyn Collective>) -> Result<(), DistError> {
-        match (self, collective) {
-            (Self::Gathered(flat), Some(collective)) => {
+    pub(super) fn updated(&self) -> Result<(), DistError> {
+        match self {
+            Self::Gathered(flat, collective) => {
                 for all in flat {
                     collective.start_gather(Gather { own: None, all: all.clone() })?;
                 }
                 collective.wait()
             }
-            (Self::Slots(slots), _) => {
+            Self::Slots(slots) => {
                 slots.forget();
                 Ok(())
             }
-            _ => Ok(()),
+            Self::Whole => Ok(()),
         }
     }
 

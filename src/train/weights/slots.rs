@@ -9,7 +9,7 @@
 //! rank takes part in the gathers of the stages that it does not read.
 
 use crate::dist::{Collective, DistError, Gather, Ticket};
-use crate::tape::{Layout, Param, Residency};
+use crate::tape::{Layout, Param, Residency, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,6 +59,12 @@ fn slot_of(stage: usize) -> usize {
     stage % 2
 }
 
+/// Numbers of elements of the slots.
+pub(in super::super) fn slot_elements(layout: &Layout) -> [usize; 2] {
+    let stages = layout.stages().iter().enumerate();
+    slot_lens(stages.map(|(stage, buckets)| (slot_of(stage), buckets.num_elements())))
+}
+
 impl Order {
     /// `num_stages` are in the order of backward. `head` is the stage of the head, `table` that of the
     /// token embedding, whose weights backward does not read, and `trained` the last one that is
@@ -95,13 +101,8 @@ impl SlotTensors {
     /// Allocates shares and slots, and makes the tensors of `params` views of the slots.
     pub fn new(layout: &Layout, params: &[Param], dtype: DType, device: &Device) -> Result<Self> {
         let stages = layout.stages();
-        let len = |stage: usize| stages[stage].trained.len() + stages[stage].frozen.len();
-        let slots = [0, 1].map(|slot| {
-            let lens = (0..stages.len()).filter(|stage| slot_of(*stage) == slot).map(len);
-            Tensor::zeros(lens.max().unwrap_or_default(), dtype, device)
-        });
-        let [first, second] = slots;
-        let slots = [first?, second?];
+        let [first, second] = slot_elements(layout);
+        let slots = [Tensor::zeros(first, dtype, device)?, Tensor::zeros(second, dtype, device)?];
         let mut buckets = Vec::with_capacity(stages.len());
         for (stage, of_stage) in stages.iter().enumerate() {
             let (mut start, mut tensors) = (0, Vec::new());

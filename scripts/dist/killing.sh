@@ -1,0 +1,27 @@
+# Functions of the scripts that kill ranks; source it. Expects `trainer` and `world`, sets `folder`, and
+# removes it at the end.
+export RAYON_NUM_THREADS=1
+folder=$(mktemp -d)
+job=
+cleanup() {
+  if [ -n "$job" ]; then kill -9 -- "-$job" 2>/dev/null || true; fi
+  rm -rf "$folder"
+}
+trap cleanup EXIT
+
+# Starts a run of the quickstart in a session of its own; `job` is its process id. It starts mpirun,
+# which starts the ranks.
+start_ranks() { # output_dir, further arguments of trainer..
+  local out=$1
+  shift
+  setsid "$trainer" sft --set "distributed.processes=$world" --set device=cpu --config configs/quickstart.yaml \
+    --set "output_dir=$folder/$out" --set "data.eval=[]" "$@" >"$folder/log" 2>&1 &
+  job=$!
+}
+is_running() { [ -e "/proc/$job" ] && ! grep -q '^State:.Z' "/proc/$job/status" 2>/dev/null; }
+ranks() { pgrep -P "$(pgrep -P "$job" || echo none)" 2>/dev/null || true; }
+fail() {
+  cat "$folder/log"
+  echo "error: $*" >&2
+  exit 1
+}
