@@ -23,7 +23,7 @@ use crate::data::DataConfig;
 use crate::dist::Distributed;
 use crate::net::hub::Cached;
 use crate::optim::{OptimConfig, ScheduleConfig};
-use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
+use crate::train::{AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -41,6 +41,9 @@ pub struct RunConfig {
     pub device: DeviceChoice,
     /// The model, its precision and its kernels.
     pub model: ModelSection,
+    /// The adapter to train; by default the model itself is trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<AdapterConfig>,
     /// The data to train and evaluate on.
     pub data: DataConfig,
     /// Size of a step, number of steps, and gradient clipping.
@@ -89,11 +92,16 @@ impl ValueError {
             "optim.lr" => "a usual value is 1.0e-5".to_owned(),
             "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
             "data.workers" => "one worker per core is enough".to_owned(),
+            "model.freeze" => {
+                "select the parts that receive an adapter with `adapter.parts`".to_owned()
+            }
+            "adapter.alpha" => "a usual value is twice `adapter.rank`, or more".to_owned(),
             key => format!("change or remove `{key}`; `docs/config.md` has its default"),
         }
     }
 }
 
+const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
@@ -158,6 +166,16 @@ impl RunConfig {
         rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535")?;
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
             rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
+        }
+        if let Some(adapter) = &self.adapter {
+            let alpha = adapter.alpha;
+            let valid = alpha.is_finite() && alpha > 0.0;
+            rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
+            let dropout = adapter.dropout;
+            let valid = (0.0..1.0).contains(&dropout);
+            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1")?;
+            let freeze = &self.model.freeze;
+            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
         }
         Ok(())
     }

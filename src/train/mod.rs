@@ -1,5 +1,6 @@
 //! The training loop: the only module that uses data, model, loss and optimizer together.
 
+mod adapter;
 mod audit;
 mod config;
 mod datasets;
@@ -20,6 +21,7 @@ mod step_report;
 mod trainer;
 mod weights;
 
+pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Targets};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
