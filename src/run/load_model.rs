@@ -176,7 +176,7 @@ impl OpenModel {
 
     /// Builds the model with these parameters.
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
-        let model = self.config.build(&params, &self.attention)?;
+        let model = self.config.build(&params, &self.attention, None)?;
         Ok(LoadedModel { model, params, open: self })
     }
 
