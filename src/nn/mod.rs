@@ -22,7 +22,7 @@ pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub use decoder::KvCache;
 pub(crate) use decoder::{Decoder, DecoderTape};
-pub use init::{random_part, random_tensor};
+pub use init::{AdapterDraw, random_adapter_part, random_part, random_tensor};
 pub(crate) use linear::Linear;
 pub(crate) use norm::LayerNorm;
 pub(crate) use params::ParamMap;

@@ -34,6 +34,17 @@ pub struct ParamSpec {
     pub component: Component,
 }
 
+impl ParamSpec {
+    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads and
+    /// convolutions are no linear layers here.
+    pub fn linear_layer(&self) -> Option<&str> {
+        let layer = self.name.strip_suffix(".weight").filter(|_| self.shape.len() == 2)?;
+        let name = layer.rsplit('.').next().unwrap_or(layer);
+        let is_table = ["embed_tokens", "pos_embed", "lm_head"].contains(&name);
+        (!is_table).then_some(layer)
+    }
+}
+
 /// The reason why a model cannot be built from a list of parameters.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WeightError {
