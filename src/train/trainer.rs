@@ -273,7 +273,7 @@ impl Trainer {
         let StepReports { samples: losses, ranks } =
             report.gather(&data.owners, &parts.runner.ranks)?;
         // In the first step of an adapter, `A` has no gradient because `B` is zero.
-        let is_first_of_adapter = step == 1 && self.parts.layout == FolderLayout::Adapter;
+        let is_first_of_adapter = step == 1 && parts.layout == FolderLayout::Adapter;
         if !is_first_of_adapter && self.audit.is_due(has_images) {
             audit(&parts.runner, &outcome.squares, step, has_images);
         }
