@@ -8,7 +8,8 @@
 Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and
 RUN/summary.json (settings, gradient norms of step 1, parameter norms at the end). The loss of a step
 is the sum of its target losses divided by its number of targets; grad_norm is the L2 norm over all
-parameters, with a tied embedding counted once.
+trained parameters, with a tied embedding counted once. `--adapter` trains a PEFT adapter and needs
+the package peft; `--optimizer adamw8bit` needs bitsandbytes.
 """
 
 import argparse
@@ -32,13 +33,70 @@ def lr_at(args, step):
     return args.lr * factor
 
 
-def parameter_groups(model, weight_decay):
+def parameter_groups(parameters, weight_decay):
     """Parameter groups; biases, norms and other 1-D parameters have no weight decay."""
-    parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def newton_schulz(gradient, coefficients, steps, eps):
+    """The iteration of torch.optim.Muon in float32; torch itself rounds to bf16 before it."""
+    a, b, c = coefficients
+    is_tall = gradient.shape[0] > gradient.shape[1]
+    x = gradient.T if is_tall else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.T if is_tall else x
+
+
+def is_hidden_matrix(name, parameter):
+    """Whether Muon updates the parameter: matrices of the decoder layers, the vision blocks and the
+    mergers, but neither embeddings nor the head."""
+    return parameter.ndim == 2 and any(part in name for part in (".layers.", ".blocks.", "merger"))
+
+
+def make_optimizers(args, named):
+    """The optimizers of the trained parameters `named`; together they update each of them once."""
+    settings = {"lr": args.lr, "betas": (args.beta1, args.beta2), "eps": args.eps}
+    if args.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return [AdamW8bit(parameter_groups([p for _, p in named], args.weight_decay), **settings)]
+    if args.optimizer == "adamw":
+        return [torch.optim.AdamW(parameter_groups([p for _, p in named], args.weight_decay), **settings)]
+    from torch.optim import _muon
+
+    _muon._zeropower_via_newtonschulz = newton_schulz
+    matrices = [p for n, p in named if is_hidden_matrix(n, p)]
+    others = [p for n, p in named if not is_hidden_matrix(n, p)]
+    muon = torch.optim.Muon(
+        matrices, lr=args.lr, weight_decay=args.weight_decay, momentum=0.95, nesterov=True,
+        ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, torch.optim.AdamW(parameter_groups(others, args.weight_decay), **settings)]
+
+
+def file_name(name):
+    """Name of a parameter in files: PEFT renames the tensors of adapters."""
+    if "lora_" not in name:
+        return name
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
+    return f"base_model.model.{name}"
+
+
+def add_adapter(model, args):
+    """Adds the adapter's layers to the model and freezes all other parameters."""
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(args.adapter)
+    config.use_rslora = config.use_rslora or args.rslora
+    config.inference_mode = False
+    PeftModel.from_pretrained(model, args.adapter, config=config, is_trainable=True)
+    model.train()
 
 
 def train(args):
@@ -49,15 +107,17 @@ def train(args):
     encoder = Encoder(args.model, Path(args.data).parent)
     rows = read_jsonl(args.data)
     model = load_model(args.model)
-    groups = parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
-    parameters = list(model.parameters())
+    if args.adapter:
+        add_adapter(model, args)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    optimizers = make_optimizers(args, named)
     micro = 1 if args.mode == "per-sample" else args.batch_size
     metrics, first, start = [], {}, time.time()
     for step in range(args.steps):
         samples = [encoder(rows[(step * args.batch_size + k) % len(rows)]) for k in range(args.batch_size)]
         lr = lr_at(args, step)
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = lr
         num_targets = sum(label != IGNORE for s in samples for label in s["labels"][1:])
         loss = 0.0
@@ -69,10 +129,11 @@ def train(args):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if step == 0:
-            first = {n: float(p.grad.double().norm()) for n, p in model.named_parameters()}
+            first = {file_name(n): float(p.grad.double().norm()) for n, p in named}
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, args.clip if args.clip > 0 else math.inf))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         metrics.append({
             "step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr,
             "tokens": sum(len(s["input_ids"]) for s in samples), "target_tokens": num_targets,
@@ -80,10 +141,10 @@ def train(args):
         if not args.quiet:
             print(json.dumps(metrics[-1]), flush=True)
     summary = {
-        "args": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "check_curves", "quiet")},
+        "args": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "adapter", "check_curves", "quiet")},
         "model": Path(args.model).name, "data": Path(args.data).name, "seconds": round(time.time() - start, 1),
         "grad_norms_step1": first,
-        "param_norms_final": {n: float(p.detach().double().norm()) for n, p in model.named_parameters()},
+        "param_norms_final": {file_name(n): float(p.detach().double().norm()) for n, p in named},
     }
     return metrics, summary
 
@@ -97,6 +158,9 @@ def check_curves(parser):
         args = parser.parse_args(["--quiet", "--model", str(folder), "--data", str(data)])
         for key in ("steps", "batch_size", "mode", "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"):
             setattr(args, key, golden["args"][key])
+        args.optimizer = golden["args"].get("optimizer", "adamw")
+        args.rslora = golden["args"].get("rslora", False)
+        args.adapter = golden["args"].get("adapter") and str(GOLDEN / "adapters" / golden["args"]["adapter"])
         metrics, _ = train(args)
         worst = {}
         for key, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 0.0), ("tokens", 0.0), ("target_tokens", 0.0)):
@@ -125,6 +189,9 @@ def make_parser():
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
+    parser.add_argument("--adapter", help="folder of a PEFT adapter; only its values are trained")
+    parser.add_argument("--rslora", action="store_true", help="multiply the adapter's output by alpha / sqrt(r)")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw8bit", "muon"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     return parser

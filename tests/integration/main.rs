@@ -2,12 +2,14 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
+mod adapter_parity;
 mod architecture;
 mod bad_input;
 mod bench;
 mod circles;
 mod cli;
 mod convert;
+mod convert_adapters;
 mod corpora;
 mod doc_commands;
 mod docs;
