@@ -35,6 +35,7 @@ mod bytes;
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
+mod eight_bit;
 mod embedding;
 mod gelu;
 mod gpu;
@@ -45,6 +46,7 @@ mod moments;
 mod rms_norm;
 mod rope;
 mod rows;
+mod stored;
 mod swiglu;
 #[cfg(test)]
 mod testing;
@@ -66,6 +68,7 @@ pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
+pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,

@@ -8,7 +8,7 @@ use crate::batch::VarlenBatch;
 use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
-use crate::optim::{AdamW, OptimError, Update};
+use crate::optim::{OptimError, Optimizer, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -78,8 +78,8 @@ pub struct StepRunner {
     pub model: Box<dyn Model>,
     /// All parameters, in order.
     pub params: Vec<Param>,
-    /// Moments and update.
-    pub optimizer: AdamW,
+    /// State and update.
+    pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
     /// How the weights are divided among the ranks.

@@ -13,7 +13,7 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
 };
-use trainer::optim::{AdamW, OptimConfig};
+use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
@@ -99,7 +99,7 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
     let optimizer =
-        AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
+        Optimizer::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
     let zeros = |_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap();
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
