@@ -22,7 +22,7 @@ use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
 use crate::dist::Distributed;
 use crate::net::hub::Cached;
-use crate::optim::{OptimConfig, ScheduleConfig};
+use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -115,6 +115,12 @@ impl RunConfig {
             "optim.eps",
             &optim.eps,
             "a finite number above 0",
+        )?;
+        rule(
+            optim.kind == Kind::Adamw || optim.moments != Moments::Bf16,
+            "optim.moments",
+            &"bf16",
+            "`bf16` only with `optim.kind: adamw`",
         )?;
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;

@@ -93,13 +93,21 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
 /// The settings of the reference: AdamW, constant learning rate 1e-3, clipping at 1, no weight
 /// decay.
 fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
+    runner_with(&OptimConfig::default(), model, variant, precision)
+}
+
+fn runner_with(
+    optim: &OptimConfig,
+    model: &str,
+    variant: Variant,
+    precision: Precision,
+) -> StepRunner {
     let device = device();
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
-    let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
     let optimizer =
-        Optimizer::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
+        Optimizer::new(optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
     let zeros = |_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap();
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
@@ -127,7 +135,18 @@ fn curve_of(
     precision: Precision,
     steps: u64,
 ) -> Vec<StepOutcome> {
-    let (rows, runner) = (rows_for(model, data), runner(model, variant, precision));
+    steps_of(&runner(model, variant, precision), model, data, variant, steps)
+}
+
+/// The first steps of a run.
+fn steps_of(
+    runner: &StepRunner,
+    model: &str,
+    data: &str,
+    variant: Variant,
+    steps: u64,
+) -> Vec<StepOutcome> {
+    let rows = rows_for(model, data);
     let all: Vec<SampleIndex> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
