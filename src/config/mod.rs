@@ -20,7 +20,7 @@ pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
-use crate::dist::Distributed;
+use crate::dist::{Distributed, Shard};
 use crate::net::hub::Cached;
 use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
@@ -116,11 +116,19 @@ impl RunConfig {
             &optim.eps,
             "a finite number above 0",
         )?;
+        let (kind, moments) = (optim.kind, optim.moments);
+        let narrow = moments == Moments::Bf16;
+        let expected = "`bf16` only with `optim.kind: adamw`";
+        rule(kind == Kind::Adamw || !narrow, "optim.moments", &"bf16", expected)?;
+        let expected = "`f32` with `optim.kind: muon`";
+        rule(kind != Kind::Muon || moments == Moments::F32, "optim.moments", &"host", expected)?;
+        let shard = self.distributed.shard;
+        let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
         rule(
-            optim.kind == Kind::Adamw || optim.moments != Moments::Bf16,
-            "optim.moments",
-            &"bf16",
-            "`bf16` only with `optim.kind: adamw`",
+            kind != Kind::Muon || shard == Shard::None,
+            "distributed.shard",
+            &shard.name(),
+            expected,
         )?;
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;

@@ -187,6 +187,16 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
 }
 
+/// The factor, at most 1, that limits the joint L2 norm of gradients with these [`sums_of_squares`] to
+/// `max_grad_norm`; 1 if `max_grad_norm` is 0, and `None` if the norm is not finite. Waits for a GPU.
+pub fn clip_scale(squares: &Tensor, max_grad_norm: f64) -> Result<Option<f32>> {
+    let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
+    // As torch.nn.utils.clip_grad_norm_.
+    let clip = max_grad_norm / (norm + 1e-6);
+    let scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+    Ok(norm.is_finite().then_some(scale as f32))
+}
+
 /// Update number `step` (from 1) of parameters, with the gradients scaled down to a joint L2 norm
 /// of `max_grad_norm`; 0 switches the scaling off. `squares` are the [`sums_of_squares`] of all
 /// gradients of the step, which may be more than those of `updates`. Changes nothing if their sum
@@ -211,14 +221,10 @@ pub fn clipped_update(
         .collect();
     let seed = step_seed(step);
     return_if_on_gpu!(updates[0].tensors.grad => clipped_update(updates, &scalars, seed, squares, max_grad_norm));
-    let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
-    if norm.is_finite() {
-        // As torch.nn.utils.clip_grad_norm_.
-        let clip = max_grad_norm / (norm + 1e-6);
-        let grad_scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+    if let Some(grad_scale) = clip_scale(squares, max_grad_norm)? {
         for (update, scalars) in updates.iter().zip(scalars) {
             let seed = tensor_seed(seed, update.index);
-            update_on_cpu(op, &update.tensors, update.first, scalars, grad_scale as f32, seed)?;
+            update_on_cpu(op, &update.tensors, update.first, scalars, grad_scale, seed)?;
         }
     }
     Ok(())
@@ -253,7 +259,7 @@ fn update_on_cpu(
     let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, absmax, grad } = tensors;
     let grad = read(op, "grad", grad)?;
     let grad = grad.slice::<f32>()?;
-    let state = |name, tensor, draw, absmax| State { name, tensor, absmax, draw };
+    let state = |name, tensor, draw, absmax| State { name, tensor, absmax, draw: Some(draw) };
     let exact = state("weight", master.unwrap_or(weight), Draw::Weight, None);
     let m = state("exp_avg", exp_avg, Draw::First, absmax.map(|absmax| absmax[0]));
     let v = state("exp_avg_sq", exp_avg_sq, Draw::Second, absmax.map(|absmax| absmax[1]));

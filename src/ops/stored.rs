@@ -1,7 +1,7 @@
 //! Weights and moments in the form in which they are stored. An update loads a block of them to
 //! `f32`, and stores the results.
 
-use super::cpu::blocks::to_f32_block;
+use super::cpu::blocks::{to_bf16_block, to_f32_block};
 use super::cpu::{BLOCK, write};
 use super::eight_bit::{DynamicMap, EIGHT_BIT_BLOCK, SIGNED, UNSIGNED};
 use super::moments::{Draw, round_block};
@@ -16,21 +16,21 @@ pub(super) struct State<'a> {
     pub(super) tensor: &'a Tensor,
     /// The scales of a tensor of 8-bit codes.
     pub(super) absmax: Option<&'a Tensor>,
-    /// The random numbers that round it, if it is `bf16`.
-    pub(super) draw: Draw,
+    /// The random numbers that round it, if it is `bf16`; `None`: to nearest.
+    pub(super) draw: Option<Draw>,
 }
 
 /// Elements in the memory of a tensor.
 pub(super) enum Stored<'a> {
     F32(&'a mut [f32]),
-    /// Rounded at random.
-    Bf16(&'a mut [bf16], Draw),
+    /// Rounded at random, or to nearest.
+    Bf16(&'a mut [bf16], Option<Draw>),
     /// Codes, scales, and the map of the codes.
     Codes(&'a mut [u8], &'a mut [f32], &'static DynamicMap),
 }
 
 /// Identifies the random numbers of a parameter's elements in a step.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Seed {
     /// Seed of the parameter.
     pub(super) seed: u32,
@@ -49,7 +49,7 @@ impl State<'_> {
         match (tensor.dtype(), absmax) {
             (DType::BF16, _) => write(op, name, tensor, |x: &mut [bf16]| f(Stored::Bf16(x, draw)))?,
             (DType::U8, Some(absmax)) => write(op, name, tensor, |codes: &mut [u8]| {
-                let map = if draw == Draw::Second { &UNSIGNED } else { &SIGNED };
+                let map = if draw == Some(Draw::Second) { &UNSIGNED } else { &SIGNED };
                 write(op, "absmax", absmax, |absmax| f(Stored::Codes(codes, absmax, map)))?
             })?,
             (DType::U8, None) => bail!("{op}: `{name}` is U8, but has no scales"),
@@ -59,6 +59,15 @@ impl State<'_> {
 }
 
 impl<'a> Stored<'a> {
+    /// Number of elements.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::F32(x) => x.len(),
+            Self::Bf16(x, _) => x.len(),
+            Self::Codes(codes, ..) => codes.len(),
+        }
+    }
+
     /// Parts of [`BLOCK`] elements.
     pub(super) fn blocks(self) -> Vec<Self> {
         match self {
@@ -88,7 +97,8 @@ impl<'a> Stored<'a> {
     pub(super) fn store(&mut self, range: Range<usize>, from: &[f32], seed: Seed) {
         match self {
             Self::F32(x) => x[range].copy_from_slice(from),
-            Self::Bf16(x, draw) => round_block(seed, *draw, from, &mut x[range]),
+            Self::Bf16(x, Some(draw)) => round_block(seed, *draw, from, &mut x[range]),
+            Self::Bf16(x, None) => to_bf16_block(from, &mut x[range]),
             Self::Codes(codes, absmax, map) => {
                 let scales = &mut absmax[range.start / EIGHT_BIT_BLOCK..];
                 map.encode(from, &mut codes[range], scales);

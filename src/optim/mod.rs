@@ -57,6 +57,9 @@ pub enum Kind {
     /// `AdamW` with moments in 8 bits: 2.03 bytes per trained parameter.
     #[serde(rename = "adamw_8bit")]
     Adamw8bit,
+    /// `Muon` for the matrices between hidden states, `AdamW` for the other parameters.
+    #[serde(rename = "muon")]
+    Muon,
 }
 
 /// Master copies of `bf16` weights.

@@ -123,7 +123,8 @@ impl Optimizer {
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
         let trained: Vec<Param> = trained.into_iter().map(|index| params[index].clone()).collect();
-        let kinds = trained.iter().map(|param| kinds(config, param)).collect();
+        let kinds_of = |param: &Param| kinds(config, param, groups[param.index()]);
+        let kinds = trained.iter().map(kinds_of).collect();
         Ok(Self { hyper, max_grad_norm, place, trained, kinds, states })
     }
 
@@ -178,10 +179,22 @@ impl Optimizer {
         let GradNorm { squares, grads } = norm;
         let weights: Vec<Tensor> =
             self.states.iter().map(ParamState::weight).collect::<Result<_>>()?;
-        let updates = self.states.iter().zip(&weights).zip(&grads);
-        let updates: Vec<_> =
-            updates.map(|((state, weight), grad)| adamw_update(state, weight, grad, lr)).collect();
-        ops::clipped_update(&self.hyper, &updates, step, &squares, self.max_grad_norm)?;
+        let updates = || self.states.iter().zip(&weights).zip(&grads);
+        let is_muon = |state: &ParamState| state.rule == Rule::Muon;
+        let adamw = updates().filter(|((state, _), _)| !is_muon(state));
+        let adamw = adamw.map(|((state, weight), grad)| adamw_update(state, weight, grad, lr));
+        let adamw: Vec<_> = adamw.collect();
+        ops::clipped_update(&self.hyper, &adamw, step, &squares, self.max_grad_norm)?;
+        let mut muon = updates().filter(|((state, _), _)| is_muon(state)).peekable();
+        let scale = match muon.peek() {
+            Some(_) => ops::clip_scale(&squares, self.max_grad_norm)?,
+            None => None,
+        };
+        if let Some(scale) = scale {
+            muon.try_for_each(|((state, weight), grad)| {
+                muon_update(state, weight, grad, lr, (step, scale))
+            })?;
+        }
         for (state, weight) in self.states.iter().zip(&weights) {
             let Some(host_weight) = &state.host_weight else { continue };
             if weight.elem_count() > 0 {
@@ -222,7 +235,7 @@ fn adamw_update<'a>(
     let tensor = |name| state.tensor(name).expect("`Rule::kinds` has the kind");
     let absmax = match state.rule {
         Rule::AdamW(DType::U8) => Some(["exp_avg_absmax", "exp_avg_sq_absmax"].map(tensor)),
-        Rule::AdamW(_) => None,
+        Rule::AdamW(_) | Rule::Muon => None,
     };
     ops::AdamWUpdate {
         tensors: ops::AdamWTensors {
@@ -238,6 +251,30 @@ fn adamw_update<'a>(
         lr: lr * state.lr_multiplier,
         weight_decay: state.weight_decay,
     }
+}
+
+/// Updates a parameter with `Muon`; `scale` is the factor of its gradient.
+fn muon_update(
+    state: &ParamState,
+    weight: &Tensor,
+    grad: &Tensor,
+    lr: f64,
+    (step, scale): (u64, f32),
+) -> Result<()> {
+    let shape = state.param.shape();
+    if state.elements.len() != shape.elem_count() {
+        candle_core::bail!("`{}` is divided, but Muon needs whole matrices", state.param.name());
+    }
+    let update = ops::MuonUpdate {
+        weight: &weight.reshape(&shape)?,
+        master: state.tensor(MASTER),
+        momentum: state.tensor("momentum_buffer").expect("`Rule::kinds` has the kind"),
+        grad,
+        index: state.index,
+        lr: lr * state.lr_multiplier,
+        weight_decay: state.weight_decay,
+    };
+    ops::muon_step(&update, step, scale)
 }
 
 /// All elements of all trained parameters.

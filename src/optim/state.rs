@@ -42,16 +42,19 @@ impl StateKind {
 pub(super) enum Rule {
     /// `AdamW` with moments of this dtype; `u8` stands for 8-bit codes.
     AdamW(DType),
+    /// `Muon`.
+    Muon,
 }
 
 impl Rule {
-    pub(super) fn of(config: &OptimConfig, param: &Param) -> Self {
+    fn of(config: &OptimConfig, param: &Param, group: &ParamGroup) -> Self {
         match config.kind {
+            Kind::Muon if group.hidden_matrix => Self::Muon,
             Kind::Adamw8bit if param.shape().elem_count() >= SMALLEST_IN_8_BITS => {
                 Self::AdamW(DType::U8)
             }
             Kind::Adamw if config.moments == Moments::Bf16 => Self::AdamW(DType::BF16),
-            Kind::Adamw | Kind::Adamw8bit => Self::AdamW(DType::F32),
+            Kind::Adamw | Kind::Adamw8bit | Kind::Muon => Self::AdamW(DType::F32),
         }
     }
 
@@ -67,13 +70,14 @@ impl Rule {
                 }
                 kinds
             }
+            Self::Muon => vec![each("momentum_buffer", DType::F32)],
         }
     }
 }
 
 /// The kinds of state tensors of a trained parameter; the master weight is the last.
-pub(super) fn kinds(config: &OptimConfig, param: &Param) -> Vec<StateKind> {
-    let mut kinds = Rule::of(config, param).kinds();
+pub(super) fn kinds(config: &OptimConfig, param: &Param, group: &ParamGroup) -> Vec<StateKind> {
+    let mut kinds = Rule::of(config, param, group).kinds();
     if param.dtype() != DType::F32 && config.master == Master::F32 {
         kinds.push(StateKind { name: MASTER, dtype: DType::F32, per: 1 });
     }
@@ -86,10 +90,10 @@ pub(super) const MASTER: &str = "master";
 /// Mean bytes of the state of a trained weight.
 pub fn state_bytes_per_weight(config: &OptimConfig, params: &[Param], groups: &ParamGroups) -> f64 {
     let (mut bytes, mut weights) = (0, 0);
-    for (param, _) in params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen) {
+    for (param, group) in params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen) {
         let all = 0..param.shape().elem_count();
         let of_kind = |kind: &StateKind| kind.elements(&all).len() * kind.dtype.size_in_bytes();
-        bytes += kinds(config, param).iter().map(of_kind).sum::<usize>();
+        bytes += kinds(config, param, group).iter().map(of_kind).sum::<usize>();
         weights += all.len();
     }
     bytes as f64 / weights.max(1) as f64
@@ -137,7 +141,7 @@ impl ParamState {
         master: impl FnOnce(Range<usize>) -> Result<Tensor>,
         device: &Device,
     ) -> Result<Self> {
-        let kinds = kinds(config, param);
+        let kinds = kinds(config, param, group);
         let mut tensors = Vec::with_capacity(kinds.len());
         for kind in kinds.iter().filter(|kind| kind.name != MASTER) {
             tensors.push(kind.zeros(&elements, device)?);
@@ -147,7 +151,7 @@ impl ParamState {
         }
         Ok(Self {
             param: param.clone(),
-            rule: Rule::of(config, param),
+            rule: Rule::of(config, param, group),
             elements,
             kinds,
             tensors,

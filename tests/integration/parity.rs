@@ -13,7 +13,7 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
 };
-use trainer::optim::{OptimConfig, Optimizer};
+use trainer::optim::{Kind, OptimConfig, Optimizer};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
@@ -206,6 +206,23 @@ fn assert_all_variants_follow(golden: &Value) {
             let off = (a.loss - b.loss).abs();
             assert!(off <= 1e-5, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
         }
+    }
+}
+
+/// Curves of `optimizers.json`. In 8 bits, a value next to the middle of two codes may have either.
+#[test]
+fn other_optimizers_follow_the_reference() {
+    let golden = golden_json("optimizers.json");
+    for (kind, bound) in [(Kind::Muon, 1e-5), (Kind::Adamw8bit, 2e-3)] {
+        let golden = &golden[serde_json::to_value(kind).unwrap().as_str().unwrap()];
+        let optim = OptimConfig { kind, ..OptimConfig::default() };
+        let runner = runner_with(&optim, SMALL, PLAIN, Precision::F32);
+        let loss = numbers(&golden["loss"]);
+        let found = steps_of(&runner, SMALL, "text", PLAIN, loss.len() as u64);
+        let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());
+        let off: Vec<f64> = off.collect();
+        println!("{kind:?}: {off:.1e?}");
+        assert!(off.iter().all(|off| *off <= bound), "{kind:?}: {off:.1e?}");
     }
 }
 
