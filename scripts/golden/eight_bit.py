@@ -4,15 +4,15 @@
 
 `signed` and `unsigned` are the maps. `weight.K`, `codes1.K`, `absmax1.K`, `codes2.K` and `absmax2.K` are the weight and
 the moments after K steps (K = 0 .. 5) with the gradients `grad.1` .. `grad.5`; lr 0.01, betas 0.9 and 0.999, eps 1e-8,
-weight decay 0.1. bitsandbytes takes the nearest code on a GPU, but only a near one for small values on the CPU, so this
-script replaces the search on the CPU. Blocks of the gradient are ordinary, constant, zero, tiny and huge; the last one is shorter.
+weight decay 0.1. Blocks of the gradient are ordinary, constant, zero, tiny and huge; the last one is shorter.
 """
 from pathlib import Path
 
-import bitsandbytes.backends.cpu.ops as cpu
 import bitsandbytes.functional as F
 import torch
 from safetensors.torch import save_file
+
+from optimizers import use_nearest_codes
 
 OUT = Path(__file__).resolve().parents[2] / "tests/golden/eight_bit.safetensors"
 SIZE, STEPS = 5 * 256 + 77, 5
@@ -28,16 +28,8 @@ def gradient(step):
     return grad
 
 
-def quantize(values, code, absmax_out, codes_out, blocksize):
-    for block, start in enumerate(range(0, SIZE, blocksize)):
-        x = values[start : start + blocksize]
-        absmax_out[block] = x.abs().max()
-        nearest = (x[:, None] / absmax_out[block] - code).abs().argmin(1)
-        codes_out[start : start + blocksize] = nearest if absmax_out[block] > 0 else 0
-
-
 def main():
-    cpu._quant_blockwise_fp32_direct = quantize
+    use_nearest_codes()
     maps = {"signed": F.create_dynamic_map(True), "unsigned": F.create_dynamic_map(False)}
     tensors = dict(maps)
     weight = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
 use crate::net::hub::Cached;
 use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
-use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
+use crate::train::{AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -41,6 +41,9 @@ pub struct RunConfig {
     pub device: DeviceChoice,
     /// The model, its precision and its kernels.
     pub model: ModelSection,
+    /// The adapter to train; by default the model itself is trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<AdapterConfig>,
     /// The data to train and evaluate on.
     pub data: DataConfig,
     /// Size of a step, number of steps, and gradient clipping.
@@ -86,14 +89,23 @@ impl ValueError {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
                 "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
             }
+            "distributed.shard" => {
+                "remove `distributed.shard`; to divide the state, set `optim.kind: adamw_8bit`"
+                    .to_owned()
+            }
             "optim.lr" => "a usual value is 1.0e-5".to_owned(),
             "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
             "data.workers" => "one worker per core is enough".to_owned(),
+            "model.freeze" => {
+                "select the parts that receive an adapter with `adapter.parts`".to_owned()
+            }
+            "adapter.alpha" => "a usual value is twice `adapter.rank`, or more".to_owned(),
             key => format!("change or remove `{key}`; `docs/config.md` has its default"),
         }
     }
 }
 
+const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
@@ -116,20 +128,7 @@ impl RunConfig {
             &optim.eps,
             "a finite number above 0",
         )?;
-        let (kind, moments) = (optim.kind, optim.moments);
-        let narrow = moments == Moments::Bf16;
-        let expected = "`bf16` only with `optim.kind: adamw`";
-        rule(kind == Kind::Adamw || !narrow, "optim.moments", &"bf16", expected)?;
-        let expected = "`f32` with `optim.kind: muon`";
-        rule(kind != Kind::Muon || moments == Moments::F32, "optim.moments", &"host", expected)?;
-        let shard = self.distributed.shard;
-        let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
-        rule(
-            kind != Kind::Muon || shard == Shard::None,
-            "distributed.shard",
-            &shard.name(),
-            expected,
-        )?;
+        self.check_optimizer()?;
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
         let min_lr = optim.min_lr;
@@ -173,7 +172,35 @@ impl RunConfig {
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
             rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
         }
+        if let Some(adapter) = &self.adapter {
+            let alpha = adapter.alpha;
+            let valid = alpha.is_finite() && alpha > 0.0;
+            rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
+            let dropout = adapter.dropout;
+            let valid = (0.0..1.0).contains(&dropout);
+            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1")?;
+            let freeze = &self.model.freeze;
+            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
+        }
         Ok(())
+    }
+
+    /// Checks the settings that `optim.kind` does not support.
+    fn check_optimizer(&self) -> Result<(), ValueError> {
+        let (kind, moments) = (self.optim.kind, self.optim.moments);
+        let (is_adamw, is_muon) = (kind == Kind::Adamw, kind == Kind::Muon);
+        let shard = self.distributed.shard;
+        let (key, found, expected) = if moments == Moments::Bf16 && !is_adamw {
+            ("optim.moments", "bf16", "`bf16` only with `optim.kind: adamw`")
+        } else if moments == Moments::Host && is_muon {
+            ("optim.moments", "host", "`f32` with `optim.kind: muon`")
+        } else if shard != Shard::None && is_muon {
+            let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
+            ("distributed.shard", shard.name(), expected)
+        } else {
+            return Ok(());
+        };
+        Err(ValueError { key, found: found.to_owned(), expected })
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.

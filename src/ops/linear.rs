@@ -8,7 +8,8 @@ use super::cpu::blocks::{filled, pieces, span};
 use super::cpu::gemm::Into;
 use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
+use std::ops::Range;
 
 /// Returns `(N, last)`: the product of all dims but the last, and the last.
 fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
@@ -34,9 +35,29 @@ fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
     dims
 }
 
+/// The term `u b^T` of an adapter of rank `r`.
+#[derive(Debug, Clone, Copy)]
+pub struct LowRank<'a> {
+    /// `[N, r]`.
+    pub u: &'a Tensor,
+    /// `[M, r]` in forward. In backward, where the term is `u b`: `[r, K]`.
+    pub b: &'a Tensor,
+}
+
 /// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    forward("linear", x, w, bias, None)
+    forward("linear", x, w, bias, None, None)
+}
+
+/// Returns `x W^T + u b^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
+pub fn linear_low_rank(
+    x: &Tensor,
+    w: &Tensor,
+    low_rank: LowRank<'_>,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    forward("linear_low_rank", x, w, bias, residual, Some(low_rank))
 }
 
 /// Returns `x W^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
@@ -46,7 +67,7 @@ pub fn linear_add(
     bias: Option<&Tensor>,
     residual: &Tensor,
 ) -> Result<Tensor> {
-    forward("linear_add", x, w, bias, Some(residual))
+    forward("linear_add", x, w, bias, Some(residual), None)
 }
 
 fn forward(
@@ -55,6 +76,7 @@ fn forward(
     w: &Tensor,
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
+    low_rank: Option<LowRank<'_>>,
 ) -> Result<Tensor> {
     let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
     if k != w_k {
@@ -74,17 +96,29 @@ fn forward(
         compute_dtype(op, &[("x", x), ("bias", bias)])?;
         expect_shape(op, "bias", bias, &[m])?;
     }
-    return_if_on_gpu!(x => linear(op, x, w, bias, residual, (n, m, k), shape));
+    let rank = check_low_rank(op, low_rank, x, n, |b, r| expect_shape(op, "b", b, &[m, r]))?;
+    return_if_on_gpu!(x => linear(op, x, w, bias, residual, low_rank, (n, m, k), shape));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
     let bias = bias.as_ref().map(Operand::f32).transpose()?;
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, w.values()?);
+    let low_rank = operands(op, low_rank)?;
+    let low_rank = low_rank.as_ref().map(|(u, b)| Ok::<_, Error>((u.values()?, b.values()?)));
+    let low_rank = low_rank.transpose()?;
+    let add_low_rank = |rows: &Range<usize>, y: &mut [f32]| {
+        if let Some((u, b)) = low_rank {
+            let u = f32_slice(u, span(rows, rank));
+            nt((rows.len(), m, rank), y, Into::Add, &u, b);
+        }
+    };
     by_rows((n, m, k.max(m)), shape, dtype, |rows| {
         let x = f32_slice(x, span(&rows, k));
         if residual.is_none() && bias.is_none() {
-            return new_nt((rows.len(), m, k), &x, w);
+            let mut y = new_nt((rows.len(), m, k), &x, w);
+            add_low_rank(&rows, &mut y);
+            return y;
         }
         let [y] = filled(rows.len(), ROWS, [(m, DType::F32)], |at, [y]| {
             if let Some(residual) = residual {
@@ -97,8 +131,34 @@ fn forward(
         });
         let mut y = y.into_f32();
         nt((rows.len(), m, k), &mut y, Into::Add, &x, w);
+        add_low_rank(&rows, &mut y);
         y
     })
+}
+
+fn operands<'a>(
+    op: &'static str,
+    low_rank: Option<LowRank<'a>>,
+) -> Result<Option<(Operand<'a>, Operand<'a>)>> {
+    low_rank.map(|LowRank { u, b }| Ok((read(op, "u", u)?, read(op, "b", b)?))).transpose()
+}
+
+/// Checks `u: [N, r]`, and `b` with `check`. Returns the rank, or 0 without a term.
+fn check_low_rank(
+    op: &'static str,
+    low_rank: Option<LowRank<'_>>,
+    x: &Tensor,
+    n: usize,
+    check: impl Fn(&Tensor, usize) -> Result<()>,
+) -> Result<usize> {
+    let Some(LowRank { u, b }) = low_rank else { return Ok(0) };
+    compute_dtype(op, &[("x", x), ("u", u), ("b", b)])?;
+    let (rows, rank) = rows_of(op, "u", u)?;
+    if rows != n || rank == 0 {
+        bail!("{op}: `u` is {:?}, expected {n} rows of at least 1 column", u.dims());
+    }
+    check(b, rank)?;
+    Ok(rank)
 }
 
 /// Checks `dy [N, M]` against `w [M, K]` and returns `(N, M, K)`.
@@ -116,15 +176,41 @@ fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, us
 
 /// Returns the input gradient `dy W`, `[N, K]`.
 pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
-    let op = "linear_backward_input";
+    input_gradient("linear_backward_input", dy, w, None)
+}
+
+/// Returns `dy W + u b`, `[N, K]`, with `u: [N, r]` and `b: [r, K]`.
+pub fn linear_backward_input_low_rank(
+    dy: &Tensor,
+    w: &Tensor,
+    low_rank: LowRank<'_>,
+) -> Result<Tensor> {
+    input_gradient("linear_backward_input_low_rank", dy, w, Some(low_rank))
+}
+
+fn input_gradient(
+    op: &'static str,
+    dy: &Tensor,
+    w: &Tensor,
+    low_rank: Option<LowRank<'_>>,
+) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
-    return_if_on_gpu!(dy => linear_backward_input(op, dy, w, (n, k, m), shape));
+    let rank = check_low_rank(op, low_rank, dy, n, |b, r| expect_shape(op, "b", b, &[r, k]))?;
+    return_if_on_gpu!(dy => linear_backward_input(op, dy, w, low_rank, (n, k, m), shape));
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
+    let low_rank = operands(op, low_rank)?;
+    let low_rank = low_rank.as_ref().map(|(u, b)| Ok::<_, Error>((u.values()?, b.values()?)));
+    let low_rank = low_rank.transpose()?;
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
-        new_nn((rows.len(), k, m), &f32_slice(dy, span(&rows, m)), w)
+        let mut dx = new_nn((rows.len(), k, m), &f32_slice(dy, span(&rows, m)), w);
+        if let Some((u, b)) = low_rank {
+            let u = f32_slice(u, span(&rows, rank));
+            nn((rows.len(), k, rank), &mut dx, Into::Add, &u, b);
+        }
+        dx
     })
 }
 
@@ -236,6 +322,32 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_term_of_an_adapter_is_added_in_forward_and_backward() {
+        for (n, k, m, r) in [(1, 1, 1, 1), (33, 20, 40, 3), (130, 70, 96, 8)] {
+            let inputs =
+                [random(1, &[n, k]), random(2, &[m, k]), random(3, &[n, r]), random(4, &[m, r])];
+            let plain = |t: &[Tensor]| t[0].matmul(&t[1].t()?)? + t[2].matmul(&t[3].t()?)?;
+            check(&format!("linear_low_rank {n} {k} {m} {r}"), &inputs, plain, |t, dy| {
+                let low_rank = LowRank { u: &t[2], b: &t[3] };
+                let y = linear_low_rank(&t[0], &t[1], low_rank, None, None)?;
+                let (dw, db) = (gradient_buffer(&[m, k]), gradient_buffer(&[m, r]));
+                linear_backward_weight(&t[0], dy, &dw)?;
+                linear_backward_weight(&t[2], dy, &db)?;
+                let du = linear_backward_input(dy, &t[3])?;
+                Ok((y, vec![linear_backward_input(dy, &t[1])?, added(&dw), du, added(&db)]))
+            });
+            let (dy, du, a) = (random(5, &[n, m]), random(6, &[n, r]), random(7, &[r, k]));
+            let dx = linear_backward_input_low_rank(&dy, &inputs[1], LowRank { u: &du, b: &a });
+            let want = dy.matmul(&inputs[1]).unwrap() + du.matmul(&a).unwrap();
+            assert_close("dx", &dx.unwrap(), &want.unwrap(), Tolerance::F32);
+        }
+        let (x, w, b) = (random(1, &[5, 12]), random(2, &[7, 12]), random(3, &[7, 2]));
+        let low_rank = LowRank { u: &random(4, &[4, 2]), b: &b };
+        let error = message(linear_low_rank(&x, &w, low_rank, None, None));
+        assert!(error.contains("`u` is [4, 2], expected 5 rows"), "{error}");
     }
 
     #[test]

@@ -35,6 +35,7 @@ mod bytes;
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
+mod dropout;
 mod eight_bit;
 mod embedding;
 mod gelu;
@@ -69,6 +70,7 @@ pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
+pub use dropout::{DropoutMask, dropout, dropout_add};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
@@ -78,8 +80,8 @@ pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, exit_at_once, gpu_memory, open_gpu, upload};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
-    bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
-    linear_backward_weight,
+    LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
+    linear_backward_input_low_rank, linear_backward_weight, linear_low_rank,
 };
 pub use linear_cross_entropy::{
     LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,

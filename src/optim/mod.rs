@@ -5,7 +5,7 @@ mod optimizer;
 mod schedule;
 mod state;
 
-pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
+pub use groups::{GroupError, Named, ParamGroup, ParamGroups, matches};
 pub use optimizer::{GradNorm, Norms, OptimError, Optimizer, Update};
 pub use schedule::{Schedule, ScheduleConfig, Span};
 pub use state::{OwnedPart, ParamState, StateKind, state_bytes_per_weight};

@@ -1,5 +1,6 @@
 //! The training loop: the only module that uses data, model, loss and optimizer together.
 
+mod adapter;
 mod audit;
 mod config;
 mod datasets;
@@ -20,6 +21,7 @@ mod step_report;
 mod trainer;
 mod weights;
 
+pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Targets};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
     Weights,
@@ -36,7 +38,7 @@ pub use generate::{GenerateOptions, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
-pub use state::{Planned, TrainState};
+pub use state::{BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
     StepRunner,

@@ -63,7 +63,7 @@ fn flatten(at: &str, value: &Value, keys: &mut BTreeMap<String, Value>) {
 
 #[test]
 fn every_key_of_the_config_has_a_line_with_its_default_and_no_other_has() {
-    let required = "output_dir: a\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
+    let required = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
     let (_folder, path) = temporary("least.yaml", required);
     let config: RunConfig = load(&path, &[]).unwrap();
     let mut keys = BTreeMap::new();

@@ -135,7 +135,7 @@ pub(in crate::ops) struct Scratch {
 
 impl Scratch {
     /// Returns a buffer of `len` elements with unspecified contents.
-    fn of(len: usize) -> Self {
+    pub(in crate::ops) fn of(len: usize) -> Self {
         let free = FREE.try_with(|free| free.borrow_mut().pop());
         let mut buffer = free.ok().flatten().unwrap_or_default();
         if buffer.len() < len {
@@ -144,7 +144,7 @@ impl Scratch {
         Self { buffer, len }
     }
 
-    fn all(&mut self) -> &mut [f32] {
+    pub(in crate::ops) fn all(&mut self) -> &mut [f32] {
         &mut self.buffer[..self.len]
     }
 }

@@ -3,6 +3,7 @@
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
+use crate::ops::LowRank;
 use candle_core::{DType, Result, Tensor};
 
 /// Number of columns of `dy` per block of `bias.cu`.
@@ -14,13 +15,15 @@ const THREADS: u32 = 256;
 const ROWS: usize = 64;
 const MAX_SHARES: usize = 64;
 
-/// Returns `x W^T + bias + residual` with shape `dims`; `(n, m, k)` are rows, outputs and inputs.
+/// Returns `x W^T + u b^T + bias + residual` with shape `dims`; `(n, m, k)` are rows, outputs and
+/// inputs.
 pub(in crate::ops) fn linear(
     op: &'static str,
     x: &Tensor,
     w: &Tensor,
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
+    low_rank: Option<LowRank<'_>>,
     (n, m, k): (usize, usize, usize),
     dims: Vec<usize>,
 ) -> Result<Tensor> {
@@ -35,7 +38,29 @@ pub(in crate::ops) fn linear(
         bias: bias.as_ref(),
     };
     gemm.into(op, "y", &y)?;
+    add_low_rank(op, Transpose::Nt, low_rank, (n, m), "y", &y)?;
     Ok(y)
+}
+
+/// Adds the term of an adapter to `dst`, whose `shape` is (rows, columns).
+fn add_low_rank(
+    op: &'static str,
+    transpose: Transpose,
+    low_rank: Option<LowRank<'_>>,
+    (n, m): (usize, usize),
+    name: &'static str,
+    dst: &Tensor,
+) -> Result<()> {
+    let Some(LowRank { u, b }) = low_rank else { return Ok(()) };
+    let gemm = Gemm {
+        transpose,
+        shape: (n, m, u.elem_count() / n.max(1)),
+        a: Matrix::Whole("u", u),
+        b: Matrix::Whole("b", b),
+        addend: Addend::Destination,
+        bias: None,
+    };
+    gemm.into(op, name, dst)
 }
 
 /// Returns `bias` or an aligned copy: cublasLt requires 16-byte alignment.
@@ -46,16 +71,18 @@ fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
     bias.force_contiguous()
 }
 
-/// Returns `dy W` with shape `dims`; `shape` is (rows, inputs, outputs).
+/// Returns `dy W + u b` with shape `dims`; `shape` is (rows, inputs, outputs).
 pub(in crate::ops) fn linear_backward_input(
     op: &'static str,
     dy: &Tensor,
     w: &Tensor,
+    low_rank: Option<LowRank<'_>>,
     shape: (usize, usize, usize),
     dims: Vec<usize>,
 ) -> Result<Tensor> {
     let dx = empty(dims, dy.dtype(), dy)?;
     add_input_gradient(op, dy, w, shape, Addend::Nothing, &dx)?;
+    add_low_rank(op, Transpose::Nn, low_rank, (shape.0, shape.1), "dx", &dx)?;
     Ok(dx)
 }
 

@@ -10,6 +10,7 @@ mod adamw;
 mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
+mod dropout;
 mod embedding;
 mod gemm;
 mod launch;
@@ -37,6 +38,7 @@ pub(super) use adamw::{
     adamw_step, clipped_update, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
+pub(super) use dropout::{dropout, dropout_add};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };

@@ -219,6 +219,23 @@ fn table_gradients_match_the_cpu() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn dropout_has_the_mask_of_the_cpu() -> Result<()> {
+    for (n, k) in [(0, 8), (3, 7), (5, 4096), (600, 40)] {
+        for (dtype, tolerance) in DTYPES {
+            let (x, y) = (operand(1, &[n, k], dtype), operand(2, &[n, k], dtype));
+            let mask = ops::DropoutMask { seed: 0xdead_beef, first_row: 9, probability: 0.3 };
+            let (gpu, cpu) = both!(path => {
+                let sum = y.copy()?;
+                path::dropout_add(&x, mask, &sum)?;
+                vec![path::dropout(&x, mask)?, sum]
+            });
+            assert_all_close(&format!("dropout {n} {k} {dtype:?}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
 /// On a GPU the optimizer step checks the gradients only, not the loss.
 #[test]
 fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()> {

@@ -1,0 +1,187 @@
+//! Dropout whose mask is a function of a seed, the row and the column.
+//!
+//! The mask does not depend on the other rows of a tensor. So a step that is divided into other
+//! micro-batches, or among ranks, drops the same elements.
+
+use super::cpu::blocks::{Full, Scratch, Slots, elementwise};
+use super::cpu::in_place::change;
+use super::cpu::simd::kernels;
+use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::moments::mix;
+use candle_core::{Result, Tensor};
+
+/// The elements that are set to zero.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DropoutMask {
+    /// Decides, together with row and column, which elements are dropped.
+    pub seed: u32,
+    /// Number of the first row of the tensor.
+    pub first_row: u32,
+    /// Probability with which an element is dropped; from 0 to below 1.
+    pub probability: f64,
+}
+
+impl DropoutMask {
+    /// A seed that depends on all of `parts`.
+    pub fn seed_of(parts: impl IntoIterator<Item = u64>) -> u32 {
+        let add = |seed: u32, part: u64| mix(mix(seed ^ part as u32) ^ (part >> 32) as u32);
+        parts.into_iter().fold(0x9e37_79b9, add)
+    }
+
+    /// An element is kept if its random number is not below this one.
+    pub(super) fn threshold(&self) -> u32 {
+        (self.probability * f64::from(u32::MAX)) as u32
+    }
+
+    /// Factor of the elements that are kept.
+    pub(super) fn scale(&self) -> f32 {
+        (1.0 / (1.0 - self.probability)) as f32
+    }
+
+    /// The rows and columns of the elements `start ..` of a tensor with `width` columns.
+    fn elements(&self, start: usize, width: usize) -> Elements {
+        Elements {
+            seed: self.seed,
+            row: self.first_row.wrapping_add((start / width) as u32),
+            column: start % width,
+            width,
+            threshold: self.threshold(),
+            scale: self.scale(),
+        }
+    }
+}
+
+/// The place of a run of elements.
+#[derive(Clone, Copy)]
+struct Elements {
+    seed: u32,
+    row: u32,
+    column: usize,
+    width: usize,
+    threshold: u32,
+    scale: f32,
+}
+
+kernels! {
+    /// Writes the factor of each element: 0 or `scale`.
+    fn factors(of: Elements, y: &mut [f32]) {
+        let (mut row, mut column, mut start) = (of.row, of.column, 0);
+        while start < y.len() {
+            let end = (start + of.width - column).min(y.len());
+            let seed = mix(of.seed ^ row);
+            for (i, y) in y[start..end].iter_mut().enumerate() {
+                let random = mix(seed ^ (column + i) as u32);
+                *y = if random < of.threshold { 0.0 } else { of.scale };
+            }
+            (row, column, start) = (row.wrapping_add(1), 0, end);
+        }
+    }
+
+    fn multiply<'b>(factors: &[f32], x: &[f32], y: Slots<'_, 'b>) -> Full<'b> {
+        let n = y.len();
+        let (factors, x) = (&factors[..n], &x[..n]);
+        y.fill(|i| x[i] * factors[i])
+    }
+
+    fn multiply_add(factors: &[f32], x: &[f32], y: &mut [f32]) {
+        let n = y.len();
+        let (factors, x) = (&factors[..n], &x[..n]);
+        for i in 0..n {
+            y[i] += x[i] * factors[i];
+        }
+    }
+}
+
+/// Returns the kept elements of `x [N, K]`, divided by the probability of keeping them. The others
+/// are zero.
+pub fn dropout(x: &Tensor, mask: DropoutMask) -> Result<Tensor> {
+    let op = "dropout";
+    let dtype = compute_dtype(op, &[("x", x)])?;
+    let width = x.dim(candle_core::D::Minus1)?;
+    return_if_on_gpu!(x => dropout(x, mask));
+    let shape = x.shape().clone();
+    let x = read(op, "x", x)?;
+    let x = x.values()?;
+    let y = elementwise(shape.elem_count(), dtype, |at, y| {
+        let mut wide = Scratch::of(at.len());
+        factors(mask.elements(at.start, width), wide.all());
+        multiply(wide.all(), &x.view(at), y)
+    });
+    y.tensor(shape)
+}
+
+/// Adds the kept elements of `x [N, K]`, divided by the probability of keeping them, to `y` in place:
+/// the backward of [`dropout`].
+pub fn dropout_add(x: &Tensor, mask: DropoutMask, y: &Tensor) -> Result<()> {
+    let op = "dropout_add";
+    compute_dtype(op, &[("x", x), ("y", y)])?;
+    expect_shape(op, "y", y, x.dims())?;
+    distinct(op, "y", y, &[("x", x)])?;
+    let width = x.dim(candle_core::D::Minus1)?;
+    return_if_on_gpu!(x => dropout_add(x, mask, y));
+    let x = read(op, "x", x)?;
+    let x = x.values()?;
+    change(op, [("y", y)], |at, [y]| {
+        let mut wide = Scratch::of(at.len());
+        factors(mask.elements(at.start, width), wide.all());
+        multiply_add(wide.all(), &x.view(at), y);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{bits, random, values};
+    use super::*;
+    use candle_core::DType;
+
+    fn mask(probability: f64) -> DropoutMask {
+        DropoutMask { seed: 7, first_row: 3, probability }
+    }
+
+    #[test]
+    fn the_share_of_dropped_elements_is_the_probability_and_the_mean_stays() {
+        let x = Tensor::ones((700, 300), DType::F32, &candle_core::Device::Cpu).unwrap();
+        for probability in [0.0, 0.05, 0.5, 0.9] {
+            let y = values(&dropout(&x, mask(probability)).unwrap());
+            let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
+            assert!((dropped - probability).abs() < 0.005, "{probability}: {dropped}");
+            let mean = y.iter().sum::<f64>() / y.len() as f64;
+            assert!((mean - 1.0).abs() < 0.03, "{probability}: {mean}");
+        }
+    }
+
+    #[test]
+    fn a_part_of_the_rows_drops_the_same_elements() {
+        for width in [1, 5, 300, 5000] {
+            let x = random(1, &[40, width]);
+            let whole = dropout(&x, mask(0.3)).unwrap();
+            let part = x.narrow(0, 11, 20).unwrap();
+            let part = dropout(&part, DropoutMask { first_row: 14, ..mask(0.3) }).unwrap();
+            assert_eq!(bits(&part), bits(&whole.narrow(0, 11, 20).unwrap()), "{width}");
+        }
+    }
+
+    #[test]
+    fn the_gradient_passes_where_the_element_was_kept() {
+        for dtype in [DType::F32, DType::BF16] {
+            let x = random(1, &[9, 1100]).to_dtype(dtype).unwrap();
+            let y = x.zeros_like().unwrap();
+            dropout_add(&x, mask(0.4), &y).unwrap();
+            assert_eq!(bits(&y), bits(&dropout(&x, mask(0.4)).unwrap()));
+            dropout_add(&x, mask(0.4), &y).unwrap();
+            let twice = dropout(&x, mask(0.4)).unwrap().affine(2.0, 0.0).unwrap();
+            assert_eq!(bits(&y), bits(&twice));
+        }
+    }
+
+    #[test]
+    fn seeds_and_neighbouring_rows_have_different_masks() {
+        let x = Tensor::ones((2, 4000), DType::F32, &candle_core::Device::Cpu).unwrap();
+        let same = |a: &[f64], b: &[f64]| a.iter().zip(b).filter(|(a, b)| a == b).count();
+        let first = values(&dropout(&x, mask(0.5)).unwrap());
+        let other = values(&dropout(&x, DropoutMask { seed: 8, ..mask(0.5) }).unwrap());
+        for count in [same(&first[..4000], &first[4000..]), same(&first, &other) / 2] {
+            assert!((1850..2150).contains(&count), "{count} of 4000");
+        }
+    }
+}
