@@ -132,14 +132,14 @@ fn a_merged_model_computes_what_model_and_adapter_compute() {
         let report: Value = serde_json::from_str(&report).unwrap();
         assert_eq!(report["merged"], 52, "{report}");
         assert_eq!(report["replaced"], if name == "lora" { 2 } else { 0 }, "{report}");
-        let beside = eval(&place, &["--adapter", &adapter]);
+        let with_adapter = eval(&place, &["--adapter", &adapter]);
         let inside = eval(&place, &["--checkpoint", &merged]);
-        assert!((beside - inside).abs() < 1e-5, "{name}: {beside} {inside}");
+        assert!((with_adapter - inside).abs() < 1e-5, "{name}: {with_adapter} {inside}");
         let alone = eval(&place, &[]);
-        assert!((beside - alone).abs() > 1e-3, "{name}: the adapter has an effect");
+        assert!((with_adapter - alone).abs() > 1e-3, "{name}: the adapter has an effect");
         let metrics = place.rows(&format!("{name}/metrics.jsonl"));
         let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
-        assert!((beside - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
+        assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
         // a second run starts where the first ended
         let start =
             format!("adapter={{dropout: 0, start_from: {}}}", place.path(&adapter).display());
@@ -151,7 +151,7 @@ fn a_merged_model_computes_what_model_and_adapter_compute() {
         );
         let metrics = place.rows(&format!("{next}/metrics.jsonl"));
         let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
-        assert!((beside - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
+        assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
     }
 }
 
@@ -191,7 +191,7 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
     refused("adapter={rank: 0}", "rank", "");
     refused("adapter={alpha: 0}", "`adapter.alpha` is `0`", "a usual value");
     refused("adapter={dropout: 1}", "`adapter.dropout` is `1`", "");
-    refused("adapter={parts: [tower]}", "`tower` is not a component", "`llm`");
+    refused("adapter={parts: [projector]}", "`projector` is not a component", "`llm`");
     refused("adapter={target: [q_prj]}", "`q_prj` matches no linear layer", "q_proj");
     refused("adapter={target: ['*embed_tokens']}", "matches no linear layer", "embeddings");
     refused(
