@@ -267,7 +267,10 @@ fn update_on_cpu(
     exact.write(op, |p| {
         m.write(op, |m| {
             v.write(op, |v| match master {
-                None => Ok(step.update(grad, [p, m, v], None)),
+                None => {
+                    step.update(grad, [p, m, v], None);
+                    Ok(())
+                }
                 Some(_) => cpu::write(op, "weight", weight, |copy: &mut [bf16]| {
                     step.update(grad, [p, m, v], Some(copy));
                 }),

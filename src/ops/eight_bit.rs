@@ -47,7 +47,7 @@ fn positive(first: u32) -> impl Iterator<Item = f32> {
                 step.mul_add(-(from_end as f32), 1.0)
             }
         };
-        (0..count).map(move |i| scale * ((bound(i) + bound(i + 1)) / 2.0))
+        (0..count).map(move |i| scale * f32::midpoint(bound(i), bound(i + 1)))
     })
 }
 
@@ -58,7 +58,7 @@ impl DynamicMap {
             *value = entry;
         }
         for (midpoint, pair) in midpoints.iter_mut().zip(values.windows(2)) {
-            *midpoint = (pair[0] + pair[1]) / 2.0;
+            *midpoint = f32::midpoint(pair[0], pair[1]);
         }
         let lowest = (0..=u16::MAX).map(|upper| {
             let upper = u32::from(upper) << 16;

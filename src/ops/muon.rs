@@ -76,7 +76,7 @@ fn orthogonal(x: Tensor) -> Result<Tensor> {
             linear(&x, &x, None)? // [R, R]
         } else {
             let gram = Tensor::zeros((columns, columns), DType::F32, x.device())?;
-            linear_backward_weight(&x, &x.copy()?, &gram)?;
+            linear_backward_weight(&x, &x, &gram)?;
             gram.to_dtype(x.dtype())? // [C, C]
         };
         let square = linear(&gram, &gram, None)?; // it is symmetric

@@ -58,7 +58,7 @@ impl State<'_> {
     }
 }
 
-impl<'a> Stored<'a> {
+impl Stored<'_> {
     /// Number of elements.
     pub(super) fn len(&self) -> usize {
         match self {
