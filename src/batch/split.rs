@@ -10,6 +10,8 @@ pub struct BatchPart {
     /// The merged tokens of `media` whose features `vision_rows` receive. The others belong to frames
     /// that begin before the part or end after it.
     pub features: Range<usize>,
+    /// The first merged token of `media`, counted in the whole micro-batch.
+    pub first_feature: usize,
     /// Whether any part of the micro-batch has images.
     pub has_media: bool,
 }
@@ -54,7 +56,7 @@ impl VarlenBatch {
             weights: self.weights.map(|weights| weights[tokens.clone()].to_vec()),
             position_ids: self.position_ids[tokens].to_vec(),
             media,
-            part: Some(BatchPart { features, has_media }),
+            part: Some(BatchPart { features, first_feature: first, has_media }),
             ..self
         }
     }
@@ -131,13 +133,13 @@ mod tests {
 
     #[test]
     fn a_part_has_the_frames_of_its_tokens_and_the_range_of_its_features() {
-        for (tokens, rows, grids, pixels, features) in [
-            (0..3, vec![], vec![], vec![], 0..0),
-            (0..4, vec![3], vec![[1, 2, 4]], vec![0.0], 0..1),
-            (4..7, vec![0, 1, 2], vec![[2, 2, 4]], vec![0.0, 1.0], 1..4),
-            (8..13, vec![0, 3, 4], vec![[1, 2, 4], [1, 2, 8]], vec![2.0, 3.0], 1..4),
-            (9..11, vec![], vec![], vec![], 0..0),
-            (14..16, vec![0], vec![[1, 2, 8]], vec![3.0], 3..4),
+        for (tokens, rows, grids, pixels, features, first_feature) in [
+            (0..3, vec![], vec![], vec![], 0..0, 0),
+            (0..4, vec![3], vec![[1, 2, 4]], vec![0.0], 0..1, 0),
+            (4..7, vec![0, 1, 2], vec![[2, 2, 4]], vec![0.0, 1.0], 1..4, 0),
+            (8..13, vec![0, 3, 4], vec![[1, 2, 4], [1, 2, 8]], vec![2.0, 3.0], 1..4, 4),
+            (9..11, vec![], vec![], vec![], 0..0, 6),
+            (14..16, vec![0], vec![[1, 2, 8]], vec![3.0], 3..4, 6),
         ] {
             let found = part(tokens.clone());
             let frames: Vec<f32> = found
@@ -152,7 +154,9 @@ mod tests {
                 (rows, grids, pixels),
                 "{tokens:?}"
             );
-            assert_eq!(found.part, Some(BatchPart { features, has_media: true }));
+            let found_part = found.part.unwrap();
+            assert_eq!((found_part.features, found_part.has_media), (features, true));
+            assert_eq!(found_part.first_feature, first_feature, "{tokens:?}");
             assert_eq!(found.input_ids, tokens.map(|at| at as u32).collect::<Vec<_>>());
             assert_eq!(found.cu_seqlens.num_tokens(), 16);
         }

@@ -62,7 +62,7 @@ impl CarriedFiles {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::{ModelFiles, write_atomically};
+    use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
 
     #[test]
     fn files_deleted_after_the_start_of_the_run_are_still_written() {
@@ -73,8 +73,13 @@ mod tests {
         let carried = CarriedFiles::read(from.path()).unwrap();
         drop(from);
         let config_json = &serde_json::json!({});
-        let files =
-            ModelFiles { weights: &[], config_json, carried: &carried, max_shard_bytes: u64::MAX };
+        let files = ModelFiles {
+            layout: FolderLayout::Model,
+            weights: &[],
+            config_json,
+            carried: &carried,
+            max_shard_bytes: u64::MAX,
+        };
         files.write_into(to.path()).unwrap();
         assert_eq!(fs::read(to.path().join("tokenizer.json")).unwrap(), b"tokenizer.json");
         assert!(to.path().join("merges.txt").exists());

@@ -1,6 +1,7 @@
 //! Model folders in the Hugging Face layout: weights in one file or in shards with an index.
 
 use super::manifest::Manifest;
+use super::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use super::tensors::{SavedTensor, TensorFile};
 use super::{CarriedFiles, CheckpointError};
 use serde_json::{Value, json};
@@ -11,12 +12,23 @@ pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
-/// The content of a model folder to be written.
+/// The names of the files of a folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FolderLayout {
+    /// A model folder in the layout of transformers.
+    Model,
+    /// An adapter in the layout of PEFT.
+    Adapter,
+}
+
+/// The content of a model folder, or of the folder of an adapter, to be written.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelFiles<'a> {
+    /// Names of the files.
+    pub layout: FolderLayout,
     /// Tensors with their published names, in model order; a tied weight appears once.
     pub weights: &'a [SavedTensor],
-    /// Content of `config.json`.
+    /// Content of `config.json`, or of `adapter_config.json`.
     pub config_json: &'a Value,
     /// Tokenizer, template and processor files of the model folder that training started from.
     pub carried: &'a CarriedFiles,
@@ -45,7 +57,11 @@ impl<'a> ModelFiles<'a> {
         folder: &Path,
         manifest: &mut Manifest,
     ) -> Result<(), CheckpointError> {
-        manifest.write_file(folder, CONFIG, &pretty(self.config_json))?;
+        let config = match self.layout {
+            FolderLayout::Model => CONFIG,
+            FolderLayout::Adapter => ADAPTER_CONFIG,
+        };
+        manifest.write_file(folder, config, &pretty(self.config_json))?;
         for (name, bytes) in self.carried.files() {
             manifest.write_file(folder, name, bytes)?;
         }
@@ -67,6 +83,10 @@ impl<'a> ModelFiles<'a> {
             return Err(CheckpointError::SameName { tensor: twin.name().to_owned() });
         }
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        if self.layout == FolderLayout::Adapter {
+            let tensors: Vec<_> = self.weights.iter().collect();
+            return Ok(vec![TensorFile::new(ADAPTER_WEIGHTS, &tensors, &metadata)?]);
+        }
         let shards = self.shards();
         let count = shards.len();
         let file = |(index, shard): (usize, &Vec<&'a SavedTensor>)| {
@@ -130,6 +150,7 @@ mod tests {
         let weights: Vec<_> =
             weights().into_iter().map(|(name, tensor)| SavedTensor::whole(name, tensor)).collect();
         let files = ModelFiles {
+            layout: FolderLayout::Model,
             weights: &weights,
             config_json: &json!({"model_type": "tiny"}),
             carried: &CarriedFiles::default(),

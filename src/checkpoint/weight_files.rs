@@ -233,7 +233,7 @@ fn decode<T, const N: usize>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{CarriedFiles, ModelFiles, SavedTensor};
+    use super::super::{CarriedFiles, FolderLayout, ModelFiles, SavedTensor};
     use super::*;
 
     const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -246,6 +246,7 @@ mod tests {
         let tensor =
             |dtype| SavedTensor::whole(format!("{dtype:?}"), wide.to_dtype(dtype).unwrap());
         let files = ModelFiles {
+            layout: FolderLayout::Model,
             weights: &DTYPES.map(tensor),
             config_json: &serde_json::json!({}),
             carried: &CarriedFiles::default(),

@@ -16,7 +16,7 @@ use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
 use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
-use crate::run::{DeviceError, RunError, SetupError};
+use crate::run::{AdapterError, DeviceError, RunError, SetupError};
 use crate::train::{EvalError, StepError, TrainError};
 use std::error::Error;
 
@@ -67,6 +67,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             SetupError::Config { source, .. } => source,
             SetupError::Files { source, .. } => source.as_ref(),
             SetupError::Groups(error) => error,
+            SetupError::Adapter(error) => error,
             SetupError::Weights(error) => error,
             SetupError::Candle(error) => error,
         }
@@ -139,6 +140,11 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         error.hint().to_owned()
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {
         error.hint().to_owned()
+    } else if let Some(error) = error.downcast_ref::<AdapterError>() {
+        match error {
+            AdapterError::Files { source, .. } => return classify(source.as_ref()),
+            error => error.hint().unwrap_or_default(),
+        }
     } else {
         error.downcast_ref::<GroupError>()?.hint()
     };

@@ -23,6 +23,9 @@ pub(super) struct EvalArgs {
     /// Model folder or checkpoint to evaluate instead of `model.path`
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
+    /// Adapter of the model, a folder in PEFT's layout, for example `final` of a run with `adapter`
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Write one JSON object per sample: id, summed negative log likelihood, number of targets,
     /// exact or not
     #[arg(long, value_name = "FILE")]
@@ -47,7 +50,12 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let rows = run::open_data(&config, DataList::Eval, &encoder, &SetupBars(logging));
     let rows = rows.map_err(located)?;
     let device = config.device.open()?;
-    let loaded = run::load_for_run(&config.model, config.seed, &device).map_err(located)?;
+    if let Some(adapter) = &args.adapter {
+        check_folder("--adapter", adapter)?;
+    }
+    let adapter = args.adapter.as_deref();
+    let loaded = run::load_for_run(&config.model, adapter, config.seed, &device);
+    let loaded = loaded.map_err(located)?;
     let evaluator = Evaluator {
         ranks: &Ranks::alone(),
         weights: &RankWeights::Whole,

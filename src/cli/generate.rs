@@ -1,6 +1,6 @@
 //! `trainer generate`: answers a prompt, which may have images.
 
-use super::args::model_folder;
+use super::args::{check_folder, model_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::stdout::stdout;
@@ -8,7 +8,7 @@ use crate::batch::{
     Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId,
 };
 use crate::data::{Encoder, ImageConfig};
-use crate::run::load_model;
+use crate::run::load_for_run;
 use crate::train::{
     AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice,
     Weights, generate,
@@ -27,6 +27,9 @@ pub(super) struct GenerateArgs {
     /// Model folder in the transformers layout
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// Adapter of the model, a folder in PEFT's layout
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Text of the user turn
     #[arg(long)]
     prompt: String,
@@ -125,7 +128,10 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         recompute: RecomputeChoice::None,
     };
     let device = args.device.open()?;
-    let loaded = load_model(&section, args.seed, &device)?;
+    if let Some(adapter) = &args.adapter {
+        check_folder("--adapter", adapter)?;
+    }
+    let loaded = load_for_run(&section, args.adapter.as_deref(), args.seed, &device)?;
     let options = GenerateOptions {
         max_new_tokens: args.max_new_tokens,
         sampling: args.sampling(),

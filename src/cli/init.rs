@@ -2,7 +2,9 @@
 
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
-use crate::checkpoint::{CarriedFiles, ModelFiles, SavedTensor, WeightFiles, write_atomically};
+use crate::checkpoint::{
+    CarriedFiles, FolderLayout, ModelFiles, SavedTensor, WeightFiles, write_atomically,
+};
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
 use candle_core::Device;
@@ -218,6 +220,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let carried = args.tokenizer.as_deref().map(CarriedFiles::read).transpose()?;
     let carried = carried.unwrap_or_default();
     let files = ModelFiles {
+        layout: FolderLayout::Model,
         weights: &weights,
         config_json: &config,
         carried: &carried,

@@ -3,7 +3,7 @@
 use super::opaque::{ModelInput, Tape};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
-use crate::nn::{KvCache, ParamSpec, WeightError};
+use crate::nn::{Adapters, KvCache, ParamSpec, WeightError};
 use crate::ops::AttentionBackend;
 use crate::tape::{GradSink, Param, Recompute};
 use candle_core::{DType, Device, Result, Tensor};
@@ -22,11 +22,12 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Standard deviation of random weights.
     fn initializer_range(&self) -> f64;
 
-    /// Builds the model from parameters with their published names.
+    /// Builds the model from parameters with their published names, and those of its adapters.
     fn build(
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
+        adapters: Option<&Adapters>,
     ) -> std::result::Result<Box<dyn Model>, WeightError>;
 }
 

@@ -148,9 +148,9 @@ impl AttentionBlock {
         let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         if input_grad == InputGrad::Skip && grads.buffer(self.norm.param()).is_none() {
-            self.q.backward_params(&normed, &d_q, grads)?;
-            self.k.backward_params(&normed, &d_k, grads)?;
-            self.v.backward_params(&normed, &d_v, grads)?;
+            self.q.backward_params(&normed, &d_q, &self.q.output_grad(&d_q)?, grads)?;
+            self.k.backward_params(&normed, &d_k, &self.k.output_grad(&d_k)?, grads)?;
+            self.v.backward_params(&normed, &d_v, &self.v.output_grad(&d_v)?, grads)?;
             return Ok(None);
         }
         let d_normed = self.q.backward(&normed, &d_q, grads)?; // [T, D]

@@ -3,7 +3,9 @@
 use super::ParamSpec;
 use candle_core::{Device, Result, Tensor};
 use rand::SeedableRng;
-use rand_distr::{Distribution, Normal};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal, Uniform};
+use sha2::{Digest, Sha256};
 use std::ops::Range;
 
 /// Norm weights are 1, biases are 0. Other weights are normal with the standard deviation
@@ -35,14 +37,52 @@ pub fn random_part(
     } else if spec.shape.len() == 1 {
         vec![1.0; count]
     } else {
-        use sha2::{Digest, Sha256};
-        let mut hash = Sha256::new();
-        hash.update(seed.to_le_bytes());
-        hash.update(spec.name.as_bytes());
-        let mut rng = rand_chacha::ChaCha8Rng::from_seed(hash.finalize().into());
+        let mut rng = stream(seed, &spec.name);
         let normal =
             Normal::new(0.0f32, initializer_range as f32).map_err(candle_core::Error::wrap)?;
         (0..part.end).map(|_| normal.sample(&mut rng)).skip(part.start).collect()
+    };
+    Tensor::from_vec(values, count, device)
+}
+
+/// The random numbers of a tensor.
+fn stream(seed: u64, name: &str) -> ChaCha8Rng {
+    let mut hash = Sha256::new();
+    hash.update(seed.to_le_bytes());
+    hash.update(name.as_bytes());
+    ChaCha8Rng::from_seed(hash.finalize().into())
+}
+
+/// The distribution of the matrix `A [r, K]` of a new adapter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum AdapterDraw {
+    /// Uniform between `-1 / sqrt(K)` and `1 / sqrt(K)`.
+    Uniform,
+    /// Normal with the standard deviation `1 / r`.
+    Normal,
+}
+
+/// The elements `part` of the flat matrix `A` of `shape` with the name `name`.
+pub fn random_adapter_part(
+    draw: AdapterDraw,
+    (name, shape): (&str, [usize; 2]),
+    seed: u64,
+    part: Range<usize>,
+    device: &Device,
+) -> Result<Tensor> {
+    let (count, mut rng) = (part.len(), stream(seed, name));
+    let [rank, inputs] = shape;
+    let values: Vec<f32> = match draw {
+        AdapterDraw::Uniform => {
+            let bound = 1.0 / (inputs as f32).sqrt();
+            let uniform = Uniform::new(-bound, bound).map_err(candle_core::Error::wrap)?;
+            (0..part.end).map(|_| uniform.sample(&mut rng)).skip(part.start).collect()
+        }
+        AdapterDraw::Normal => {
+            let normal =
+                Normal::new(0.0f32, 1.0 / rank as f32).map_err(candle_core::Error::wrap)?;
+            (0..part.end).map(|_| normal.sample(&mut rng)).skip(part.start).collect()
+        }
     };
     Tensor::from_vec(values, count, device)
 }

@@ -1,16 +1,18 @@
 //! A linear layer and its backward. `Linear` skips the gradients of frozen parameters, so other
 //! blocks need no check.
 
+use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
-/// `y = x W^T (+ b)`, `W: [M, K]`.
+/// `y = x W^T (+ b)`, `W: [M, K]`, with or without an adapter.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     weight: Param,
     bias: Option<Param>,
+    adapter: Option<Adapter>,
 }
 
 impl Linear {
@@ -20,7 +22,7 @@ impl Linear {
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
         let bias = Some(params.get(&format!("{name}.bias"))?);
-        Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias })
+        Ok(Self { bias, ..Self::without_bias(params, name)? })
     }
 
     /// A layer with the parameter `<name>.weight` and no bias.
@@ -28,25 +30,32 @@ impl Linear {
         params: &ParamMap<'_>,
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
-        Ok(Self { weight: params.get(&format!("{name}.weight"))?, bias: None })
+        let weight = params.get(&format!("{name}.weight"))?;
+        Ok(Self { weight, bias: None, adapter: Adapter::find(params, name)? })
     }
 
     pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
-        std::iter::once(&self.weight).chain(&self.bias)
+        let adapter = self.adapter.iter().flat_map(Adapter::params);
+        std::iter::once(&self.weight).chain(&self.bias).chain(adapter)
     }
 
-    fn bias(&self) -> Option<Tensor> {
-        self.bias.as_ref().map(Param::tensor)
+    fn compute(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let (weight, bias) = (self.weight.tensor(), self.bias.as_ref().map(Param::tensor));
+        match (&self.adapter, residual) {
+            (Some(adapter), _) => adapter.forward(x, &weight, bias.as_ref(), residual),
+            (None, Some(residual)) => ops::linear_add(x, &weight, bias.as_ref(), residual),
+            (None, None) => ops::linear(x, &weight, bias.as_ref()),
+        }
     }
 
     /// Returns `y: [N, M]` for `x: [N, K]`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::linear(x, &self.weight.tensor(), self.bias().as_ref())
+        self.compute(x, None)
     }
 
     /// `y + residual`, both `[N, M]`.
     pub(crate) fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        ops::linear_add(x, &self.weight.tensor(), self.bias().as_ref(), residual)
+        self.compute(x, Some(residual))
     }
 
     /// Whether the backward of the elementwise op that computes `x` must also compute `x` again:
@@ -56,9 +65,20 @@ impl Linear {
         if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
+    /// What both halves of the backward need of `dy: [N, M]`.
+    pub(crate) fn output_grad(&self, dy: &Tensor) -> Result<OutputGrad> {
+        match &self.adapter {
+            Some(adapter) => adapter.output_grad(dy, &self.weight.tensor()),
+            None => Ok(OutputGrad { product: dy.clone(), low_rank: None }),
+        }
+    }
+
     /// Returns `dx: [N, K]`, without parameter gradients.
-    pub(crate) fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
-        ops::linear_backward_input(dy, &self.weight.tensor())
+    pub(crate) fn backward_input(&self, d: &OutputGrad) -> Result<Tensor> {
+        match (&self.adapter, &d.low_rank) {
+            (Some(adapter), Some(du)) => adapter.backward_input(d, du, &self.weight.tensor(), None),
+            _ => ops::linear_backward_input(&d.product, &self.weight.tensor()),
+        }
     }
 
     /// Adds the parameter gradients for `x: [N, K]` and `dy: [N, M]`, without `dx`.
@@ -66,21 +86,26 @@ impl Linear {
         &self,
         x: &Tensor,
         dy: &Tensor,
+        d: &OutputGrad,
         grads: &dyn GradSink,
     ) -> Result<()> {
         if let Some(dw) = grads.buffer(&self.weight) {
-            ops::linear_backward_weight(x, dy, dw)?;
+            ops::linear_backward_weight(x, &d.product, dw)?;
         }
         if let Some(db) = self.bias.as_ref().and_then(|bias| grads.buffer(bias)) {
             ops::bias_backward(dy, db)?;
+        }
+        if let Some(adapter) = &self.adapter {
+            adapter.backward_params(x, dy, d, &self.weight.tensor(), grads)?;
         }
         Ok(())
     }
 
     /// Adds the parameter gradients and returns `dx: [N, K]`.
     pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
-        self.backward_params(x, dy, grads)?;
-        self.backward_input(dy)
+        let d = self.output_grad(dy)?;
+        self.backward_params(x, dy, &d, grads)?;
+        self.backward_input(&d)
     }
 
     /// Adds the parameter gradients, and adds `dy W` to `dx` in place.
@@ -91,7 +116,12 @@ impl Linear {
         dx: Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
-        self.backward_params(x, dy, grads)?;
-        ops::linear_backward_input_add(dy, &self.weight.tensor(), dx)
+        let d = self.output_grad(dy)?;
+        self.backward_params(x, dy, &d, grads)?;
+        let weight = self.weight.tensor();
+        match (&self.adapter, &d.low_rank) {
+            (Some(adapter), Some(du)) => adapter.backward_input(&d, du, &weight, Some(dx)),
+            _ => ops::linear_backward_input_add(&d.product, &weight, dx),
+        }
     }
 }

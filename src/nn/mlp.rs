@@ -60,11 +60,12 @@ impl MlpBlock {
         dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
-        let d_activated = self.down.backward_input(dy)?; // [T, F]
+        let d_down = self.down.output_grad(dy)?;
+        let d_activated = self.down.backward_input(&d_down)?; // [T, F]
         let recompute = self.down.recompute_input(grads);
         let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
         if let Some(activated) = activated {
-            self.down.backward_params(&activated, dy, grads)?;
+            self.down.backward_params(&activated, dy, &d_down, grads)?;
         }
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]

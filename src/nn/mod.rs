@@ -3,6 +3,7 @@
 //! Shapes: `T` tokens, `N` rows of any kind, `D` hidden size, `H` heads, `Hkv` kv heads, `Dh` head
 //! dim, `F` intermediate size, `V` vocabulary.
 
+mod adapter;
 mod attention;
 mod config;
 mod context;
@@ -15,12 +16,13 @@ mod norm;
 mod params;
 mod rope;
 
+pub use adapter::{AdapterModule, AdapterTensor, Adapters, Dropout, DropoutPlace, peft_name};
 pub use config::{DecoderConfig, decoder_specs};
 pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub use decoder::KvCache;
 pub(crate) use decoder::{Decoder, DecoderTape};
-pub use init::{random_part, random_tensor};
+pub use init::{AdapterDraw, random_adapter_part, random_part, random_tensor};
 pub(crate) use linear::Linear;
 pub(crate) use norm::LayerNorm;
 pub(crate) use params::ParamMap;

@@ -1,5 +1,6 @@
 //! The list of parameters: published names, shapes, and the component that each belongs to.
 
+use super::adapter::Adapters;
 use crate::tape::Param;
 use std::collections::HashMap;
 
@@ -33,6 +34,17 @@ pub struct ParamSpec {
     pub component: Component,
 }
 
+impl ParamSpec {
+    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads and
+    /// convolutions are no linear layers here.
+    pub fn linear_layer(&self) -> Option<&str> {
+        let layer = self.name.strip_suffix(".weight").filter(|_| self.shape.len() == 2)?;
+        let name = layer.rsplit('.').next().unwrap_or(layer);
+        let is_table = ["embed_tokens", "pos_embed", "lm_head"].contains(&name);
+        (!is_table).then_some(layer)
+    }
+}
+
 /// The reason why a model cannot be built from a list of parameters.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WeightError {
@@ -45,15 +57,23 @@ pub enum WeightError {
 }
 
 /// Finds parameters by name while a model is built.
-pub(crate) struct ParamMap<'a>(HashMap<&'a str, &'a Param>);
+pub(crate) struct ParamMap<'a> {
+    by_name: HashMap<&'a str, &'a Param>,
+    adapters: Option<&'a Adapters>,
+}
 
 impl<'a> ParamMap<'a> {
-    pub(crate) fn new(params: &'a [Param]) -> Self {
-        Self(params.iter().map(|param| (param.name(), param)).collect())
+    pub(crate) fn new(params: &'a [Param], adapters: Option<&'a Adapters>) -> Self {
+        let by_name = params.iter().map(|param| (param.name(), param)).collect();
+        Self { by_name, adapters }
+    }
+
+    pub(super) fn adapters(&self) -> Option<&'a Adapters> {
+        self.adapters
     }
 
     pub(crate) fn get(&self, name: &str) -> Result<Param, WeightError> {
         let missing = || WeightError::Missing { name: name.to_owned() };
-        self.0.get(name).map(|param| (*param).clone()).ok_or_else(missing)
+        self.by_name.get(name).map(|param| (*param).clone()).ok_or_else(missing)
     }
 }

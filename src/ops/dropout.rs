@@ -22,6 +22,12 @@ pub struct DropoutMask {
 }
 
 impl DropoutMask {
+    /// A seed that depends on all of `parts`.
+    pub fn seed_of(parts: impl IntoIterator<Item = u64>) -> u32 {
+        let add = |seed: u32, part: u64| mix(mix(seed ^ part as u32) ^ (part >> 32) as u32);
+        parts.into_iter().fold(0x9e37_79b9, add)
+    }
+
     /// An element is kept if its random number is not below this one.
     pub(super) fn threshold(&self) -> u32 {
         (self.probability * f64::from(u32::MAX)) as u32

@@ -111,15 +111,27 @@ impl ParamGroups {
         freeze: &[String],
         lr_multipliers: impl IntoIterator<Item = (&'a String, &'a f64)>,
     ) -> Result<Self, GroupError> {
-        let mut groups: Vec<ParamGroup> = params
-            .iter()
-            .map(|param| ParamGroup { frozen: false, lr_multiplier: 1.0, decay: param.rank > 1 })
-            .collect();
+        let mut frozen = vec![false; params.len()];
         for pattern in freeze {
             for index in matches("model.freeze", pattern, params)? {
-                groups[index].frozen = true;
+                frozen[index] = true;
             }
         }
+        Self::with_frozen(params, frozen, lr_multipliers)
+    }
+
+    /// Freezes the parameters of `frozen`, and applies `optim.lr_multipliers`.
+    pub fn with_frozen<'a>(
+        params: &[Named<'_>],
+        frozen: Vec<bool>,
+        lr_multipliers: impl IntoIterator<Item = (&'a String, &'a f64)>,
+    ) -> Result<Self, GroupError> {
+        let group = |(param, frozen): (&Named<'_>, bool)| ParamGroup {
+            frozen,
+            lr_multiplier: 1.0,
+            decay: param.rank > 1,
+        };
+        let mut groups: Vec<ParamGroup> = params.iter().zip(frozen).map(group).collect();
         for (pattern, factor) in lr_multipliers {
             if !factor.is_finite() || *factor < 0.0 {
                 return Err(GroupError::Factor { pattern: pattern.clone(), found: *factor });
@@ -140,8 +152,9 @@ impl ParamGroups {
     }
 }
 
-/// Indexes of the parameters that a pattern matches; at least one.
-fn matches(
+/// Indexes of the parameters that a pattern matches, a component's name or a glob; at least one.
+/// Errors are about `key`.
+pub fn matches(
     key: &'static str,
     pattern: &str,
     params: &[Named<'_>],

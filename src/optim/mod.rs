@@ -5,7 +5,7 @@ mod groups;
 mod schedule;
 
 pub use adamw::{AdamW, GradNorm, Norms, OptimError, OwnedPart, ParamState, Update};
-pub use groups::{GroupError, Named, ParamGroup, ParamGroups};
+pub use groups::{GroupError, Named, ParamGroup, ParamGroups, matches};
 pub use schedule::{Schedule, ScheduleConfig, Span};
 
 use candle_core::DType;

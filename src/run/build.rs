@@ -1,11 +1,11 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
+use super::adapter::open_run_model;
 use super::device::device_name;
 use super::error::RunError;
 use super::hub::download;
-use super::inputs::{
-    DataList, check, encoder, loader_options, open_data, open_for_run, order, param_groups,
-};
+use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
+use super::load_model::OpenModel;
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
@@ -13,7 +13,7 @@ use super::ranks::SetupRanks;
 use super::resume::{Resume, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
+use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
 use crate::dist::{Group, Rank, fail};
@@ -22,8 +22,8 @@ use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
 use crate::train::{
-    ModelSection, Observer, Outcome, Planned, Rejected, StepRunner, TrainError, TrainState,
-    Trainer, TrainerParts, Weights, write_rejects,
+    BaseModel, Observer, Outcome, Rejected, StepRunner, TrainError, TrainState, Trainer,
+    TrainerParts, write_rejects,
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
@@ -142,8 +142,7 @@ impl Run {
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
 
-        let section = model_section(config, found);
-        let mut open = open_for_run(&section, config.seed, &device)?;
+        let (mut open, base) = open_run_model(config, found, &device)?;
         share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
@@ -167,11 +166,10 @@ impl Run {
             })?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let state = match resumed {
-            Some(state) => TrainState { total_steps, planned, ..state },
-            None => first_state(config, data_fingerprint, total_steps, planned),
-        };
-        let (mut runner, config_json) = ranks.during("loading the optimizer state", || {
+        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base));
+        let state = TrainState { total_steps, planned, ..state };
+        let (layout, config_json) = folder_config(config, &model.loaded.open)?;
+        let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
         })?;
         let (share, ranks) = ranks.split();
@@ -189,7 +187,8 @@ impl Run {
             max_steps,
             checkpoint_every: config.checkpoint.every_steps,
             carried,
-            config_json: config.model.precision.stamp(&config_json),
+            layout,
+            config_json,
             eval_rows,
             eval: config.eval.clone(),
             eval_max_tokens: config.data.packing_length.get() as usize,
@@ -233,33 +232,37 @@ fn open_all_data(
     Ok((rows, eval_rows))
 }
 
-/// Returns the model to load: the model of the config, or the checkpoint to resume from.
-fn model_section(config: &RunConfig, found: Option<&Found>) -> ModelSection {
-    let mut section = config.model.clone();
-    if let Some(found) = found {
-        section.path.clone_from(&found.dir);
-        section.weights = Weights::Pretrained;
-    }
-    section
+/// The layout of checkpoints, and the config in them.
+fn folder_config(
+    config: &RunConfig,
+    open: &OpenModel,
+) -> Result<(FolderLayout, serde_json::Value), RunError> {
+    Ok(match &open.adapter {
+        None => (FolderLayout::Model, config.model.precision.stamp(&open.config_json)),
+        Some(adapter) => {
+            let json = serde_json::to_value(&adapter.peft).map_err(candle_core::Error::wrap)?;
+            (FolderLayout::Adapter, json)
+        }
+    })
 }
 
 fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
-    total_steps: u64,
-    planned: Option<Planned>,
+    base: Option<BaseModel>,
 ) -> TrainState {
     TrainState {
         version: TrainState::VERSION,
         step: 0,
-        total_steps,
-        planned,
+        total_steps: 0,
+        planned: None,
         targets_seen: 0,
         tokens_seen: 0,
         samples_seen: 0,
         datasets_seen: BTreeMap::new(),
         fingerprint: config.fingerprint(),
         data_fingerprint,
+        base,
         data: DataState::default(),
     }
 }

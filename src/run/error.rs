@@ -235,6 +235,7 @@ impl RunError {
             Self::Hub { key, .. } => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
+            Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
             Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
@@ -280,6 +281,7 @@ impl RunError {
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
             Self::Ranks(problem) => problem.hint(),
+            Self::Setup(SetupError::Adapter(problem)) => return problem.hint(),
             Self::SequenceWorld { sequence, .. } => {
                 return Some(format!(
                     "start a multiple of {sequence} ranks, or set `distributed.sequence` to 1"

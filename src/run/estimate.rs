@@ -1,7 +1,8 @@
 //! Predicts memory and speed of a run on several GPUs from its config and the shape of its model.
 
+use super::adapter::open_run_model;
 use super::error::RunError;
-use super::load_model::{LoadedModel, OpenModel, trainable};
+use super::load_model::{LoadedModel, trainable};
 use super::load_shares::without_weights;
 use crate::config::RunConfig;
 use crate::dist::Shard;
@@ -95,9 +96,10 @@ impl GradSink for Trained<'_> {
 impl ModelShape {
     /// Reads `config.json` of the model; the weights need not exist.
     pub fn read(config: &RunConfig) -> Result<Self, RunError> {
-        let mut section = config.model.clone();
-        section.weights = Weights::Random;
-        let open = OpenModel::open(&section, config.seed, &Device::Cpu)?;
+        let mut config = config.clone();
+        config.model.weights = Weights::Random;
+        let config = &config;
+        let (open, _) = open_run_model(config, None, &Device::Cpu)?;
         let groups = super::inputs::param_groups(config, &open)?;
         let trainable = trainable(&groups);
         Ok(Self { loaded: without_weights(open, &Device::Cpu)?, trainable })

@@ -1,7 +1,7 @@
 //! The inputs of a run, from its config: encoder, data sets, order of rows, model.
 
 use super::error::RunError;
-use super::load_model::{LoadedModel, OpenModel, SetupError};
+use super::load_model::{OpenModel, SetupError};
 use super::observer::{SetupObserver, SetupWork};
 use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
@@ -174,15 +174,6 @@ pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
         on_error: data.on_error,
         max_rejected: data.max_rejected,
     }
-}
-
-/// Reads the model at `section`. If the folder has no weights, the error names the config key.
-pub(crate) fn load_for_run(
-    section: &ModelSection,
-    seed: u64,
-    device: &Device,
-) -> Result<LoadedModel, RunError> {
-    open_for_run(section, seed, device)?.load(device).map_err(RunError::from)
 }
 
 /// Opens the model folder of a run.

@@ -1,8 +1,9 @@
 //! Loads a model folder.
 
+use super::adapter::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
-use crate::nn::{ParamSpec, WeightError, random_part};
+use crate::nn::{Dropout, ParamSpec, WeightError, random_part};
 use crate::ops::AttentionBackend;
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
@@ -66,6 +67,9 @@ pub enum SetupError {
     /// `model.freeze` or `optim.lr_multipliers` cannot be applied.
     #[error(transparent)]
     Groups(#[from] GroupError),
+    /// The adapter cannot be made or loaded.
+    #[error(transparent)]
+    Adapter(#[from] AdapterError),
     /// A stage of the model has a parameter that the list of parameters lacks.
     #[error(transparent)]
     Weights(#[from] WeightError),
@@ -88,6 +92,7 @@ impl SetupError {
             Self::Config { .. }
             | Self::Files { .. }
             | Self::Groups(_)
+            | Self::Adapter(_)
             | Self::Weights(_)
             | Self::Candle(_) => return None,
         };
@@ -101,6 +106,8 @@ pub struct LoadedModel {
     pub model: Box<dyn Model>,
     /// Parameters in the compute dtype, in the order of the specs.
     pub params: Vec<Param>,
+    /// Dropout of the adapter.
+    pub dropout: Option<Arc<Dropout>>,
     /// The folder.
     pub open: OpenModel,
 }
@@ -109,8 +116,10 @@ pub struct LoadedModel {
 pub struct OpenModel {
     /// The complete `config.json`.
     pub config_json: serde_json::Value,
-    /// Name, shape and component of each parameter.
+    /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
+    /// The adapter, if there is one.
+    pub adapter: Option<OpenAdapter>,
     config: Arc<dyn ModelConfig>,
     source: WeightSource,
     folder: PathBuf,
@@ -141,12 +150,34 @@ impl OpenModel {
         Ok(Self {
             config_json,
             specs,
+            adapter: None,
             config,
             source,
             folder: folder.to_owned(),
             dtype: section.precision.dtype(),
             attention: section.attention.backend(),
         })
+    }
+
+    /// Adds an adapter that `open` makes for the parameters of the model.
+    pub fn with_adapter(
+        mut self,
+        open: impl FnOnce(&[ParamSpec]) -> Result<OpenAdapter, AdapterError>,
+    ) -> Result<Self, SetupError> {
+        let adapter = open(&self.specs)?;
+        self.specs.extend(adapter.specs.iter().cloned());
+        self.adapter = Some(adapter);
+        Ok(self)
+    }
+
+    /// The names of the parameters in checkpoints, in order; `None` for those that they do not
+    /// contain.
+    pub(super) fn saved_names(&self) -> Vec<Option<String>> {
+        let name = |(index, spec): (usize, &ParamSpec)| match &self.adapter {
+            Some(adapter) => adapter.saved_name(index, spec),
+            None => Some(spec.name.clone()),
+        };
+        self.specs.iter().enumerate().map(name).collect()
     }
 
     /// Number of query heads and of key-value heads of the decoder.
@@ -176,8 +207,10 @@ impl OpenModel {
 
     /// Builds the model with these parameters.
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
-        let model = self.config.build(&params, &self.attention)?;
-        Ok(LoadedModel { model, params, open: self })
+        let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
+        let model = self.config.build(&params, &self.attention, adapters.as_ref())?;
+        let dropout = adapters.map(|adapters| Arc::clone(adapters.dropout()));
+        Ok(LoadedModel { model, params, dropout, open: self })
     }
 
     /// Loads elements of the flat parameter `index`.
@@ -188,6 +221,11 @@ impl OpenModel {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor, SetupError> {
+        let adapter = self.adapter.as_ref();
+        let part = adapter.map(|adapter| adapter.load_part(self, index, &elements, dtype, device));
+        if let Some(part) = part.transpose()?.flatten() {
+            return Ok(part);
+        }
         let spec = &self.specs[index];
         match &self.source {
             WeightSource::Files(files) => files
@@ -211,6 +249,11 @@ impl OpenModel {
         loaded.map_err(candle_core::Error::wrap)
     }
 
+    /// The model folder.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// The compute dtype.
     pub(super) fn dtype(&self) -> DType {
         self.dtype
@@ -223,7 +266,10 @@ impl OpenModel {
         let mut digest = Sha256::new();
         for (index, spec) in self.specs.iter().enumerate() {
             digest.update(format!("{} {:?} ", spec.name, spec.shape));
-            let WeightSource::Files(_) = &self.source else { continue };
+            if let WeightSource::Seed(seed) = &self.source {
+                digest.update(seed.to_le_bytes());
+                continue;
+            }
             let len: usize = spec.shape.iter().product();
             let count = VALUES.min(len);
             for start in [0, (len - count) / 2, len - count] {
@@ -252,7 +298,13 @@ impl OpenModel {
                 rank: spec.shape.len(),
             })
             .collect();
-        ParamGroups::new(&named, freeze, lr_multipliers)
+        match &self.adapter {
+            None => ParamGroups::new(&named, freeze, lr_multipliers),
+            Some(adapter) => {
+                let frozen = (0..named.len()).map(|index| adapter.is_frozen(index)).collect();
+                ParamGroups::with_frozen(&named, frozen, lr_multipliers)
+            }
+        }
     }
 }
 

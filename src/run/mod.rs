@@ -4,6 +4,7 @@
 //! `bench`) call the functions below. Nothing here prints or reads arguments; slow work reports
 //! its progress to a [`SetupObserver`].
 
+mod adapter;
 mod build;
 mod device;
 mod error;
@@ -20,6 +21,7 @@ mod resume;
 mod runner;
 mod sequence;
 
+pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
@@ -30,7 +32,8 @@ pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
 pub use resume::Resume;
 
-pub(crate) use inputs::{DataList, check, encoder, load_for_run, loader_options, open_data, order};
+pub(crate) use adapter::{load_for_run, load_with_adapter};
+pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
 pub(crate) use runner::step_runner;

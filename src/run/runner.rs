@@ -27,15 +27,14 @@ pub(super) fn rank_model(
     }
 }
 
-/// Model, gradients and optimizer, with the optimizer state of `found`; and the model's
-/// `config.json`.
+/// Model, gradients and optimizer, with the optimizer state of `found`.
 pub(crate) fn step_runner(
     config: &RunConfig,
     model: RankModel,
     groups: &ParamGroups,
     found: Option<&Found>,
     device: &Device,
-) -> Result<(StepRunner, serde_json::Value), RunError> {
+) -> Result<StepRunner, RunError> {
     let RankModel { loaded, place, weights, owned } = model;
     let saved = found.map(Found::optimizer).transpose()?;
     let load = |kind: &str, param: &Param, elements: Range<usize>, dtype, device: &Device| {
@@ -61,18 +60,19 @@ pub(crate) fn step_runner(
             }
         }
     }
-    let runner = StepRunner {
+    Ok(StepRunner {
         gradients: gradients(config, &loaded, place, groups, device)?,
         weights,
         ranks: Ranks::alone(), // set when the run is assembled
+        saved_names: loaded.open.saved_names(),
+        dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,
         optimizer,
         recompute: config.model.recompute.policy(),
         dtype: config.model.precision.dtype(),
         device: device.clone(),
-    };
-    Ok((runner, loaded.open.config_json))
+    })
 }
 
 /// The buffers of gradients.

@@ -1,7 +1,7 @@
 //! Checks that all trained parameters receive a gradient.
 
 use super::step::StepRunner;
-use crate::nn::Inputs;
+use crate::nn::{AdapterTensor, Inputs};
 use crate::tape::Param;
 
 /// The next audit of the gradients.
@@ -30,13 +30,18 @@ impl Audit {
 /// each gradient.
 pub(super) fn audit(runner: &StepRunner, squares: &[f64], step: u64, has_images: bool) {
     let specs = runner.model.param_specs();
-    let needs_media = |index: usize| specs[index].component.inputs == Inputs::Media;
+    let needs_media = |param: &Param| {
+        let layer = AdapterTensor::of(param.name()).map(|(_, module)| format!("{module}.weight"));
+        let name = layer.as_deref().unwrap_or(param.name());
+        let spec = specs.iter().find(|spec| spec.name == name);
+        spec.is_some_and(|spec| spec.component.inputs == Inputs::Media)
+    };
     let trained = runner.optimizer.trained();
     let without = trained.iter().zip(squares).filter(|(_, square)| **square == 0.0);
     let without: Vec<&Param> = without.map(|(param, _)| param).collect();
     let missing: Vec<&str> = without
         .iter()
-        .filter(|param| has_images || !needs_media(param.index()))
+        .filter(|param| has_images || !needs_media(param))
         .map(|param| param.name())
         .collect();
     let trained = trained.len();

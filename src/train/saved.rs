@@ -14,16 +14,17 @@ type OfState = fn(&ParamState) -> Option<&Tensor>;
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
 
-/// All weights, with their published names.
+/// The weights that checkpoints contain, with their names there.
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
-    let saved = |param: &Param| match &runner.weights {
-        RankWeights::Slots(slots) => {
-            let held = divided(slots.held(param), runner)?;
-            Ok(SavedTensor::parts(param.name(), param.shape().dims(), param.dtype(), held))
-        }
-        _ => Ok(SavedTensor::whole(param.name(), param.tensor())),
+    let saved = |(param, name): (&Param, &Option<String>)| {
+        let name = name.clone()?;
+        Some(match &runner.weights {
+            RankWeights::Slots(slots) => divided(slots.held(param), runner)
+                .map(|held| SavedTensor::parts(name, param.shape().dims(), param.dtype(), held)),
+            _ => Ok(SavedTensor::whole(name, param.tensor())),
+        })
     };
-    runner.params.iter().map(saved).collect()
+    runner.params.iter().zip(&runner.saved_names).filter_map(saved).collect()
 }
 
 /// The state of the optimizer: `exp_avg.<parameter>` and so on.

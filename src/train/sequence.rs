@@ -1,8 +1,9 @@
 //! The part of a micro-batch that one rank of a sequence group computes.
 
-use crate::batch::VarlenBatch;
+use crate::batch::{Patches, VarlenBatch};
 use crate::dist::SequencePlace;
 use crate::loss::{TargetLosses, Targets};
+use crate::nn::DropoutPlace;
 use std::num::NonZeroU32;
 use std::ops::Range;
 
@@ -16,12 +17,27 @@ pub(super) struct OwnTargets {
     total: usize,
     /// The first token of this rank.
     first_token: usize,
+    /// Number of tokens and patches of the whole micro-batch.
+    pub(super) rows: [u64; 2],
+    /// The first patch that this rank computes, and their number.
+    patches: (u64, u64),
 }
 
 impl OwnTargets {
     /// The row of an own target in the whole micro-batch.
     pub(super) fn row(&self, target: usize) -> usize {
         self.first_token + self.targets.rows[target] as usize
+    }
+
+    /// The place of the rows of this rank in a step; the micro-batch has `first` tokens and patches
+    /// before it.
+    pub(super) fn dropout_place(&self, step: u64, first: [u64; 2]) -> DropoutPlace {
+        let (first_patch, num_patches) = self.patches;
+        DropoutPlace {
+            step,
+            first_token: first[0] + self.first_token as u64,
+            patches: (first[1] + first_patch, num_patches),
+        }
     }
 
     /// Whether no rank of the group has a target.
@@ -56,14 +72,23 @@ pub(super) fn own_part(
 ) -> (VarlenBatch, OwnTargets) {
     let targets = Targets::of(&batch);
     let total = targets.len();
+    let num_patches =
+        |batch: &VarlenBatch| batch.media.iter().map(Patches::num_patches).sum::<usize>() as u64;
+    let rows = [batch.input_ids.len() as u64, num_patches(&batch)];
     if sequence.size == 1 {
-        return (batch, OwnTargets { targets, numbers: 0..total, total, first_token: 0 });
+        let patches = (0, rows[1]);
+        let own = OwnTargets { targets, numbers: 0..total, total, first_token: 0, rows, patches };
+        return (batch, own);
     }
     let batch = batch.at_least(sequence.size); // each rank has a token
     let tokens = sequence.part(batch.input_ids.len());
     let (targets, numbers) = targets.part(&tokens);
-    let own = OwnTargets { targets, numbers, total, first_token: tokens.start };
-    (batch.part(tokens, merge_size), own)
+    let first_token = tokens.start;
+    let part = batch.part(tokens, merge_size);
+    let first_feature = part.part.as_ref().map_or(0, |part| part.first_feature) as u64;
+    let first_patch = first_feature * u64::from(merge_size.get()).pow(2);
+    let patches = (first_patch, num_patches(&part));
+    (part, OwnTargets { targets, numbers, total, first_token, rows, patches })
 }
 
 #[cfg(test)]

@@ -30,8 +30,20 @@ pub struct TrainState {
     pub fingerprint: String,
     /// Hash of the training files.
     pub data_fingerprint: String,
+    /// The model, if an adapter is trained: the checkpoint does not contain it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<BaseModel>,
     /// Position of the loader. Order and shuffle depend only on it and the seed.
     pub data: DataState,
+}
+
+/// The model that an adapter was trained on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BaseModel {
+    /// `model.path`, or the id on the hub.
+    pub path: String,
+    /// Digest of names and shapes, and of some values of each tensor.
+    pub digest: String,
 }
 
 /// The plan of a run, from the lengths of all rows.

@@ -8,10 +8,13 @@ use crate::batch::VarlenBatch;
 use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
+use crate::nn::{Dropout, DropoutPlace};
 use crate::optim::{AdamW, OptimError, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Results of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -78,6 +81,10 @@ pub struct StepRunner {
     pub model: Box<dyn Model>,
     /// All parameters, in order.
     pub params: Vec<Param>,
+    /// Their names in checkpoints; `None` for those that checkpoints do not contain.
+    pub saved_names: Vec<Option<String>>,
+    /// Dropout of the adapter, if there is one.
+    pub dropout: Option<Arc<Dropout>>,
     /// Moments and update.
     pub optimizer: AdamW,
     /// Gradients, and their sums over micro-batches and ranks.
@@ -106,9 +113,12 @@ pub struct StepCounts {
     rounds: usize,
 }
 
-/// Slot of a micro-batch, and number and weight of its targets.
+/// Slot of a micro-batch, number and weight of its targets, and its number of tokens and patches.
 #[derive(Serialize, Deserialize)]
-struct SlotCounts(usize, u64, Bits);
+struct SlotCounts(usize, u64, Bits, [u64; 2]);
+
+/// Number of tokens and patches of a step before each slot.
+type FirstRows = BTreeMap<usize, [u64; 2]>;
 
 /// The micro-batches of this rank in a step, with their slots among those of the whole step: the slots
 /// `rank`, `rank + world` and so on. A slot may be empty.
@@ -189,21 +199,28 @@ impl StepRunner {
     }
 
     /// Counts the targets of all ranks.
-    fn count(&self, targets: &[(usize, OwnTargets)]) -> Result<StepCounts, DistError> {
-        let own = targets.iter().map(|(slot, OwnTargets { targets, .. })| {
-            SlotCounts(*slot, targets.len() as u64, targets.weight().into())
+    fn count(&self, targets: &[(usize, OwnTargets)]) -> Result<(StepCounts, FirstRows), DistError> {
+        let own = targets.iter().map(|(slot, OwnTargets { targets, rows, .. })| {
+            SlotCounts(*slot, targets.len() as u64, targets.weight().into(), *rows)
         });
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut all: Vec<SlotCounts> = all.into_iter().flatten().collect();
         all.sort_by_key(|SlotCounts(slot, ..)| *slot);
         let world = self.ranks.sequence_group().world;
         let mut counts = StepCounts { rounds: 1, ..StepCounts::default() };
-        for SlotCounts(slot, num_targets, weight) in all {
+        let (mut first_rows, mut end) = (FirstRows::new(), [0; 2]);
+        for SlotCounts(slot, num_targets, weight, rows) in all {
             counts.num_targets += num_targets;
             counts.target_weight += f64::from(weight);
             counts.rounds = slot / world + 1;
+            // the ranks of a sequence group report the same rows
+            first_rows.entry(slot).or_insert_with(|| {
+                let first = end;
+                end = [first[0] + rows[0], first[1] + rows[1]];
+                first
+            });
         }
-        Ok(counts)
+        Ok((counts, first_rows))
     }
 
     fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
@@ -211,10 +228,10 @@ impl StepRunner {
     }
 
     /// Computes the sum of the gradients of all micro-batches of all ranks, divided by the weight of
-    /// the step's targets. The division into micro-batches changes neither gradients nor losses,
+    /// the step's targets; `number` is that of the step, from 1. The division into micro-batches changes neither gradients nor losses,
     /// except by rounding.
-    pub fn accumulate(&self, step: PreparedStep) -> Result<Losses, StepError> {
-        let counts = self.count(&step.targets)?;
+    pub fn accumulate(&self, step: PreparedStep, number: u64) -> Result<Losses, StepError> {
+        let (counts, first_rows) = self.count(&step.targets)?;
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
         let groups = self.ranks.sequence_group().world;
@@ -229,7 +246,12 @@ impl StepRunner {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
                 if let Some(((slot, targets), input)) = batch {
-                    let losses = self.forward_backward(&input?, targets, counts, &grads)?;
+                    let place =
+                        first_rows.get(&slot).map(|rows| targets.dropout_place(number, *rows));
+                    self.set_dropout(place);
+                    let losses = self.forward_backward(&input?, targets, counts, &grads);
+                    self.set_dropout(None);
+                    let losses = losses?;
                     nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
                 } else {
                     grads.begin_backward()?;
@@ -242,6 +264,12 @@ impl StepRunner {
         }
         let gradients = sums.finish(&self.gradients)?;
         Ok(Losses { nll, gradients, counts })
+    }
+
+    fn set_dropout(&self, place: Option<DropoutPlace>) {
+        if let Some(dropout) = &self.dropout {
+            dropout.set(place);
+        }
     }
 
     /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses; `None`
@@ -290,7 +318,7 @@ impl StepRunner {
         lr: f64,
         number: u64,
     ) -> Result<LaunchedStep, StepError> {
-        let mut losses = self.accumulate(step).map_err(|error| self.cause(error))?;
+        let mut losses = self.accumulate(step, number).map_err(|error| self.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts, number)?),

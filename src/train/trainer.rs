@@ -11,7 +11,7 @@ use super::saved::{saved_optimizer, saved_weights};
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
 use super::step_report::{StepReport, StepReports};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, ModelFiles};
+use crate::checkpoint::{CarriedFiles, Checkpointer, Contents, FolderLayout, ModelFiles};
 use crate::data::JsonlRows;
 use crate::data::{Loader, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics, peak_memory_bytes};
@@ -40,7 +40,9 @@ pub struct TrainerParts {
     pub checkpoint_every: u64,
     /// Tokenizer and processor files of the model, copied to checkpoints.
     pub carried: CarriedFiles,
-    /// `config.json` of checkpoints.
+    /// Whether checkpoints contain a model or an adapter.
+    pub layout: FolderLayout,
+    /// `config.json`, or `adapter_config.json`, of checkpoints.
     pub config_json: serde_json::Value,
     /// Rows of the evaluation.
     pub eval_rows: Option<JsonlRows>,
@@ -270,7 +272,9 @@ impl Trainer {
         };
         let StepReports { samples: losses, ranks } =
             report.gather(&data.owners, &parts.runner.ranks)?;
-        if self.audit.is_due(has_images) {
+        // In the first step of an adapter, `A` has no gradient because `B` is zero.
+        let is_first_of_adapter = step == 1 && parts.layout == FolderLayout::Adapter;
+        if !is_first_of_adapter && self.audit.is_due(has_images) {
             audit(&parts.runner, &outcome.squares, step, has_images);
         }
         let state = &mut parts.state;
@@ -382,6 +386,7 @@ impl Trainer {
             step,
             &Contents {
                 model: ModelFiles {
+                    layout: parts.layout,
                     weights: &weights,
                     config_json: &parts.config_json,
                     carried: &parts.carried,

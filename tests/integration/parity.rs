@@ -107,6 +107,8 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
         gradients: GradientSums::Alone(buffers),
         weights: RankWeights::Whole,
         ranks: Ranks::alone(),
+        saved_names: Vec::new(),
+        dropout: None,
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -248,7 +250,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
 fn assert_gradient_norms(rows: &JsonlRows, runner: &StepRunner, golden: &Value) {
     let samples: Vec<EncodedSample> =
         rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
-    runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap()).unwrap();
+    runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap(), 1).unwrap();
     for param in &runner.params {
         let expected = golden[param.name()].as_f64().unwrap_or_else(|| panic!("{}", param.name()));
         let buffer = runner.grads().get(param.index()).unwrap();
@@ -321,7 +323,7 @@ fn other_shapes_and_files_give_the_references_losses_and_gradients() {
     for model in ["untied", "sharded-bf16"] {
         let (golden, runner) = (&golden_variants[model], runner(model, PLAIN, Precision::F32));
         let step = runner.prepare(PLAIN.micro_batches(&samples)).unwrap();
-        let losses = runner.accumulate(step).unwrap();
+        let losses = runner.accumulate(step, 1).unwrap();
         assert_eq!(losses.counts.num_targets, golden["num_targets"].as_u64().unwrap());
         let loss = losses.sum().unwrap() / losses.counts.num_targets as f64;
         let off = (loss - golden["loss"].as_f64().unwrap()).abs();

@@ -170,6 +170,8 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             ]),
             weights: RankWeights::Whole,
             ranks: Ranks::alone(),
+            saved_names: Vec::new(),
+            dropout: None,
             model: loaded.model,
             params: loaded.params,
             optimizer,
@@ -177,7 +179,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             dtype: Precision::F32.dtype(),
             device: device(),
         };
-        let losses = runner.accumulate(runner.prepare(micro_batches).unwrap()).unwrap();
+        let losses = runner.accumulate(runner.prepare(micro_batches).unwrap(), 1).unwrap();
         assert_eq!(losses.counts.num_targets, golden_values["num_targets"].as_u64().unwrap());
         let loss = losses.sum().unwrap() / losses.counts.num_targets as f64;
         let off = (loss - golden_values["loss"].as_f64().unwrap()).abs();

@@ -5,7 +5,7 @@
 )]
 
 use super::super::manifest::{MANIFEST, Manifest};
-use super::super::{Alone, CarriedFiles, CheckpointConfig, ModelFiles, SavedTensor};
+use super::super::{Alone, CarriedFiles, CheckpointConfig, FolderLayout, ModelFiles, SavedTensor};
 use super::*;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -121,6 +121,7 @@ fn save<T: Together>(
     let (rank, world) = (ranks.rank(), ranks.world());
     let contents = Contents {
         model: ModelFiles {
+            layout: FolderLayout::Model,
             weights: &tensors("", model, rank, world),
             config_json: &json!({"model_type": "tiny"}),
             carried: &CarriedFiles::default(),
@@ -258,6 +259,7 @@ fn ranks_that_save_other_tensors_are_refused() {
         let weights = [SavedTensor::whole(name, values("w", 4, DType::F32))];
         let contents = Contents {
             model: ModelFiles {
+                layout: FolderLayout::Model,
                 weights: &weights,
                 config_json: &json!({}),
                 carried: &CarriedFiles::default(),

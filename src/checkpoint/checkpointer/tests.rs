@@ -1,4 +1,4 @@
-use super::super::{Alone, CarriedFiles, write_atomically};
+use super::super::{Alone, CarriedFiles, FolderLayout, write_atomically};
 use super::*;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -39,6 +39,7 @@ impl Run {
     fn try_save(&self, step: u64) -> Result<PathBuf, CheckpointError> {
         let contents = Contents {
             model: ModelFiles {
+                layout: FolderLayout::Model,
                 weights: &saved(&weights(step)),
                 config_json: &json!({"model_type": "tiny"}),
                 carried: &CarriedFiles::read(&self.folder.path().join("model")).unwrap(),
@@ -247,6 +248,7 @@ fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
     let ids = [SavedTensor::whole("ids", Tensor::new(&[1_u32], &Device::Cpu).unwrap())];
     let contents = Contents {
         model: ModelFiles {
+            layout: FolderLayout::Model,
             weights: &ids,
             config_json: &json!({}),
             carried: &CarriedFiles::default(),

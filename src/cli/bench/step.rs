@@ -9,7 +9,9 @@ use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
 use crate::ops::gpu_memory;
-use crate::run::{load_model, loader_options, memory_model, order, step_runner, whole_model};
+use crate::run::{
+    load_with_adapter, loader_options, memory_model, order, step_runner, whole_model,
+};
 use crate::train::{PreparedStep, StepRunner};
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -111,9 +113,9 @@ impl Bench {
         let order = order(config, &rows)?;
         let mut options = loader_options(config, &encoder);
         options.epochs = None;
-        let loaded = load_model(&config.model, config.seed, device)?;
+        let loaded = load_with_adapter(config, device)?;
         let groups = loaded.open.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
-        let (runner, _) = step_runner(config, whole_model(loaded), &groups, None, device)?;
+        let runner = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
         let memory = memory_of(&runner)?;

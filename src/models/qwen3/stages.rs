@@ -6,8 +6,8 @@ use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
 use crate::nn::{
-    Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap, ParamSpec,
-    WeightError, inverse_frequencies,
+    Adapters, Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap,
+    ParamSpec, WeightError, inverse_frequencies,
 };
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
@@ -43,8 +43,9 @@ impl ModelConfig for Config {
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
+        adapters: Option<&Adapters>,
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
-        let map = ParamMap::new(params);
+        let map = ParamMap::new(params, adapters);
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         let lm_head =
             if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };

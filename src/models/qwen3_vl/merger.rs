@@ -89,11 +89,12 @@ impl Stage for Merger {
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
         let SavedMerger { x, stats, hidden } = saved;
-        let d_activated = self.fc2.backward_input(&dy)?; // [M, 4 * Dv]
+        let d_fc2 = self.fc2.output_grad(&dy)?;
+        let d_activated = self.fc2.backward_input(&d_fc2)?; // [M, 4 * Dv]
         let recompute = self.fc2.recompute_input(grads);
         let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
         if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, grads)?;
+            self.fc2.backward_params(&activated, &dy, &d_fc2, grads)?;
         }
         let normed = self.norm.apply(&x, &stats)?;
         let merged = match self.place {

@@ -14,7 +14,7 @@ use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
-use crate::nn::{Decoder, DecoderTape, KvCache, ParamMap, ParamSpec, WeightError};
+use crate::nn::{Adapters, Decoder, DecoderTape, KvCache, ParamMap, ParamSpec, WeightError};
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{DType, Device, Result, Tensor};
@@ -51,8 +51,9 @@ impl ModelConfig for Config {
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
+        adapters: Option<&Adapters>,
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
-        let map = ParamMap::new(params);
+        let map = ParamMap::new(params, adapters);
         let vision = VisionEncoder::new(&map, self, attention)?;
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         let lm_head =

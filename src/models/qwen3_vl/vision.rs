@@ -50,7 +50,7 @@ impl Stage for PatchEmbed {
         grads: &dyn GradSink,
         _input_grad: InputGrad, // pixels need no gradient
     ) -> Result<Option<Tensor>> {
-        self.proj.backward_params(&pixels, &dy, grads)?;
+        self.proj.backward_params(&pixels, &dy, &self.proj.output_grad(&dy)?, grads)?;
         if let Some(d_table) = grads.buffer(&self.positions) {
             let (index, weight) = (&context.position_index, &context.position_weight);
             ops::interpolate_rows_backward(index, weight, &dy, d_table)?;
@@ -141,11 +141,12 @@ impl Stage for VisionBlock {
         _input_grad: InputGrad, // one of eight matmuls: not worth a second path
     ) -> Result<Option<Tensor>> {
         let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
-        let d_activated = self.fc2.backward_input(&dy)?; // [P, F]
+        let d_fc2 = self.fc2.output_grad(&dy)?;
+        let d_activated = self.fc2.backward_input(&d_fc2)?; // [P, F]
         let recompute = self.fc2.recompute_input(grads);
         let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, recompute)?;
         if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, grads)?;
+            self.fc2.backward_params(&activated, &dy, &d_fc2, grads)?;
         }
         let normed = self.norm2.apply(&x1, &stats2)?;
         let d_normed = self.fc1.backward(&normed, &d_hidden, grads)?; // [P, Dv]

@@ -233,7 +233,7 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = weights.config.build(&params, &wrap(attention)).unwrap();
+        let model = weights.config.build(&params, &wrap(attention), None).unwrap();
         Self { specs, params, model }
     }
 

@@ -1,0 +1,100 @@
+//! `adapter_config.json` of a folder in PEFT's layout.
+
+use super::CheckpointError;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// Name of the config in the folder of an adapter.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// Name of the weights in the folder of an adapter.
+pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+
+/// The fields of `adapter_config.json` that PEFT 0.21 writes and that are in use here.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "the fields of PEFT")]
+pub struct PeftConfig {
+    /// `LORA`, also for DoRA.
+    pub peft_type: String,
+    /// `CAUSAL_LM`.
+    #[serde(default)]
+    pub task_type: Option<String>,
+    /// The model that the adapter was trained on.
+    #[serde(default)]
+    pub base_model_name_or_path: Option<String>,
+    /// Rank.
+    pub r: usize,
+    /// Numerator of the factor of the output.
+    pub lora_alpha: f64,
+    /// Dropout in training.
+    #[serde(default)]
+    pub lora_dropout: f64,
+    /// Modules with an adapter: suffixes of their names, or a regular expression.
+    #[serde(default)]
+    pub target_modules: Value,
+    /// Parameters of modules that are not linear layers, such as experts.
+    #[serde(default)]
+    pub target_parameters: Option<Vec<String>>,
+    /// Modules that were trained completely.
+    #[serde(default)]
+    pub modules_to_save: Option<Vec<String>>,
+    /// `none` unless biases were trained.
+    #[serde(default = "none")]
+    pub bias: String,
+    /// Whether the adapter has magnitudes.
+    #[serde(default)]
+    pub use_dora: bool,
+    /// Whether the factor is `lora_alpha / sqrt(r)` instead of `lora_alpha / r`.
+    #[serde(default)]
+    pub use_rslora: bool,
+    /// How the values were drawn at the start.
+    #[serde(default)]
+    pub init_lora_weights: Value,
+    /// Whether PEFT loads the adapter without training it.
+    #[serde(default)]
+    pub inference_mode: bool,
+    /// Whether weights are stored as `[inputs, outputs]`.
+    #[serde(default)]
+    pub fan_in_fan_out: bool,
+    /// Ranks of some modules.
+    #[serde(default)]
+    pub rank_pattern: BTreeMap<String, usize>,
+    /// `lora_alpha` of some modules.
+    #[serde(default)]
+    pub alpha_pattern: BTreeMap<String, f64>,
+}
+
+fn none() -> String {
+    "none".to_owned()
+}
+
+impl PeftConfig {
+    /// Reads `adapter_config.json` of `folder`.
+    pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
+        let path = folder.join(ADAPTER_CONFIG);
+        let text = fs::read(&path).map_err(CheckpointError::read(&path))?;
+        serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(&path, &error))
+    }
+
+    /// Factor of the output of the adapter of `module`, whose rank is `rank`.
+    pub fn scale(&self, module: &str, rank: usize) -> f64 {
+        let matches = |key: &str| {
+            module.strip_suffix(key).is_some_and(|front| front.is_empty() || front.ends_with('.'))
+        };
+        let own = self.alpha_pattern.iter().find(|(key, _)| matches(key.trim_start_matches('^')));
+        let alpha = own.map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        alpha / if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 }
+    }
+
+    /// The first field with a value that is not supported, and that value.
+    pub fn unsupported(&self) -> Option<(&'static str, String)> {
+        let has = |set: bool, name, found: &dyn ToString| set.then(|| (name, found.to_string()));
+        let parameters = self.target_parameters.as_deref().unwrap_or_default();
+        has(self.peft_type != "LORA", "peft_type", &self.peft_type)
+            .or_else(|| has(self.bias != "none", "bias", &self.bias))
+            .or_else(|| has(self.fan_in_fan_out, "fan_in_fan_out", &true))
+            .or_else(|| has(!parameters.is_empty(), "target_parameters", &parameters.join(", ")))
+    }
+}

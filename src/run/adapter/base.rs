@@ -1,0 +1,105 @@
+//! The model below an adapter: checkpoints of the adapter do not contain it.
+
+use super::super::error::RunError;
+use super::super::inputs::open_for_run;
+use super::super::load_model::{LoadedModel, OpenModel};
+use super::{AdapterError, OpenAdapter};
+use crate::checkpoint::Found;
+use crate::config::RunConfig;
+use crate::train::{BaseModel, ModelSection, Weights};
+use candle_core::Device;
+use std::path::Path;
+
+/// Name of the file that says which model an adapter of this program was trained on.
+const STATE: &str = "trainer_state.json";
+
+/// Opens the model of a run with its adapter, and returns what checkpoints say of the model. With a
+/// checkpoint in `found`, its values are loaded: those of the model itself if there is no adapter.
+pub(in crate::run) fn open_run_model(
+    config: &RunConfig,
+    found: Option<&Found>,
+    device: &Device,
+) -> Result<(OpenModel, Option<BaseModel>), RunError> {
+    let mut section = config.model.clone();
+    let Some(adapter) = &config.adapter else {
+        if let Some(found) = found {
+            section.path.clone_from(&found.dir);
+            section.weights = Weights::Pretrained;
+        }
+        return Ok((open_for_run(&section, config.seed, device)?, None));
+    };
+    let open = open_for_run(&section, config.seed, device)?;
+    let base = BaseModel {
+        path: config.portable().model.path.display().to_string(),
+        digest: open.digest()?,
+    };
+    if let Some(found) = found {
+        check_base(&found.dir, &found.state, &base, &config.model.path)?;
+    }
+    let open = open.with_adapter(|specs| {
+        let mut new = OpenAdapter::new(adapter, specs, config.seed)?;
+        new.peft.base_model_name_or_path = Some(base.path.clone());
+        match found {
+            Some(found) => new.resumed(&found.dir, specs),
+            None => Ok(new),
+        }
+    })?;
+    Ok((open, Some(base)))
+}
+
+/// Opens the model at `section` with the adapter in `folder`. If the folder is from this program, the
+/// model must be that of its training.
+pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
+    let state = std::fs::read(folder.join(STATE)).ok();
+    let state = state.and_then(|text| serde_json::from_slice(&text).ok());
+    if let Some(state) = state {
+        let base = BaseModel { path: String::new(), digest: open.digest()? };
+        check_base(folder, &state, &base, open.folder())?;
+    }
+    Ok(open.with_adapter(|specs| OpenAdapter::read(folder, specs))?)
+}
+
+/// Compares the model with that of the training of the adapter in `folder`.
+fn check_base(
+    folder: &Path,
+    state: &serde_json::Value,
+    base: &BaseModel,
+    path: &Path,
+) -> Result<(), RunError> {
+    let trained_on = serde_json::from_value::<BaseModel>(state["base"].clone());
+    match trained_on {
+        Ok(trained_on) if trained_on.digest != base.digest => {
+            Err(super::super::SetupError::from(AdapterError::OtherBase {
+                folder: folder.to_owned(),
+                trained_on: trained_on.path,
+                base: path.to_owned(),
+            })
+            .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Reads the model at `section`, and the adapter in `adapter`. If the folder has no weights, the
+/// error names the config key.
+pub(crate) fn load_for_run(
+    section: &ModelSection,
+    adapter: Option<&Path>,
+    seed: u64,
+    device: &Device,
+) -> Result<LoadedModel, RunError> {
+    let open = open_for_run(section, seed, device)?;
+    let open = match adapter {
+        Some(folder) => read_adapter(open, folder)?,
+        None => open,
+    };
+    Ok(open.load(device)?)
+}
+
+/// Loads the model of a config with its adapter.
+pub(crate) fn load_with_adapter(
+    config: &RunConfig,
+    device: &Device,
+) -> Result<LoadedModel, RunError> {
+    Ok(open_run_model(config, None, device)?.0.load(device)?)
+}

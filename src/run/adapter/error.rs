@@ -1,0 +1,143 @@
+//! Errors of adapters.
+
+use crate::checkpoint::CheckpointError;
+use crate::optim::GroupError;
+use std::path::PathBuf;
+
+/// The reason why an adapter cannot be made or loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum AdapterError {
+    /// An entry of `adapter.parts` is no component.
+    #[error("`adapter.parts`: `{part}` is not a component of the model")]
+    Part {
+        /// As written.
+        part: String,
+        /// Names of the components.
+        components: Vec<String>,
+    },
+    /// An entry of `adapter.target` matches no linear layer of the parts.
+    #[error(
+        "`adapter.target`: `{pattern}` matches no linear layer of {parts}; the nearest name is \
+         `{nearest}`"
+    )]
+    Target {
+        /// As written.
+        pattern: String,
+        /// The parts.
+        parts: String,
+        /// A layer with a similar name.
+        nearest: String,
+    },
+    /// The parts have no linear layer.
+    #[error("`adapter.parts`: {parts} has no linear layer")]
+    NoLayer {
+        /// The parts.
+        parts: String,
+    },
+    /// An entry of `adapter.train_also` cannot be applied.
+    #[error(transparent)]
+    TrainAlso(#[from] GroupError),
+    /// A layer has an adapter and is trained completely.
+    #[error("`adapter.train_also`: `{pattern}` names `{layer}`, which has an adapter")]
+    Both {
+        /// As written.
+        pattern: String,
+        /// The layer.
+        layer: String,
+    },
+    /// The folder of an adapter cannot be read.
+    #[error("adapter folder `{}` cannot be used", .folder.display())]
+    Files {
+        /// The folder.
+        folder: PathBuf,
+        /// The underlying error; boxed because of its size.
+        source: Box<CheckpointError>,
+    },
+    /// The adapter has a property that is not supported.
+    #[error("adapter folder `{}`: `{field}` in adapter_config.json is `{found}`, which is not supported", .folder.display())]
+    Unsupported {
+        /// The folder.
+        folder: PathBuf,
+        /// Field of `adapter_config.json`.
+        field: &'static str,
+        /// Its value.
+        found: String,
+    },
+    /// The adapter has a tensor that does not belong to this model.
+    #[error("adapter folder `{}`: tensor `{tensor}` {problem}", .folder.display())]
+    Tensor {
+        /// The folder.
+        folder: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// What is wrong, after the name.
+        problem: String,
+    },
+    /// The adapter was trained on another model.
+    #[error(
+        "adapter folder `{}` was trained on `{trained_on}`, whose weights differ from those of \
+         `{}`", .folder.display(), .base.display()
+    )]
+    OtherBase {
+        /// The folder.
+        folder: PathBuf,
+        /// The model of the training.
+        trained_on: String,
+        /// The model that is given now.
+        base: PathBuf,
+    },
+    /// The config contradicts the adapter to start from.
+    #[error("`{key}` is `{found}`, but the adapter in `adapter.start_from` has `{expected}`")]
+    StartFrom {
+        /// Config key.
+        key: &'static str,
+        /// Value of the config.
+        found: String,
+        /// Value of the adapter.
+        expected: String,
+    },
+}
+
+impl AdapterError {
+    /// The config key that is the cause, if there is one.
+    pub fn key(&self) -> Option<&'static str> {
+        Some(match self {
+            Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
+            Self::Target { .. } => "adapter.target",
+            Self::TrainAlso(_) | Self::Both { .. } => "adapter.train_also",
+            Self::StartFrom { key, .. } => key,
+            _ => return None,
+        })
+    }
+
+    /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Self::Part { components, .. } => {
+                let names: Vec<String> =
+                    components.iter().map(|name| format!("`{name}`")).collect();
+                return Some(format!("the components are {}", names.join(", ")));
+            }
+            Self::Target { .. } => {
+                "write the name of a linear layer or a glob, such as `*.q_proj`; embeddings, \
+                 convolutions and norms have no adapter, but `adapter.train_also` trains them"
+            }
+            Self::NoLayer { .. } => "name a component with linear layers, for example `llm`",
+            Self::TrainAlso(error) => return Some(error.hint()),
+            Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
+            Self::Files { .. } => return None,
+            Self::Unsupported { .. } => {
+                "merge the adapter into its model with PEFT, and use that model"
+            }
+            Self::Tensor { .. } => "use the model that the adapter was trained on",
+            Self::OtherBase { .. } => {
+                "pass the model that the adapter was trained on; an adapter of other weights gives \
+                 wrong answers"
+            }
+            Self::StartFrom { .. } => {
+                "remove the key: with `start_from`, it follows from the adapter"
+            }
+        };
+        Some(hint.to_owned())
+    }
+}

@@ -1,0 +1,215 @@
+//! The adapter of a run: its layers, and the source of its values.
+
+mod base;
+mod error;
+mod peft;
+mod targets;
+
+pub(super) use base::open_run_model;
+pub(crate) use base::{load_for_run, load_with_adapter};
+pub use error::AdapterError;
+
+use super::load_model::OpenModel;
+use crate::checkpoint::{PeftConfig, WeightFiles};
+use crate::nn::{
+    AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, peft_name, random_adapter_part,
+};
+use crate::train::{AdapterConfig, AdapterInit, AdapterKind};
+use candle_core::{D, DType, Device, Result, Tensor};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// An adapter whose values are not loaded yet.
+pub struct OpenAdapter {
+    /// Layers, ranks and factors.
+    pub modules: Vec<AdapterModule>,
+    /// Its parameters, which follow those of the model.
+    pub specs: Vec<ParamSpec>,
+    /// `adapter_config.json` of checkpoints, without the model's name.
+    pub peft: PeftConfig,
+    /// Indexes of the parameters of the model that are trained as well.
+    pub also_trained: Vec<usize>,
+    source: Source,
+    num_base: usize,
+    dropout: f64,
+    seed: u64,
+}
+
+/// Source of the values.
+enum Source {
+    New(AdapterDraw),
+    Files { folder: PathBuf, files: WeightFiles },
+}
+
+impl OpenAdapter {
+    /// The adapter of a config for a model with these parameters. Its values are drawn from `seed`,
+    /// unless the config has another adapter to start from.
+    pub fn new(
+        config: &AdapterConfig,
+        specs: &[ParamSpec],
+        seed: u64,
+    ) -> std::result::Result<Self, AdapterError> {
+        if let Some(folder) = &config.start_from {
+            let started = Self::read(folder, specs)?;
+            started.check_config(config)?;
+            return Ok(Self { dropout: config.dropout, seed, ..started }.with_dropout());
+        }
+        let modules = targets::modules(config, specs)?;
+        let also_trained = targets::also_trained(config, specs, &modules)?;
+        let draw = match config.init {
+            AdapterInit::Default => AdapterDraw::Uniform,
+            AdapterInit::Gaussian => AdapterDraw::Normal,
+        };
+        let peft = peft::config(config, &modules, &also_trained, specs);
+        Ok(Self {
+            specs: targets::adapter_specs(&modules, specs),
+            modules,
+            peft,
+            also_trained,
+            source: Source::New(draw),
+            num_base: specs.len(),
+            dropout: config.dropout,
+            seed,
+        })
+    }
+
+    /// The adapter in a folder in PEFT's layout, without dropout.
+    pub fn read(folder: &Path, specs: &[ParamSpec]) -> std::result::Result<Self, AdapterError> {
+        let (peft, files) = peft::open(folder)?;
+        let modules = peft::modules(folder, &peft, &files, specs)?;
+        let adapter_specs = targets::adapter_specs(&modules, specs);
+        let also_trained = peft::check(folder, &files, &adapter_specs, specs)?;
+        Ok(Self {
+            specs: adapter_specs,
+            modules,
+            peft,
+            also_trained,
+            source: Source::Files { folder: folder.to_owned(), files },
+            num_base: specs.len(),
+            dropout: 0.0,
+            seed: 0,
+        })
+    }
+
+    /// The same adapter with the values of a checkpoint.
+    pub fn resumed(
+        self,
+        folder: &Path,
+        specs: &[ParamSpec],
+    ) -> std::result::Result<Self, AdapterError> {
+        let Self { source, .. } = Self::read(folder, specs)?;
+        Ok(Self { source, ..self })
+    }
+
+    /// Writes the dropout of the run to `adapter_config.json`.
+    fn with_dropout(mut self) -> Self {
+        self.peft.lora_dropout = self.dropout;
+        self
+    }
+
+    /// Compares the config with the adapter that training starts from: values that are not the
+    /// defaults must be equal.
+    fn check_config(&self, config: &AdapterConfig) -> std::result::Result<(), AdapterError> {
+        let default = AdapterConfig::default();
+        let differs = |is_default: bool, key, found: String, expected: String| {
+            if is_default || found == expected {
+                return Ok(());
+            }
+            Err(AdapterError::StartFrom { key, found, expected })
+        };
+        let PeftConfig { r, lora_alpha, use_dora, use_rslora, .. } = &self.peft;
+        let kind = if *use_dora { AdapterKind::Dora } else { AdapterKind::Lora };
+        let name = |kind| format!("{kind:?}").to_lowercase();
+        differs(config.kind == default.kind, "adapter.kind", name(config.kind), name(kind))?;
+        differs(
+            config.rank == default.rank,
+            "adapter.rank",
+            config.rank.to_string(),
+            r.to_string(),
+        )?;
+        let alpha = (config.alpha.to_string(), lora_alpha.to_string());
+        differs(config.alpha == default.alpha, "adapter.alpha", alpha.0, alpha.1)?;
+        let rslora = (config.rslora.to_string(), use_rslora.to_string());
+        differs(!config.rslora, "adapter.rslora", rslora.0, rslora.1)
+    }
+
+    /// How the model computes with the adapter; `base` are the model's parameters.
+    pub(super) fn adapters(&self, base: &[ParamSpec]) -> Adapters {
+        Adapters::new(&self.modules, base, self.dropout, self.seed)
+    }
+
+    /// Whether the parameter `index` of the model with its adapter keeps its value.
+    pub(super) fn is_frozen(&self, index: usize) -> bool {
+        index < self.num_base && self.also_trained.binary_search(&index).is_err()
+    }
+
+    /// The name of the parameter `index` in checkpoints; `None` if they do not contain it.
+    pub(super) fn saved_name(&self, index: usize, spec: &ParamSpec) -> Option<String> {
+        if index >= self.num_base {
+            return Some(spec.name.clone());
+        }
+        (!self.is_frozen(index)).then(|| peft_name(&spec.name))
+    }
+
+    /// Elements of the flat parameter `index` of the model with its adapter; `None` if the model has
+    /// them.
+    pub(super) fn load_part(
+        &self,
+        model: &OpenModel,
+        index: usize,
+        elements: &Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> std::result::Result<Option<Tensor>, super::SetupError> {
+        let spec = &model.specs[index];
+        match &self.source {
+            Source::Files { folder, files } => {
+                let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
+                let part = files.load_part(&name, elements.clone(), dtype, device);
+                Ok(Some(part.map_err(|source| {
+                    let folder = folder.clone();
+                    AdapterError::Files { folder, source: Box::new(source) }
+                })?))
+            }
+            Source::New(_) if index < self.num_base => Ok(None),
+            Source::New(draw) => {
+                let part = self.new_part(model, *draw, spec, elements.clone(), device)?;
+                Ok(Some(part.to_dtype(dtype)?))
+            }
+        }
+    }
+
+    /// The initial values of a tensor.
+    fn new_part(
+        &self,
+        model: &OpenModel,
+        draw: AdapterDraw,
+        spec: &ParamSpec,
+        elements: Range<usize>,
+        device: &Device,
+    ) -> std::result::Result<Tensor, super::SetupError> {
+        let zeros = || Tensor::zeros(elements.len(), DType::F32, device);
+        match (AdapterTensor::of(&spec.name), &spec.shape[..]) {
+            (Some((AdapterTensor::A, _)), [rank, inputs]) => {
+                let of = (spec.name.as_str(), [*rank, *inputs]);
+                Ok(random_adapter_part(draw, of, self.seed, elements, device)?)
+            }
+            (Some((AdapterTensor::Magnitude, module)), _) => {
+                let weight = format!("{module}.weight");
+                let index = model.specs.iter().position(|of| of.name == weight).unwrap_or_default();
+                let columns = model.specs[index].shape[1];
+                let rows = elements.start * columns..elements.end * columns;
+                // the norms of the weights that the model computes with
+                let rows = model.load_part(index, rows, model.dtype(), device)?;
+                let rows = rows.to_dtype(DType::F32)?.reshape((elements.len(), columns))?;
+                Ok(norms(&rows)?)
+            }
+            _ => Ok(zeros()?),
+        }
+    }
+}
+
+/// The L2 norms of rows.
+fn norms(rows: &Tensor) -> Result<Tensor> {
+    rows.sqr()?.sum(D::Minus1)?.sqrt()
+}

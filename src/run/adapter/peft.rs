@@ -1,0 +1,128 @@
+//! Reads and describes adapters in PEFT's layout.
+
+use super::error::AdapterError;
+use super::targets::{linear_layers, module_of, target_modules};
+use crate::checkpoint::{ADAPTER_WEIGHTS, CheckpointError, PeftConfig, WeightFiles};
+use crate::nn::{AdapterModule, AdapterTensor, ParamSpec, peft_name};
+use crate::train::{AdapterConfig, AdapterInit, AdapterKind};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The `adapter_config.json` of a new adapter.
+pub(super) fn config(
+    config: &AdapterConfig,
+    modules: &[AdapterModule],
+    also_trained: &[usize],
+    specs: &[ParamSpec],
+) -> PeftConfig {
+    let mut saved: Vec<String> =
+        also_trained.iter().map(|index| module_of(&specs[*index].name).to_owned()).collect();
+    saved.dedup();
+    PeftConfig {
+        peft_type: "LORA".to_owned(),
+        task_type: Some("CAUSAL_LM".to_owned()),
+        base_model_name_or_path: None,
+        r: config.rank.get(),
+        lora_alpha: config.alpha,
+        lora_dropout: config.dropout,
+        target_modules: target_modules(modules, specs).into(),
+        target_parameters: None,
+        modules_to_save: Some(saved).filter(|saved| !saved.is_empty()),
+        bias: "none".to_owned(),
+        use_dora: config.kind == AdapterKind::Dora,
+        use_rslora: config.rslora,
+        init_lora_weights: match config.init {
+            AdapterInit::Default => Value::Bool(true),
+            AdapterInit::Gaussian => "gaussian".into(),
+        },
+        inference_mode: true,
+        fan_in_fan_out: false,
+        rank_pattern: BTreeMap::new(),
+        alpha_pattern: BTreeMap::new(),
+    }
+}
+
+/// Opens the files of a folder.
+pub(super) fn open(folder: &Path) -> Result<(PeftConfig, WeightFiles), AdapterError> {
+    let error = |source: CheckpointError| AdapterError::Files {
+        folder: folder.to_owned(),
+        source: Box::new(source),
+    };
+    let peft = PeftConfig::read(folder).map_err(error)?;
+    if let Some((field, found)) = peft.unsupported() {
+        return Err(AdapterError::Unsupported { folder: folder.to_owned(), field, found });
+    }
+    let files = WeightFiles::open_file(&folder.join(ADAPTER_WEIGHTS)).map_err(error)?;
+    Ok((peft, files))
+}
+
+/// The modules that have tensors in the file.
+pub(super) fn modules(
+    folder: &Path,
+    peft: &PeftConfig,
+    files: &WeightFiles,
+    specs: &[ParamSpec],
+) -> Result<Vec<AdapterModule>, AdapterError> {
+    let mut ranks = BTreeMap::new();
+    for name in files.names() {
+        if let Some((AdapterTensor::A, module)) = AdapterTensor::of(name) {
+            let shape = files.shape(name).unwrap_or_default();
+            ranks.insert(module.to_owned(), shape.first().copied().unwrap_or(0));
+        }
+    }
+    let mut modules = Vec::new();
+    for layer in linear_layers(specs) {
+        let Some(rank) = ranks.remove(layer.name).filter(|rank| *rank > 0) else { continue };
+        modules.push(AdapterModule {
+            name: layer.name.to_owned(),
+            rank,
+            scale: peft.scale(layer.name, rank),
+            is_dora: peft.use_dora,
+        });
+    }
+    let unknown = ranks.into_keys().next();
+    match unknown {
+        None => Ok(modules),
+        Some(module) => Err(AdapterError::Tensor {
+            folder: folder.to_owned(),
+            tensor: AdapterTensor::A.name(&module),
+            problem: "is of a layer that the model does not have".to_owned(),
+        }),
+    }
+}
+
+/// Checks names and shapes of all tensors. Returns the parameters of the model that the file has.
+pub(super) fn check(
+    folder: &Path,
+    files: &WeightFiles,
+    adapter: &[ParamSpec],
+    base: &[ParamSpec],
+) -> Result<Vec<usize>, AdapterError> {
+    let wrong = |tensor: &str, problem: String| {
+        Err(AdapterError::Tensor { folder: folder.to_owned(), tensor: tensor.to_owned(), problem })
+    };
+    let mut expected: BTreeMap<String, (&[usize], Option<usize>)> = BTreeMap::new();
+    for (index, spec) in base.iter().enumerate() {
+        expected.insert(peft_name(&spec.name), (&spec.shape, Some(index)));
+    }
+    for spec in adapter {
+        expected.insert(spec.name.clone(), (&spec.shape, None));
+        if files.shape(&spec.name).is_none() {
+            return wrong(&spec.name, "is missing".to_owned());
+        }
+    }
+    let mut also_trained = Vec::new();
+    for name in files.names() {
+        let Some((shape, index)) = expected.get(name) else {
+            return wrong(name, "does not belong to the model".to_owned());
+        };
+        let found = files.shape(name).unwrap_or_default();
+        if found != *shape {
+            return wrong(name, format!("has shape {found:?}, expected {shape:?} for this model"));
+        }
+        also_trained.extend(*index);
+    }
+    also_trained.sort_unstable();
+    Ok(also_trained)
+}
