@@ -186,7 +186,7 @@ impl CheckpointError {
         move |source| Self::Read { path: path.to_owned(), source }
     }
 
-    pub(super) fn invalid(path: &Path, problem: &dyn ToString) -> Self {
+    pub(crate) fn invalid(path: &Path, problem: &dyn ToString) -> Self {
         Self::Invalid { path: path.to_owned(), problem: problem.to_string() }
     }
 }

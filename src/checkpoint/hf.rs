@@ -1,5 +1,6 @@
 //! Model folders in the Hugging Face layout: weights in one file or in shards with an index.
 
+use super::atomic::build_folder;
 use super::manifest::Manifest;
 use super::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use super::tensors::{SavedTensor, TensorFile};
@@ -49,6 +50,11 @@ impl<'a> ModelFiles<'a> {
             file.write(folder, 0, 1)?;
         }
         Ok(())
+    }
+
+    /// Writes the new folder `target`. If this fails, there is no folder `target`.
+    pub fn write_new(&self, target: &Path) -> Result<(), CheckpointError> {
+        build_folder(target, |folder| self.write_into(folder))
     }
 
     /// Writes and syncs all files but those of weights into `folder` and adds each to `manifest`.

@@ -9,8 +9,10 @@ use super::pieces::{Piece, PieceWriter};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Alignment of the tensor data in bytes, so that a memory map can be read as any dtype.
 const ALIGNMENT: usize = 8;
@@ -30,13 +32,28 @@ pub struct SavedTensor {
     held: Held,
 }
 
+/// Computes a tensor.
+type Make = dyn Fn() -> Result<Tensor, CheckpointError> + Send + Sync;
+
 /// What a rank holds of a tensor.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 enum Held {
     /// Every rank holds the whole tensor: the ranks divide the work.
     Whole(Tensor),
     /// This rank holds these ranges of elements, and other ranks the rest.
     Parts(Vec<(Range<usize>, Tensor)>),
+    /// Rank 0 computes the whole tensor when it is written.
+    Made(Arc<Make>),
+}
+
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(tensor) => f.debug_tuple("Whole").field(tensor).finish(),
+            Self::Parts(parts) => f.debug_tuple("Parts").field(parts).finish(),
+            Self::Made(_) => f.write_str("Made"),
+        }
+    }
 }
 
 impl SavedTensor {
@@ -58,6 +75,18 @@ impl SavedTensor {
         Self { name: name.into(), shape: shape.to_vec(), dtype, held: Held::Parts(parts) }
     }
 
+    /// A tensor that `make` computes when it is written, so that a model that is larger than memory can
+    /// be written.
+    pub fn made(
+        name: impl Into<String>,
+        shape: &[usize],
+        dtype: DType,
+        make: impl Fn() -> Result<Tensor, CheckpointError> + Send + Sync + 'static,
+    ) -> Self {
+        let held = Held::Made(Arc::new(make));
+        Self { name: name.into(), shape: shape.to_vec(), dtype, held }
+    }
+
     /// Name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
@@ -71,6 +100,16 @@ impl SavedTensor {
     /// Size on disk, in bytes.
     pub(super) fn num_bytes(&self) -> u64 {
         (self.elem_count() * self.dtype.size_in_bytes()) as u64
+    }
+
+    fn check_made(&self, made: Tensor) -> Result<Tensor, CheckpointError> {
+        if made.dims() == self.shape && made.dtype() == self.dtype {
+            return Ok(made);
+        }
+        let (dims, dtype) = (made.dims(), made.dtype());
+        let problem =
+            format!("is {:?} {:?}, but was made as {dtype:?} {dims:?}", self.dtype, self.shape);
+        Err(CheckpointError::Parts { tensor: self.name.clone(), problem })
     }
 
     fn check_parts(&self) -> Result<(), CheckpointError> {
@@ -111,7 +150,8 @@ pub(super) struct TensorFile<'a> {
 struct Span<'a> {
     at: u64,
     tensor: &'a SavedTensor,
-    values: &'a Tensor,
+    /// `None`: they must be computed.
+    values: Option<&'a Tensor>,
     /// Elements of `values`.
     range: Range<usize>,
 }
@@ -194,14 +234,19 @@ impl<'a> TensorFile<'a> {
                             as usize
                     };
                     let range = element(first)..element(last);
-                    push(range.clone(), values, range);
+                    push(range.clone(), Some(values), range);
                     passed += tensor.num_bytes();
                 }
                 Held::Parts(parts) => {
                     for (range, values) in parts {
-                        push(range.clone(), values, 0..range.len());
+                        push(range.clone(), Some(values), 0..range.len());
                     }
                 }
+                Held::Made(_) if rank == 0 => {
+                    let all = 0..tensor.elem_count();
+                    push(all.clone(), None, all);
+                }
+                Held::Made(_) => {}
             }
         }
         spans.sort_by_key(|span| span.at);
@@ -296,7 +341,12 @@ fn dtype_name(name: &str, dtype: DType) -> Result<&'static str, CheckpointError>
 /// device.
 fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(), CheckpointError> {
     let fault = |source| CheckpointError::Tensor { tensor: span.tensor.name.clone(), source };
-    let flat = span.values.flatten_all().map_err(fault)?;
+    let made = match &span.tensor.held {
+        Held::Made(make) => Some(span.tensor.check_made(make()?)?),
+        _ => None,
+    };
+    let Some(values) = span.values.or(made.as_ref()) else { return Ok(()) };
+    let flat = values.flatten_all().map_err(fault)?;
     let step = if flat.device().is_cpu() { span.range.len() } else { HOST_ELEMENTS };
     for start in span.range.clone().step_by(step) {
         let len = step.min(span.range.end - start);

@@ -11,6 +11,7 @@ mod cache;
 mod convert;
 mod error_class;
 mod eval;
+mod export;
 mod failure;
 mod generate;
 mod init;
@@ -48,6 +49,8 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Compute the loss and the share of exact answers on `data.eval`
     Eval(eval::EvalArgs),
+    /// Merge an adapter into its model, or write a clean model folder from a checkpoint
+    Export(export::ExportArgs),
     /// Answer a prompt
     Generate(generate::GenerateArgs),
     /// Measure every row of `data.train` once and store the lengths for later runs
@@ -96,6 +99,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Init(args) => init::run(args),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
+        Command::Export(args) => export::run(args, &logging),
         Command::Generate(args) => generate::run(args, &logging),
         Command::Cache(args) => cache::run(args, &logging),
         Command::Convert(args) => convert::run(args),

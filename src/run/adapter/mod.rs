@@ -2,6 +2,7 @@
 
 mod base;
 mod error;
+mod merge;
 mod peft;
 mod targets;
 

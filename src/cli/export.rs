@@ -1,0 +1,100 @@
+//! `trainer export`: merges an adapter, cleans a checkpoint, changes the dtype.
+
+use super::args::{check_folder, model_folder};
+use super::failure::{Exit, Failure};
+use super::logging::Logging;
+use super::stdout::stdout;
+use crate::checkpoint::PeftConfig;
+use crate::run::{export_adapter, export_model};
+use crate::train::Precision;
+use clap::{Args, ValueEnum};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  trainer export --adapter runs/mine/final --merge --out merged\n  \
+    trainer export --model runs/mine/checkpoints/step-00000200 --out model --onto bf16"
+)]
+pub(super) struct ExportArgs {
+    /// New folder to write
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Adapter in PEFT's layout, for example `final` of a run with `adapter`
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Write the model with the adapter added to its weights, instead of the adapter
+    #[arg(long, requires = "adapter")]
+    merge: bool,
+    /// Model folder or checkpoint; with `--merge` by default the model of adapter_config.json
+    #[arg(long, value_name = "DIR", required_unless_present = "adapter")]
+    model: Option<PathBuf>,
+    /// Dtype of the tensors; by default that of the files
+    #[arg(long, value_name = "DTYPE")]
+    onto: Option<Onto>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Onto {
+    F32,
+    Bf16,
+}
+
+impl From<Onto> for Precision {
+    fn from(onto: Onto) -> Self {
+        match onto {
+            Onto::F32 => Self::F32,
+            Onto::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+/// Writes the folder and prints one JSON object with the numbers of tensors.
+pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
+    if args.out.exists() {
+        let message = format!("`--out`: `{}` exists", args.out.display());
+        return Err(Failure::new(Exit::Usage, message).hint("choose a new folder").into());
+    }
+    let onto = args.onto.map(Precision::from);
+    if let Some(adapter) = &args.adapter {
+        check_folder("--adapter", adapter)?;
+    }
+    let exported = match (&args.adapter, args.merge) {
+        (Some(adapter), false) => {
+            if args.model.is_some() {
+                let message = "`--model` has no effect without `--merge`";
+                return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
+            }
+            export_adapter(adapter, onto, &args.out)?
+        }
+        (adapter, _) => {
+            let base = base(args, adapter.as_deref(), logging)?;
+            export_model(&base, adapter.as_deref(), onto, &args.out)?
+        }
+    };
+    let summary = serde_json::json!({
+        "tensors": exported.tensors,
+        "merged": exported.merged,
+        "replaced": exported.replaced,
+        "out": args.out,
+    });
+    writeln!(stdout(), "{summary}")?;
+    Ok(())
+}
+
+/// The folder of the model: that of the argument, or that of the adapter's config.
+fn base(args: &ExportArgs, adapter: Option<&Path>, logging: &Logging) -> anyhow::Result<PathBuf> {
+    if let Some(model) = &args.model {
+        return model_folder(model, logging);
+    }
+    let named = adapter.map(PeftConfig::read).transpose()?;
+    let named = named.and_then(|config| config.base_model_name_or_path);
+    let Some(named) = named else {
+        let message = "adapter_config.json has no `base_model_name_or_path`";
+        return Err(Failure::new(Exit::Usage, message)
+            .hint("pass the model with `--model`")
+            .into());
+    };
+    model_folder(Path::new(&named), logging)
+}
