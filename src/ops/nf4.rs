@@ -123,6 +123,20 @@ pub fn is_nf4_map(codes: &[f32], map: &[f32]) -> bool {
     codes == CODES && map == *MAP
 }
 
+/// The elements that share ranges with those of `range`, of `elements` in all. The parts of such a span
+/// are adjacent, and are a matrix of their own.
+pub fn nf4_span(range: &Range<usize>, elements: usize) -> Range<usize> {
+    const STEP: usize = BLOCK * SCALES;
+    range.start / STEP * STEP..elements.min(range.end.next_multiple_of(STEP))
+}
+
+/// The places of the parts of a span: in codes, scales and ranges.
+pub fn nf4_places(span: &Range<usize>) -> [Range<usize>; 3] {
+    let lens = lens(span.len());
+    let starts = [span.start / 2, span.start / BLOCK, span.start / (BLOCK * SCALES)];
+    [0, 1, 2].map(|part| starts[part]..starts[part] + lens[part])
+}
+
 /// Number of elements of `codes`, `scales` and `ranges`.
 fn lens(elements: usize) -> [usize; 3] {
     let scales = elements.div_ceil(BLOCK);
@@ -344,20 +358,18 @@ impl Nf4 {
         if range.start > range.end || range.end > n {
             bail!("nf4: the matrix has {n} elements, but the elements {range:?} are needed");
         }
-        // Whole ranges of scales, so that the part is a matrix of its own.
-        let start = range.start / (BLOCK * SCALES) * (BLOCK * SCALES);
-        let end = n.min(range.end.next_multiple_of(BLOCK * SCALES));
-        let [codes, scales, ranges] = lens(end - start);
+        let span = nf4_span(&range, n);
+        let [codes, scales, ranges] = nf4_places(&span);
         let part = Self {
-            shape: Shape::from(end - start),
-            codes: self.codes.narrow(0, start / 2, codes)?,
-            scales: self.scales.narrow(0, start / BLOCK, scales)?,
-            ranges: self.ranges.narrow(0, start / (BLOCK * SCALES), ranges)?,
+            shape: Shape::from(span.len()),
+            codes: self.codes.narrow(0, codes.start, codes.len())?,
+            scales: self.scales.narrow(0, scales.start, scales.len())?,
+            ranges: self.ranges.narrow(0, ranges.start, ranges.len())?,
             offset: self.offset,
         };
-        let y = Tensor::zeros(end - start, DType::F32, &Device::Cpu)?;
+        let y = Tensor::zeros(span.len(), DType::F32, &Device::Cpu)?;
         part.dequantize_into(&y)?;
-        y.narrow(0, range.start - start, range.len())?.copy()
+        y.narrow(0, range.start - span.start, range.len())?.copy()
     }
 }
 

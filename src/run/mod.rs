@@ -21,6 +21,7 @@ mod ranks;
 mod resume;
 mod runner;
 mod sequence;
+mod stored_weights;
 
 pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};

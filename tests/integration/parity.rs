@@ -17,7 +17,7 @@ use trainer::optim::{AdamW, OptimConfig};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
-    AttentionChoice, Evaluator, GradientSums, ModelSection, Precision, RankWeights, Ranks,
+    AttentionChoice, Evaluator, GradientSums, ModelSection, Offload, Precision, RankWeights, Ranks,
     RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
 };
 
@@ -87,6 +87,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         precision,
         freeze: vec![],
         recompute: variant.recompute,
+        offload: Offload::None,
     }
 }
 

@@ -61,4 +61,4 @@ pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
-pub(super) use upload::upload;
+pub(super) use upload::{upload, upload_bytes};
