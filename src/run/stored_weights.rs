@@ -14,16 +14,24 @@ use std::collections::HashMap;
 /// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads are
 /// in host memory already.
 pub(crate) fn weight_storage(config: &RunConfig, device: &Device) -> WeightStorage {
+    match storage_on_gpu(config) {
+        WeightStorage::Host if device.is_cpu() => WeightStorage::Device,
+        storage => storage,
+    }
+}
+
+/// As [`weight_storage`], for a GPU.
+pub(super) fn storage_on_gpu(config: &RunConfig) -> WeightStorage {
     match (&config.adapter, config.model.offload) {
         (Some(adapter), _) if adapter.quantize == Quantize::Nf4 => WeightStorage::Nf4,
-        (_, Offload::Frozen) if !device.is_cpu() => WeightStorage::Host,
-        _ => WeightStorage::Device,
+        (_, Offload::Frozen) => WeightStorage::Host,
+        (_, Offload::None) => WeightStorage::Device,
     }
 }
 
 /// Whether each parameter is kept as `storage` says and visits a slot: the weights of frozen linear
 /// layers.
-pub(crate) fn visitors(
+pub(super) fn visitors(
     open: &OpenModel,
     trainable: &[Trainable],
     storage: WeightStorage,

@@ -57,6 +57,11 @@ impl Param {
         }
     }
 
+    /// Whether the tensor always has the weight, without a [`Residency`].
+    pub fn is_resident(&self) -> bool {
+        self.home.get().is_none()
+    }
+
     /// Name in the checkpoint.
     pub fn name(&self) -> &str {
         &self.name

@@ -5,6 +5,7 @@
 //! a stage that is still present is not copied again. Other parameters keep their own tensors: those
 //! that are trained, and tables, norms and biases.
 
+use crate::metrics::Division;
 use crate::ops::{Nf4, copy_from_host, nf4_bytes};
 use crate::tape::{Param, Residency, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
@@ -61,6 +62,18 @@ pub struct VisitingMemory {
     pub slots: usize,
     /// Bytes of stored weights on the device.
     pub stored_bytes: usize,
+}
+
+impl VisitingMemory {
+    /// What a process holds whose whole weights would be those of `division`.
+    pub fn of(self, division: Division) -> Division {
+        Division {
+            weights: division.weights - self.elements as f64,
+            weight_slots: division.weight_slots + self.slots as f64,
+            stored_bytes: self.stored_bytes as f64,
+            ..division
+        }
+    }
 }
 
 /// The memory of the weights of `visit`, one for each parameter.
