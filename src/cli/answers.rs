@@ -66,9 +66,20 @@ pub(super) fn show_answers(
     Ok(())
 }
 
-/// Prints commands that use the trained model.
-pub(super) fn print_next_steps(config: &Path, folder: &Path) {
+/// Prints commands that use the trained model, or the adapter that was trained on `base`.
+pub(super) fn print_next_steps(config: &Path, folder: &Path, base: Option<&Path>) {
     let folder = folder.display();
+    if let Some(base) = base {
+        print(&format!(
+            "\nThe trained adapter is in {folder}. Next:\n  \
+             trainer generate --model {} --adapter {folder} --prompt \"What is this?\" --image cat.png\n  \
+             trainer eval --config {} --adapter {folder} --per-sample scores.jsonl\n  \
+             trainer export --adapter {folder} --merge --out merged\n",
+            base.display(),
+            config.display()
+        ));
+        return;
+    }
     print(&format!(
         "\nThe trained model is in {folder}. Next:\n  \
          trainer generate --model {folder} --prompt \"What is this?\" --image cat.png\n  \

@@ -69,7 +69,8 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             tracing::warn!("cannot show answers: {error:#}");
         }
     }
-    print_next_steps(&args.config.config, &folder);
+    let base = config.adapter.as_ref().map(|_| config.model.path.as_path());
+    print_next_steps(&args.config.config, &folder, base);
     Ok(())
 }
 

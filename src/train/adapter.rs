@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-/// A low-rank adapter: the weights of the model stay as they are, and small matrices beside some of
+/// A low-rank adapter: the weights of the model stay as they are, and small matrices next to some of
 /// its linear layers are trained.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
+mod adapter_runs;
 mod architecture;
 mod bad_input;
 mod bench;

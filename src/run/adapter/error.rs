@@ -45,6 +45,15 @@ pub enum AdapterError {
         /// The layer.
         layer: String,
     },
+    /// The embedding is also the head.
+    #[error(
+        "`adapter.train_also`: `{pattern}` names the embedding, which is also the head of this \
+         model: the adapter's folder cannot store it for both"
+    )]
+    Tied {
+        /// As written.
+        pattern: String,
+    },
     /// The folder of an adapter cannot be read.
     #[error("adapter folder `{}` cannot be used", .folder.display())]
     Files {
@@ -104,7 +113,7 @@ impl AdapterError {
         Some(match self {
             Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
             Self::Target { .. } => "adapter.target",
-            Self::TrainAlso(_) | Self::Both { .. } => "adapter.train_also",
+            Self::TrainAlso(_) | Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
             Self::StartFrom { key, .. } => key,
             _ => return None,
         })
@@ -125,6 +134,9 @@ impl AdapterError {
             Self::NoLayer { .. } => "name a component with linear layers, for example `llm`",
             Self::TrainAlso(error) => return Some(error.hint()),
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
+            Self::Tied { .. } => {
+                "remove the embedding from `train_also`, or train without `adapter`"
+            }
             Self::Files { .. } => return None,
             Self::Unsupported { .. } => {
                 "merge the adapter into its model with PEFT, and use that model"

@@ -82,6 +82,10 @@ pub(super) fn also_trained(
     for pattern in &config.train_also {
         for index in matches("adapter.train_also", pattern, &named)? {
             let module = module_of(&specs[index].name);
+            let is_tied = !specs.iter().any(|spec| spec.name.starts_with("lm_head."));
+            if is_tied && module.ends_with("embed_tokens") {
+                return Err(AdapterError::Tied { pattern: pattern.clone() });
+            }
             if let Some(both) = modules.iter().find(|of| of.name == module) {
                 let layer = both.name.clone();
                 return Err(AdapterError::Both { pattern: pattern.clone(), layer });

@@ -1,0 +1,231 @@
+//! Runs with an adapter: in every layout, on any number of ranks, resumed, merged, and with bad
+//! input.
+
+use super::harness::{Place, golden};
+use super::ranks::{config, place, train};
+use serde_json::Value;
+use std::fs;
+
+/// Adapters in all parts, with dropout.
+const ALL: &str = "adapter={rank: 4, dropout: 0.2, parts: [llm, vision, merger], \
+                   train_also: ['*.visual.merger.norm.weight']}";
+const DORA: &str = "adapter={kind: dora, rank: 4, dropout: 0.2, parts: [llm, vision, merger]}";
+
+/// Weights of the adapter and state of its optimizer after the last step.
+fn results(place: &Place, output: &str) -> [Vec<u8>; 2] {
+    let names = place.names(&format!("{output}/checkpoints"));
+    let last = names.last().unwrap();
+    [
+        place.read(&format!("{output}/final/adapter_model.safetensors")),
+        place.read(&format!("{output}/checkpoints/{last}/optimizer.safetensors")),
+    ]
+}
+
+fn losses(place: &Place, output: &str) -> Vec<f64> {
+    let rows = place.rows(&format!("{output}/metrics.jsonl"));
+    rows.iter()
+        .filter(|row| row["grad_norm"].is_f64())
+        .map(|row| row["loss"].as_f64().unwrap())
+        .collect()
+}
+
+#[test]
+fn ranks_shares_and_recomputation_change_no_bit_of_an_adapter_with_dropout() {
+    let place = place();
+    for (kind, adapter) in [("lora", ALL), ("dora", DORA)] {
+        train(&config(&place, kind, &[adapter]), 1, None);
+        for (world, shard, recompute) in [
+            (1, "none", "full"),
+            (2, "none", "none"),
+            (4, "gradients", "none"),
+            (2, "full", "full"),
+        ] {
+            let output = format!("{kind}-{world}-{shard}-{recompute}");
+            let shard = format!("distributed.shard={shard}");
+            let recompute = format!("model.recompute={recompute}");
+            train(&config(&place, &output, &[adapter, &shard, &recompute]), world, None);
+            assert!(results(&place, &output) == results(&place, kind), "{output} differs");
+        }
+        let plain = format!("{kind}-plain");
+        train(&config(&place, &plain, &[adapter, "adapter.dropout=0"]), 1, None);
+        assert_ne!(losses(&place, &plain)[0], losses(&place, kind)[0], "dropout has an effect");
+    }
+}
+
+#[test]
+fn the_division_of_a_step_into_micro_batches_drops_the_same_inputs() {
+    let place = place();
+    let run = |output: &str, batch_size: &str, steps: &str| {
+        let more = [ALL, "data.packing=false", "data.shuffle=false", batch_size, steps];
+        train(&config(&place, output, &more), 1, None);
+        losses(&place, output)
+    };
+    let whole = run("whole", "train.batch_size=4", "train.gradient_accumulation_steps=1");
+    let split = run("split", "train.batch_size=1", "train.gradient_accumulation_steps=4");
+    assert_eq!(whole.len(), split.len());
+    for (whole, split) in whole.iter().zip(&split) {
+        assert!((whole - split).abs() < 1e-5, "{whole} {split}");
+    }
+}
+
+#[test]
+fn a_run_of_an_adapter_continues_equal_to_the_bit() {
+    let place = place();
+    for precision in ["model.precision=f32", "model.precision=bf16"] {
+        let name = |end: &str| format!("{}-{end}", &precision[16..]);
+        train(&config(&place, &name("whole"), &[ALL, precision]), 1, None);
+        for stop in 1..4 {
+            let output = name(&stop.to_string());
+            let config = config(&place, &output, &[ALL, precision]);
+            train(&config, 1, Some(stop));
+            train(&config, 1, None);
+            assert!(results(&place, &output) == results(&place, &name("whole")), "{output}");
+            assert_eq!(losses(&place, &output), losses(&place, &name("whole")));
+        }
+    }
+}
+
+#[test]
+fn checkpoints_contain_the_adapter_and_what_is_trained_besides_it_only() {
+    let place = place();
+    train(&config(&place, "run", &[ALL, "train.max_steps=2"]), 1, None);
+    let last = place.names("run/checkpoints").pop().unwrap();
+    let names = place.names(&format!("run/checkpoints/{last}"));
+    assert!(
+        !names.iter().any(|name| name.starts_with("model") || name == "config.json"),
+        "{names:?}"
+    );
+    let header = place.read("run/final/adapter_model.safetensors");
+    let length = u64::from_le_bytes(header[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&header[8..8 + length]).unwrap();
+    let names: Vec<&String> = header.as_object().unwrap().keys().collect();
+    let also = "base_model.model.model.visual.merger.norm";
+    let others: Vec<_> = names
+        .iter()
+        .filter(|name| !name.contains(".lora_A.") && !name.contains(".lora_B."))
+        .map(|name| name.as_str())
+        .collect();
+    assert_eq!(others, ["__metadata__", &format!("{also}.bias"), &format!("{also}.weight")]);
+    let config: Value =
+        serde_json::from_slice(&place.read("run/final/adapter_config.json")).unwrap();
+    assert_eq!(config["modules_to_save"], serde_json::json!(["model.visual.merger.norm"]));
+    assert_eq!(config["base_model_name_or_path"], place.path("model").display().to_string());
+}
+
+/// The loss of `data.eval` under some arguments.
+fn eval(place: &Place, arguments: &[&str]) -> f64 {
+    let config = place.path("ranks.yaml").display().to_string();
+    let all = [&["eval", "--config", &config], arguments].concat();
+    let output = place.trainer(&all).ends_with(0);
+    serde_json::from_str::<Value>(&output.stdout).unwrap()["loss"].as_f64().unwrap()
+}
+
+#[test]
+fn a_merged_model_computes_what_model_and_adapter_compute() {
+    let place = place();
+    for (name, adapter) in [("lora", ALL), ("dora", DORA)] {
+        let config = config(&place, name, &[adapter, "optim.lr=2.0e-2"]);
+        train(&config, 1, None);
+        let (adapter, merged) = (format!("{name}/final"), format!("{name}-merged"));
+        let arguments = ["export", "--adapter", &adapter, "--merge", "--out", &merged];
+        let report = place.trainer(&arguments).ends_with(0).stdout;
+        let report: Value = serde_json::from_str(&report).unwrap();
+        assert_eq!(report["merged"], 52, "{report}");
+        assert_eq!(report["replaced"], if name == "lora" { 2 } else { 0 }, "{report}");
+        let with_adapter = eval(&place, &["--adapter", &adapter]);
+        let inside = eval(&place, &["--checkpoint", &merged]);
+        assert!((with_adapter - inside).abs() < 1e-5, "{name}: {with_adapter} {inside}");
+        let alone = eval(&place, &[]);
+        assert!((with_adapter - alone).abs() > 1e-3, "{name}: the adapter has an effect");
+        let metrics = place.rows(&format!("{name}/metrics.jsonl"));
+        let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
+        assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
+        // a second run starts where the first ended
+        let start =
+            format!("adapter={{dropout: 0, start_from: {}}}", place.path(&adapter).display());
+        let next = format!("{name}-next");
+        train(
+            &super::ranks::config(&place, &next, &[&start, "train.max_steps=1", "optim.lr=0"]),
+            1,
+            None,
+        );
+        let metrics = place.rows(&format!("{next}/metrics.jsonl"));
+        let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
+        assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
+    }
+}
+
+#[test]
+fn export_writes_clean_folders_and_changes_the_dtype() {
+    let place = place();
+    train(&config(&place, "run", &["train.max_steps=1"]), 1, None);
+    let last = format!("run/checkpoints/{}", place.names("run/checkpoints").pop().unwrap());
+    place.trainer(&["export", "--model", &last, "--out", "clean"]).ends_with(0);
+    let names = place.names("clean");
+    for name in ["optimizer.safetensors", "trainer_state.json", "manifest.json"] {
+        assert!(!names.iter().any(|found| found == name), "{names:?}");
+    }
+    config(&place, "other", &[]);
+    let (before, after) =
+        (eval(&place, &["--checkpoint", &last]), eval(&place, &["--checkpoint", "clean"]));
+    assert_eq!(before, after);
+    place.trainer(&["export", "--model", "clean", "--out", "half", "--onto", "bf16"]).ends_with(0);
+    let bytes = |folder: &str| {
+        fs::metadata(place.path(&format!("{folder}/model.safetensors"))).unwrap().len()
+    };
+    assert!(bytes("half") < bytes("clean") * 11 / 20);
+    let config: Value = serde_json::from_slice(&place.read("half/config.json")).unwrap();
+    assert!(config.to_string().contains("bfloat16"), "{config}");
+    place.trainer(&["export", "--model", "clean", "--out", "half"]).ends_with(64).says("exists");
+}
+
+#[test]
+fn bad_input_is_refused_with_the_key_and_what_to_do() {
+    let place = place();
+    config(&place, "run", &[]);
+    let yaml = place.path("ranks.yaml").display().to_string();
+    let refused = |setting: &str, problem: &str, hint: &str| {
+        let arguments = ["sft", "--config", &yaml, "--set", setting];
+        place.trainer(&arguments).ends_with(64).says(problem).says(hint);
+    };
+    refused("adapter={rank: 0}", "rank", "");
+    refused("adapter={alpha: 0}", "`adapter.alpha` is `0`", "a usual value");
+    refused("adapter={dropout: 1}", "`adapter.dropout` is `1`", "");
+    refused("adapter={parts: [projector]}", "`projector` is not a component", "`llm`");
+    refused("adapter={target: [q_prj]}", "`q_prj` matches no linear layer", "q_proj");
+    refused("adapter={target: ['*embed_tokens']}", "matches no linear layer", "embeddings");
+    refused(
+        "adapter={parts: [vision], target: ['*patch_embed.proj']}",
+        "no linear layer",
+        "convolutions",
+    );
+    refused("adapter={train_also: ['*.q_proj.weight']}", "which has an adapter", "one of");
+    refused("adapter={train_also: ['*embed_tokens*']}", "also the head", "without `adapter`");
+    refused("adapter={quantize: int4}", "quantize", "");
+    let arguments =
+        ["sft", "--config", &yaml, "--set", "adapter={}", "--set", "model.freeze=[vision]"];
+    place.trainer(&arguments).ends_with(64).says("`model.freeze`").says("adapter.parts");
+    let nothing = "adapter={start_from: /no/such/folder}";
+    place
+        .trainer(&["sft", "--config", &yaml, "--set", nothing])
+        .ends_with(65)
+        .says("adapter_config.json");
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused() {
+    let place = place();
+    train(&config(&place, "run", &["adapter={}", "train.max_steps=1"]), 1, None);
+    // the same shapes with other values
+    let model = "--set=model.weights=random";
+    let yaml = place.path("ranks.yaml").display().to_string();
+    let eval = ["eval", "--config", &yaml, model, "--adapter", "run/final"];
+    place.trainer(&eval).ends_with(64).says("whose weights differ").says("wrong answers");
+    // other shapes
+    let other = golden("models/small-tied").join("config.json");
+    let mut json: Value = serde_json::from_slice(&fs::read(other).unwrap()).unwrap();
+    json["text_config"]["intermediate_size"] = 64.into();
+    place.write("model/config.json", &json.to_string());
+    fs::remove_file(place.path("run/final/trainer_state.json")).unwrap();
+    place.trainer(&eval).ends_with(64).says("has shape").says("trained on");
+}
