@@ -61,7 +61,7 @@ const ZERO: u8 = 7;
 const MIDDLES: [f32; 15] = {
     let (mut middles, mut i) = ([0.0; 15], 0);
     while i < 15 {
-        middles[i] = (CODES[i] + CODES[i + 1]) / 2.0;
+        middles[i] = f32::midpoint(CODES[i], CODES[i + 1]);
         i += 1;
     }
     middles
@@ -80,7 +80,7 @@ pub(super) static MAP: LazyLock<[f32; 256]> = LazyLock::new(|| {
             k => (-step).mul_add((parts - k) as f32, 1.0),
         };
         let power = 10f64.powi(i - 6) as f32;
-        let middles = (0..parts).map(|k| power * ((bound(k) + bound(k + 1)) / 2.0));
+        let middles = (0..parts).map(|k| power * f32::midpoint(bound(k), bound(k + 1)));
         map.extend(middles.flat_map(|x| [x, -x]));
     }
     map.sort_by(f32::total_cmp);
@@ -189,9 +189,9 @@ kernels! {
     fn quantize_blocks(x: &[[f32; 64]], codes: &mut [[u8; 32]], scales: &mut [f32]) {
         for ((x, codes), scale) in x.iter().zip(codes).zip(scales) {
             let mut largest = 0u32;
-            for i in 0..64 {
+            for x in x {
                 // bits of positive floats have their order
-                largest = largest.max(x[i].to_bits() & 0x7fff_ffff);
+                largest = largest.max(x.to_bits() & 0x7fff_ffff);
             }
             *scale = f32::from_bits(largest);
             let factor = 1.0 / scale.max(LEAST);
@@ -239,7 +239,7 @@ fn quantize_part(x: &[f32]) -> (Vec<u8>, Vec<f32>) {
 fn quantize_scales(scales: &[f32]) -> (Vec<u8>, Vec<f32>, f32) {
     let sum: f64 = scales.iter().map(|scale| f64::from(*scale)).sum();
     let offset = (sum / scales.len().max(1) as f64) as f32;
-    let middles: Vec<f32> = MAP.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0).collect();
+    let middles: Vec<f32> = MAP.windows(2).map(|pair| f32::midpoint(pair[0], pair[1])).collect();
     let (mut codes, mut ranges) = (Vec::with_capacity(scales.len()), Vec::new());
     for scales in scales.chunks(SCALES) {
         let range = scales.iter().fold(0f32, |range, scale| range.max((scale - offset).abs()));

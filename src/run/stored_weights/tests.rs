@@ -1,9 +1,10 @@
 use super::super::load_model::trainable;
+use super::super::runner::rank_model;
 use super::super::{encoder, load_shares::whole_model, loader_options, order, step_runner};
 use super::*;
 use crate::config::{RunConfig, load};
 use crate::data::{DataState, JsonlRows, Loader};
-use crate::train::visiting_memory;
+use crate::train::{Ranks, Weights, visiting_memory};
 use candle_core::{DType, Tensor};
 use std::path::Path;
 use std::sync::Arc;
@@ -131,4 +132,60 @@ fn a_base_of_8_billion_parameters_in_nf4_takes_at_most_7_and_a_half_gb() {
     let held = memory.of(crate::metrics::Division::alone(all as f64, 0.0, 0.0));
     let bytes = 2.0 * (held.weights + held.weight_slots) + held.stored_bytes;
     assert!((7.0e9..7.5e9).contains(&bytes), "{bytes} bytes: {memory:?}");
+}
+
+/// A folder of `model` whose linear layers are stored as bitsandbytes stores them.
+fn quantized_folder(model: &LoadedModel, visit: &[bool]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let from = Path::new("data/quickstart/model").join(name);
+        std::fs::copy(from, folder.path().join(name)).unwrap();
+    }
+    let golden = candle_core::safetensors::load("tests/golden/nf4.safetensors", &Device::Cpu);
+    let golden = golden.unwrap();
+    let mut tensors = HashMap::new();
+    for param in &model.params {
+        let name = param.name();
+        if !visit[param.index()] {
+            tensors.insert(name.to_owned(), param.tensor());
+            continue;
+        }
+        let parts = model.open.nf4(param.index()).unwrap().parts().unwrap();
+        let json = serde_json::json!({"quant_type": "nf4", "blocksize": 64, "dtype": "float32",
+            "shape": parts.shape, "nested_blocksize": 256, "nested_offset": parts.offset});
+        let state = json.to_string().into_bytes();
+        let mut add = |end: &str, tensor: candle_core::Result<Tensor>| {
+            tensors.insert(format!("{name}{end}"), tensor.unwrap());
+        };
+        add("", Tensor::new(parts.codes.as_slice(), &Device::Cpu));
+        add(".absmax", Tensor::new(parts.scales.as_slice(), &Device::Cpu));
+        add(".nested_absmax", Tensor::new(parts.ranges.as_slice(), &Device::Cpu));
+        add(".quant_state.bitsandbytes__nf4", Tensor::new(state.as_slice(), &Device::Cpu));
+        for map in [".quant_map", ".nested_quant_map"] {
+            add(map, Ok(golden[&format!("random.weight{map}")].clone()));
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+#[test]
+fn a_folder_of_bitsandbytes_is_used_as_it_is_and_not_trained_without_an_adapter() {
+    let mut config = config(&[]);
+    let plain = loaded(&config, WeightStorage::Device);
+    let frozen = vec![Trainable::Frozen; plain.params.len()];
+    let visit = visitors(&plain.open, &frozen, WeightStorage::Nf4);
+    let folder = quantized_folder(&plain, &visit);
+    config.model.path = folder.path().to_owned();
+    config.model.weights = Weights::Pretrained;
+    let quantized = open(&config);
+    for param in plain.params.iter().filter(|param| visit[param.index()]) {
+        let nf4 = |open: &OpenModel| open.nf4(param.index()).unwrap().parts().unwrap();
+        assert_eq!(nf4(&quantized), nf4(&plain.open), "{}", param.name());
+    }
+    let groups = quantized.groups(&[], &config.optim.lr_multipliers).unwrap();
+    let model = rank_model(&config, quantized, &groups, &Ranks::alone(), &Device::Cpu);
+    let error = model.err().unwrap();
+    assert!(error.to_string().contains("stored in 4 bits, which cannot be trained"), "{error}");
+    assert!(error.hint().unwrap().contains("`adapter: {quantize: nf4}`"));
 }

@@ -9,7 +9,7 @@ use crate::metrics::Division;
 use crate::ops::{Nf4, copy_from_host, nf4_bytes};
 use crate::tape::{Param, Residency, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Elements between the starts of two weights in a slot: kernels read aligned weights faster.
@@ -42,7 +42,7 @@ pub struct VisitingWeights {
     visitors: Vec<Vec<Visitor>>,
     slots: Vec<usize>, // by stage
     /// Stage and place in it, by the index of a parameter.
-    places: HashMap<usize, (usize, usize)>,
+    places: BTreeMap<usize, (usize, usize)>,
     /// The stage in each slot.
     present: Mutex<[Option<usize>; 2]>,
 }
@@ -83,7 +83,8 @@ pub fn visiting_memory(
     storage: WeightStorage,
 ) -> VisitingMemory {
     let places = Places::new(stages, visit);
-    let sizes = || stages.iter().flatten().filter(|param| visit[param.index()]).map(len);
+    let sizes =
+        || stages.iter().flatten().filter(|param| visit[param.index()]).map(|param| len(param));
     let stored_bytes = match storage {
         WeightStorage::Nf4 => sizes().map(nf4_bytes).sum(),
         WeightStorage::Device | WeightStorage::Host => 0,
@@ -91,7 +92,7 @@ pub fn visiting_memory(
     VisitingMemory { elements: sizes().sum(), slots: places.slot_lens.iter().sum(), stored_bytes }
 }
 
-fn len(param: &&Param) -> usize {
+fn len(param: &Param) -> usize {
     param.shape().elem_count()
 }
 
@@ -136,12 +137,12 @@ impl VisitingWeights {
         let visit: Vec<bool> = (0..params.len()).map(|index| stored.contains_key(&index)).collect();
         let Places { starts, slots, slot_lens: [first, second] } = Places::new(stages, &visit);
         let buffers = [Tensor::zeros(first, dtype, device)?, Tensor::zeros(second, dtype, device)?];
-        let (mut visitors, mut places) = (Vec::with_capacity(stages.len()), HashMap::new());
+        let (mut visitors, mut places) = (Vec::with_capacity(stages.len()), BTreeMap::new());
         for (stage, starts) in starts.iter().enumerate() {
             let mut of_stage = Vec::with_capacity(starts.len());
             for (index, start) in starts {
                 let param = &params[*index];
-                let place = buffers[slots[stage]].narrow(0, *start, len(&param))?;
+                let place = buffers[slots[stage]].narrow(0, *start, len(param))?;
                 param.set_tensor(place.reshape(param.shape())?)?;
                 if let Some(stored) = stored.remove(index) {
                     places.insert(*index, (stage, of_stage.len()));
