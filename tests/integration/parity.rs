@@ -19,8 +19,8 @@ use trainer::optim::{Kind, OptimConfig, Optimizer};
 use trainer::run::{OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
-    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Precision, RankWeights,
-    Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
+    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Offload, Precision,
+    RankWeights, Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -89,6 +89,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         precision,
         freeze: vec![],
         recompute: variant.recompute,
+        offload: Offload::None,
     }
 }
 
@@ -125,9 +126,9 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         open = open.with_adapter(|specs| OpenAdapter::new(adapter, specs, 0)).unwrap();
     }
     let loaded = open.load(&device).unwrap();
-    let kind = curve["args"].get("optimizer").map_or(Kind::Adamw, |kind| {
-        serde_json::from_value(kind.clone()).unwrap()
-    });
+    let kind = curve["args"]
+        .get("optimizer")
+        .map_or(Kind::Adamw, |kind| serde_json::from_value(kind.clone()).unwrap());
     let optim = OptimConfig { lr: 1e-3, kind, ..OptimConfig::default() };
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
