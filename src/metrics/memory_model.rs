@@ -35,8 +35,11 @@ pub struct ActivationMemory {
 pub struct Division {
     /// Weights in the compute dtype.
     pub weights: f64,
-    /// Buffers for gathered weights, in the compute dtype.
+    /// Buffers for gathered weights, and for those that are stored in another form, in the compute
+    /// dtype.
     pub weight_slots: f64,
+    /// Bytes of weights that are stored in another form.
+    pub stored_bytes: f64,
     /// Gradients in `f32`, with those that are summed and those of earlier micro-batches.
     pub gradients: f64,
     /// Weights with optimizer state.
@@ -47,7 +50,8 @@ impl Division {
     /// A single process, with `buffers` buffers of all gradients.
     pub fn alone(parameters: f64, trained: f64, buffers: f64) -> Self {
         let gradients = buffers * trained;
-        Self { weights: parameters, weight_slots: 0.0, gradients, optimizer: trained }
+        let (weight_slots, stored_bytes) = (0.0, 0.0);
+        Self { weights: parameters, weight_slots, stored_bytes, gradients, optimizer: trained }
     }
 }
 
@@ -110,8 +114,11 @@ impl MemoryModel {
 
     /// Weights, gradients, and optimizer state.
     pub fn state_bytes(&self) -> f64 {
-        let Division { weights, weight_slots, gradients, optimizer } = self.division;
-        self.element * (weights + weight_slots) + 4.0 * gradients + self.state * optimizer
+        let Division { weights, weight_slots, stored_bytes, gradients, optimizer } = self.division;
+        self.element * (weights + weight_slots)
+            + stored_bytes
+            + 4.0 * gradients
+            + self.state * optimizer
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.

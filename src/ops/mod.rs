@@ -45,6 +45,7 @@ mod linear;
 mod linear_cross_entropy;
 mod moments;
 mod muon;
+mod nf4;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -77,7 +78,9 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
-pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, exit_at_once, gpu_memory, open_gpu, upload};
+pub use gpu::{
+    CUDA_BUILD, GpuMemory, copy_from_host, count_gpus, exit_at_once, gpu_memory, open_gpu, upload,
+};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
@@ -87,6 +90,7 @@ pub use linear_cross_entropy::{
     LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
 };
 pub use muon::{MuonUpdate, muon_step};
+pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_places, nf4_span};
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};

@@ -4,6 +4,7 @@ use super::adapter::open_run_model;
 use super::error::RunError;
 use super::load_model::{LoadedModel, trainable};
 use super::load_shares::without_weights;
+use super::stored_weights::{storage_on_gpu, visitors, weight_storage};
 use crate::config::RunConfig;
 use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
@@ -12,7 +13,7 @@ use crate::models::{Model, RecomputePolicy};
 use crate::ops::LOGITS_BYTES;
 use crate::optim::{Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
-use crate::train::{DeviceChoice, Weights, division};
+use crate::train::{DeviceChoice, VisitingMemory, Weights, division, visiting_memory};
 use candle_core::{DType, Device, Tensor};
 
 /// The shape of a model, without its weights.
@@ -140,6 +141,7 @@ impl ModelShape {
         } else {
             division(&layout, (shard, exact), rounds, early)
         };
+        let held = self.stored(config).of(held);
         let whole = self.micro_batch(config, images, targets, rounds);
         let micro_batch = part(whole, sequence as f64);
         let memory = self.memory(config, held)?;
@@ -195,6 +197,17 @@ impl ModelShape {
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let per_token = element * widths * (2.0 + 2.0 * kv_heads / heads);
         times * per_token * tokens / sequence * (sequence - 1.0) / sequence
+    }
+
+    /// The memory of weights that are stored elsewhere.
+    fn stored(&self, config: &RunConfig) -> VisitingMemory {
+        let storage = match config.device {
+            DeviceChoice::Cpu => weight_storage(config, &Device::Cpu),
+            _ => storage_on_gpu(config),
+        };
+        let LoadedModel { model, open, .. } = &self.loaded;
+        let visit = visitors(open, &self.trainable, storage);
+        visiting_memory(&model.stages(), &visit, storage)
     }
 
     /// A full micro-batch.

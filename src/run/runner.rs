@@ -3,6 +3,7 @@
 use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel, trainable};
 use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
+use super::stored_weights::{install, load_stored, visitors, weight_storage};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::optim::{Optimizer, ParamGroups};
@@ -19,12 +20,18 @@ pub(super) fn rank_model(
     ranks: &Ranks,
     device: &Device,
 ) -> Result<RankModel, RunError> {
-    match ranks.collective() {
-        None => Ok(whole_model(open.load(device)?)),
-        Some(collective) => {
-            load_shares(open, groups, config.distributed.shard, ranks, collective, device)
-        }
+    if open.is_quantized() && open.adapter.is_none() {
+        return Err(super::SetupError::QuantizedBase { folder: open.folder().to_owned() }.into());
     }
+    let storage = weight_storage(config, device);
+    let visit = visitors(&open, &trainable(groups), storage);
+    let shard = config.distributed.shard;
+    let Some(collective) = ranks.collective() else {
+        return Ok(whole_model(load_stored(open, &visit, storage, device)?));
+    };
+    let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
+    install(&model.loaded, &visit, storage, device)?;
+    Ok(model)
 }
 
 /// Model, gradients and optimizer, with the optimizer state of `found`.

@@ -17,7 +17,7 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         Some(match &runner.weights {
             RankWeights::Slots(slots) => divided(slots.held(param), runner)
                 .map(|held| SavedTensor::parts(name, param.shape().dims(), param.dtype(), held)),
-            _ => Ok(SavedTensor::whole(name, param.tensor())),
+            _ => param.stored().map(|weight| SavedTensor::whole(name, weight)),
         })
     };
     runner.params.iter().zip(&runner.saved_names).filter_map(saved).collect()

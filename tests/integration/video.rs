@@ -18,8 +18,8 @@ use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, GradientSums, ModelSection, Precision, RankWeights, Ranks, RecomputeChoice,
-    StepRunner, Weights,
+    AttentionChoice, GradientSums, ModelSection, Offload, Precision, RankWeights, Ranks,
+    RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -111,6 +111,7 @@ fn loaded() -> LoadedModel {
         precision: Precision::F32,
         freeze: vec![],
         recompute: RecomputeChoice::None,
+        offload: Offload::None,
     };
     load_model(&section, 0, &device()).unwrap()
 }

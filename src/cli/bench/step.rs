@@ -11,9 +11,10 @@ use crate::metrics::{
 use crate::ops::gpu_memory;
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    load_with_adapter, loader_options, memory_model, order, step_runner, whole_model,
+    load_with_adapter, loader_options, memory_model, order, step_runner, weight_storage,
+    whole_model,
 };
-use crate::train::{PreparedStep, StepRunner};
+use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,8 +48,13 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The memory of a single process. `state` is the number of bytes of the optimizer state of a weight.
-fn memory_of(runner: &StepRunner, state: f64) -> anyhow::Result<MemoryModel> {
+/// The memory of a single process whose frozen weights are kept as `storage` says. `state` is the
+/// number of bytes of the optimizer state of a weight.
+fn memory_of(
+    runner: &StepRunner,
+    state: f64,
+    storage: WeightStorage,
+) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
         let count = param.shape().elem_count();
@@ -57,6 +63,8 @@ fn memory_of(runner: &StepRunner, state: f64) -> anyhow::Result<MemoryModel> {
     }
     let buffers = runner.gradients.num_buffers() as f64;
     let division = Division::alone(parameters as f64, trained as f64, buffers);
+    let visit: Vec<bool> = runner.params.iter().map(|param| !param.is_resident()).collect();
+    let division = visiting_memory(&runner.model.stages(), &visit, storage).of(division);
     let bytes = (runner.dtype, state);
     let model = &*runner.model;
     Ok(memory_model(model, division, bytes, runner.recompute, runner.grads())?)
@@ -120,7 +128,7 @@ impl Bench {
         let runner = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
-        let memory = memory_of(&runner, state)?;
+        let memory = memory_of(&runner, state, weight_storage(config, device))?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }
