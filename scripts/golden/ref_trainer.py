@@ -1,9 +1,9 @@
-"""Reference trainer: Hugging Face model and PyTorch AdamW in float32, rows in file order, no dropout.
+"""Reference trainer: Hugging Face model and an optimizer of PyTorch in float32, rows in file order, no dropout.
 
   python scripts/golden/ref_trainer.py --model tests/golden/models/small-tied \
       --data tests/golden/data/text.jsonl --out RUN --steps 20 --batch-size 8 --lr 1e-3
   python scripts/golden/ref_trainer.py --check-curves
-      recomputes tests/golden/curves.json and compares it with the stored file
+      recomputes tests/golden/curves.json and optimizers.json and compares them with the stored files
 
 Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and
 RUN/summary.json (settings, gradient norms of step 1, parameter norms at the end). The loss of a step
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+import optimizers
 from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, read_jsonl
 
 
@@ -32,15 +33,6 @@ def lr_at(args, step):
     return args.lr * factor
 
 
-def parameter_groups(model, weight_decay):
-    """Parameter groups; biases, norms and other 1-D parameters have no weight decay."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def train(args):
     """Runs the steps. Returns the metrics of each step and the summary."""
     torch.manual_seed(0)
@@ -49,8 +41,7 @@ def train(args):
     encoder = Encoder(args.model, Path(args.data).parent)
     rows = read_jsonl(args.data)
     model = load_model(args.model)
-    groups = parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+    optimizer = optimizers.make(model, args)
     parameters = list(model.parameters())
     micro = 1 if args.mode == "per-sample" else args.batch_size
     metrics, first, start = [], {}, time.time()
@@ -89,14 +80,16 @@ def train(args):
 
 
 def check_curves(parser):
-    """Recomputes every curve of `curves.json` and compares it. Bounds are relative; padded and
-    per-sample runs differ by 1.4e-6."""
+    """Recomputes every curve of `curves.json` and `optimizers.json` and compares it. Bounds are
+    relative; padded and per-sample runs differ by 1.4e-6."""
     wrong = []
-    for name, golden in json.loads((GOLDEN / "curves.json").read_text(encoding="utf-8")).items():
+    stored = [json.loads((GOLDEN / name).read_text(encoding="utf-8")) for name in ("curves.json", "optimizers.json")]
+    for name, golden in (curve for curves in stored for curve in curves.items()):
         folder, data = GOLDEN / "models" / golden["model"], GOLDEN / "data" / golden["data"]
         args = parser.parse_args(["--quiet", "--model", str(folder), "--data", str(data)])
         for key in ("steps", "batch_size", "mode", "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"):
             setattr(args, key, golden["args"][key])
+        args.optimizer = golden["args"].get("optimizer", "adamw")
         metrics, _ = train(args)
         worst = {}
         for key, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 0.0), ("tokens", 0.0), ("target_tokens", 0.0)):
@@ -110,7 +103,7 @@ def check_curves(parser):
 
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check-curves", action="store_true", help="only recompute and compare curves.json")
+    parser.add_argument("--check-curves", action="store_true", help="only recompute and compare curves.json and optimizers.json")
     parser.add_argument("--model", help="model folder")
     parser.add_argument("--data", help="JSON-lines file; image paths are relative to its folder")
     parser.add_argument("--out", help="folder for metrics.jsonl and summary.json")
@@ -125,6 +118,7 @@ def make_parser():
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     return parser

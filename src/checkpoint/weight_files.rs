@@ -209,6 +209,10 @@ impl WeightFiles {
             Dtype::F16 => {
                 Tensor::from_vec(decode(data, &range, f16::from_le_bytes), range.len(), cpu)
             }
+            // codes, which have no meaning as numbers
+            Dtype::U8 if dtype == DType::U8 => {
+                Tensor::from_vec(data[range.clone()].to_vec(), range.len(), cpu)
+            }
             other => {
                 return Err(CheckpointError::Dtype {
                     place: self.place.clone(),

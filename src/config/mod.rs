@@ -22,7 +22,7 @@ use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
 use crate::net::hub::Cached;
-use crate::optim::{OptimConfig, ScheduleConfig};
+use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
     TrainConfig,
@@ -92,6 +92,10 @@ impl ValueError {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
                 "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
             }
+            "distributed.shard" => {
+                "remove `distributed.shard`; to divide the state, set `optim.kind: adamw_8bit`"
+                    .to_owned()
+            }
             "optim.lr" => "a usual value is 1.0e-5".to_owned(),
             "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
             "model.offload" | "adapter.quantize" if self.expected == NOT_DIVIDED => {
@@ -136,6 +140,7 @@ impl RunConfig {
             &optim.eps,
             "a finite number above 0",
         )?;
+        self.check_optimizer()?;
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
         let min_lr = optim.min_lr;
@@ -196,6 +201,24 @@ impl RunConfig {
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
         }
         Ok(())
+    }
+
+    /// Checks the settings that `optim.kind` does not support.
+    fn check_optimizer(&self) -> Result<(), ValueError> {
+        let (kind, moments) = (self.optim.kind, self.optim.moments);
+        let (is_adamw, is_muon) = (kind == Kind::Adamw, kind == Kind::Muon);
+        let shard = self.distributed.shard;
+        let (key, found, expected) = if moments == Moments::Bf16 && !is_adamw {
+            ("optim.moments", "bf16", "`bf16` only with `optim.kind: adamw`")
+        } else if moments == Moments::Host && is_muon {
+            ("optim.moments", "host", "`f32` with `optim.kind: muon`")
+        } else if shard != Shard::None && is_muon {
+            let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
+            ("distributed.shard", shard.name(), expected)
+        } else {
+            return Ok(());
+        };
+        Err(ValueError { key, found: found.to_owned(), expected })
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.

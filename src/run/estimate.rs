@@ -11,7 +11,7 @@ use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::models::{Model, RecomputePolicy};
 use crate::ops::LOGITS_BYTES;
-use crate::optim::Moments;
+use crate::optim::{Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
 use crate::train::{DeviceChoice, VisitingMemory, Weights, division, visiting_memory};
 use candle_core::{DType, Device, Tensor};
@@ -19,6 +19,7 @@ use candle_core::{DType, Device, Tensor};
 /// The shape of a model, without its weights.
 pub struct ModelShape {
     loaded: LoadedModel,
+    groups: ParamGroups,
     trainable: Vec<Trainable>,
 }
 
@@ -53,12 +54,12 @@ impl Estimate {
     }
 }
 
-/// The sizes of a model that decide the memory of its training. `dtypes` are those of the computation
-/// and of the moments.
+/// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes of
+/// the optimizer state of a trained weight.
 pub(crate) fn memory_model(
     model: &dyn Model,
     division: Division,
-    [compute, moments]: [DType; 2],
+    (compute, state): (DType, f64),
     recompute: RecomputePolicy,
     grads: &dyn GradSink,
 ) -> candle_core::Result<MemoryModel> {
@@ -67,7 +68,7 @@ pub(crate) fn memory_model(
     Ok(MemoryModel {
         division,
         element,
-        moment: moments.size_in_bytes() as f64,
+        state,
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
@@ -103,7 +104,7 @@ impl ModelShape {
         let (open, _) = open_run_model(config, None, &Device::Cpu)?;
         let groups = super::inputs::param_groups(config, &open)?;
         let trainable = trainable(&groups);
-        Ok(Self { loaded: without_weights(open, &Device::Cpu)?, trainable })
+        Ok(Self { loaded: without_weights(open, &Device::Cpu)?, groups, trainable })
     }
 
     /// Number of parameters, and of trained ones.
@@ -235,9 +236,10 @@ impl ModelShape {
         if config.optim.moments == Moments::Host && config.device != DeviceChoice::Cpu {
             held.optimizer = 0.0; // not on the GPU
         }
-        let dtypes = [config.model.precision.dtype(), config.optim.moments.dtype()];
+        let state = state_bytes_per_weight(&config.optim, &self.loaded.params, &self.groups);
+        let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
-        memory_model(&*self.loaded.model, held, dtypes, config.model.recompute.policy(), &sink)
+        memory_model(&*self.loaded.model, held, bytes, config.model.recompute.policy(), &sink)
     }
 
     /// Operations of a micro-batch, with those that backward repeats.

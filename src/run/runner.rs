@@ -6,7 +6,7 @@ use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::stored_weights::{install, load_stored, visitors, weight_storage};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
-use crate::optim::{AdamW, ParamGroups};
+use crate::optim::{Optimizer, ParamGroups};
 use crate::tape::{Gradients, Param};
 use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
 use candle_core::{DType, Device};
@@ -55,15 +55,13 @@ pub(crate) fn step_runner(
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
-        AdamW::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
+        Optimizer::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
     for state in optimizer.states_mut() {
-        let elements = state.elements.clone();
-        for (kind, moment) in
-            [("exp_avg", &mut state.exp_avg), ("exp_avg_sq", &mut state.exp_avg_sq)]
-        {
-            let (dtype, device) = (moment.dtype(), moment.device().clone());
-            if let Some(saved) = load(kind, &state.param, elements.clone(), dtype, &device)? {
-                *moment = saved;
+        let (param, elements) = (state.param.clone(), state.elements.clone());
+        for (kind, tensor) in state.tensors_to_restore() {
+            let (elements, device) = (kind.elements(&elements), tensor.device().clone());
+            if let Some(saved) = load(kind.name, &param, elements, kind.dtype, &device)? {
+                *tensor = saved;
             }
         }
     }

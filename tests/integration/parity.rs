@@ -13,7 +13,7 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
 };
-use trainer::optim::{AdamW, OptimConfig};
+use trainer::optim::{Kind, OptimConfig, Optimizer};
 use trainer::run::load_model;
 use trainer::tape::{Gradients, Param, Trainable};
 use trainer::train::{
@@ -94,13 +94,21 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
 /// The settings of the reference: AdamW, constant learning rate 1e-3, clipping at 1, no weight
 /// decay.
 fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
+    runner_with(&OptimConfig::default(), model, variant, precision)
+}
+
+fn runner_with(
+    optim: &OptimConfig,
+    model: &str,
+    variant: Variant,
+    precision: Precision,
+) -> StepRunner {
     let device = device();
     let loaded = load_model(&section(model, variant, precision), 0, &device).unwrap();
-    let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
     let optimizer =
-        AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
+        Optimizer::new(optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
     let trainable = vec![Trainable::Yes; loaded.params.len()];
     let zeros = |_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap();
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
@@ -130,7 +138,18 @@ fn curve_of(
     precision: Precision,
     steps: u64,
 ) -> Vec<StepOutcome> {
-    let (rows, runner) = (rows_for(model, data), runner(model, variant, precision));
+    steps_of(&runner(model, variant, precision), model, data, variant, steps)
+}
+
+/// The first steps of a run.
+fn steps_of(
+    runner: &StepRunner,
+    model: &str,
+    data: &str,
+    variant: Variant,
+    steps: u64,
+) -> Vec<StepOutcome> {
+    let rows = rows_for(model, data);
     let all: Vec<SampleIndex> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
@@ -190,6 +209,23 @@ fn assert_all_variants_follow(golden: &Value) {
             let off = (a.loss - b.loss).abs();
             assert!(off <= 1e-5, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
         }
+    }
+}
+
+/// Curves of `optimizers.json`. In 8 bits, a value next to the middle of two codes may have either.
+#[test]
+fn other_optimizers_follow_the_reference() {
+    let golden = golden_json("optimizers.json");
+    for (kind, bound) in [(Kind::Muon, 1e-5), (Kind::Adamw8bit, 2e-3)] {
+        let golden = &golden[serde_json::to_value(kind).unwrap().as_str().unwrap()];
+        let optim = OptimConfig { kind, ..OptimConfig::default() };
+        let runner = runner_with(&optim, SMALL, PLAIN, Precision::F32);
+        let loss = numbers(&golden["loss"]);
+        let found = steps_of(&runner, SMALL, "text", PLAIN, loss.len() as u64);
+        let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());
+        let off: Vec<f64> = off.collect();
+        println!("{kind:?}: {off:?}");
+        assert!(off.iter().all(|off| *off <= bound), "{kind:?}: {off:?}");
     }
 }
 

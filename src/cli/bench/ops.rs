@@ -316,6 +316,7 @@ impl Bench {
             master: master.as_ref(),
             exp_avg: &exp_avg,
             exp_avg_sq: &exp_avg_sq,
+            absmax: None,
             grad: &grad,
         };
         let hyper = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };

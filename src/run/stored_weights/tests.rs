@@ -187,5 +187,6 @@ fn a_folder_of_bitsandbytes_is_used_as_it_is_and_not_trained_without_an_adapter(
     let model = rank_model(&config, quantized, &groups, &Ranks::alone(), &Device::Cpu);
     let error = model.err().unwrap();
     assert!(error.to_string().contains("stored in 4 bits, which cannot be trained"), "{error}");
+    let RunError::Setup(error) = error else { panic!("{error}") };
     assert!(error.hint().unwrap().contains("`adapter: {quantize: nf4}`"));
 }
