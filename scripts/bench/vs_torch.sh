@@ -4,6 +4,8 @@
 # peak memory.
 #   PYTHON=/path/to/python-with-torch-and-transformers scripts/bench/vs_torch.sh [ROUNDS] [STEPS] [ARGS..]
 # ARGS are passed to torch_step.py, for example `--mode padded`.
+# With LORA=8, both train an adapter of rank 8 of all linear layers of the decoder, with alpha 16 and
+# the dropout in LORA_DROPOUT (0); PyTorch uses the package peft.
 # Needs npm, which downloads the published tokenizer on the first run, and a build:
 # cargo build --release
 set -euo pipefail
@@ -14,6 +16,12 @@ mode=("$@")
 [ ${#mode[@]} -gt 0 ] || mode=(--mode packed --only-targets)
 work=${WORK:-target/vs_torch}
 mkdir -p "$work"
+part='freeze: [vision, merger]' adapter=
+if [ -n "${LORA:-}" ]; then
+  dropout=${LORA_DROPOUT:-0.0}
+  mode+=(--lora "$LORA" --lora-dropout "$dropout")
+  part='freeze: []' adapter="adapter: {rank: $LORA, alpha: $((2 * LORA)), dropout: $dropout}"
+fi
 
 if ! [ -f "$work/model/tokenizer.json" ]; then
   eval "$(scripts/golden/fetch_tokenizer.sh "$work")"
@@ -33,7 +41,8 @@ fi
 "$python" tests/bench/torch_step.py --steps "$steps" --warmup 1 --jsonl "$work/rows.jsonl" --only-data
 cat >"$work/config.yaml" <<YAML
 output_dir: $work/run
-model: {path: $work/model, freeze: [vision, merger]}
+model: {path: $work/model, $part}
+$adapter
 data:
   train: [{path: $work/rows.jsonl}]
   packing: false

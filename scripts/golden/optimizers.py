@@ -60,19 +60,20 @@ def is_hidden_matrix(name, parameter):
     return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
 
 
-def make(model, args):
+def make(named, args):
+    """The optimizer of the trained parameters `named`."""
+    parameters = [p for _, p in named]
     betas = {"lr": args.lr, "betas": (args.beta1, args.beta2), "eps": args.eps}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups(list(model.parameters()), args.weight_decay), **betas)
+        return torch.optim.AdamW(groups(parameters, args.weight_decay), **betas)
     if args.optimizer == "adamw_8bit":
         import bitsandbytes
 
         use_nearest_codes()
-        return bitsandbytes.optim.AdamW8bit(groups(list(model.parameters()), args.weight_decay), **betas)
+        return bitsandbytes.optim.AdamW8bit(groups(parameters, args.weight_decay), **betas)
     from torch.optim import _muon
 
     _muon._zeropower_via_newtonschulz = zeropower
-    named = list(model.named_parameters())
     hidden = [p for n, p in named if is_hidden_matrix(n, p)]
     rest = [p for n, p in named if not is_hidden_matrix(n, p)]
     muon = torch.optim.Muon(hidden, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")

@@ -8,7 +8,8 @@
 Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and
 RUN/summary.json (settings, gradient norms of step 1, parameter norms at the end). The loss of a step
 is the sum of its target losses divided by its number of targets; grad_norm is the L2 norm over all
-parameters, with a tied embedding counted once.
+trained parameters, with a tied embedding counted once. `--adapter` trains a PEFT adapter and needs
+the package peft; `--optimizer adamw8bit` needs bitsandbytes.
 """
 
 import argparse
@@ -33,6 +34,25 @@ def lr_at(args, step):
     return args.lr * factor
 
 
+def file_name(name):
+    """Name of a parameter in files: PEFT renames the tensors of adapters."""
+    if "lora_" not in name:
+        return name
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
+    return f"base_model.model.{name}"
+
+
+def add_adapter(model, args):
+    """Adds the adapter's layers to the model and freezes all other parameters."""
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(args.adapter)
+    config.use_rslora = config.use_rslora or args.rslora
+    config.inference_mode = False
+    PeftModel.from_pretrained(model, args.adapter, config=config, is_trainable=True)
+    model.train()
+
+
 def train(args):
     """Runs the steps. Returns the metrics of each step and the summary."""
     torch.manual_seed(0)
@@ -41,8 +61,11 @@ def train(args):
     encoder = Encoder(args.model, Path(args.data).parent)
     rows = read_jsonl(args.data)
     model = load_model(args.model)
-    optimizer = optimizers.make(model, args)
-    parameters = list(model.parameters())
+    if args.adapter:
+        add_adapter(model, args)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    optimizer = optimizers.make(named, args)
     micro = 1 if args.mode == "per-sample" else args.batch_size
     metrics, first, start = [], {}, time.time()
     for step in range(args.steps):
@@ -60,7 +83,7 @@ def train(args):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if step == 0:
-            first = {n: float(p.grad.double().norm()) for n, p in model.named_parameters()}
+            first = {file_name(n): float(p.grad.double().norm()) for n, p in named}
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, args.clip if args.clip > 0 else math.inf))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -71,10 +94,10 @@ def train(args):
         if not args.quiet:
             print(json.dumps(metrics[-1]), flush=True)
     summary = {
-        "args": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "check_curves", "quiet")},
+        "args": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "adapter", "check_curves", "quiet")},
         "model": Path(args.model).name, "data": Path(args.data).name, "seconds": round(time.time() - start, 1),
         "grad_norms_step1": first,
-        "param_norms_final": {n: float(p.detach().double().norm()) for n, p in model.named_parameters()},
+        "param_norms_final": {file_name(n): float(p.detach().double().norm()) for n, p in named},
     }
     return metrics, summary
 
@@ -90,6 +113,8 @@ def check_curves(parser):
         for key in ("steps", "batch_size", "mode", "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"):
             setattr(args, key, golden["args"][key])
         args.optimizer = golden["args"].get("optimizer", "adamw")
+        args.rslora = golden["args"].get("rslora", False)
+        args.adapter = golden["args"].get("adapter") and str(GOLDEN / "adapters" / golden["args"]["adapter"])
         metrics, _ = train(args)
         worst = {}
         for key, bound in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 0.0), ("tokens", 0.0), ("target_tokens", 0.0)):
@@ -118,6 +143,8 @@ def make_parser():
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
+    parser.add_argument("--adapter", help="folder of a PEFT adapter; only its values are trained")
+    parser.add_argument("--rslora", action="store_true", help="multiply the adapter's output by alpha / sqrt(r)")
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")

@@ -81,7 +81,11 @@ def load_image(source, root):
         file = Path(root) / source
     image = Image.open(file)
     image.load()
-    return convert_to_rgb(ImageOps.exif_transpose(image), return_numpy=True)
+    image = ImageOps.exif_transpose(image)
+    try:
+        return convert_to_rgb(image, return_numpy=True)
+    except TypeError:  # transformers 4
+        return np.array(convert_to_rgb(image))
 
 
 class Encoder:

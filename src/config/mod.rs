@@ -119,6 +119,11 @@ const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
+/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
+/// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
+/// keys only.
+const LATER_DEFAULTS: [&str; 3] =
+    [",\"offload\":\"none\"", "\"kind\":\"adamw\",", ",\"master\":\"f32\""];
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
@@ -275,9 +280,34 @@ impl RunConfig {
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);
-        let json = serde_json::to_string(&same).expect("a config of plain values");
+        let mut json = serde_json::to_string(&same).expect("a config of plain values");
+        for default in LATER_DEFAULTS {
+            json = json.replace(default, "");
+        }
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
         hash.truncate(32); // 128 bits are enough to distinguish runs
         hash
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn keys_that_were_added_do_not_change_the_fingerprint_of_a_config_without_them() {
+        let config: RunConfig = load(Path::new("configs/quickstart.yaml"), &[]).unwrap();
+        // of version 0.1.0 of 2026-11-22, before `model.offload`, `optim.kind` and `optim.master`
+        assert_eq!(config.fingerprint(), "f4fde377b1bd6454f00819818ea4000d");
+        let set = |setting: &str| {
+            let config: RunConfig =
+                load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
+            config.fingerprint()
+        };
+        for setting in ["optim.kind=muon", "optim.master=none", "adapter={}"] {
+            assert_ne!(set(setting), config.fingerprint(), "{setting}");
+        }
+        assert_eq!(set("model.offload=frozen"), config.fingerprint());
     }
 }

@@ -28,6 +28,21 @@ const NAMES: &[(&str, &str)] = &[
     ("freeze_multi_modal_projector", "model.freeze"),
     ("freeze_language_model", "model.freeze"),
     ("freeze_modules", "model.freeze"),
+    ("tuner_type", "adapter.kind"),
+    ("train_type", "adapter.kind"),
+    ("finetuning_type", "adapter.kind"),
+    ("use_dora", "adapter.kind"),
+    ("lora_rank", "adapter.rank"),
+    ("lora_alpha", "adapter.alpha"),
+    ("lora_dropout", "adapter.dropout"),
+    ("target_modules", "adapter.target"),
+    ("lora_target", "adapter.target"),
+    ("use_rslora", "adapter.rslora"),
+    ("init_weights", "adapter.init"),
+    ("modules_to_save", "adapter.train_also"),
+    ("additional_target", "adapter.train_also"),
+    ("adapters", "adapter.start_from"),
+    ("adapter_name_or_path", "adapter.start_from"),
     ("dataset", "data.train"),
     ("datasets", "data.train"),
     ("dataset_path", "data.train"),
@@ -100,6 +115,8 @@ const NAMES: &[(&str, &str)] = &[
     ("warmup_steps", "optim.warmup_steps"),
     ("warmup_ratio", "optim.warmup_ratio"),
     ("vit_lr", "optim.lr_multipliers"),
+    ("lorap_lr_ratio", "optim.lr_multipliers"),
+    ("loraplus_lr_ratio", "optim.lr_multipliers"),
     ("aligner_lr", "optim.lr_multipliers"),
     ("save_steps", "checkpoint.every_steps"),
     ("save_total_limit", "checkpoint.keep"),
@@ -121,7 +138,7 @@ mod tests {
 
     #[test]
     fn each_name_occurs_once_and_leads_to_a_key_of_the_config() {
-        let text = "output_dir: a\nmodel: {path: b}\ndata: {train: [{path: c}]}";
+        let text = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}";
         let config: RunConfig = load_text(Path::new("a.yaml"), text).unwrap();
         let config = serde_json::to_value(&config).unwrap();
         let mut names = BTreeSet::new();

@@ -23,7 +23,7 @@ pub(super) struct Output {
     defaults: Value,
 }
 
-const SMALLEST: &str = "output_dir: ''\nmodel: {path: ''}\ndata: {train: []}\n";
+const SMALLEST: &str = "output_dir: ''\nadapter: {}\nmodel: {path: ''}\ndata: {train: []}\n";
 
 impl Output {
     pub(super) fn new() -> Result<Self, ConvertError> {

@@ -23,8 +23,8 @@ pub(super) enum Rule {
     Refuse(&'static str),
     /// Dropped if it has one of these values; refused otherwise, for this reason.
     Only(&'static [&'static str], &'static str),
-    /// Dropped if all parameters are trained; refused otherwise.
-    Adapter,
+    /// Dropped if all parameters are trained or if it is off; refused otherwise, for this reason.
+    Adapter(&'static str),
 }
 
 /// The values that a copied setting may have.
@@ -41,6 +41,7 @@ pub(super) enum Kind {
 /// A part of a decision in `compose`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
+    AdapterFrom,
     AlignerLr,
     Accumulation,
     Attention,
@@ -53,6 +54,7 @@ pub(super) enum Role {
     DatasetDir,
     DatasetFormat,
     Deepstack,
+    Dora,
     Epochs,
     EvalDataset,
     EvalSteps,
@@ -70,6 +72,12 @@ pub(super) enum Role {
     Keep,
     LastTurn,
     LogSteps,
+    LoraAlpha,
+    LoraDropout,
+    LoraInit,
+    LoraPlus,
+    LoraRank,
+    LoraTarget,
     LossScale,
     Lr,
     MaxFrames,
@@ -80,6 +88,7 @@ pub(super) enum Role {
     MinFrames,
     Mix,
     Model,
+    ModulesToSave,
     NeatPacking,
     NoRecompute,
     Nodes,
@@ -94,6 +103,7 @@ pub(super) enum Role {
     RandomWeights,
     Recompute,
     RecomputeVision,
+    Rslora,
     SaveSteps,
     SaveStrategy,
     Schedule,

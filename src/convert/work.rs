@@ -29,7 +29,7 @@ pub(super) struct Work {
     pub(super) refused: Vec<Refusal>,
     pub(super) has_script: bool,
     parts: Vec<Part>,
-    adapters: Vec<Setting>,
+    adapters: Vec<(Setting, &'static str)>,
 }
 
 impl Work {
@@ -82,7 +82,7 @@ impl Work {
                     self.refuse(&setting, reason);
                 }
             }
-            Rule::Adapter => self.adapters.push(setting),
+            Rule::Adapter(reason) => self.adapters.push((setting, reason)),
         }
     }
 
@@ -252,8 +252,8 @@ impl Work {
         }
     }
 
-    /// Takes the settings of adapters.
-    pub(super) fn adapters(&mut self) -> Vec<Setting> {
+    /// Takes the settings that no adapter here has, with the reasons.
+    pub(super) fn adapters(&mut self) -> Vec<(Setting, &'static str)> {
         std::mem::take(&mut self.adapters)
     }
 

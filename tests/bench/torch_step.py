@@ -7,7 +7,8 @@ per-sample    one forward and backward per sample, no padding, causal sdpa
 packed-dense  one row per micro-batch of samples, with a dense block-diagonal mask
 packed        the same row, with causal sdpa on each segment, so that no masked work is computed
 
---only-targets computes lm_head and the loss on target positions only. --dump-lengths FILE writes the
+--lora R trains a PEFT adapter of rank R of all linear layers of the decoder instead of the decoder
+(needs the package peft). --only-targets computes lm_head and the loss on target positions only. --dump-lengths FILE writes the
 lengths of each step, so that another trainer can do the same work. --jsonl FILE writes a chat data
 set whose rows have those token counts with Qwen's tokenizer. --model-out DIR writes the model
 (`vs_torch.sh` adds the tokenizer and the template).
@@ -34,7 +35,7 @@ def main():
     ap.add_argument("--sigma", type=float, default=0.7); ap.add_argument("--target-fraction", type=float, default=0.5)
     ap.add_argument("--lr", type=float, default=1e-4); ap.add_argument("--untied", action="store_true"); ap.add_argument("--only-targets", action="store_true")
     ap.add_argument("--dtype", default="f32", choices=["f32", "bf16"], help="bf16: autocast over f32 weights")
-    ap.add_argument("--checkpointing", action="store_true"); ap.add_argument("--dump-lengths"); ap.add_argument("--jsonl"); ap.add_argument("--only-data", action="store_true", help="write --jsonl and stop"); ap.add_argument("--model-out", help="write the model folder's config and weights here")
+    ap.add_argument("--lora", type=int, default=0); ap.add_argument("--lora-dropout", type=float, default=0.0); ap.add_argument("--checkpointing", action="store_true"); ap.add_argument("--dump-lengths"); ap.add_argument("--jsonl"); ap.add_argument("--only-data", action="store_true", help="write --jsonl and stop"); ap.add_argument("--model-out", help="write the model folder's config and weights here")
     a = ap.parse_args()
     L = lengths(a)
     if a.dump_lengths:
@@ -70,6 +71,11 @@ def main():
     params = [p for n, p in model.named_parameters() if ".visual." not in n]
     for n, p in model.named_parameters():
         if ".visual." in n: p.requires_grad_(False)
+    if a.lora:      # in place; freezes all other parameters
+        from peft import LoraConfig, get_peft_model
+        get_peft_model(model, LoraConfig(r=a.lora, lora_alpha=2 * a.lora, lora_dropout=a.lora_dropout, task_type="CAUSAL_LM",
+                                         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]))
+        model.train(); params = [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(params, lr=a.lr)
     bounds = [None]
     if a.mode == "packed":
@@ -135,7 +141,7 @@ def main():
             times.append(dt); cpu.append(dc); toks += sum(lens); padded_toks += pt
     if not times:
         return
-    print(json.dumps({"mode": a.mode, "dtype": a.dtype, "only_targets": a.only_targets, "parameters_trained": sum(p.numel() for p in params), "threads": a.threads, "steps": len(times), "tokens": toks, "computed_tokens": padded_toks,
+    print(json.dumps({"mode": a.mode, "dtype": a.dtype, "only_targets": a.only_targets, "lora": a.lora, "parameters_trained": sum(p.numel() for p in params), "threads": a.threads, "steps": len(times), "tokens": toks, "computed_tokens": padded_toks,
                       "tokens_per_s_wall": round(toks / sum(times), 1), "tokens_per_cpu_s": round(toks / sum(cpu), 1), "step_wall_s": [round(x, 2) for x in times], "last_loss": tot, "load_avg": os.getloadavg()[0], "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2), "torch": torch.__version__}))
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
+mod adapter_parity;
 mod adapter_runs;
 mod architecture;
 mod bad_input;
@@ -9,6 +10,7 @@ mod bench;
 mod circles;
 mod cli;
 mod convert;
+mod convert_adapters;
 mod corpora;
 mod doc_commands;
 mod docs;

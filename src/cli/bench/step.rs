@@ -48,12 +48,12 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The memory of a single process whose frozen weights are kept as `storage` says. `state` is the number
-/// of bytes of the optimizer state of a weight.
+/// The memory of a single process whose frozen weights are kept as `storage` says. `state` is the
+/// number of bytes of the optimizer state of a weight.
 fn memory_of(
     runner: &StepRunner,
-    storage: WeightStorage,
     state: f64,
+    storage: WeightStorage,
 ) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
@@ -128,7 +128,7 @@ impl Bench {
         let runner = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
-        let memory = memory_of(&runner, weight_storage(config, device), state)?;
+        let memory = memory_of(&runner, state, weight_storage(config, device))?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }

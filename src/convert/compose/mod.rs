@@ -1,5 +1,6 @@
 //! Decisions that need several settings of the other trainer.
 
+mod adapter;
 mod batch;
 mod data_sets;
 mod lengths;
@@ -15,8 +16,8 @@ use std::num::NonZeroU64;
 /// Makes all decisions.
 pub(super) fn all(work: &mut Work, world_size: Option<NonZeroU64>) {
     let family = model::model(work);
-    model::tuner(work);
-    model::freeze(work, family);
+    let tuning = adapter::tuning(work, family);
+    model::freeze(work, family, tuning);
     let step = batch::batch(work, world_size);
     let rows = data_sets::data_sets(work);
     let packing = lengths::lengths(work);
@@ -25,7 +26,7 @@ pub(super) fn all(work: &mut Work, world_size: Option<NonZeroU64>) {
     } else {
         media::none(work);
     }
-    optimizer::optimizer(work);
+    optimizer::optimizer(work, tuning);
     let epoch = match (rows, step, packing) {
         (Some(rows), Some(samples), false) => Some(rows.div_ceil(samples.max(1))),
         _ => None,

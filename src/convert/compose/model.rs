@@ -1,5 +1,6 @@
 //! The model, its precision, its frozen parts and recomputation.
 
+use super::adapter::Tuning;
 use crate::convert::output::quoted;
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
@@ -146,30 +147,11 @@ fn output_dir(work: &mut Work, model: Option<&str>) {
     }
 }
 
-/// Refuses everything but full tuning.
-pub(super) fn tuner(work: &mut Work) {
-    let Some(tuner) = work.take(Role::Tuner) else { return };
-    let is_full = tuner.value.text() == Some("full");
-    if is_full {
-        work.drop(&tuner, "all parameters that are not frozen are trained");
-    } else {
-        let why = format!(
-            "only full tuning is supported, no LoRA and no other adapter; write `{}: full` to train all parameters, with a lower learning rate",
-            tuner.key
-        );
-        work.refuse(&tuner, &why);
-    }
-    for setting in work.adapters() {
-        if is_full {
-            work.drop(&setting, "has no effect with full tuning");
-        } else {
-            work.refuse(&setting, "LoRA is not supported");
-        }
-    }
-}
-
 /// Writes `model.freeze` and `model.recompute`.
-pub(super) fn freeze(work: &mut Work, family: Family) {
+pub(super) fn freeze(work: &mut Work, family: Family, tuning: Tuning) {
+    if let Tuning::Adapter { vision } = tuning {
+        return recompute(work, !vision);
+    }
     let mut frozen: Vec<(String, Setting)> = Vec::new();
     let covers_deepstack = work.trainer == Trainer::LlamaFactory;
     for (role, name) in [

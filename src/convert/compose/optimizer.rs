@@ -1,12 +1,20 @@
 //! Learning rates, schedule and warm-up.
 
+use super::adapter::Tuning;
 use crate::convert::rule::Role;
+use crate::convert::trainer::Trainer;
 use crate::convert::value::{Setting, Value};
 use crate::convert::work::Work;
 
 /// Writes the keys of `optim` that need several settings.
-pub(super) fn optimizer(work: &mut Work) {
-    let lr = work.number(Role::Lr);
+pub(super) fn optimizer(work: &mut Work, tuning: Tuning) {
+    let mut lr = work.number(Role::Lr);
+    if let (Some((lr, setting)), Trainer::MsSwift, Tuning::Adapter { .. }) =
+        (&mut lr, work.trainer, tuning)
+        && !setting.is_given()
+    {
+        (*lr, setting.value) = (1e-4, Value::Text("1e-4".to_owned()));
+    }
     if let Some((_, setting)) = &lr {
         let text = setting.value.text().unwrap_or_default().to_owned();
         work.write_from("optim.lr", &text, setting);
@@ -37,6 +45,14 @@ fn multipliers(work: &mut Work, lr: Option<f64>) {
             format!("{:.12}", rate / lr).trim_end_matches('0').trim_end_matches('.')
         ));
         from.push(format!("{} / learning_rate", work.from(&setting)));
+    }
+    if let Some((ratio, setting)) = work.number(Role::LoraPlus) {
+        if entries.is_empty() {
+            entries.push(format!("\"*lora_B*\": {ratio}"));
+            from.push(work.from(&setting));
+        } else {
+            work.refuse(&setting, "it cannot be combined with rates of the vision encoder");
+        }
     }
     if !entries.is_empty() {
         let value = format!("{{{}}}", entries.join(", "));
