@@ -426,16 +426,6 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_without_double_quantisation_or_with_other_blocks_is_refused() {
-        let read = |json: &str| QuantState::read("w", json.as_bytes()).unwrap_err().to_string();
-        let plain = r#"{"shape": [2, 64], "dtype": "bfloat16", "blocksize": 64}"#;
-        assert!(read(plain).contains("bnb_4bit_use_double_quant=True"), "{}", read(plain));
-        let other = r#"{"shape": [2, 64], "dtype": "bfloat16", "blocksize": 128,
-            "nested_blocksize": 256, "nested_offset": 0.5}"#;
-        assert!(read(other).contains("blocks of 128 elements"), "{}", read(other));
-    }
-
-    #[test]
     fn a_part_outside_of_its_tensor_is_refused() {
         let (_folder, files) = opened();
         let (start, end) = (5, 4);

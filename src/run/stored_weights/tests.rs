@@ -6,6 +6,7 @@ use crate::config::{RunConfig, load};
 use crate::data::{DataState, JsonlRows, Loader};
 use crate::train::{Ranks, Weights, visiting_memory};
 use candle_core::{DType, Tensor};
+use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -119,7 +120,8 @@ const QWEN3_VL_8B: &str = r#"{"model_type": "qwen3_vl", "tie_word_embeddings": f
 #[test]
 fn a_base_of_8_billion_parameters_in_nf4_takes_at_most_7_and_a_half_gb() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("config.json"), QWEN3_VL_8B).unwrap();
+    let mut file = std::fs::File::create(folder.path().join("config.json")).unwrap();
+    file.write_all(QWEN3_VL_8B.as_bytes()).unwrap();
     let mut config = config(&["model.precision=bf16"]);
     config.model.path = folder.path().to_owned();
     let open = open(&config);
@@ -187,5 +189,6 @@ fn a_folder_of_bitsandbytes_is_used_as_it_is_and_not_trained_without_an_adapter(
     let model = rank_model(&config, quantized, &groups, &Ranks::alone(), &Device::Cpu);
     let error = model.err().unwrap();
     assert!(error.to_string().contains("stored in 4 bits, which cannot be trained"), "{error}");
+    let RunError::Setup(error) = error else { panic!("{error}") };
     assert!(error.hint().unwrap().contains("`adapter: {quantize: nf4}`"));
 }
