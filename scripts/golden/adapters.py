@@ -1,8 +1,8 @@
-"""Writes tests/golden/adapters, and the curves of adapters and optimizers in tests/golden/curves.json.
+"""Writes tests/golden/adapters, and their curves in tests/golden/curves.json.
 
   python scripts/golden/adapters.py
 
-Needs peft and bitsandbytes. The adapters belong to small-tied; `alpha` is 16 and `dropout` 0:
+Needs peft. The adapters belong to small-tied; `alpha` is 16 and `dropout` 0:
 
   lora         rank 8, the linear layers of the decoder; A drawn by PEFT, B zero
   dora         rank 4, the same layers; B and the magnitudes are drawn too
@@ -36,8 +36,6 @@ CURVES = {
     "text_small-tied_rslora": ("text", ["--adapter", "lora", "--rslora"]),
     "text_small-tied_dora": ("text", ["--adapter", "dora"]),
     "image_exact_small-tied_lora-vision": ("image_exact", ["--adapter", "lora-vision"]),
-    "text_small-tied_muon": ("text", ["--optimizer", "muon"]),
-    "text_small-tied_adamw8bit": ("text", ["--optimizer", "adamw8bit"]),
 }
 
 

@@ -1,9 +1,9 @@
-"""Reference trainer: Hugging Face model and PyTorch AdamW in float32, rows in file order, no dropout.
+"""Reference trainer: Hugging Face model and an optimizer of PyTorch in float32, rows in file order, no dropout.
 
   python scripts/golden/ref_trainer.py --model tests/golden/models/small-tied \
       --data tests/golden/data/text.jsonl --out RUN --steps 20 --batch-size 8 --lr 1e-3
   python scripts/golden/ref_trainer.py --check-curves
-      recomputes tests/golden/curves.json and compares it with the stored file
+      recomputes tests/golden/curves.json and optimizers.json and compares them with the stored files
 
 Writes RUN/metrics.jsonl (step, loss, grad_norm before clipping, lr, tokens, target_tokens) and
 RUN/summary.json (settings, gradient norms of step 1, parameter norms at the end). The loss of a step
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import optimizers
 from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, read_jsonl
 
 
@@ -31,53 +32,6 @@ def lr_at(args, step):
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
     factor = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.schedule]
     return args.lr * factor
-
-
-def parameter_groups(parameters, weight_decay):
-    """Parameter groups; biases, norms and other 1-D parameters have no weight decay."""
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def newton_schulz(gradient, coefficients, steps, eps):
-    """The iteration of torch.optim.Muon in float32; torch itself rounds to bf16 before it."""
-    a, b, c = coefficients
-    is_tall = gradient.shape[0] > gradient.shape[1]
-    x = gradient.T if is_tall else gradient
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.T if is_tall else x
-
-
-def is_hidden_matrix(name, parameter):
-    """Whether Muon updates the parameter: matrices of the decoder layers, the vision blocks and the
-    mergers, but neither embeddings nor the head."""
-    return parameter.ndim == 2 and any(part in name for part in (".layers.", ".blocks.", "merger"))
-
-
-def make_optimizers(args, named):
-    """The optimizers of the trained parameters `named`; together they update each of them once."""
-    settings = {"lr": args.lr, "betas": (args.beta1, args.beta2), "eps": args.eps}
-    if args.optimizer == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return [AdamW8bit(parameter_groups([p for _, p in named], args.weight_decay), **settings)]
-    if args.optimizer == "adamw":
-        return [torch.optim.AdamW(parameter_groups([p for _, p in named], args.weight_decay), **settings)]
-    from torch.optim import _muon
-
-    _muon._zeropower_via_newtonschulz = newton_schulz
-    matrices = [p for n, p in named if is_hidden_matrix(n, p)]
-    others = [p for n, p in named if not is_hidden_matrix(n, p)]
-    muon = torch.optim.Muon(
-        matrices, lr=args.lr, weight_decay=args.weight_decay, momentum=0.95, nesterov=True,
-        ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn="match_rms_adamw",
-    )
-    return [muon, torch.optim.AdamW(parameter_groups(others, args.weight_decay), **settings)]
 
 
 def file_name(name):
@@ -111,13 +65,13 @@ def train(args):
         add_adapter(model, args)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
-    optimizers = make_optimizers(args, named)
+    optimizer = optimizers.make(named, args)
     micro = 1 if args.mode == "per-sample" else args.batch_size
     metrics, first, start = [], {}, time.time()
     for step in range(args.steps):
         samples = [encoder(rows[(step * args.batch_size + k) % len(rows)]) for k in range(args.batch_size)]
         lr = lr_at(args, step)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
             group["lr"] = lr
         num_targets = sum(label != IGNORE for s in samples for label in s["labels"][1:])
         loss = 0.0
@@ -131,9 +85,8 @@ def train(args):
         if step == 0:
             first = {file_name(n): float(p.grad.double().norm()) for n, p in named}
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, args.clip if args.clip > 0 else math.inf))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         metrics.append({
             "step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr,
             "tokens": sum(len(s["input_ids"]) for s in samples), "target_tokens": num_targets,
@@ -150,10 +103,11 @@ def train(args):
 
 
 def check_curves(parser):
-    """Recomputes every curve of `curves.json` and compares it. Bounds are relative; padded and
-    per-sample runs differ by 1.4e-6."""
+    """Recomputes every curve of `curves.json` and `optimizers.json` and compares it. Bounds are
+    relative; padded and per-sample runs differ by 1.4e-6."""
     wrong = []
-    for name, golden in json.loads((GOLDEN / "curves.json").read_text(encoding="utf-8")).items():
+    stored = [json.loads((GOLDEN / name).read_text(encoding="utf-8")) for name in ("curves.json", "optimizers.json")]
+    for name, golden in (curve for curves in stored for curve in curves.items()):
         folder, data = GOLDEN / "models" / golden["model"], GOLDEN / "data" / golden["data"]
         args = parser.parse_args(["--quiet", "--model", str(folder), "--data", str(data)])
         for key in ("steps", "batch_size", "mode", "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"):
@@ -174,7 +128,7 @@ def check_curves(parser):
 
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check-curves", action="store_true", help="only recompute and compare curves.json")
+    parser.add_argument("--check-curves", action="store_true", help="only recompute and compare curves.json and optimizers.json")
     parser.add_argument("--model", help="model folder")
     parser.add_argument("--data", help="JSON-lines file; image paths are relative to its folder")
     parser.add_argument("--out", help="folder for metrics.jsonl and summary.json")
@@ -191,7 +145,7 @@ def make_parser():
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--adapter", help="folder of a PEFT adapter; only its values are trained")
     parser.add_argument("--rslora", action="store_true", help="multiply the adapter's output by alpha / sqrt(r)")
-    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw8bit", "muon"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     return parser

@@ -13,6 +13,7 @@
 //! and checksums with the manifest, so that a damaged checkpoint is detected before it is used.
 
 mod atomic;
+mod bitsandbytes;
 mod carried;
 mod checkpointer;
 mod config;

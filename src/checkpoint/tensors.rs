@@ -329,6 +329,7 @@ fn dtype_name(name: &str, dtype: DType) -> Result<&'static str, CheckpointError>
         DType::F32 => Ok("F32"),
         DType::BF16 => Ok("BF16"),
         DType::F16 => Ok("F16"),
+        DType::U8 => Ok("U8"),
         other => Err(CheckpointError::Dtype {
             place: "memory".into(),
             tensor: name.to_owned(),
@@ -368,7 +369,8 @@ fn write_values(out: &mut PieceWriter, flat: &Tensor) -> std::io::Result<()> {
         Storage::Cpu(CpuStorage::F16(values)) => {
             convert(out, &values[range], half::f16::to_le_bytes)
         }
-        _ => unreachable!("the header accepts three dtypes, and the tensor is on the CPU"),
+        Storage::Cpu(CpuStorage::U8(values)) => out.write(&values[range]),
+        _ => unreachable!("the header accepts four dtypes, and the tensor is on the CPU"),
     }
 }
 

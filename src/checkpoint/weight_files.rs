@@ -4,8 +4,10 @@
 #![expect(unsafe_code, reason = "memory maps")]
 
 use super::CheckpointError;
+use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
 use super::manifest::is_plain_name;
+use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -25,6 +27,8 @@ pub struct WeightFiles {
     place: PathBuf,
     shards: Vec<Shard>,
     by_name: BTreeMap<String, usize>,
+    /// Matrices that bitsandbytes has stored in NF4, by name.
+    quantized: BTreeMap<String, QuantState>,
 }
 
 #[derive(Debug)]
@@ -53,7 +57,7 @@ impl WeightFiles {
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let shard = Shard::open(path)?;
         let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
-        Ok(Self { place: path.to_owned(), shards: vec![shard], by_name })
+        Self::new(path, vec![shard], by_name)
     }
 
     fn open_index(folder: &Path) -> Result<Self, CheckpointError> {
@@ -67,37 +71,82 @@ impl WeightFiles {
             .map_err(|error| CheckpointError::invalid(&path, &error))?;
 
         let mut opened = BTreeMap::new();
-        let mut files =
-            Self { place: folder.to_owned(), shards: Vec::new(), by_name: BTreeMap::new() };
+        let (mut shards, mut by_name) = (Vec::new(), BTreeMap::new());
         for (tensor, name) in weight_map {
             let index = if let Some(&index) = opened.get(&name) {
                 index
             } else {
-                files.shards.push(Shard::open_named(folder, &path, &name)?);
-                opened.insert(name.clone(), files.shards.len() - 1);
-                files.shards.len() - 1
+                shards.push(Shard::open_named(folder, &path, &name)?);
+                opened.insert(name.clone(), shards.len() - 1);
+                shards.len() - 1
             };
-            if !files.shards[index].tensors.contains_key(&tensor) {
+            if !shards[index].tensors.contains_key(&tensor) {
                 return Err(CheckpointError::NotInShard { index: path, shard: name, tensor });
             }
-            files.by_name.insert(tensor, index);
+            by_name.insert(tensor, index);
+        }
+        Self::new(folder, shards, by_name)
+    }
+
+    /// Finds the matrices in NF4.
+    fn new(
+        place: &Path,
+        shards: Vec<Shard>,
+        by_name: BTreeMap<String, usize>,
+    ) -> Result<Self, CheckpointError> {
+        let place = place.to_owned();
+        let mut files = Self { place, shards, by_name, quantized: BTreeMap::new() };
+        let states = files.by_name.keys();
+        if let Some(fp4) = states.clone().find_map(|name| name.strip_suffix(FP4_STATE)) {
+            let problem = "is stored in FP4, expected NF4, or the original weights".to_owned();
+            return Err(CheckpointError::Parts { tensor: fp4.to_owned(), problem });
+        }
+        let names = states.filter_map(|name| name.strip_suffix(STATE));
+        for name in names.map(str::to_owned).collect::<Vec<_>>() {
+            let state = QuantState::read(&name, files.bytes(&name, STATE)?)?;
+            let maps = [MAP, NESTED_MAP].map(|map| {
+                let bytes = files.bytes(&name, map)?;
+                Ok::<_, CheckpointError>(decode(bytes, &(0..bytes.len() / 4), f32::from_le_bytes))
+            });
+            let [map, nested] = maps;
+            if !is_nf4_map(&map?, &nested?) {
+                let problem = "is quantised with maps other than those of NF4 in bitsandbytes";
+                return Err(CheckpointError::Parts { tensor: name, problem: problem.to_owned() });
+            }
+            files.quantized.insert(name, state);
         }
         Ok(files)
     }
 
-    /// Names of all tensors, sorted.
+    /// Names of all tensors, sorted. The parts of a matrix in NF4 are not listed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.by_name.keys().map(String::as_str)
+        let is_part = |name: &str| {
+            let ends = [STATE, NESTED_ABSMAX, ABSMAX, NESTED_MAP, MAP];
+            let matrix = ends.into_iter().find_map(|end| name.strip_suffix(end));
+            matrix.is_some_and(|matrix| self.quantized.contains_key(matrix))
+        };
+        self.by_name.keys().map(String::as_str).filter(move |name| !is_part(name))
+    }
+
+    /// Whether a matrix is stored in NF4.
+    pub fn is_quantized(&self) -> bool {
+        !self.quantized.is_empty()
     }
 
     /// Shape of the tensor `name`, or `None` if it does not exist.
     pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        if let Some(state) = self.quantized.get(name) {
+            return Some(state.shape.clone());
+        }
         Some(self.find(name)?.1.shape.clone())
     }
 
     /// Dtype of the tensor `name` on disk: `F32`, `BF16` or `F16`; `None` if the tensor does not
-    /// exist or has another dtype.
+    /// exist or has another dtype. That of a matrix in NF4 is its dtype before it was quantised.
     pub fn dtype(&self, name: &str) -> Option<DType> {
+        if let Some(state) = self.quantized.get(name) {
+            return Some(state.dtype);
+        }
         match self.find(name)?.1.dtype {
             Dtype::F32 => Some(DType::F32),
             Dtype::BF16 => Some(DType::BF16),
@@ -134,11 +183,20 @@ impl WeightFiles {
             place: self.place.clone(),
             tensor: name.to_owned(),
         })?;
-        let len = info.shape.iter().product();
+        let state = self.quantized.get(name);
+        let len = state.map_or(&info.shape, |state| &state.shape).iter().product();
         if range.start > range.end || range.end > len {
             let Range { start, end } = range;
             let problem = format!("has {len} elements, but the elements {start}..{end} are needed");
             return Err(CheckpointError::Parts { tensor: name.to_owned(), problem });
+        }
+        let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+        if let Some(state) = state {
+            let span = nf4_span(&range, len);
+            let part = range.start - span.start..range.end - span.start;
+            let values = self.nf4_of(name, &span, vec![span.len()], state)?.part(part);
+            let values = values.and_then(|values| values.to_dtype(dtype)?.to_device(device));
+            return values.map_err(copied);
         }
         let (data, cpu) = (shard.data(info), &Device::Cpu);
         let tensor = match info.dtype {
@@ -151,6 +209,10 @@ impl WeightFiles {
             Dtype::F16 => {
                 Tensor::from_vec(decode(data, &range, f16::from_le_bytes), range.len(), cpu)
             }
+            // codes, which have no meaning as numbers
+            Dtype::U8 if dtype == DType::U8 => {
+                Tensor::from_vec(data[range.clone()].to_vec(), range.len(), cpu)
+            }
             other => {
                 return Err(CheckpointError::Dtype {
                     place: self.place.clone(),
@@ -162,7 +224,56 @@ impl WeightFiles {
         tensor
             .and_then(|tensor| tensor.to_dtype(dtype))
             .and_then(|tensor| tensor.to_device(device))
+            .map_err(copied)
+    }
+
+    /// The matrix `name`, on the CPU, if it is stored in NF4.
+    pub fn nf4(&self, name: &str) -> Result<Option<Nf4>, CheckpointError> {
+        let Some(state) = self.quantized.get(name) else { return Ok(None) };
+        let all = 0..state.shape.iter().product();
+        self.nf4_of(name, &all, state.shape.clone(), state).map(Some)
+    }
+
+    /// A span of a matrix in NF4 that begins and ends with a range of scales.
+    fn nf4_of(
+        &self,
+        name: &str,
+        span: &Range<usize>,
+        shape: Vec<usize>,
+        state: &QuantState,
+    ) -> Result<Nf4, CheckpointError> {
+        let [codes, scales, ranges] = nf4_places(span);
+        let part = |end: &str, of: &Range<usize>, size: usize| {
+            let bytes = self.bytes(name, end)?;
+            bytes.get(of.start * size..of.end * size).ok_or_else(|| {
+                let (found, expected) = (bytes.len(), of.end * size);
+                let problem =
+                    format!("has {found} bytes in `{name}{end}`, expected {expected} or more");
+                CheckpointError::Parts { tensor: name.to_owned(), problem }
+            })
+        };
+        let parts = Nf4Parts {
+            shape,
+            codes: part("", &codes, 1)?.to_vec(),
+            scales: part(ABSMAX, &scales, 1)?.to_vec(),
+            ranges: decode(
+                part(NESTED_ABSMAX, &ranges, 4)?,
+                &(0..ranges.len()),
+                f32::from_le_bytes,
+            ),
+            offset: state.offset,
+        };
+        Nf4::new(parts)
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    /// The bytes of the tensor `name` with `end`.
+    fn bytes(&self, name: &str, end: &str) -> Result<&[u8], CheckpointError> {
+        let tensor = format!("{name}{end}");
+        match self.find(&tensor) {
+            Some((shard, info)) => Ok(shard.data(info)),
+            None => Err(CheckpointError::NoTensor { place: self.place.clone(), tensor }),
+        }
     }
 
     fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
@@ -274,6 +385,44 @@ mod tests {
                 assert_eq!(bits(&part), whole[range.clone()], "{from} to {to:?}, {range:?}");
             }
         }
+    }
+
+    /// Made by `scripts/golden/nf4.py` with bitsandbytes.
+    fn quantized() -> WeightFiles {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nf4.safetensors");
+        WeightFiles::open_file(Path::new(path)).unwrap()
+    }
+
+    #[test]
+    fn a_matrix_of_bitsandbytes_reads_like_one_that_is_not_quantised() {
+        let files = quantized();
+        let weights: Vec<_> = files.names().filter(|name| name.contains(".weight")).collect();
+        assert_eq!(weights.len(), 6, "{weights:?}");
+        for name in weights {
+            let of = |end: &str| name.replace(".weight", end);
+            assert_eq!(files.shape(name), files.shape(&of(".original")), "{name}");
+            assert_eq!(files.dtype(name), files.dtype(&of(".original")), "{name}");
+            let dtype = files.dtype(name).unwrap();
+            let load = |name: &str, range: Range<usize>| {
+                let part = files.load_part(name, range, dtype, &Device::Cpu).unwrap();
+                part.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+            };
+            let len = files.shape(name).unwrap().iter().product();
+            for range in [0..len, 3..len, 17..18, len - 1..len, len / 2..len / 2] {
+                let expected = load(&of(".dequantized"), range.clone());
+                assert_eq!(load(name, range), expected, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_codes_of_a_matrix_are_those_of_the_file() {
+        let files = quantized();
+        let matrix = files.nf4("random.weight").unwrap().unwrap().parts().unwrap();
+        assert_eq!(matrix.shape, [60, 300]);
+        assert_eq!(matrix.codes, files.bytes("random.weight", "").unwrap());
+        assert_eq!(matrix.scales, files.bytes("random.weight", ABSMAX).unwrap());
+        assert!(files.nf4("random.original").unwrap().is_none());
     }
 
     #[test]

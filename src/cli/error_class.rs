@@ -63,7 +63,8 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
         match error {
             SetupError::MissingTensors { .. }
             | SetupError::Shape { .. }
-            | SetupError::MaskedOnGpu => return None,
+            | SetupError::MaskedOnGpu
+            | SetupError::QuantizedBase { .. } => return None,
             SetupError::Config { source, .. } => source,
             SetupError::Files { source, .. } => source.as_ref(),
             SetupError::Groups(error) => error,
@@ -189,7 +190,9 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 
 /// The class of an error of the model folder or of a checkpoint.
 fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
-    let hint = if let Some(SetupError::MaskedOnGpu) = error.downcast_ref() {
+    let hint = if let Some(SetupError::MaskedOnGpu | SetupError::QuantizedBase { .. }) =
+        error.downcast_ref()
+    {
         return Some(ErrorClass::new(Exit::Usage, SetupError::MaskedOnGpu.hint()));
     } else if let Some(error) = error.downcast_ref::<SetupError>() {
         error.hint()

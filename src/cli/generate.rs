@@ -10,8 +10,8 @@ use crate::batch::{
 use crate::data::{Encoder, ImageConfig};
 use crate::run::load_for_run;
 use crate::train::{
-    AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Precision, RecomputeChoice,
-    Weights, generate,
+    AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Offload, Precision,
+    RecomputeChoice, Weights, generate,
 };
 use candle_transformers::generation::Sampling;
 use clap::Args;
@@ -126,6 +126,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         precision: Precision::F32,
         freeze: vec![],
         recompute: RecomputeChoice::None,
+        offload: Offload::None,
     };
     let device = args.device.open()?;
     if let Some(adapter) = &args.adapter {

@@ -6,6 +6,7 @@ use super::logging::Logging;
 use super::stdout::stdout;
 use crate::dist::Shard;
 use crate::metrics::Cluster;
+use crate::optim::Kind;
 use crate::run::{Estimate, ModelShape, check_world};
 use crate::train::DeviceChoice;
 use clap::Args;
@@ -95,7 +96,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let on_cpu = config.device == DeviceChoice::Cpu;
     let exact = config.distributed.exact.holds(on_cpu);
     let world = cluster.world();
-    let estimates = choices(&cluster)
+    let estimates = choices(&cluster, config.optim.kind)
         .into_iter()
         .map(|choice| shape.estimate(&config, &cluster, choice, (args.images, args.targets), exact))
         .collect::<candle_core::Result<Vec<_>>>()?;
@@ -133,7 +134,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         writeln!(
             out,
             "{:10} {:>6} {:>11.2} {:>5} {:>10.3} {:>13.3} {:>9.3} {:>10.1}% {:>10.0}",
-            name(estimate.shard),
+            estimate.shard.name(),
             estimate.group,
             needs(estimate) / GIB,
             if fits(&estimate) { "yes" } else { "no" },
@@ -146,22 +147,20 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     let advice = match best {
         Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
-        None => {
-            "nothing fits: use more GPUs, `optim.moments: bf16`, `model.recompute: full`, or a \
-                 smaller `data.packing_length`"
-                .to_owned()
-        }
+        None => "nothing fits: use more GPUs, `optim.kind: adamw_8bit`, `optim.master: none`, \
+                 `model.recompute: full`, or a smaller `data.packing_length`"
+            .to_owned(),
     };
     writeln!(out, "\n{advice}")?;
     Ok(())
 }
 
-/// Every `distributed.shard`, and the size of its groups.
-fn choices(cluster: &Cluster) -> Vec<(Shard, usize)> {
+/// Every `distributed.shard` that the optimizer supports, and the size of its groups.
+fn choices(cluster: &Cluster, kind: Kind) -> Vec<(Shard, usize)> {
     let world = cluster.world();
     let mut choices = vec![(Shard::None, world)];
     let groups = if cluster.nodes > 1 { vec![cluster.gpus, world] } else { vec![world] };
-    for group in groups.into_iter().filter(|_| world > 1) {
+    for group in groups.into_iter().filter(|_| world > 1 && kind != Kind::Muon) {
         for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
             choices.push((shard, group));
         }
@@ -182,19 +181,10 @@ fn check(args: &PlanArgs) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Usage, message).hint(hint).into())
 }
 
-fn name(shard: Shard) -> &'static str {
-    match shard {
-        Shard::None => "none",
-        Shard::Optimizer => "optimizer",
-        Shard::Gradients => "gradients",
-        Shard::Full => "full",
-    }
-}
-
 /// The keys of the config.
 fn setting(estimate: &Estimate, world: usize) -> String {
     let group = if estimate.group < world { ", shard_group: node" } else { "" };
-    format!("distributed: {{shard: {}{group}}}", name(estimate.shard))
+    format!("distributed: {{shard: {}{group}}}", estimate.shard.name())
 }
 
 fn print_json(
@@ -207,7 +197,7 @@ fn print_json(
     for estimate in estimates {
         let bytes = needs(estimate);
         let row = serde_json::json!({
-            "shard": name(estimate.shard),
+            "shard": estimate.shard.name(),
             "group": estimate.group,
             "memory_bytes": bytes.round(),
             "fits": bytes <= memory,

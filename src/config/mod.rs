@@ -20,10 +20,13 @@ pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::data::DataConfig;
-use crate::dist::Distributed;
+use crate::dist::{Distributed, Shard};
 use crate::net::hub::Cached;
-use crate::optim::{OptimConfig, ScheduleConfig};
-use crate::train::{AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, TrainConfig};
+use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
+use crate::train::{
+    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
+    TrainConfig,
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -89,8 +92,19 @@ impl ValueError {
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
                 "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
             }
+            "distributed.shard" => {
+                "remove `distributed.shard`; to divide the state, set `optim.kind: adamw_8bit`"
+                    .to_owned()
+            }
             "optim.lr" => "a usual value is 1.0e-5".to_owned(),
             "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
+            "model.offload" | "adapter.quantize" if self.expected == NOT_DIVIDED => {
+                "frozen weights need no division among ranks then: use `distributed.shard: optimizer`"
+                    .to_owned()
+            }
+            "adapter.quantize" => {
+                "weights in NF4 stay on the device: remove `model.offload`".to_owned()
+            }
             "data.workers" => "one worker per core is enough".to_owned(),
             "model.freeze" => {
                 "select the parts that receive an adapter with `adapter.parts`".to_owned()
@@ -102,7 +116,14 @@ impl ValueError {
 }
 
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
+const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
+const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
+/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
+/// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
+/// keys only.
+const LATER_DEFAULTS: [&str; 3] =
+    [",\"offload\":\"none\"", "\"kind\":\"adamw\",", ",\"master\":\"f32\""];
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
@@ -124,6 +145,7 @@ impl RunConfig {
             &optim.eps,
             "a finite number above 0",
         )?;
+        self.check_optimizer()?;
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
         let min_lr = optim.min_lr;
@@ -167,7 +189,13 @@ impl RunConfig {
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
             rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
         }
+        let divided = self.distributed.shard == Shard::Full;
+        let offload = self.model.offload != Offload::None;
+        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED)?;
         if let Some(adapter) = &self.adapter {
+            let nf4 = adapter.quantize == Quantize::Nf4;
+            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED)?;
+            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST)?;
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
@@ -178,6 +206,24 @@ impl RunConfig {
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
         }
         Ok(())
+    }
+
+    /// Checks the settings that `optim.kind` does not support.
+    fn check_optimizer(&self) -> Result<(), ValueError> {
+        let (kind, moments) = (self.optim.kind, self.optim.moments);
+        let (is_adamw, is_muon) = (kind == Kind::Adamw, kind == Kind::Muon);
+        let shard = self.distributed.shard;
+        let (key, found, expected) = if moments == Moments::Bf16 && !is_adamw {
+            ("optim.moments", "bf16", "`bf16` only with `optim.kind: adamw`")
+        } else if moments == Moments::Host && is_muon {
+            ("optim.moments", "host", "`f32` with `optim.kind: muon`")
+        } else if shard != Shard::None && is_muon {
+            let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
+            ("distributed.shard", shard.name(), expected)
+        } else {
+            return Ok(());
+        };
+        Err(ValueError { key, found: found.to_owned(), expected })
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.
@@ -208,7 +254,7 @@ impl RunConfig {
     /// same fingerprint.
     ///
     /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
-    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, workers, the handling of rejected
+    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the handling of rejected
     /// rows, the settings of eval, log, checkpoints and ranks, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
@@ -218,6 +264,7 @@ impl RunConfig {
             use_rmpad: true,
             attention: crate::train::AttentionChoice::Auto,
             recompute: crate::train::RecomputeChoice::None,
+            offload: Offload::None,
             ..same.model
         };
         same.model = neutral;
@@ -233,9 +280,34 @@ impl RunConfig {
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
         (same.train.epochs, same.train.max_steps) = (None, None);
-        let json = serde_json::to_string(&same).expect("a config of plain values");
+        let mut json = serde_json::to_string(&same).expect("a config of plain values");
+        for default in LATER_DEFAULTS {
+            json = json.replace(default, "");
+        }
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
         hash.truncate(32); // 128 bits are enough to distinguish runs
         hash
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn keys_that_were_added_do_not_change_the_fingerprint_of_a_config_without_them() {
+        let config: RunConfig = load(Path::new("configs/quickstart.yaml"), &[]).unwrap();
+        // of version 0.1.0 of 2026-11-22, before `model.offload`, `optim.kind` and `optim.master`
+        assert_eq!(config.fingerprint(), "f4fde377b1bd6454f00819818ea4000d");
+        let set = |setting: &str| {
+            let config: RunConfig =
+                load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
+            config.fingerprint()
+        };
+        for setting in ["optim.kind=muon", "optim.master=none", "adapter={}"] {
+            assert_ne!(set(setting), config.fingerprint(), "{setting}");
+        }
+        assert_eq!(set("model.offload=frozen"), config.fingerprint());
     }
 }

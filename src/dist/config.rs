@@ -108,6 +108,18 @@ pub enum Shard {
     Full,
 }
 
+impl Shard {
+    /// The value of `distributed.shard`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Optimizer => "optimizer",
+            Self::Gradients => "gradients",
+            Self::Full => "full",
+        }
+    }
+}
+
 /// The ranks that divide the training state among themselves. Several groups have equal copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,7 +1,8 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
 //! The order of operations is that of `torch.optim.AdamW`. Tensors are computed in `f32`, scalars
-//! in `f64`. The moments may be stored in `bf16`: see `moments.rs`.
+//! in `f64`. The moments may be stored in `bf16` (`moments.rs`) or in 8 bits (`eight_bit.rs`), and a
+//! `bf16` weight may have no master copy.
 
 #![expect(
     clippy::inline_always,
@@ -10,8 +11,10 @@
 
 use super::cpu::blocks::to_bf16_block;
 use super::cpu::simd::kernels;
-use super::cpu::{self, BLOCK, Element, compute_dtype, expect_f32, expect_shape, read};
-use super::moments::{self, step_seed, tensor_seed};
+use super::cpu::{self, BLOCK, compute_dtype, expect_f32, expect_shape, read};
+use super::eight_bit::EIGHT_BIT_BLOCK;
+use super::moments::{Draw, step_seed, tensor_seed};
+use super::stored::{Seed, State, Stored};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -32,12 +35,15 @@ pub struct AdamW {
 pub struct AdamWTensors<'a> {
     /// The weight, `f32` or `bf16`; overwritten.
     pub weight: &'a Tensor,
-    /// The master weight in `f32`, overwritten; `None` if `weight` itself is `f32`.
+    /// The master weight in `f32`, overwritten. Without one, a `bf16` weight is rounded at random.
     pub master: Option<&'a Tensor>,
-    /// First moment, `f32` or `bf16`; overwritten.
+    /// First moment, `f32`, `bf16`, or 8-bit codes (`u8`); overwritten.
     pub exp_avg: &'a Tensor,
     /// Second moment, in the dtype of the first; overwritten.
     pub exp_avg_sq: &'a Tensor,
+    /// Scales of the moments, if they are 8-bit codes: `f32`, one for each [`EIGHT_BIT_BLOCK`]
+    /// elements; overwritten.
+    pub absmax: Option<[&'a Tensor; 2]>,
     /// Gradient, `f32`; only read.
     pub grad: &'a Tensor,
 }
@@ -86,7 +92,7 @@ impl Scalars {
 }
 
 #[inline(always)]
-pub(super) fn update_element(s: Scalars, g: f32, p: &mut f32, m: &mut f32, v: &mut f32) {
+fn update_element(s: Scalars, g: f32, p: &mut f32, m: &mut f32, v: &mut f32) {
     let decayed = *p * s.keep;
     *m = s.lerp.mul_add(g - *m, *m);
     *v = *v * s.beta2 + s.one_minus_beta2 * g * g;
@@ -129,26 +135,36 @@ kernels! {
 /// Fails unless the tensors have the same shape, the dtypes that an update needs, and separate
 /// memory.
 fn check(op: &str, tensors: &AdamWTensors<'_>, step: u64) -> Result<()> {
-    let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
+    let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, absmax, grad } = tensors;
     let dims = weight.dims();
-    compute_dtype(op, &[("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)])?;
+    let mut all = vec![("weight", weight), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
+    if let Some(absmax) = absmax {
+        let blocks = weight.elem_count().div_ceil(EIGHT_BIT_BLOCK);
+        for (name, moment) in [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)] {
+            if moment.dtype() != DType::U8 {
+                bail!("{op}: `{name}` is {:?} and has scales, expected U8", moment.dtype());
+            }
+        }
+        for absmax in absmax {
+            expect_f32(op, "absmax", absmax, &[blocks])?;
+            all.push(("absmax", absmax));
+        }
+    } else {
+        compute_dtype(op, &[("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)])?;
+    }
     expect_shape(op, "exp_avg", exp_avg, dims)?;
     expect_shape(op, "exp_avg_sq", exp_avg_sq, dims)?;
     expect_f32(op, "grad", grad, dims)?;
     if step == 0 {
         bail!("{op}: steps count from 1");
     }
-    let mut all = vec![("weight", weight), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
-    match (master, weight.dtype()) {
-        (None, DType::F32) => {}
-        (Some(master), DType::BF16) => {
-            expect_f32(op, "master", master, dims)?;
-            all.push(("master", master));
+    compute_dtype(op, &[("weight", weight)])?;
+    if let Some(master) = master {
+        if weight.dtype() == DType::F32 {
+            bail!("{op}: `weight` is F32 and has a `master`, expected BF16");
         }
-        (_, dtype) => bail!(
-            "{op}: `weight` is {dtype:?} and `master` is {}, expected F32 without or BF16 with one",
-            if master.is_some() { "given" } else { "absent" }
-        ),
+        expect_f32(op, "master", master, dims)?;
+        all.push(("master", master));
     }
     for (i, (name, tensor)) in all.iter().enumerate() {
         cpu::distinct(op, name, tensor, &all[i + 1..])?;
@@ -169,6 +185,16 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     return_if_on_gpu!(first => sums_of_squares(tensors));
     let squares = tensors.iter().map(|tensor| sum_of_squares(tensor));
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
+}
+
+/// The factor, at most 1, that limits the joint L2 norm of gradients with these [`sums_of_squares`] to
+/// `max_grad_norm`; 1 if `max_grad_norm` is 0, and `None` if the norm is not finite. Waits for a GPU.
+pub fn clip_scale(squares: &Tensor, max_grad_norm: f64) -> Result<Option<f32>> {
+    let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
+    // As torch.nn.utils.clip_grad_norm_.
+    let clip = max_grad_norm / (norm + 1e-6);
+    let scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+    Ok(norm.is_finite().then_some(scale as f32))
 }
 
 /// Update number `step` (from 1) of parameters, with the gradients scaled down to a joint L2 norm
@@ -195,14 +221,10 @@ pub fn clipped_update(
         .collect();
     let seed = step_seed(step);
     return_if_on_gpu!(updates[0].tensors.grad => clipped_update(updates, &scalars, seed, squares, max_grad_norm));
-    let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
-    if norm.is_finite() {
-        // As torch.nn.utils.clip_grad_norm_.
-        let clip = max_grad_norm / (norm + 1e-6);
-        let grad_scale = if max_grad_norm > 0.0 { clip.min(1.0) } else { 1.0 };
+    if let Some(grad_scale) = clip_scale(squares, max_grad_norm)? {
         for (update, scalars) in updates.iter().zip(scalars) {
             let seed = tensor_seed(seed, update.index);
-            update_on_cpu(op, &update.tensors, update.first, scalars, grad_scale as f32, seed)?;
+            update_on_cpu(op, &update.tensors, update.first, scalars, grad_scale, seed)?;
         }
     }
     Ok(())
@@ -234,52 +256,80 @@ fn update_on_cpu(
     grad_scale: f32,
     seed: u32,
 ) -> Result<()> {
-    if tensors.exp_avg.dtype() == DType::BF16 {
-        return update_blocks::<bf16>(op, tensors, |start, grad, p, m, v| {
-            let first = (first + start) as u32;
-            moments::update(s, grad_scale, seed, first, grad, p, m, v);
-        });
-    }
-    update_blocks::<f32>(op, tensors, |_, grad, p, m, v| update(s, grad_scale, grad, p, m, v))
-}
-
-/// Calls `update(first element, grad, weight, moments)` for blocks on all threads, and rounds the
-/// new weight to the dtype of `weight`.
-fn update_blocks<M: Element>(
-    op: &'static str,
-    tensors: &AdamWTensors<'_>,
-    update: impl Fn(usize, &[f32], &mut [f32], &mut [M], &mut [M]) + Sync,
-) -> Result<()> {
-    let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, grad } = tensors;
+    let &AdamWTensors { weight, master, exp_avg, exp_avg_sq, absmax, grad } = tensors;
     let grad = read(op, "grad", grad)?;
     let grad = grad.slice::<f32>()?;
-    let f32_weight = master.unwrap_or(weight);
-    cpu::write(op, "weight", f32_weight, |p: &mut [f32]| {
-        cpu::write(op, "exp_avg", exp_avg, |m: &mut [M]| {
-            cpu::write(op, "exp_avg_sq", exp_avg_sq, |v: &mut [M]| {
-                let blocks = p
-                    .par_chunks_mut(BLOCK)
-                    .zip(m.par_chunks_mut(BLOCK))
-                    .zip(v.par_chunks_mut(BLOCK))
-                    .zip(grad.par_chunks(BLOCK))
-                    .enumerate();
-                if master.is_none() {
-                    blocks.for_each(|(index, (((p, m), v), grad))| {
-                        update(index * BLOCK, grad, p, m, v);
-                    });
-                    return Ok(());
+    let state = |name, tensor, draw, absmax| State { name, tensor, absmax, draw: Some(draw) };
+    let exact = state("weight", master.unwrap_or(weight), Draw::Weight, None);
+    let m = state("exp_avg", exp_avg, Draw::First, absmax.map(|absmax| absmax[0]));
+    let v = state("exp_avg_sq", exp_avg_sq, Draw::Second, absmax.map(|absmax| absmax[1]));
+    let step = Step { s, grad_scale, seed: Seed { seed, first: first as u32 } };
+    exact.write(op, |p| {
+        m.write(op, |m| {
+            v.write(op, |v| match master {
+                None => {
+                    step.update(grad, [p, m, v], None);
+                    Ok(())
                 }
-                cpu::write(op, "weight", weight, |weight: &mut [bf16]| {
-                    blocks.zip(weight.par_chunks_mut(BLOCK)).for_each(
-                        |((index, (((p, m), v), grad)), weight)| {
-                            update(index * BLOCK, grad, p, m, v);
-                            to_bf16_block(p, weight);
-                        },
-                    );
-                })
+                Some(_) => cpu::write(op, "weight", weight, |copy: &mut [bf16]| {
+                    step.update(grad, [p, m, v], Some(copy));
+                }),
             })
         })
-    })???
+    })
+}
+
+/// The scalars of the update of a parameter.
+struct Step {
+    s: Scalars,
+    grad_scale: f32,
+    seed: Seed,
+}
+
+impl Step {
+    /// Updates weight and moments on all threads. `copy` becomes the rounded weight.
+    fn update(&self, grad: &[f32], state: [Stored<'_>; 3], copy: Option<&mut [bf16]>) {
+        let [p, m, v] = state.map(|stored| stored.blocks().into_par_iter());
+        let blocks = p.zip(m).zip(v).zip(grad.par_chunks(BLOCK)).enumerate();
+        let update = |(index, (((p, m), v), grad))| {
+            self.update_block(index * BLOCK, grad, [p, m, v], None);
+        };
+        match copy {
+            None => blocks.for_each(update),
+            Some(copy) => blocks.zip(copy.par_chunks_mut(BLOCK)).for_each(
+                |((index, (((p, m), v), grad)), copy)| {
+                    self.update_block(index * BLOCK, grad, [p, m, v], Some(copy));
+                },
+            ),
+        }
+    }
+
+    /// Updates a block whose first element is `start`.
+    fn update_block(
+        &self,
+        start: usize,
+        grad: &[f32],
+        mut state: [Stored<'_>; 3],
+        mut copy: Option<&mut [bf16]>,
+    ) {
+        let mut values = [[0f32; EIGHT_BIT_BLOCK]; 3]; // in the L1 cache
+        for (at, grad) in (0..).step_by(EIGHT_BIT_BLOCK).zip(grad.chunks(EIGHT_BIT_BLOCK)) {
+            let range = at..at + grad.len();
+            let [p, m, v] = values.each_mut().map(|values| &mut values[..grad.len()]);
+            for (stored, values) in state.iter().zip([&mut *p, &mut *m, &mut *v]) {
+                stored.load(range.clone(), values);
+            }
+            update(self.s, self.grad_scale, grad, p, m, v);
+            let first = self.seed.first.wrapping_add((start + at) as u32);
+            let seed = Seed { first, ..self.seed };
+            for (stored, values) in state.iter_mut().zip([&*p, &*m, &*v]) {
+                stored.store(range.clone(), values, seed);
+            }
+            if let Some(copy) = &mut copy {
+                to_bf16_block(p, &mut copy[range]);
+            }
+        }
+    }
 }
 
 /// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count. On the CPU,

@@ -3,6 +3,10 @@
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{Device, Result, Shape, Tensor, WithDType};
+use rayon::prelude::*;
+
+/// Number of bytes that one task copies.
+const COPIED: usize = 1 << 18;
 
 /// Whether this build supports GPUs (feature `cuda`).
 pub const CUDA_BUILD: bool = cfg!(feature = "cuda");
@@ -101,6 +105,30 @@ pub fn upload<T: WithDType>(
         return super::cuda::upload(&values, shape, device);
     }
     Tensor::from_vec(values, shape.into(), device)
+}
+
+/// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of elements
+/// on any device. On a GPU the copy is asynchronous, and in order with the work on tensors.
+pub fn copy_from_host(from: &Tensor, to: &Tensor) -> Result<()> {
+    let (len, expected) = (from.elem_count(), to.elem_count());
+    if len != expected || from.dtype() != to.dtype() {
+        candle_core::bail!(
+            "copy_from_host: `from` has {len} elements of {:?}, expected {expected} of {:?}",
+            from.dtype(),
+            to.dtype()
+        );
+    }
+    #[cfg(feature = "cuda")]
+    if to.device().is_cuda() {
+        return super::with_bytes(from, |bytes| super::cuda::upload_bytes(bytes, to))?;
+    }
+    super::cpu::distinct("copy_from_host", "to", to, &[("from", from)])?;
+    super::with_bytes(from, |from| {
+        super::change_bytes(to, |to| {
+            let parts = to.par_chunks_mut(COPIED).zip(from.par_chunks(COPIED));
+            parts.for_each(|(to, from)| to.copy_from_slice(from));
+        })
+    })?
 }
 
 /// Returns the memory use of the GPU `device`, or `None` on the CPU or if the driver reports an

@@ -36,6 +36,7 @@ pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
 mod dropout;
+mod eight_bit;
 mod embedding;
 mod gelu;
 mod gpu;
@@ -43,17 +44,20 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod moments;
+mod muon;
+mod nf4;
 mod rms_norm;
 mod rope;
 mod rows;
+mod stored;
 mod swiglu;
 #[cfg(test)]
 mod testing;
 mod vision_rope;
 
 pub use adamw::{
-    AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clipped_update, fill_zero,
-    fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
+    AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clip_scale, clipped_update,
+    fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
@@ -68,12 +72,15 @@ pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
 pub use dropout::{DropoutMask, dropout, dropout_add};
+pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
-pub use gpu::{CUDA_BUILD, GpuMemory, count_gpus, exit_at_once, gpu_memory, open_gpu, upload};
+pub use gpu::{
+    CUDA_BUILD, GpuMemory, copy_from_host, count_gpus, exit_at_once, gpu_memory, open_gpu, upload,
+};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
@@ -82,6 +89,8 @@ pub use linear::{
 pub use linear_cross_entropy::{
     LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
 };
+pub use muon::{MuonUpdate, muon_step};
+pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_places, nf4_span};
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};

@@ -9,6 +9,8 @@ pub struct ParamGroup {
     pub lr_multiplier: f64,
     /// Whether weight decay applies: only to tensors with two or more dimensions.
     pub decay: bool,
+    /// Whether it is a matrix between hidden states, which `optim.kind: muon` updates.
+    pub hidden_matrix: bool,
 }
 
 /// The settings of all parameters, in their order.
@@ -104,6 +106,14 @@ pub struct Named<'a> {
     pub rank: usize,
 }
 
+impl Named<'_> {
+    /// Whether it is a matrix and neither a table of embeddings, nor a head, nor a part of an adapter.
+    fn is_hidden_matrix(&self) -> bool {
+        let others = ["embed", "lm_head", "lora_"];
+        self.rank == 2 && !others.iter().any(|part| self.name.contains(part))
+    }
+}
+
 impl ParamGroups {
     /// Applies `model.freeze` and `optim.lr_multipliers`.
     pub fn new<'a>(
@@ -130,6 +140,7 @@ impl ParamGroups {
             frozen,
             lr_multiplier: 1.0,
             decay: param.rank > 1,
+            hidden_matrix: param.is_hidden_matrix(),
         };
         let mut groups: Vec<ParamGroup> = params.iter().zip(frozen).map(group).collect();
         for (pattern, factor) in lr_multipliers {
@@ -223,6 +234,24 @@ mod tests {
         let groups = ParamGroups::new(&PARAMS, &freeze, []).unwrap();
         let frozen: Vec<bool> = groups.iter().map(|group| group.frozen).collect();
         assert_eq!(frozen, [true, false, true, false]);
+    }
+
+    #[test]
+    fn hidden_matrices_are_neither_tables_nor_heads_nor_adapters_nor_vectors() {
+        let named = |name, rank| Named { name, component: "llm", rank };
+        for (name, rank, expected) in [
+            ("model.language_model.layers.0.mlp.up_proj.weight", 2, true),
+            ("model.visual.blocks.0.attn.qkv.weight", 2, true),
+            ("model.visual.merger.linear_fc1.weight", 2, true),
+            ("model.visual.blocks.0.attn.qkv.bias", 1, false),
+            ("model.visual.patch_embed.proj.weight", 5, false),
+            ("model.visual.pos_embed.weight", 2, false),
+            ("model.language_model.embed_tokens.weight", 2, false),
+            ("lm_head.weight", 2, false),
+            ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", 2, false),
+        ] {
+            assert_eq!(named(name, rank).is_hidden_matrix(), expected, "{name}");
+        }
     }
 
     #[test]

@@ -1,21 +1,24 @@
-//! From gradients to weights: parameter groups, learning rate schedule, clipping, AdamW.
+//! From gradients to weights: parameter groups, learning rate schedule, clipping, optimizers.
 
-mod adamw;
 mod groups;
+mod optimizer;
 mod schedule;
+mod state;
 
-pub use adamw::{AdamW, GradNorm, Norms, OptimError, OwnedPart, ParamState, Update};
 pub use groups::{GroupError, Named, ParamGroup, ParamGroups, matches};
+pub use optimizer::{GradNorm, Norms, OptimError, Optimizer, Update};
 pub use schedule::{Schedule, ScheduleConfig, Span};
+pub use state::{OwnedPart, ParamState, StateKind, state_bytes_per_weight};
 
-use candle_core::DType;
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
-/// AdamW and its learning rates.
+/// The optimizer and its learning rates.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimConfig {
+    /// The optimizer; `adamw` by default.
+    pub kind: Kind,
     /// Learning rate at the end of warm-up; 1e-5 by default.
     pub lr: f64,
     /// Decay rates of the first and the second moment; 0.9 and 0.999 by default.
@@ -37,9 +40,38 @@ pub struct OptimConfig {
     pub min_lr: f64,
     /// Device and dtype of the moments; `f32` on the device of the weights by default.
     pub moments: Moments,
+    /// Whether `bf16` weights have master copies in `f32`; `f32` by default.
+    pub master: Master,
     /// Factors of the learning rate by component (`vision`, `merger`, `llm`) or by glob over
     /// parameter names. If several match, the last one applies.
     pub lr_multipliers: IndexMap<String, f64>,
+}
+
+/// The optimizer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kind {
+    /// `AdamW`.
+    #[default]
+    #[serde(rename = "adamw")]
+    Adamw,
+    /// `AdamW` with moments in 8 bits: 2.03 bytes per trained parameter.
+    #[serde(rename = "adamw_8bit")]
+    Adamw8bit,
+    /// `Muon` for the matrices between hidden states, `AdamW` for the other parameters.
+    #[serde(rename = "muon")]
+    Muon,
+}
+
+/// Master copies of `bf16` weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Master {
+    /// A copy in `f32`: 4 bytes per trained parameter. The weight is the rounded copy.
+    #[default]
+    F32,
+    /// No copy: the `bf16` weight is updated with stochastic rounding. With `precision: f32` there
+    /// are no copies anyway.
+    None,
 }
 
 /// Device and dtype of the moments.
@@ -57,16 +89,10 @@ pub enum Moments {
     Host,
 }
 
-impl Moments {
-    /// Dtype of the moments.
-    pub fn dtype(self) -> DType {
-        if self == Self::Bf16 { DType::BF16 } else { DType::F32 }
-    }
-}
-
 impl Default for OptimConfig {
     fn default() -> Self {
         Self {
+            kind: Kind::Adamw,
             lr: 1e-5,
             betas: [0.9, 0.999],
             eps: 1e-8,
@@ -77,6 +103,7 @@ impl Default for OptimConfig {
             decay_ratio: None,
             min_lr: 0.0,
             moments: Moments::F32,
+            master: Master::F32,
             lr_multipliers: IndexMap::new(),
         }
     }

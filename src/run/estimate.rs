@@ -4,20 +4,22 @@ use super::adapter::open_run_model;
 use super::error::RunError;
 use super::load_model::{LoadedModel, trainable};
 use super::load_shares::without_weights;
+use super::stored_weights::{storage_on_gpu, visitors, weight_storage};
 use crate::config::RunConfig;
 use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::models::{Model, RecomputePolicy};
 use crate::ops::LOGITS_BYTES;
-use crate::optim::Moments;
+use crate::optim::{Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
-use crate::train::{DeviceChoice, Weights, division};
+use crate::train::{DeviceChoice, VisitingMemory, Weights, division, visiting_memory};
 use candle_core::{DType, Device, Tensor};
 
 /// The shape of a model, without its weights.
 pub struct ModelShape {
     loaded: LoadedModel,
+    groups: ParamGroups,
     trainable: Vec<Trainable>,
 }
 
@@ -52,12 +54,12 @@ impl Estimate {
     }
 }
 
-/// The sizes of a model that decide the memory of its training. `dtypes` are those of the computation
-/// and of the moments.
+/// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes of
+/// the optimizer state of a trained weight.
 pub(crate) fn memory_model(
     model: &dyn Model,
     division: Division,
-    [compute, moments]: [DType; 2],
+    (compute, state): (DType, f64),
     recompute: RecomputePolicy,
     grads: &dyn GradSink,
 ) -> candle_core::Result<MemoryModel> {
@@ -66,7 +68,7 @@ pub(crate) fn memory_model(
     Ok(MemoryModel {
         division,
         element,
-        moment: moments.size_in_bytes() as f64,
+        state,
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
@@ -102,7 +104,7 @@ impl ModelShape {
         let (open, _) = open_run_model(config, None, &Device::Cpu)?;
         let groups = super::inputs::param_groups(config, &open)?;
         let trainable = trainable(&groups);
-        Ok(Self { loaded: without_weights(open, &Device::Cpu)?, trainable })
+        Ok(Self { loaded: without_weights(open, &Device::Cpu)?, groups, trainable })
     }
 
     /// Number of parameters, and of trained ones.
@@ -139,6 +141,7 @@ impl ModelShape {
         } else {
             division(&layout, (shard, exact), rounds, early)
         };
+        let held = self.stored(config).of(held);
         let whole = self.micro_batch(config, images, targets, rounds);
         let micro_batch = part(whole, sequence as f64);
         let memory = self.memory(config, held)?;
@@ -196,6 +199,17 @@ impl ModelShape {
         times * per_token * tokens / sequence * (sequence - 1.0) / sequence
     }
 
+    /// The memory of weights that are stored elsewhere.
+    fn stored(&self, config: &RunConfig) -> VisitingMemory {
+        let storage = match config.device {
+            DeviceChoice::Cpu => weight_storage(config, &Device::Cpu),
+            _ => storage_on_gpu(config),
+        };
+        let LoadedModel { model, open, .. } = &self.loaded;
+        let visit = visitors(open, &self.trainable, storage);
+        visiting_memory(&model.stages(), &visit, storage)
+    }
+
     /// A full micro-batch.
     fn micro_batch(
         &self,
@@ -222,9 +236,10 @@ impl ModelShape {
         if config.optim.moments == Moments::Host && config.device != DeviceChoice::Cpu {
             held.optimizer = 0.0; // not on the GPU
         }
-        let dtypes = [config.model.precision.dtype(), config.optim.moments.dtype()];
+        let state = state_bytes_per_weight(&config.optim, &self.loaded.params, &self.groups);
+        let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
-        memory_model(&*self.loaded.model, held, dtypes, config.model.recompute.policy(), &sink)
+        memory_model(&*self.loaded.model, held, bytes, config.model.recompute.policy(), &sink)
     }
 
     /// Operations of a micro-batch, with those that backward repeats.

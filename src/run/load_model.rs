@@ -4,7 +4,7 @@ use super::adapter::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::models::{Model, ModelConfig, ModelConfigError, read_config};
 use crate::nn::{Dropout, ParamSpec, WeightError, random_part};
-use crate::ops::AttentionBackend;
+use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
@@ -64,6 +64,12 @@ pub enum SetupError {
         /// Shape by `config.json`.
         expected: Vec<usize>,
     },
+    /// The weights are quantised, and there is no adapter.
+    #[error("model folder `{}`: the weights are stored in 4 bits, which cannot be trained", .folder.display())]
+    QuantizedBase {
+        /// The model folder.
+        folder: PathBuf,
+    },
     /// `model.freeze` or `optim.lr_multipliers` cannot be applied.
     #[error(transparent)]
     Groups(#[from] GroupError),
@@ -87,6 +93,10 @@ impl SetupError {
             }
             Self::Shape { .. } => {
                 "`config.json` and the weights belong to different models: copy both again"
+            }
+            Self::QuantizedBase { .. } => {
+                "train an adapter with `adapter: {quantize: nf4}`, or use the folder of the original \
+                 weights"
             }
             Self::MaskedOnGpu => "use `model.attention: auto`, or `device: cpu`",
             Self::Config { .. }
@@ -235,6 +245,21 @@ impl OpenModel {
                 let range = self.config.initializer_range();
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
+        }
+    }
+
+    /// Whether weights are stored in NF4.
+    pub(super) fn is_quantized(&self) -> bool {
+        matches!(&self.source, WeightSource::Files(files) if files.is_quantized())
+    }
+
+    /// The weight `index` in NF4, if it is stored so.
+    pub(super) fn stored_nf4(&self, index: usize) -> Result<Option<Nf4>, SetupError> {
+        match &self.source {
+            WeightSource::Files(files) => files
+                .nf4(&self.specs[index].name)
+                .map_err(|source| files_error(&self.folder, source)),
+            WeightSource::Seed(_) => Ok(None),
         }
     }
 

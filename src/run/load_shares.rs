@@ -35,11 +35,12 @@ pub(crate) fn whole_model(loaded: LoadedModel) -> RankModel {
     RankModel { loaded, place: None, weights: RankWeights::Whole, owned: None }
 }
 
-/// Loads the model. `collective` connects the ranks.
+/// Loads the model, except for the weights of `visit`, which every rank stores elsewhere. `collective`
+/// connects the ranks.
 pub(super) fn load_shares(
     open: OpenModel,
     groups: &ParamGroups,
-    shard: Shard,
+    (shard, visit): (Shard, &[bool]),
     ranks: &Ranks,
     collective: Arc<dyn Collective>,
     device: &Device,
@@ -49,6 +50,7 @@ pub(super) fn load_shares(
     let loaded = without_weights(open, device)?;
     let (model, params) = (&loaded.model, &loaded.params);
     let layout = Layout::new(&model.stages(), params, &trainable(groups), num_shares);
+    let layout = layout.without(visit);
     let (weights, owned) = if shard == Shard::Full {
         let tensors = SlotTensors::new(&layout, params, dtype, device)?;
         let mut owned = Vec::new();

@@ -21,6 +21,7 @@ mod ranks;
 mod resume;
 mod runner;
 mod sequence;
+mod stored_weights;
 
 pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
@@ -40,3 +41,4 @@ pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;
 pub(crate) use runner::step_runner;
 pub(crate) use sequence::check_world;
+pub(crate) use stored_weights::weight_storage;

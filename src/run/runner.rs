@@ -3,9 +3,10 @@
 use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel, trainable};
 use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
+use super::stored_weights::{install, load_stored, visitors, weight_storage};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
-use crate::optim::{AdamW, ParamGroups};
+use crate::optim::{Optimizer, ParamGroups};
 use crate::tape::{Gradients, Param};
 use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
 use candle_core::{DType, Device};
@@ -19,12 +20,18 @@ pub(super) fn rank_model(
     ranks: &Ranks,
     device: &Device,
 ) -> Result<RankModel, RunError> {
-    match ranks.collective() {
-        None => Ok(whole_model(open.load(device)?)),
-        Some(collective) => {
-            load_shares(open, groups, config.distributed.shard, ranks, collective, device)
-        }
+    if open.is_quantized() && open.adapter.is_none() {
+        return Err(super::SetupError::QuantizedBase { folder: open.folder().to_owned() }.into());
     }
+    let storage = weight_storage(config, device);
+    let visit = visitors(&open, &trainable(groups), storage);
+    let shard = config.distributed.shard;
+    let Some(collective) = ranks.collective() else {
+        return Ok(whole_model(load_stored(open, &visit, storage, device)?));
+    };
+    let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
+    install(&model.loaded, &visit, storage, device)?;
+    Ok(model)
 }
 
 /// Model, gradients and optimizer, with the optimizer state of `found`.
@@ -48,15 +55,13 @@ pub(crate) fn step_runner(
     };
     let max_norm = config.train.max_grad_norm;
     let mut optimizer =
-        AdamW::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
+        Optimizer::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
     for state in optimizer.states_mut() {
-        let elements = state.elements.clone();
-        for (kind, moment) in
-            [("exp_avg", &mut state.exp_avg), ("exp_avg_sq", &mut state.exp_avg_sq)]
-        {
-            let (dtype, device) = (moment.dtype(), moment.device().clone());
-            if let Some(saved) = load(kind, &state.param, elements.clone(), dtype, &device)? {
-                *moment = saved;
+        let (param, elements) = (state.param.clone(), state.elements.clone());
+        for (kind, tensor) in state.tensors_to_restore() {
+            let (elements, device) = (kind.elements(&elements), tensor.device().clone());
+            if let Some(saved) = load(kind.name, &param, elements, kind.dtype, &device)? {
+                *tensor = saved;
             }
         }
     }

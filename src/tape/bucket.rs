@@ -159,6 +159,17 @@ impl Layout {
         Self { stages: stages.collect(), stage_of, shapes, num_shares }
     }
 
+    /// The same layout, except that the frozen parameters in `elsewhere` are in no bucket.
+    #[must_use]
+    pub fn without(mut self, elsewhere: &[bool]) -> Self {
+        for stage in &mut self.stages {
+            let kept = stage.frozen.places().filter(|(param, _)| !elsewhere[*param]);
+            let kept = kept.map(|(param, place)| (param, place.len()));
+            stage.frozen = Bucket::new(kept.collect::<Vec<_>>(), self.num_shares);
+        }
+        self
+    }
+
     /// The buckets of all stages, in the order of backward.
     pub fn stages(&self) -> &[StageBuckets] {
         &self.stages
@@ -220,6 +231,21 @@ mod tests {
                 assert_eq!(end, len, "parameter {param}, {shares} shares");
             }
         }
+    }
+
+    #[test]
+    fn a_frozen_parameter_that_is_elsewhere_has_no_place() {
+        let param = |index| {
+            let zeros = Tensor::zeros((10, index + 1), candle_core::DType::F32, &Device::Cpu);
+            Param::new(format!("p{index}"), index, zeros.unwrap())
+        };
+        let params = [0, 1, 2].map(param);
+        let kinds = [Trainable::Yes, Trainable::Frozen, Trainable::Frozen];
+        let layout = Layout::new(&[params.iter().collect()], &params, &kinds, 2);
+        let layout = layout.without(&[false, true, false]);
+        let stage = &layout.stages()[0];
+        let of = |bucket: &Bucket| bucket.places().collect::<Vec<_>>();
+        assert_eq!((of(&stage.trained), of(&stage.frozen)), (vec![(0, 0..10)], vec![(2, 0..30)]));
     }
 
     #[test]

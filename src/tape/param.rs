@@ -6,9 +6,15 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 /// Brings the weights of a stage into memory when they are read.
 pub trait Residency: Send + Sync {
-    /// Makes the weights of `stage` present. An error is reported at the end of the pass over the
-    /// model, whose results are then invalid.
-    fn enter(&self, stage: usize);
+    /// Makes the weights of `stage` present. After an error the read returns a tensor that no op
+    /// accepts. An implementation may also report errors at the end of a pass over the model, whose
+    /// results are then invalid.
+    fn enter(&self, stage: usize) -> Result<()>;
+
+    /// The weight of `param` as a checkpoint has it, if it is not read by [`Param::tensor`].
+    fn stored(&self, _param: &Param) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 }
 
 /// A handle to a tensor of the model under its published name.
@@ -51,6 +57,11 @@ impl Param {
         }
     }
 
+    /// Whether the tensor always has the weight, without a [`Residency`].
+    pub fn is_resident(&self) -> bool {
+        self.home.get().is_none()
+    }
+
     /// Name in the checkpoint.
     pub fn name(&self) -> &str {
         &self.name
@@ -63,10 +74,24 @@ impl Param {
 
     /// The weight in the compute dtype, in its published shape. The result shares the storage.
     pub fn tensor(&self) -> Tensor {
-        if let Some(home) = self.home.get() {
-            home.residency.enter(home.stage);
+        let tensor = || self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(home) = self.home.get() else { return tensor() };
+        match home.residency.enter(home.stage) {
+            Ok(()) => tensor(),
+            Err(error) => {
+                tracing::error!(weight = self.name(), %error, "cannot read a weight");
+                let tensor = tensor();
+                // of another shape, or not contiguous
+                tensor.t().unwrap_or(tensor)
+            }
         }
-        self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The weight for a checkpoint: as [`Self::tensor`], but read from where it is kept. All others
+    /// of its stage stay as they are.
+    pub fn stored(&self) -> Result<Tensor> {
+        let stored = self.home.get().map(|home| home.residency.stored(self)).transpose()?;
+        Ok(stored.flatten().unwrap_or_else(|| self.tensor()))
     }
 
     /// Shape of the weight.

@@ -28,6 +28,8 @@ pub struct AdapterConfig {
     pub init: AdapterInit,
     /// Globs over parameter names of the model whose modules are trained as well; none by default.
     pub train_also: Vec<String>,
+    /// How the linear layers of the model are stored; `none` by default.
+    pub quantize: Quantize,
     /// Folder of an adapter in PEFT's layout whose values training starts from.
     pub start_from: Option<PathBuf>,
 }
@@ -44,6 +46,7 @@ impl Default for AdapterConfig {
             rslora: false,
             init: AdapterInit::Default,
             train_also: Vec::new(),
+            quantize: Quantize::None,
             start_from: None,
         }
     }
@@ -66,6 +69,17 @@ pub enum AdapterKind {
     Lora,
     /// As `lora`, with a trained length of each row of the sum of both matrices (Liu et al. 2024).
     Dora,
+}
+
+/// How the frozen linear layers of a model are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantize {
+    /// In the compute dtype.
+    #[default]
+    None,
+    /// In 4 bits, as in bitsandbytes (Dettmers et al. 2023).
+    Nf4,
 }
 
 /// Initial values of an adapter.

@@ -34,6 +34,9 @@ pub struct ModelSection {
     /// Activations that the backward pass recomputes instead of storing; none by default.
     #[serde(default)]
     pub recompute: RecomputeChoice,
+    /// Weights that are kept in host memory and copied to a GPU when they are used; none by default.
+    #[serde(default)]
+    pub offload: Offload,
 }
 
 fn yes() -> bool {
@@ -135,6 +138,17 @@ impl RecomputeChoice {
         };
         RecomputePolicy { vision, llm }
     }
+}
+
+/// Weights that are kept in host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Offload {
+    /// None.
+    #[default]
+    None,
+    /// The frozen matrices of decoder layers, of blocks of the vision encoder and of mergers.
+    Frozen,
 }
 
 /// Size of a step, number of steps, and gradient clipping.

@@ -30,6 +30,7 @@ pub fn division(
             Shard::Full => slot_elements(layout).iter().sum::<usize>() as f64,
             _ => 0.0,
         },
+        stored_bytes: 0.0,
         gradients: gradients + kept_sums(rounds, exact, shard) as f64 * own_trained,
         optimizer: if shard >= Shard::Optimizer { own_trained } else { trained_elements(layout) },
     }

@@ -21,10 +21,10 @@ mod step_report;
 mod trainer;
 mod weights;
 
-pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Targets};
+pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
 pub use config::{
-    AttentionChoice, EvalConfig, LogConfig, ModelSection, Precision, RecomputeChoice, TrainConfig,
-    Weights,
+    AttentionChoice, EvalConfig, LogConfig, ModelSection, Offload, Precision, RecomputeChoice,
+    TrainConfig, Weights,
 };
 pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
@@ -44,4 +44,7 @@ pub use step::{
     StepRunner,
 };
 pub use trainer::{Observer, Outcome, Trainer, TrainerParts};
-pub use weights::{RankWeights, SlotTensors, WeightSlots};
+pub use weights::{
+    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightSlots,
+    WeightStorage, visiting_memory,
+};

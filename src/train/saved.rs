@@ -3,13 +3,9 @@
 use super::step::StepRunner;
 use super::weights::RankWeights;
 use crate::checkpoint::SavedTensor;
-use crate::optim::ParamState;
 use crate::tape::Param;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use std::ops::Range;
-
-/// A tensor of a state.
-type OfState = fn(&ParamState) -> Option<&Tensor>;
 
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
@@ -21,7 +17,7 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         Some(match &runner.weights {
             RankWeights::Slots(slots) => divided(slots.held(param), runner)
                 .map(|held| SavedTensor::parts(name, param.shape().dims(), param.dtype(), held)),
-            _ => Ok(SavedTensor::whole(name, param.tensor())),
+            _ => param.stored().map(|weight| SavedTensor::whole(name, weight)),
         })
     };
     runner.params.iter().zip(&runner.saved_names).filter_map(saved).collect()
@@ -29,30 +25,24 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
 
 /// The state of the optimizer: `exp_avg.<parameter>` and so on.
 pub(super) fn saved_optimizer(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
-    let optimizer = &runner.optimizer;
-    let moments = optimizer.moments_dtype();
-    let kinds: [(&str, DType, OfState); 3] = [
-        ("exp_avg", moments, |state| Some(&state.exp_avg)),
-        ("exp_avg_sq", moments, |state| Some(&state.exp_avg_sq)),
-        ("master", DType::F32, |state| state.master.as_ref()),
-    ];
     let mut saved = Vec::new();
-    for param in optimizer.trained() {
-        let states =
-            || optimizer.states().iter().filter(|state| state.param.index() == param.index());
-        for (kind, dtype, tensor) in kinds {
-            if kind == "master" && param.dtype() == DType::F32 {
-                continue;
-            }
-            let name = format!("{kind}.{}", param.name());
-            let held =
-                states().filter_map(|state| Some((state.elements.clone(), tensor(state)?.clone())));
-            let shape = param.shape();
+    for (param, kinds) in runner.optimizer.kinds() {
+        let states = || {
+            let states = runner.optimizer.states().iter();
+            states.filter(|state| state.param.index() == param.index())
+        };
+        for kind in kinds {
+            let name = format!("{}.{}", kind.name, param.name());
+            let held = states().filter_map(|state| {
+                Some((kind.elements(&state.elements), state.tensor(kind.name)?.clone()))
+            });
+            let shape = kind.shape(&param.shape());
             saved.push(if matches!(runner.weights, RankWeights::Whole) {
                 let whole = held.map(|(_, values)| values.reshape(&shape));
                 SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0))
             } else {
-                SavedTensor::parts(name, shape.dims(), dtype, divided(held.collect(), runner)?)
+                let held = divided(held.collect(), runner)?;
+                SavedTensor::parts(name, shape.dims(), kind.dtype, held)
             });
         }
     }

@@ -9,7 +9,7 @@ use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::nn::{Dropout, DropoutPlace};
-use crate::optim::{AdamW, OptimError, Update};
+use crate::optim::{OptimError, Optimizer, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -85,8 +85,8 @@ pub struct StepRunner {
     pub saved_names: Vec<Option<String>>,
     /// Dropout of the adapter, if there is one.
     pub dropout: Option<Arc<Dropout>>,
-    /// Moments and update.
-    pub optimizer: AdamW,
+    /// State and update.
+    pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
     /// How the weights are divided among the ranks.

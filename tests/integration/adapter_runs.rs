@@ -48,7 +48,8 @@ fn ranks_shares_and_recomputation_change_no_bit_of_an_adapter_with_dropout() {
         }
         let plain = format!("{kind}-plain");
         train(&config(&place, &plain, &[adapter, "adapter.dropout=0"]), 1, None);
-        assert_ne!(losses(&place, &plain)[0], losses(&place, kind)[0], "dropout has an effect");
+        // in the first step, `B` is zero
+        assert_ne!(losses(&place, &plain)[1], losses(&place, kind)[1], "dropout has an effect");
     }
 }
 
@@ -105,7 +106,7 @@ fn checkpoints_contain_the_adapter_and_what_is_trained_besides_it_only() {
         .filter(|name| !name.contains(".lora_A.") && !name.contains(".lora_B."))
         .map(|name| name.as_str())
         .collect();
-    assert_eq!(others, ["__metadata__", &format!("{also}.bias"), &format!("{also}.weight")]);
+    assert_eq!(others, ["__metadata__", &format!("{also}.weight"), &format!("{also}.bias")]);
     let config: Value =
         serde_json::from_slice(&place.read("run/final/adapter_config.json")).unwrap();
     assert_eq!(config["modules_to_save"], serde_json::json!(["model.visual.merger.norm"]));
@@ -130,7 +131,7 @@ fn a_merged_model_computes_what_model_and_adapter_compute() {
         let arguments = ["export", "--adapter", &adapter, "--merge", "--out", &merged];
         let report = place.trainer(&arguments).ends_with(0).stdout;
         let report: Value = serde_json::from_str(&report).unwrap();
-        assert_eq!(report["merged"], 52, "{report}");
+        assert_eq!(report["merged"], 26, "{report}");
         assert_eq!(report["replaced"], if name == "lora" { 2 } else { 0 }, "{report}");
         let with_adapter = eval(&place, &["--adapter", &adapter]);
         let inside = eval(&place, &["--checkpoint", &merged]);

@@ -14,7 +14,7 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
     ("metrics", &[]),
     // The only module that opens network connections, except for those between ranks.
     ("net", &[]),
-    ("checkpoint", &[]),
+    ("checkpoint", &["ops"]),
     ("tape", &[]),
     ("optim", &["ops", "tape"]),
     // Ranks know tensors, but no models and no steps.

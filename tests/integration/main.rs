@@ -30,6 +30,7 @@ mod limits;
 mod memory;
 mod output_dir;
 mod parity;
+mod qlora;
 mod ranks;
 mod resume;
 mod rows;

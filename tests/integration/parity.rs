@@ -15,12 +15,12 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
 };
-use trainer::optim::{AdamW, OptimConfig};
+use trainer::optim::{Kind, OptimConfig, Optimizer};
 use trainer::run::{OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
-    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Precision, RankWeights,
-    Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
+    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Offload, Precision,
+    RankWeights, Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -89,6 +89,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         precision,
         freeze: vec![],
         recompute: variant.recompute,
+        offload: Offload::None,
     }
 }
 
@@ -114,8 +115,8 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
     runner_of(&serde_json::json!({ "model": model }), variant, precision)
 }
 
-/// The model of a curve, with its adapter, and the settings of the reference: AdamW, constant
-/// learning rate 1e-3, clipping at 1, no weight decay.
+/// The model of a curve, with its adapter, and the settings of the reference: the optimizer of the
+/// curve, constant learning rate 1e-3, clipping at 1, no weight decay.
 pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -> StepRunner {
     let device = device();
     let section = section(curve["model"].as_str().unwrap(), variant, precision);
@@ -125,11 +126,14 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         open = open.with_adapter(|specs| OpenAdapter::new(adapter, specs, 0)).unwrap();
     }
     let loaded = open.load(&device).unwrap();
-    let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
+    let kind = curve["args"]
+        .get("optimizer")
+        .map_or(Kind::Adamw, |kind| serde_json::from_value(kind.clone()).unwrap());
+    let optim = OptimConfig { lr: 1e-3, kind, ..OptimConfig::default() };
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
     let optimizer =
-        AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
+        Optimizer::new(&optim, 1.0, &loaded.params, &groups, None, master, &device).unwrap();
     let trainable = trainable(&groups);
     let zeros = |_| Gradients::zeros(&loaded.params, &trainable, &device).unwrap();
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
@@ -219,6 +223,20 @@ pub(crate) fn assert_all_variants_follow(golden: &Value) {
             let off = (a.loss - b.loss).abs();
             assert!(off <= 1e-5, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
         }
+    }
+}
+
+/// Curves of `optimizers.json`. In 8 bits, a value next to the middle of two codes may have either.
+#[test]
+fn other_optimizers_follow_the_reference() {
+    let golden = golden_json("optimizers.json");
+    for (name, bound) in [("muon", 1e-5), ("adamw_8bit", 2e-3)] {
+        let loss = numbers(&golden[name]["loss"]);
+        let found = curve_of(&golden[name], PLAIN, Precision::F32, loss.len() as u64);
+        let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());
+        let off: Vec<f64> = off.collect();
+        println!("{name}: {off:?}");
+        assert!(off.iter().all(|off| *off <= bound), "{name}: {off:?}");
     }
 }
 

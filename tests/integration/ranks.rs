@@ -143,6 +143,8 @@ fn every_number_of_ranks_trains_the_same_weights() {
         vec!["optim.moments=bf16"],
         vec!["model.precision=bf16"],
         vec!["model.precision=bf16", "optim.moments=bf16"],
+        vec!["model.precision=bf16", "optim.master=none", "optim.kind=adamw_8bit"],
+        vec!["optim.kind=muon"],
         vec!["data.packing=false", "train.batch_size=2"],
         vec!["data.balance=cost"],
         vec!["model.freeze=[vision]", "train.epochs=null", "train.max_steps=5"],
@@ -194,6 +196,7 @@ fn every_division_of_the_state_trains_the_same_weights() {
     for (index, settings) in [
         vec![],
         vec!["model.precision=bf16", "optim.moments=bf16"],
+        vec!["model.precision=bf16", "optim.master=none", "optim.kind=adamw_8bit"],
         vec!["model.freeze=[vision]", "model.recompute=full"],
         // one part of the vision encoder is trained, and the parts around it are frozen
         vec!["model.freeze=[vision, llm, '*deepstack*']", "train.epochs=1"],
@@ -227,17 +230,26 @@ fn every_division_of_the_state_trains_the_same_weights() {
 #[test]
 fn a_checkpoint_of_any_division_resumes_with_any_other() {
     let place = place();
-    train(&config(&place, "whole", &[]), 1, None);
+    let lean = ["model.precision=bf16", "optim.master=none", "optim.kind=adamw_8bit"];
+    for (whole, settings) in [("whole", &[][..]), ("lean", &lean)] {
+        train(&config(&place, whole, settings), 1, None);
+    }
     let all = ["none", "optimizer", "gradients", "full"];
     for (first, from) in all.into_iter().enumerate() {
         for (then, to) in all.into_iter().enumerate().filter(|(then, _)| *then != first) {
             let name = format!("from-{from}-to-{to}");
-            let settings = [from, to].map(|shard| format!("distributed.shard={shard}"));
-            // each division occurs with different numbers of ranks
+            let shards = [from, to].map(|shard| format!("distributed.shard={shard}"));
+            // each division occurs with different numbers of ranks, and with a lean optimizer
             let (before, after) = if (first + then) % 2 == 0 { (2, 4) } else { (4, 2) };
-            train(&config(&place, &name, &[&settings[0]]), before, Some(2));
-            train(&config(&place, &name, &[&settings[1]]), after, None);
-            assert_same(&place, &name, "whole");
+            let (whole, settings) = match then % 2 {
+                0 => ("whole", &[][..]),
+                _ => ("lean", &lean[..]),
+            };
+            let [before_that, after_that] =
+                shards.each_ref().map(|shard| [settings, &[shard.as_str()]].concat());
+            train(&config(&place, &name, &before_that), before, Some(2));
+            train(&config(&place, &name, &after_that), after, None);
+            assert_same(&place, &name, whole);
         }
     }
 }

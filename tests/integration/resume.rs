@@ -181,6 +181,19 @@ fn bf16_with_master_weights_continues_equal_to_the_bit() {
 }
 
 #[test]
+fn lean_optimizers_continue_equal_to_the_bit() {
+    for optim in ["master: none", "master: none, kind: adamw_8bit", "kind: muon"] {
+        let place = place();
+        let config = String::from_utf8(place.read("config.yaml")).unwrap();
+        let config = config.replace("path: model}", "path: model, precision: bf16}");
+        let lean = format!("optim: {{{optim}, ");
+        place.write("config.yaml", &config.replace("optim: {", &lean));
+        place.trainer(&sft(&[])).ends_with(0);
+        assert_equal_from(&place, [1, 12, 19].into_iter());
+    }
+}
+
+#[test]
 fn a_run_with_frozen_parts_continues_equal_to_the_bit() {
     let place = place();
     let config = String::from_utf8(place.read("config.yaml")).unwrap();

@@ -14,12 +14,12 @@ use trainer::data::{
     Encoder, ImageConfig, Length, RowFile, RowRules, SampleError, VideoConfig, collate,
     video::VideoMarks,
 };
-use trainer::optim::{AdamW, OptimConfig};
+use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, GradientSums, ModelSection, Precision, RankWeights, Ranks, RecomputeChoice,
-    StepRunner, Weights,
+    AttentionChoice, GradientSums, ModelSection, Offload, Precision, RankWeights, Ranks,
+    RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -111,6 +111,7 @@ fn loaded() -> LoadedModel {
         precision: Precision::F32,
         freeze: vec![],
         recompute: RecomputeChoice::None,
+        offload: Offload::None,
     };
     load_model(&section, 0, &device()).unwrap()
 }
@@ -162,7 +163,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             loaded.open.master(param, part, device)
         };
         let optimizer =
-            AdamW::new(&optim, 1.0, &loaded.params, &groups, None, master, &device()).unwrap();
+            Optimizer::new(&optim, 1.0, &loaded.params, &groups, None, master, &device()).unwrap();
         let trainable = vec![Trainable::Yes; loaded.params.len()];
         let runner = StepRunner {
             gradients: GradientSums::Alone(vec![

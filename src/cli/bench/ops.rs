@@ -7,12 +7,12 @@ use super::table::Table;
 use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Qkv, RecomputeInput, RopeTable,
-    Segments, adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward,
+    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Nf4, Qkv, RecomputeInput,
+    RopeTable, Segments, adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward,
     gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
-    linear_backward_weight, linear_cross_entropy_backward, qk_norm_rope, qk_norm_rope_backward,
-    rms_norm, rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward,
-    vision_rope_split,
+    linear_backward_weight, linear_cross_entropy_backward, nf4_bytes, qk_norm_rope,
+    qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
+    vision_rope_merge_backward, vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -137,7 +137,19 @@ impl Bench {
         if let Some(memory) = head_memory {
             Head::new(self)?.time(memory, &mut time)?;
         }
+        self.dequantization(&mut time)?;
         self.optimizer(&mut time)
+    }
+
+    fn dequantization(&self, time: &mut Time<'_>) -> anyhow::Result<()> {
+        let n = self.sizes.dequantized;
+        let x = random(&[n], DType::F32, &Device::Cpu)?;
+        let matrix = Nf4::quantize(&[n], |range| x.narrow(0, range.start, range.len()))?;
+        let matrix = matrix.to_device(&self.clock.device)?;
+        let y = Tensor::zeros(n, self.dtype, &self.clock.device)?;
+        let bytes = nf4_bytes(n) as f64 + self.bytes(&[n]);
+        let name = format!("nf4 dequantize {:.1}M", n as f64 / 1e6);
+        time(case(&name, Work::Bytes(bytes), || matrix.dequantize_into(&y)))
     }
 
     fn linears(&self, time: &mut Time<'_>) -> anyhow::Result<()> {
@@ -304,6 +316,7 @@ impl Bench {
             master: master.as_ref(),
             exp_avg: &exp_avg,
             exp_avg_sq: &exp_avg_sq,
+            absmax: None,
             grad: &grad,
         };
         let hyper = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };

@@ -48,6 +48,8 @@ pub(super) struct Sizes {
     pub(super) attention: &'static [AttentionSizes],
     /// Supervised rows `S`, hidden size `D`, vocabulary `V`.
     pub(super) head: [usize; 3],
+    /// Number of elements of a matrix in NF4.
+    pub(super) dequantized: usize,
     /// Number of parameters.
     pub(super) optimizer: usize,
 }
@@ -69,6 +71,7 @@ const CPU: Sizes = Sizes {
         (4, 512, 16, 16, 64, Masking::Full),
     ],
     head: [1024, 512, 151_936],
+    dequantized: 64 << 20,
     optimizer: 16 << 20,
 };
 
@@ -104,6 +107,7 @@ const GPU: Sizes = Sizes {
         (128, 256, 16, 16, 72, Masking::Full),
     ],
     head: [16384, 2560, 151_936],
+    dequantized: 512 << 20,
     optimizer: 512 << 20,
 };
 
@@ -125,5 +129,6 @@ const TINY: Sizes = Sizes {
         (2, 33, 2, 2, 72, Masking::Full),
     ],
     head: [40, 24, 600],
+    dequantized: 5000,
     optimizer: 5000,
 };

@@ -9,10 +9,12 @@ use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
 };
 use crate::ops::gpu_memory;
+use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    load_with_adapter, loader_options, memory_model, order, step_runner, whole_model,
+    load_with_adapter, loader_options, memory_model, order, step_runner, weight_storage,
+    whole_model,
 };
-use crate::train::{PreparedStep, StepRunner};
+use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,8 +48,13 @@ fn micro_batch_sizes(batch: &VarlenBatch, step_patches: f64, samples: usize) -> 
     }
 }
 
-/// The memory of a single process.
-fn memory_of(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
+/// The memory of a single process whose frozen weights are kept as `storage` says. `state` is the
+/// number of bytes of the optimizer state of a weight.
+fn memory_of(
+    runner: &StepRunner,
+    state: f64,
+    storage: WeightStorage,
+) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
         let count = param.shape().elem_count();
@@ -56,9 +63,11 @@ fn memory_of(runner: &StepRunner) -> anyhow::Result<MemoryModel> {
     }
     let buffers = runner.gradients.num_buffers() as f64;
     let division = Division::alone(parameters as f64, trained as f64, buffers);
-    let dtypes = [runner.dtype, runner.optimizer.moments_dtype()];
+    let visit: Vec<bool> = runner.params.iter().map(|param| !param.is_resident()).collect();
+    let division = visiting_memory(&runner.model.stages(), &visit, storage).of(division);
+    let bytes = (runner.dtype, state);
     let model = &*runner.model;
-    Ok(memory_model(model, division, dtypes, runner.recompute, runner.grads())?)
+    Ok(memory_model(model, division, bytes, runner.recompute, runner.grads())?)
 }
 
 /// A step whose upload has started, and its sizes.
@@ -115,10 +124,11 @@ impl Bench {
         options.epochs = None;
         let loaded = load_with_adapter(config, device)?;
         let groups = loaded.open.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
+        let state = state_bytes_per_weight(&config.optim, &loaded.params, &groups);
         let runner = step_runner(config, whole_model(loaded), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
-        let memory = memory_of(&runner)?;
+        let memory = memory_of(&runner, state, weight_storage(config, device))?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }

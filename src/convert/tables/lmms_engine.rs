@@ -89,7 +89,7 @@ pub(super) const ROWS: &[Row] = &[
     row("dataset_config.video_backend", "", Drop("FFmpeg reads videos")),
     // the run
     row("trainer_args.max_train_steps", "", Refuse("use `max_steps`")),
-    row("trainer_args.use_muon", "", Refuse("the optimizer here is AdamW")),
+    row("trainer_args.use_muon", "", Refuse("set `optim.kind: muon`")),
     row("trainer_args.fsdp2", "", Drop(DEVICES)),
     row("trainer_args.reduce_dtype", "", Drop("gradients are summed in f32")),
     row(

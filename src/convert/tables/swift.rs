@@ -194,7 +194,7 @@ pub(super) const ROWS: &[Row] = &[
     row("lr_scheduler_type", "cosine", Is(Role::Schedule)),
     row("weight_decay", "0.1", Copy(Number)),
     row("adam_beta2", "0.95", Is(Role::Beta2)),
-    row("optimizer", "", Refuse("the optimizer here is AdamW")),
+    row("optimizer", "", Refuse("set `optim.kind` to `adamw`, `adamw_8bit` or `muon`")),
     row("max_epochs", "", Refuse("use `num_train_epochs`")),
     row("logging_steps", "5", Is(Role::LogSteps)),
     row("eval_strategy", "", Is(Role::EvalStrategy)),

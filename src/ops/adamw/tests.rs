@@ -31,6 +31,7 @@ fn five_steps_match_the_equations_in_f64() {
                 master: None,
                 exp_avg: &exp_avg,
                 exp_avg_sq: &exp_avg_sq,
+                absmax: None,
                 grad: &grad,
             };
             adamw_step(&HYPER, &tensors, lr, 0.1, step, 0.5).unwrap();
@@ -57,6 +58,7 @@ fn a_bf16_weight_follows_its_master() {
             master: Some(&master),
             exp_avg: &state[0],
             exp_avg_sq: &state[1],
+            absmax: None,
             grad: &grad,
         };
         adamw_step(&HYPER, &tensors, 1e-4, 0.01, step, 1.0).unwrap();
@@ -65,6 +67,7 @@ fn a_bf16_weight_follows_its_master() {
             master: None,
             exp_avg: &state[2],
             exp_avg_sq: &state[3],
+            absmax: None,
             grad: &grad,
         };
         adamw_step(&HYPER, &tensors, 1e-4, 0.01, step, 1.0).unwrap();
@@ -103,7 +106,8 @@ impl State {
 
     fn update(&self, i: usize) -> AdamWUpdate<'_> {
         let [weight, exp_avg, exp_avg_sq, grad] = &self.tensors;
-        let tensors = AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, grad };
+        let tensors =
+            AdamWTensors { weight, master: None, exp_avg, exp_avg_sq, absmax: None, grad };
         AdamWUpdate {
             tensors,
             index: i,
@@ -179,16 +183,35 @@ fn many_tensors_become_zero_and_their_neighbours_stay() {
 fn state_of_the_wrong_kind_is_refused() {
     let (x, y, z) = (random(1, &[3]), zeros(&[3]), zeros(&[3]));
     let grad = random(2, &[3]);
-    let tensors =
-        AdamWTensors { weight: &x, master: None, exp_avg: &y, exp_avg_sq: &z, grad: &grad };
+    let tensors = AdamWTensors {
+        weight: &x,
+        master: None,
+        exp_avg: &y,
+        exp_avg_sq: &z,
+        absmax: None,
+        grad: &grad,
+    };
     assert!(message(adamw_step(&HYPER, &tensors, 0.1, 0.0, 0, 1.0)).contains("count from 1"));
     let twice = AdamWTensors { exp_avg_sq: &y, ..tensors };
     let said = message(adamw_step(&HYPER, &twice, 0.1, 0.0, 1, 1.0));
     assert!(said.contains("`exp_avg` is written in place"), "{said}");
-    let weight = x.to_dtype(DType::BF16).unwrap();
-    let bare = AdamWTensors { weight: &weight, ..tensors };
+    let master = zeros(&[3]);
+    let two = AdamWTensors { master: Some(&master), ..tensors };
+    let said = message(adamw_step(&HYPER, &two, 0.1, 0.0, 1, 1.0));
+    assert!(said.contains("`weight` is F32 and has a `master`"), "{said}");
+    let codes = zeros(&[3]).to_dtype(DType::U8).unwrap();
+    let bare = AdamWTensors { exp_avg: &codes, ..tensors };
     let said = message(adamw_step(&HYPER, &bare, 0.1, 0.0, 1, 1.0));
-    assert!(said.contains("`master` is absent"), "{said}");
+    assert!(said.contains("`exp_avg` is U8"), "{said}");
+    let [scale, many] = [zeros(&[1]), zeros(&[2])];
+    let odd = AdamWTensors {
+        exp_avg: &codes,
+        exp_avg_sq: &codes.copy().unwrap(),
+        absmax: Some([&scale, &many]),
+        ..tensors
+    };
+    let said = message(adamw_step(&HYPER, &odd, 0.1, 0.0, 1, 1.0));
+    assert!(said.contains("`absmax` is [2], expected [1]"), "{said}");
 }
 
 #[test]

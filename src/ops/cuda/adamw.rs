@@ -1,9 +1,10 @@
-//! Launches of `adamw.cu`: lists of tensors travel as arguments of the kernels.
+//! Launches of `adamw.cu` and `adamw_8bit.cu`: lists of tensors travel as arguments of the kernels.
 
 use super::launch::{Launch, address, empty};
 use crate::ops::adamw::{AdamWTensors, AdamWUpdate, SQUARES_BLOCK, Scalars};
+use crate::ops::eight_bit::{SIGNED, UNSIGNED};
 use crate::ops::moments::tensor_seed;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 /// Elements of a block, as in `adamw.cu`.
 const CHUNK: usize = 1 << 16;
@@ -11,6 +12,8 @@ const THREADS: u32 = 256;
 /// Tensors of one launch, as in `adamw.cu`.
 const MOST_TENSORS: usize = 160;
 const MOST_UPDATES: usize = 56;
+/// As in `adamw_8bit.cu`.
+const MOST_8BIT_UPDATES: usize = 20;
 
 fn num_chunks(t: &Tensor) -> usize {
     t.elem_count().div_ceil(CHUNK)
@@ -178,49 +181,73 @@ struct Part<'a> {
     first: usize,
 }
 
-/// Parts with one dtype of moments.
+/// Updates of parts with any dtypes of moments.
 fn update(parts: &[Part<'_>], grad_scale: &Tensor) -> Result<()> {
-    let op = "adamw_step";
-    let dtype_of = |part: &Part<'_>| part.tensors.exp_avg.dtype();
-    let dtype = dtype_of(&parts[0]);
-    if let Some(other) = parts.iter().map(dtype_of).find(|other| *other != dtype) {
-        bail!("{op}: moments are {dtype:?} and {other:?}, expected one dtype");
-    }
-    for parts in parts.chunks(MOST_UPDATES) {
-        let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
-            parts.iter().map(move |part| match tensor(&part.tensors) {
-                Some(tensor) => address(op, name, tensor).map(|at| at.0),
-                None => Ok(0),
-            })
-        };
-        let mut words = Words::new(MOST_UPDATES);
-        words.longs(each("weight", |tensors| Some(tensors.master.unwrap_or(tensors.weight))))?;
-        words.longs(each("weight", |tensors| tensors.master.and(Some(tensors.weight))))?;
-        words.longs(each("exp_avg", |tensors| Some(tensors.exp_avg)))?;
-        words.longs(each("exp_avg_sq", |tensors| Some(tensors.exp_avg_sq)))?;
-        words.longs(each("grad", |tensors| Some(tensors.grad)))?;
-        words.longs(parts.iter().map(|part| Ok(part.tensors.weight.elem_count() as u64)))?;
-        let mut halves = |half: fn(&Part<'_>) -> u32| {
-            words.halves(MOST_UPDATES, parts.iter().map(half));
-        };
-        halves(|part| part.scalars.keep.to_bits());
-        halves(|part| part.scalars.step_size.to_bits());
-        halves(|part| part.seed);
-        halves(|part| part.first as u32); // the random numbers depend on these 32 bits only
-        let (list, chunks) = words.chunks(parts.iter().map(|part| part.tensors.weight));
-        let scalars = parts[0].scalars;
-        Launch::new("adamw", dtype)
-            .grid(chunks)
-            .threads(THREADS)
-            .words(list)
-            .int(parts.len())
-            .address(address(op, "grad_scale", grad_scale)?)
-            .float(scalars.lerp)
-            .float(scalars.beta2)
-            .float(scalars.one_minus_beta2)
-            .float(1.0 / scalars.sqrt_correction2)
-            .float(scalars.eps)
-            .run(grad_scale)?;
+    let dtype_of = |part: &&Part<'_>| part.tensors.exp_avg.dtype();
+    for (dtype, name, most) in [
+        (DType::F32, "adamw", MOST_UPDATES),
+        (DType::BF16, "adamw", MOST_UPDATES),
+        (DType::U8, "adamw_8bit", MOST_8BIT_UPDATES),
+    ] {
+        let parts: Vec<&Part<'_>> = parts.iter().filter(|part| dtype_of(part) == dtype).collect();
+        for parts in parts.chunks(most) {
+            let (list, chunks) = updates(most, parts)?;
+            let scalars = parts[0].scalars;
+            Launch::new(name, dtype)
+                .grid(chunks)
+                .threads(THREADS)
+                .words(list)
+                .int(parts.len())
+                .address(address(name, "grad_scale", grad_scale)?)
+                .float(scalars.lerp)
+                .float(scalars.beta2)
+                .float(scalars.one_minus_beta2)
+                .float(1.0 / scalars.sqrt_correction2)
+                .float(scalars.eps)
+                .run(grad_scale)?;
+        }
     }
     Ok(())
+}
+
+/// The `Updates` of `adamw.cu`, or those of `adamw_8bit.cu` if the moments are codes, for at most
+/// `most` parts; and the chunks in it.
+fn updates(most: usize, parts: &[&Part<'_>]) -> Result<(Vec<u64>, usize)> {
+    let op = "adamw_step";
+    let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
+        parts.iter().map(move |part| match tensor(&part.tensors) {
+            Some(tensor) => address(op, name, tensor).map(|at| at.0),
+            None => Ok(0),
+        })
+    };
+    let mut words = Words::new(most);
+    let has_codes = parts[0].tensors.absmax.is_some();
+    if has_codes {
+        for map in [&*SIGNED, &*UNSIGNED] {
+            words.halves(map.values.len(), map.values.iter().map(|value| value.to_bits()));
+        }
+    }
+    words.longs(each("weight", |of| of.master.or(of_dtype(of.weight, DType::F32))))?;
+    words.longs(each("weight", |of| of_dtype(of.weight, DType::BF16)))?;
+    words.longs(each("exp_avg", |of| Some(of.exp_avg)))?;
+    words.longs(each("exp_avg_sq", |of| Some(of.exp_avg_sq)))?;
+    if has_codes {
+        words.longs(each("absmax", |of| of.absmax.map(|absmax| absmax[0])))?;
+        words.longs(each("absmax", |of| of.absmax.map(|absmax| absmax[1])))?;
+    }
+    words.longs(each("grad", |of| Some(of.grad)))?;
+    words.longs(parts.iter().map(|part| Ok(part.tensors.weight.elem_count() as u64)))?;
+    let mut halves = |half: fn(&Part<'_>) -> u32| {
+        words.halves(most, parts.iter().map(|part| half(part)));
+    };
+    halves(|part| part.scalars.keep.to_bits());
+    halves(|part| part.scalars.step_size.to_bits());
+    halves(|part| part.seed);
+    halves(|part| part.first as u32); // the random numbers depend on these 32 bits only
+    Ok(words.chunks(parts.iter().map(|part| part.tensors.weight)))
+}
+
+/// The tensor, if it has this dtype.
+fn of_dtype(tensor: &Tensor, dtype: DType) -> Option<&Tensor> {
+    (tensor.dtype() == dtype).then_some(tensor)
 }

@@ -19,6 +19,8 @@ mod linear;
 mod linear_cross_entropy;
 #[cfg(feature = "cuda")]
 mod module;
+mod muon;
+mod nf4;
 mod norm;
 mod pointwise;
 mod rms_norm;
@@ -49,6 +51,8 @@ pub(super) use linear::{
 pub(super) use linear_cross_entropy::{
     linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_rows,
 };
+pub(super) use muon::combine;
+pub(super) use nf4::nf4_dequantize;
 pub(super) use pointwise::{add_in_place, fill_zero, gelu, gelu_backward, swiglu, swiglu_backward};
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub(super) use rope::{
@@ -59,4 +63,4 @@ pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
-pub(super) use upload::upload;
+pub(super) use upload::{upload, upload_bytes};

@@ -300,3 +300,28 @@ fn attention_gradients_match_with_99_kib_of_shared_memory() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn nf4_has_the_bits_of_the_cpu_at_any_alignment() -> Result<()> {
+    for n in [1, 7, 64, 135, 2048, 2051, 40_000] {
+        let x = operand(1, &[n], DType::F32);
+        let matrix = ops::Nf4::quantize(&[n], |range| x.narrow(0, range.start, range.len()))?;
+        let parts = matrix.parts()?;
+        let tensors = [
+            Tensor::new(parts.codes.as_slice(), &Device::Cpu)?,
+            Tensor::new(parts.scales.as_slice(), &Device::Cpu)?,
+            Tensor::new(parts.ranges.as_slice(), &Device::Cpu)?,
+        ];
+        for (dtype, _) in DTYPES {
+            for offset in [0, 1] {
+                let zeros = || Tensor::zeros(n + offset, dtype, &Device::Cpu)?.narrow(0, offset, n);
+                let (gpu, cpu) = (zeros()?, zeros()?);
+                super::nf4_dequantize(tensors.each_ref(), parts.offset, &gpu)?;
+                matrix.dequantize_into(&cpu)?;
+                let bits = |t: &Tensor| ops::testing::bits(t);
+                assert_eq!(bits(&gpu), bits(&cpu), "{n} elements in {dtype:?} from {offset}");
+            }
+        }
+    }
+    Ok(())
+}

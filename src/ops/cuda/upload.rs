@@ -28,6 +28,8 @@ const MAX_BUFFERS: usize = 48;
 const MIN_BUFFER_BYTES: usize = 1 << 20;
 /// Number of elements that one task copies.
 const BLOCK: usize = 1 << 18;
+/// Number of bytes that are staged at a time: while they are on their way, the next ones are copied.
+const STAGED: usize = 1 << 24;
 
 /// Returns a tensor on `device` with these values. The upload may still be in progress.
 pub(in crate::ops) fn upload<T: WithDType>(
@@ -45,24 +47,46 @@ pub(in crate::ops) fn upload<T: WithDType>(
     if values.is_empty() {
         return Ok(tensor);
     }
-    let target = address("upload", "values", &tensor)?.0;
+    send(values, address("upload", "values", &tensor)?.0, gpu)?;
+    Ok(tensor)
+}
+
+/// Copies `bytes` to `to`, a contiguous tensor of this size on a GPU, in order with its stream. The copy
+/// may still be in progress.
+pub(in crate::ops) fn upload_bytes(bytes: &[u8], to: &Tensor) -> Result<()> {
+    let Device::Cuda(gpu) = to.device() else {
+        bail!("upload: found {:?}, expected a GPU", to.device());
+    };
+    let expected = to.elem_count() * to.dtype().size_in_bytes();
+    if bytes.len() != expected {
+        bail!("upload: found {} bytes for a tensor of {expected}", bytes.len());
+    }
+    let target = address("upload", "to", to)?.0;
+    for (part, bytes) in bytes.chunks(STAGED).enumerate() {
+        send(bytes, target + (part * STAGED) as u64, gpu)?;
+    }
+    Ok(())
+}
+
+/// Starts a copy of `values`, which are not empty, to an address on `gpu`.
+fn send<T: Copy + Send + Sync>(values: &[T], target: u64, gpu: &CudaDevice) -> Result<()> {
     let bytes = size_of_val(values);
     let mut buffer = take(gpu, bytes)?;
     let staged = buffer.memory.as_mut_ptr().w()?;
     copy_on_all_threads(values, staged.cast());
     let stream = gpu.cuda_stream();
     stream.context().bind_to_thread().w()?;
-    // SAFETY: the buffer keeps the bytes until the event below, and the tensor has the same size.
+    // SAFETY: the buffer keeps the bytes until the event below, and the caller's tensor has room.
     unsafe {
         let staged = std::slice::from_raw_parts(staged, bytes);
         result::memcpy_htod_async(target, staged, stream.cu_stream()).w()?;
     }
     buffer.copied = Some(stream.record_event(None).w()?);
     BUFFERS.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
-    Ok(tensor)
+    Ok(())
 }
 
-fn copy_on_all_threads<T: WithDType>(values: &[T], to: *mut T) {
+fn copy_on_all_threads<T: Copy + Send + Sync>(values: &[T], to: *mut T) {
     use rayon::prelude::*;
     // SAFETY: the buffer has capacity for the values, page-locked memory is aligned, and this
     // thread owns it.

@@ -1,8 +1,9 @@
 //! The model below an adapter: checkpoints of the adapter do not contain it.
 
 use super::super::error::RunError;
-use super::super::inputs::open_for_run;
-use super::super::load_model::{LoadedModel, OpenModel};
+use super::super::inputs::{open_for_run, param_groups};
+use super::super::load_model::{LoadedModel, OpenModel, trainable};
+use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
@@ -96,10 +97,14 @@ pub(crate) fn load_for_run(
     Ok(open.load(device)?)
 }
 
-/// Loads the model of a config with its adapter.
+/// Loads the model of a config with its adapter, and its weights as the config stores them.
 pub(crate) fn load_with_adapter(
     config: &RunConfig,
     device: &Device,
 ) -> Result<LoadedModel, RunError> {
-    Ok(open_run_model(config, None, device)?.0.load(device)?)
+    let (open, _) = open_run_model(config, None, device)?;
+    let trainable = trainable(&param_groups(config, &open)?);
+    let storage = weight_storage(config, device);
+    let visit = visitors(&open, &trainable, storage);
+    load_stored(open, &visit, storage, device)
 }

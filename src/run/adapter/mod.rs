@@ -15,7 +15,7 @@ use crate::checkpoint::{PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, peft_name, random_adapter_part,
 };
-use crate::train::{AdapterConfig, AdapterInit, AdapterKind};
+use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize};
 use candle_core::{D, DType, Device, Result, Tensor};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -34,6 +34,7 @@ pub struct OpenAdapter {
     num_base: usize,
     dropout: f64,
     seed: u64,
+    quantize: Quantize,
 }
 
 /// Source of the values.
@@ -71,6 +72,7 @@ impl OpenAdapter {
             num_base: specs.len(),
             dropout: config.dropout,
             seed,
+            quantize: config.quantize,
         })
     }
 
@@ -89,6 +91,7 @@ impl OpenAdapter {
             num_base: specs.len(),
             dropout: 0.0,
             seed: 0,
+            quantize: Quantize::None,
         })
     }
 
@@ -201,7 +204,13 @@ impl OpenAdapter {
                 let columns = model.specs[index].shape[1];
                 let rows = elements.start * columns..elements.end * columns;
                 // the norms of the weights that the model computes with
-                let rows = model.load_part(index, rows, model.dtype(), device)?;
+                let rows = match self.quantize {
+                    Quantize::None => model.load_part(index, rows, model.dtype(), device)?,
+                    Quantize::Nf4 => {
+                        let rows = model.nf4(index)?.part(rows)?.to_dtype(model.dtype())?;
+                        rows.to_device(device)?
+                    }
+                };
                 let rows = rows.to_dtype(DType::F32)?.reshape((elements.len(), columns))?;
                 Ok(norms(&rows)?)
             }

@@ -1,9 +1,12 @@
-//! The weights of a rank: whole, or a share of each stage.
+//! The weights of a rank: whole, or a share of each stage; and frozen weights that are stored
+//! elsewhere.
 
 mod slots;
+mod visiting;
 
 pub(super) use slots::{Pass, slot_elements};
 pub use slots::{SlotTensors, WeightSlots};
+pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage, visiting_memory};
 
 use crate::dist::{Collective, DistError, Gather};
 use candle_core::Tensor;

@@ -229,19 +229,19 @@ impl WeightSlots {
 }
 
 impl Residency for WeightSlots {
-    fn enter(&self, stage: usize) {
+    fn enter(&self, stage: usize) -> Result<()> {
         let mut state = self.state();
         // A read outside of a pass is a bug: the slots may have the weights of another stage.
         let pass =
             state.pass.expect("weights that are divided among ranks are read in a pass only");
         let order = self.order.of(pass);
         if state.entered > 0 && order[state.entered - 1] == stage {
-            return;
+            return Ok(());
         }
         let Some(ahead) = order[state.entered..].iter().position(|of| *of == stage) else {
             let problem = format!("the weights of stage {stage} were read out of order");
             state.error.get_or_insert(DistError::Collective { operation: "a gather", problem });
-            return;
+            return Ok(());
         };
         let position = state.entered + ahead;
         self.advance(&mut state, pass, position);
@@ -250,6 +250,7 @@ impl Residency for WeightSlots {
         {
             state.error.get_or_insert(error);
         }
+        Ok(())
     }
 }
 

@@ -273,6 +273,8 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float exp2f_fast(float x) { return std::exp2(x); }
 template <class T> inline T __ldg(const T *from) { return *from; }
 inline int min(int a, int b) { return a < b ? a : b; }

@@ -5,15 +5,13 @@
 // kernels access each element once, in 16-byte accesses of which a thread has 4 or 8 in flight.
 // They are bound by memory bandwidth: 4 bytes per element for the sum of squares, 28 for the update
 // (20 with moments in bf16), and 2 more for a bf16 copy of the weight. Sums are f64, in an order
-// that depends on the sizes only. bf16 moments use stochastic rounding with the same random numbers
-// as src/ops/moments.rs.
-#include "common.cuh"
+// that depends on the sizes only. bf16 moments, and bf16 weights without a master, use stochastic
+// rounding with the same random numbers as src/ops/moments.rs.
+#include "adamw.cuh"
 
 namespace {
 
-constexpr int CHUNK = 1 << 16;
 constexpr int SQUARES_BLOCK = 4096; // as in src/ops/adamw.rs
-constexpr int THREADS = 256;
 
 // Tensors of a launch. Tensor i has the chunks first[i] .. first[i + 1].
 struct Tensors {
@@ -26,7 +24,7 @@ struct Tensors {
 // Tensors of an update, with moments of type M.
 template <class M> struct Updates {
   static constexpr int MOST = 56;
-  float *weight[MOST]; // f32
+  float *weight[MOST]; // f32, or null if `copy` is the only weight
   bf16 *copy[MOST];    // bf16 copy of the weight, or null if the model computes in f32
   M *exp_avg[MOST];
   M *exp_avg_sq[MOST];
@@ -40,22 +38,6 @@ template <class M> struct Updates {
 };
 
 static_assert(sizeof(Tensors) < 4000 && sizeof(Updates<bf16>) < 4000, "kernel arguments are limited to 4 KB");
-
-// Scalars of an update that are the same for all tensors.
-struct Scalars {
-  float lerp, beta2, one_minus_beta2, inverse_root_correction2, eps;
-};
-
-// Index of the tensor that contains the chunk of this block.
-template <class List> __device__ __forceinline__ int tensor_of_block(const List &list, int num) {
-  int low = 0, high = num; // first[low] <= block < first[high]
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (list.first[middle] <= int(blockIdx.x)) low = middle;
-    else high = middle;
-  }
-  return low;
-}
 
 __device__ __forceinline__ bool aligned(const void *at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; }
 
@@ -84,30 +66,7 @@ __device__ __forceinline__ void zero_chunk(float *x, int count) {
   for (int at = whole + int(threadIdx.x); at < count; at += THREADS) x[at] = 0;
 }
 
-struct Element {
-  float weight, exp_avg, exp_avg_sq;
-};
-
-__device__ __forceinline__ void update(Element &e, float grad, const Scalars &s, float keep, float step_size) {
-  float decayed = e.weight * keep;
-  e.exp_avg = fmaf(s.lerp, grad - e.exp_avg, e.exp_avg);
-  e.exp_avg_sq = e.exp_avg_sq * s.beta2 + s.one_minus_beta2 * grad * grad;
-  float denominator = sqrtf(e.exp_avg_sq) * s.inverse_root_correction2 + s.eps;
-  e.weight = decayed - __fdividef(step_size * e.exp_avg, denominator);
-}
-
-__device__ __forceinline__ uint32_t mix(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
-// Stochastic rounding to one of the two neighbours of x; `random` is uniform in 16 bits.
-__device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) { return bf16{uint16_t((float_to_bits(x) + random) >> 16)}; }
-
-// A chunk of one tensor, and the seed of its moments.
+// A chunk of one tensor, and the seed of its random numbers. `weight` may be null, see Updates.
 template <class M> struct Chunk {
   float *weight;
   bf16 *copy;
@@ -148,6 +107,19 @@ __device__ __forceinline__ void store_moments(const Chunk<bf16> &chunk, int at, 
   chunk.exp_avg_sq[at] = round_at_random(v, random >> 16);
 }
 
+// Stores four weights, from element `at`.
+template <class M> __device__ __forceinline__ void store_weights(const Chunk<M> &chunk, int at, const float (&p)[4]) {
+  if (!chunk.weight) {
+    uint32_t bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits[i] = random_weight(p[i], chunk.seed, chunk.first + at + i).bits;
+    *reinterpret_cast<Bytes8 *>(chunk.copy + at) = Bytes8{bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
+    return;
+  }
+  store_vector(chunk.weight + at, p);
+  if (chunk.copy) *reinterpret_cast<Bytes8 *>(chunk.copy + at) = Bytes8{pack(p[0], p[1]), pack(p[2], p[3])};
+}
+
 // Updates four elements at `at`, and, if `both`, four elements at `at` + THREADS * 4.
 template <class M>
 __device__ __forceinline__ void update_vectors(const Chunk<M> &chunk, int at, bool both, float grad_scale, const Scalars &s, float keep, float step_size) {
@@ -157,7 +129,8 @@ __device__ __forceinline__ void update_vectors(const Chunk<M> &chunk, int at, bo
     if (i == 1 && !both) break;
     int from = at + i * THREADS * 4;
     load_vector(chunk.grad + from, g[i]);
-    load_vector(chunk.weight + from, p[i]);
+    if (chunk.weight) load_vector(chunk.weight + from, p[i]);
+    else load_moments(chunk.copy + from, p[i]);
     load_moments(chunk.exp_avg + from, m[i]);
     load_moments(chunk.exp_avg_sq + from, v[i]);
   }
@@ -171,9 +144,8 @@ __device__ __forceinline__ void update_vectors(const Chunk<M> &chunk, int at, bo
       update(e, g[i][j] * grad_scale, s, keep, step_size);
       p[i][j] = e.weight, m[i][j] = e.exp_avg, v[i][j] = e.exp_avg_sq;
     }
-    store_vector(chunk.weight + to, p[i]);
     store_moments(chunk, to, m[i], v[i]);
-    if (chunk.copy) *reinterpret_cast<Bytes8 *>(chunk.copy + to) = Bytes8{pack(p[i][0], p[i][1]), pack(p[i][2], p[i][3])};
+    store_weights(chunk, to, p[i]);
   }
 }
 
@@ -185,11 +157,10 @@ __device__ __forceinline__ void update_chunk(const Chunk<M> &chunk, int count, f
   for (int at = int(threadIdx.x) * 4; at < whole; at += 2 * THREADS * 4)
     update_vectors(chunk, at, at + THREADS * 4 < whole, grad_scale, s, keep, step_size);
   for (int at = whole + int(threadIdx.x); at < count; at += THREADS) {
-    Element e = {chunk.weight[at], widen(chunk.exp_avg[at]), widen(chunk.exp_avg_sq[at])};
+    Element e = {load_weight(chunk.weight, chunk.copy, at), widen(chunk.exp_avg[at]), widen(chunk.exp_avg_sq[at])};
     update(e, chunk.grad[at] * grad_scale, s, keep, step_size);
-    chunk.weight[at] = e.weight;
     store_moments(chunk, at, e.exp_avg, e.exp_avg_sq);
-    if (chunk.copy) chunk.copy[at] = narrow<bf16>(e.weight);
+    store_weight(chunk.weight, chunk.copy, at, e.weight, chunk.seed, chunk.first + at);
   }
 }
 
@@ -261,8 +232,9 @@ __device__ __forceinline__ void update_block(const Updates<M> &updates, int num,
   int tensor = tensor_of_block(updates, num);
   long long start = (long long)(int(blockIdx.x) - updates.first[tensor]) * CHUNK;
   int count = int(min((long long)CHUNK, updates.count[tensor] - start));
+  float *weight = updates.weight[tensor];
   bf16 *copy = updates.copy[tensor];
-  Chunk<M> chunk = {updates.weight[tensor] + start, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
+  Chunk<M> chunk = {weight ? weight + start : nullptr, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
                     updates.grad[tensor] + start, updates.seed[tensor], updates.offset[tensor] + uint32_t(start)};
   update_chunk(chunk, count, scale, s, updates.keep[tensor], updates.step_size[tensor]);
 }

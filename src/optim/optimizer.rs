@@ -1,65 +1,22 @@
-//! AdamW over all trained parameters: moments, gradient norm, and the clipped update.
+//! The optimizer of all trained parameters: state, gradient norm, and the clipped update.
 
-use super::{Moments, OptimConfig, ParamGroup, ParamGroups};
+use super::state::{MASTER, Rule, kinds};
+use super::{Moments, OptimConfig, OwnedPart, ParamGroup, ParamGroups, ParamState, StateKind};
 use crate::ops;
 use crate::tape::Param;
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// The state of a trained parameter, or of the part of it that this rank updates.
-#[derive(Debug)]
-pub struct ParamState {
-    /// The parameter. If it is not `f32`, it is a rounded copy of `master`.
-    pub param: Param,
-    /// The elements of the flat parameter that the following flat tensors have.
-    pub elements: Range<usize>,
-    /// The weight in `f32`; `None` if the parameter itself is `f32`.
-    pub master: Option<Tensor>,
-    /// First moment, `f32` or `bf16`.
-    pub exp_avg: Tensor,
-    /// Second moment, in the same dtype.
-    pub exp_avg_sq: Tensor,
-    /// The weight, if it is not a part of the parameter's tensor.
-    weight: Option<Tensor>,
-    /// The parameter's value on the host, if the update runs there and the parameter is on a GPU.
-    host_weight: Option<Tensor>,
-    /// Number of the parameter among the trained ones.
-    index: usize,
-    lr_multiplier: f64,
-    weight_decay: f64,
-}
-
-impl ParamState {
-    /// The weight in the compute dtype, flat.
-    pub fn weight(&self) -> Result<Tensor> {
-        if let Some(weight) = &self.weight {
-            return Ok(weight.clone());
-        }
-        let Range { start, end } = self.elements;
-        self.param.tensor().flatten_all()?.narrow(0, start, end - start)
-    }
-}
-
-/// A part of a parameter that this rank updates.
-#[derive(Debug, Clone)]
-pub struct OwnedPart {
-    /// Index of the parameter.
-    pub param: usize,
-    /// The elements of the flat parameter.
-    pub elements: Range<usize>,
-    /// These elements in the compute dtype; `None` if the tensor of the parameter has them.
-    pub weight: Option<Tensor>,
-}
-
 /// The optimizer and its state.
 #[derive(Debug)]
-pub struct AdamW {
+pub struct Optimizer {
     hyper: ops::AdamW,
     max_grad_norm: f64,
     place: Place,
-    moments: DType,
     trained: Vec<Param>,
+    /// Kinds of the state tensors of each trained parameter.
+    kinds: Vec<Vec<StateKind>>,
     states: Vec<ParamState>,
 }
 
@@ -77,7 +34,7 @@ enum Place {
 pub struct GradNorm {
     /// Sum of the squares of each trained gradient, `f64`, in the order of the parameters.
     squares: Tensor,
-    /// The flat gradients, in the order of [`AdamW::states`], on the device of the states.
+    /// The flat gradients, in the order of [`Optimizer::states`], on the device of the states.
     grads: Vec<Tensor>,
 }
 
@@ -114,8 +71,8 @@ pub enum OptimError {
     Candle(#[from] candle_core::Error),
 }
 
-impl AdamW {
-    /// Zero moments for the trained ones of `params`, or for the parts of them in `owned`. `master`
+impl Optimizer {
+    /// Zero state for the trained ones of `params`, or for the parts of them in `owned`. `master`
     /// returns elements of the flat `f32` weight of a parameter of lower precision, on the given
     /// device. All threads call it, because reading and drawing weights takes long.
     pub fn new(
@@ -146,31 +103,17 @@ impl AdamW {
         device: &Device,
     ) -> Result<Self> {
         let device = if place == Place::Host { &Device::Cpu } else { device };
-        let dtype = config.moments.dtype();
         let groups: Vec<&ParamGroup> = groups.iter().collect();
         let trained: Vec<usize> =
             (0..params.len()).filter(|index| !groups[*index].frozen).collect();
         let states = owned.into_par_iter().map(|OwnedPart { param, elements, weight }| {
             let (group, param) = (groups[param], &params[param]);
-            let len = elements.len();
             let index = trained.binary_search(&param.index()).map_err(|_| {
                 candle_core::Error::msg(format!("`{}` is frozen", param.name())).bt()
             })?;
-            let mut state = ParamState {
-                param: param.clone(),
-                master: match param.dtype() {
-                    DType::F32 => None,
-                    _ => Some(master(param, elements.clone(), device)?),
-                },
-                elements,
-                exp_avg: Tensor::zeros(len, dtype, device)?,
-                exp_avg_sq: Tensor::zeros(len, dtype, device)?,
-                weight,
-                host_weight: None,
-                index,
-                lr_multiplier: group.lr_multiplier,
-                weight_decay: if group.decay { config.weight_decay } else { 0.0 },
-            };
+            let master = |elements| master(param, elements, device);
+            let part = (elements, weight);
+            let mut state = ParamState::new(config, (param, group, index), part, master, device)?;
             if place == Place::Host {
                 state.host_weight = Some(on_host(&state.weight()?)?);
             }
@@ -179,8 +122,10 @@ impl AdamW {
         let states = states.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
-        let trained = trained.into_iter().map(|index| params[index].clone()).collect();
-        Ok(Self { hyper, max_grad_norm, place, moments: dtype, trained, states })
+        let trained: Vec<Param> = trained.into_iter().map(|index| params[index].clone()).collect();
+        let kinds_of = |param: &Param| kinds(config, param, groups[param.index()]);
+        let kinds = trained.iter().map(kinds_of).collect();
+        Ok(Self { hyper, max_grad_norm, place, trained, kinds, states })
     }
 
     /// The trained parameters, in order.
@@ -188,9 +133,9 @@ impl AdamW {
         &self.trained
     }
 
-    /// Dtype of the moments.
-    pub fn moments_dtype(&self) -> DType {
-        self.moments
+    /// The trained parameters, in order, with the kinds of their state tensors.
+    pub fn kinds(&self) -> impl Iterator<Item = (&Param, &[StateKind])> {
+        self.trained.iter().zip(self.kinds.iter().map(Vec::as_slice))
     }
 
     /// State of each trained parameter, or of the parts of them that this rank updates.
@@ -234,24 +179,22 @@ impl AdamW {
         let GradNorm { squares, grads } = norm;
         let weights: Vec<Tensor> =
             self.states.iter().map(ParamState::weight).collect::<Result<_>>()?;
-        let updates =
-            self.states.iter().zip(&weights).zip(&grads).map(|((state, weight), grad)| {
-                ops::AdamWUpdate {
-                    tensors: ops::AdamWTensors {
-                        weight: state.host_weight.as_ref().unwrap_or(weight),
-                        master: state.master.as_ref(),
-                        exp_avg: &state.exp_avg,
-                        exp_avg_sq: &state.exp_avg_sq,
-                        grad,
-                    },
-                    index: state.index,
-                    first: state.elements.start,
-                    lr: lr * state.lr_multiplier,
-                    weight_decay: state.weight_decay,
-                }
-            });
-        let updates: Vec<_> = updates.collect();
-        ops::clipped_update(&self.hyper, &updates, step, &squares, self.max_grad_norm)?;
+        let updates = || self.states.iter().zip(&weights).zip(&grads);
+        let is_muon = |state: &ParamState| state.rule == Rule::Muon;
+        let adamw = updates().filter(|((state, _), _)| !is_muon(state));
+        let adamw = adamw.map(|((state, weight), grad)| adamw_update(state, weight, grad, lr));
+        let adamw: Vec<_> = adamw.collect();
+        ops::clipped_update(&self.hyper, &adamw, step, &squares, self.max_grad_norm)?;
+        let mut muon = updates().filter(|((state, _), _)| is_muon(state)).peekable();
+        let scale = match muon.peek() {
+            Some(_) => ops::clip_scale(&squares, self.max_grad_norm)?,
+            None => None,
+        };
+        if let Some(scale) = scale {
+            muon.try_for_each(|((state, weight), grad)| {
+                muon_update(state, weight, grad, lr, (step, scale))
+            })?;
+        }
         for (state, weight) in self.states.iter().zip(&weights) {
             let Some(host_weight) = &state.host_weight else { continue };
             if weight.elem_count() > 0 {
@@ -282,6 +225,58 @@ impl AdamW {
     }
 }
 
+/// The update of a parameter with `AdamW`.
+fn adamw_update<'a>(
+    state: &'a ParamState,
+    weight: &'a Tensor,
+    grad: &'a Tensor,
+    lr: f64,
+) -> ops::AdamWUpdate<'a> {
+    let tensor = |name| state.tensor(name).expect("`Rule::kinds` has the kind");
+    let absmax = match state.rule {
+        Rule::AdamW(DType::U8) => Some(["exp_avg_absmax", "exp_avg_sq_absmax"].map(tensor)),
+        Rule::AdamW(_) | Rule::Muon => None,
+    };
+    ops::AdamWUpdate {
+        tensors: ops::AdamWTensors {
+            weight: state.host_weight.as_ref().unwrap_or(weight),
+            master: state.tensor(MASTER),
+            exp_avg: tensor("exp_avg"),
+            exp_avg_sq: tensor("exp_avg_sq"),
+            absmax,
+            grad,
+        },
+        index: state.index,
+        first: state.elements.start,
+        lr: lr * state.lr_multiplier,
+        weight_decay: state.weight_decay,
+    }
+}
+
+/// Updates a parameter with `Muon`; `scale` is the factor of its gradient.
+fn muon_update(
+    state: &ParamState,
+    weight: &Tensor,
+    grad: &Tensor,
+    lr: f64,
+    (step, scale): (u64, f32),
+) -> Result<()> {
+    let shape = state.param.shape();
+    if state.elements.len() != shape.elem_count() {
+        candle_core::bail!("`{}` is divided, but Muon needs whole matrices", state.param.name());
+    }
+    let update = ops::MuonUpdate {
+        weight: &weight.reshape(&shape)?,
+        master: state.tensor(MASTER),
+        momentum: state.tensor("momentum_buffer").expect("`Rule::kinds` has the kind"),
+        grad,
+        index: state.index,
+        lr: lr * state.lr_multiplier,
+        weight_decay: state.weight_decay,
+    };
+    ops::muon_step(&update, step, scale)
+}
+
 /// All elements of all trained parameters.
 fn whole(params: &[Param], groups: &ParamGroups) -> Vec<OwnedPart> {
     let trained = params.iter().zip(groups.iter()).filter(|(_, group)| !group.frozen);
@@ -303,10 +298,10 @@ fn on_host(t: &Tensor) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Named;
+    use super::super::{Kind, Master, Named, state_bytes_per_weight};
     use super::*;
 
-    const SHAPES: [[usize; 2]; 3] = [[3, 5], [1, 7], [64, 9]];
+    const SHAPES: [[usize; 2]; 3] = [[3, 5], [64, 9], [5, 1000]];
 
     fn random(seed: u64, shape: [usize; 2], dtype: DType) -> Tensor {
         let count = shape[0] * shape[1];
@@ -317,7 +312,7 @@ mod tests {
     }
 
     /// Weights and moments after some steps.
-    fn trained(place: Place, dtype: DType, moments: Moments) -> Vec<Vec<f32>> {
+    fn trained(place: Place, dtype: DType, config: &OptimConfig) -> Vec<Vec<f32>> {
         let params: Vec<Param> = (0..)
             .zip(SHAPES)
             .map(|(i, shape)| Param::new(format!("p{i}"), i, random(i as u64, shape, dtype)))
@@ -325,12 +320,12 @@ mod tests {
         let named: Vec<_> =
             params.iter().map(|p| Named { name: p.name(), component: "llm", rank: 2 }).collect();
         let groups = ParamGroups::new(&named, &[], []).unwrap();
-        let config = OptimConfig { weight_decay: 0.1, moments, ..OptimConfig::default() };
+        let config = OptimConfig { weight_decay: 0.1, ..config.clone() };
         let master = |param: &Param, _: Range<usize>, _: &Device| {
             param.tensor().flatten_all()?.to_dtype(DType::F32)
         };
         let (all, owned) = ((&params[..], &groups), whole(&params, &groups));
-        let adamw = AdamW::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
+        let adamw = Optimizer::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
         for step in 1..=5 {
             let grad = |(param, shape): (&Param, [usize; 2])| {
                 let grad = random(100 * step + param.index() as u64, shape, DType::F32);
@@ -340,36 +335,71 @@ mod tests {
             adamw.finish(&adamw.update(norm, 1e-2, step).unwrap()).unwrap();
         }
         let state = adamw.states().iter().flat_map(|state| {
-            [&state.param.tensor(), &state.exp_avg, &state.exp_avg_sq].map(|t| {
-                let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
-                t.to_vec1::<f32>().unwrap()
-            })
+            let tensors = state.tensors().map(|(_, tensor)| tensor.clone());
+            let weight = state.param.tensor().flatten_all().unwrap();
+            let values = |t: Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+            [weight].into_iter().chain(tensors).map(values).collect::<Vec<_>>()
         });
         state.collect()
+    }
+
+    fn moments(moments: Moments) -> OptimConfig {
+        OptimConfig { moments, ..OptimConfig::default() }
     }
 
     #[test]
     fn state_on_the_host_gives_the_same_bits() {
         for dtype in [DType::F32, DType::BF16] {
-            let device = trained(Place::Device, dtype, Moments::F32);
-            assert_eq!(trained(Place::Host, dtype, Moments::Host), device);
-            assert_eq!(trained(Place::Device, dtype, Moments::Host), device);
-            let before = random(0, SHAPES[0], dtype).to_dtype(DType::F32).unwrap();
-            assert_ne!(device[0], before.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            for kind in [Kind::Adamw, Kind::Adamw8bit] {
+                for master in [Master::F32, Master::None] {
+                    let on = |place, moments| {
+                        let config = OptimConfig { kind, moments, master, ..Default::default() };
+                        trained(place, dtype, &config)
+                    };
+                    let device = on(Place::Device, Moments::F32);
+                    assert_eq!(on(Place::Host, Moments::Host), device);
+                    assert_eq!(on(Place::Device, Moments::Host), device);
+                    let before = random(0, SHAPES[0], dtype).to_dtype(DType::F32).unwrap();
+                    let before = before.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    assert_ne!(device[0], before);
+                }
+            }
         }
     }
 
     #[test]
-    fn moments_in_bf16_follow_those_in_f32() {
-        let (wide, narrow) = (
-            trained(Place::Device, DType::F32, Moments::F32),
-            trained(Place::Device, DType::F32, Moments::Bf16),
-        );
+    fn narrow_moments_follow_those_in_f32() {
+        let wide = trained(Place::Device, DType::F32, &moments(Moments::F32));
+        let narrow = trained(Place::Device, DType::F32, &moments(Moments::Bf16));
+        let config = OptimConfig { kind: Kind::Adamw8bit, ..OptimConfig::default() };
+        let codes = trained(Place::Device, DType::F32, &config);
         assert_ne!(wide[1], narrow[1]);
-        for (wide, narrow) in wide.iter().zip(&narrow) {
+        assert_eq!(wide[..3], codes[..3], "a small parameter");
+        // weights of the parameter with 8-bit codes, whose steps have size 1e-2
+        let (from, to) = (&wide[wide.len() - 3], &codes[codes.len() - 5]);
+        assert_ne!(from, to);
+        for (wide, narrow) in wide.iter().zip(&narrow).chain([(from, to)]) {
             for (wide, narrow) in wide.iter().zip(narrow) {
                 assert!((wide - narrow).abs() < 0.02 * (0.1 + wide.abs()), "{wide} {narrow}");
             }
         }
+    }
+
+    #[test]
+    fn a_weight_has_the_bytes_of_its_state() {
+        let bytes = |dtype: DType, config: OptimConfig| {
+            let tensor = Tensor::zeros(1 << 16, dtype, &Device::Cpu).unwrap();
+            let params = [Param::new("p".to_owned(), 0, tensor)];
+            let named = [Named { name: "p", component: "llm", rank: 1 }];
+            let groups = ParamGroups::new(&named, &[], []).unwrap();
+            state_bytes_per_weight(&config, &params, &groups)
+        };
+        let bare = || OptimConfig { master: Master::None, ..OptimConfig::default() };
+        assert_eq!(bytes(DType::F32, OptimConfig::default()), 8.0);
+        assert_eq!(bytes(DType::F32, bare()), 8.0);
+        assert_eq!(bytes(DType::BF16, OptimConfig::default()), 12.0);
+        assert_eq!(bytes(DType::BF16, bare()), 8.0);
+        assert_eq!(bytes(DType::BF16, OptimConfig { moments: Moments::Bf16, ..bare() }), 4.0);
+        assert_eq!(bytes(DType::BF16, OptimConfig { kind: Kind::Adamw8bit, ..bare() }), 2.03125);
     }
 }

@@ -1,0 +1,112 @@
+//! Loads frozen weights that are stored in host memory or in NF4.
+
+use super::error::RunError;
+use super::load_model::{LoadedModel, OpenModel};
+use super::load_shares::without_weights;
+use crate::config::RunConfig;
+use crate::ops::Nf4;
+use crate::tape::Trainable;
+use crate::train::{Offload, Quantize, StoredWeight, VisitingWeights, WeightStorage};
+use candle_core::Device;
+use rayon::prelude::*;
+use std::collections::HashMap;
+
+/// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads are
+/// in host memory already.
+pub(crate) fn weight_storage(config: &RunConfig, device: &Device) -> WeightStorage {
+    match storage_on_gpu(config) {
+        WeightStorage::Host if device.is_cpu() => WeightStorage::Device,
+        storage => storage,
+    }
+}
+
+/// As [`weight_storage`], for a GPU.
+pub(super) fn storage_on_gpu(config: &RunConfig) -> WeightStorage {
+    match (&config.adapter, config.model.offload) {
+        (Some(adapter), _) if adapter.quantize == Quantize::Nf4 => WeightStorage::Nf4,
+        (_, Offload::Frozen) => WeightStorage::Host,
+        (_, Offload::None) => WeightStorage::Device,
+    }
+}
+
+/// Whether each parameter is kept as `storage` says and visits a slot: the weights of frozen linear
+/// layers.
+pub(super) fn visitors(
+    open: &OpenModel,
+    trainable: &[Trainable],
+    storage: WeightStorage,
+) -> Vec<bool> {
+    let visits = storage != WeightStorage::Device;
+    let frozen = |kind: &Trainable| visits && *kind == Trainable::Frozen;
+    let specs = open.specs.iter().zip(trainable);
+    specs.map(|(spec, kind)| frozen(kind) && spec.linear_layer().is_some()).collect()
+}
+
+/// Loads a model in a single process, with the weights of `visit` stored elsewhere.
+pub(super) fn load_stored(
+    open: OpenModel,
+    visit: &[bool],
+    storage: WeightStorage,
+    device: &Device,
+) -> Result<LoadedModel, RunError> {
+    if !visit.contains(&true) {
+        return Ok(open.load(device)?);
+    }
+    let loaded = without_weights(open, device)?;
+    let kept = loaded.params.par_iter().filter(|param| !visit[param.index()]);
+    kept.try_for_each(|param| {
+        let all = 0..param.shape().elem_count();
+        let tensor = loaded.open.load_part(param.index(), all, param.dtype(), device)?;
+        param.set_tensor(tensor.reshape(param.shape())?)?;
+        Ok::<(), RunError>(())
+    })?;
+    install(&loaded, visit, storage, device)?;
+    Ok(loaded)
+}
+
+/// Loads the weights of `visit`, one after the other, and lets them visit slots.
+pub(super) fn install(
+    loaded: &LoadedModel,
+    visit: &[bool],
+    storage: WeightStorage,
+    device: &Device,
+) -> Result<(), RunError> {
+    let mut stored = HashMap::new();
+    for param in loaded.params.iter().filter(|param| visit[param.index()]) {
+        let index = param.index();
+        let weight = match storage {
+            WeightStorage::Nf4 => StoredWeight::Nf4(loaded.open.nf4(index)?.to_device(device)?),
+            WeightStorage::Host | WeightStorage::Device => {
+                let all = 0..param.shape().elem_count();
+                let weight = loaded.open.load_part(index, all, param.dtype(), &Device::Cpu)?;
+                StoredWeight::Host(weight.reshape(param.shape())?)
+            }
+        };
+        stored.insert(index, weight);
+    }
+    let count = stored.len();
+    if count > 0 {
+        let (stages, dtype) = (loaded.model.stages(), loaded.open.dtype());
+        VisitingWeights::install(&stages, &loaded.params, stored, dtype, device)?;
+        tracing::info!(weights = count, storage = ?storage, "frozen weights visit two slots");
+    }
+    Ok(())
+}
+
+impl OpenModel {
+    /// The weight `index` in NF4, on the CPU: the stored codes, or else quantised from the compute
+    /// dtype.
+    pub(super) fn nf4(&self, index: usize) -> Result<Nf4, super::SetupError> {
+        if let Some(stored) = self.stored_nf4(index)? {
+            return Ok(stored);
+        }
+        let dtype = self.dtype();
+        Nf4::quantize(&self.specs[index].shape, |range| {
+            let part = self.load_part(index, range, dtype, &Device::Cpu)?;
+            Ok(part.to_dtype(candle_core::DType::F32)?)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

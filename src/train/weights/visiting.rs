@@ -1,0 +1,296 @@
+//! Frozen weights that are not kept on the device in the compute dtype.
+//!
+//! The weights of a stage are stored in host memory, or in NF4. When one of them is read, those of the
+//! stage are copied or dequantised into one of two slots. Neighbouring stages have different slots, and
+//! a stage that is still present is not copied again. Other parameters keep their own tensors: those
+//! that are trained, and tables, norms and biases.
+
+use crate::metrics::Division;
+use crate::ops::{Nf4, copy_from_host, nf4_bytes};
+use crate::tape::{Param, Residency, slot_lens};
+use candle_core::{DType, Device, Result, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Elements between the starts of two weights in a slot: kernels read aligned weights faster.
+const ALIGNMENT: usize = 64;
+
+/// Where the weights of linear layers are kept while no stage uses them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WeightStorage {
+    /// On the device, in the compute dtype.
+    #[default]
+    Device,
+    /// In host memory, in the compute dtype.
+    Host,
+    /// On the device, in NF4.
+    Nf4,
+}
+
+/// A weight as it is stored.
+#[derive(Debug, Clone)]
+pub enum StoredWeight {
+    /// In host memory, in the compute dtype.
+    Host(Tensor),
+    /// In NF4, on the device.
+    Nf4(Nf4),
+}
+
+/// The weights of a model that visit two slots.
+pub struct VisitingWeights {
+    /// By stage.
+    visitors: Vec<Vec<Visitor>>,
+    slots: Vec<usize>, // by stage
+    /// Stage and place in it, by the index of a parameter.
+    places: BTreeMap<usize, (usize, usize)>,
+    /// The stage in each slot.
+    present: Mutex<[Option<usize>; 2]>,
+}
+
+/// A stored weight, and its place in a slot.
+struct Visitor {
+    stored: StoredWeight,
+    place: Tensor,
+}
+
+/// What the weights that visit take on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct VisitingMemory {
+    /// Number of elements of all of them.
+    pub elements: usize,
+    /// Number of elements of the slots, in the compute dtype.
+    pub slots: usize,
+    /// Bytes of stored weights on the device.
+    pub stored_bytes: usize,
+}
+
+impl VisitingMemory {
+    /// What a process holds whose whole weights would be those of `division`.
+    pub fn of(self, division: Division) -> Division {
+        Division {
+            weights: division.weights - self.elements as f64,
+            weight_slots: division.weight_slots + self.slots as f64,
+            stored_bytes: self.stored_bytes as f64,
+            ..division
+        }
+    }
+}
+
+/// The memory of the weights of `visit`, one for each parameter.
+pub fn visiting_memory(
+    stages: &[Vec<&Param>],
+    visit: &[bool],
+    storage: WeightStorage,
+) -> VisitingMemory {
+    let places = Places::new(stages, visit);
+    let sizes =
+        || stages.iter().flatten().filter(|param| visit[param.index()]).map(|param| len(param));
+    let stored_bytes = match storage {
+        WeightStorage::Nf4 => sizes().map(nf4_bytes).sum(),
+        WeightStorage::Device | WeightStorage::Host => 0,
+    };
+    VisitingMemory { elements: sizes().sum(), slots: places.slot_lens.iter().sum(), stored_bytes }
+}
+
+fn len(param: &Param) -> usize {
+    param.shape().elem_count()
+}
+
+/// The places of weights in two slots.
+struct Places {
+    /// By stage: index and first element of each weight.
+    starts: Vec<Vec<(usize, usize)>>,
+    /// By stage.
+    slots: Vec<usize>,
+    slot_lens: [usize; 2],
+}
+
+impl Places {
+    fn new(stages: &[Vec<&Param>], visit: &[bool]) -> Self {
+        let (mut starts, mut slots, mut lens, mut visiting) = (vec![], vec![], vec![], 0);
+        for stage in stages {
+            let (mut end, mut of_stage) = (0, Vec::new());
+            for param in stage.iter().filter(|param| visit[param.index()]) {
+                of_stage.push((param.index(), end));
+                end = (end + len(param)).next_multiple_of(ALIGNMENT);
+            }
+            slots.push(visiting % 2);
+            visiting += usize::from(end > 0);
+            lens.push(end);
+            starts.push(of_stage);
+        }
+        let slot_lens = slot_lens(slots.iter().copied().zip(lens));
+        Self { starts, slots, slot_lens }
+    }
+}
+
+impl VisitingWeights {
+    /// Allocates slots on `device`, and becomes the home of the parameters of `stored`, which has the
+    /// weights by the indexes of their parameters.
+    pub fn install(
+        stages: &[Vec<&Param>],
+        params: &[Param],
+        mut stored: HashMap<usize, StoredWeight>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Arc<Self>> {
+        let visit: Vec<bool> = (0..params.len()).map(|index| stored.contains_key(&index)).collect();
+        let Places { starts, slots, slot_lens: [first, second] } = Places::new(stages, &visit);
+        let buffers = [Tensor::zeros(first, dtype, device)?, Tensor::zeros(second, dtype, device)?];
+        let (mut visitors, mut places) = (Vec::with_capacity(stages.len()), BTreeMap::new());
+        for (stage, starts) in starts.iter().enumerate() {
+            let mut of_stage = Vec::with_capacity(starts.len());
+            for (index, start) in starts {
+                let param = &params[*index];
+                let place = buffers[slots[stage]].narrow(0, *start, len(param))?;
+                param.set_tensor(place.reshape(param.shape())?)?;
+                if let Some(stored) = stored.remove(index) {
+                    places.insert(*index, (stage, of_stage.len()));
+                    of_stage.push(Visitor { stored, place });
+                }
+            }
+            visitors.push(of_stage);
+        }
+        let weights = Arc::new(Self { visitors, slots, places, present: Mutex::default() });
+        for (index, (stage, _)) in &weights.places {
+            let home: Arc<dyn Residency> = Arc::<Self>::clone(&weights);
+            params[*index].set_home(*stage, home)?;
+        }
+        Ok(weights)
+    }
+}
+
+impl Visitor {
+    fn visit(&self) -> Result<()> {
+        match &self.stored {
+            StoredWeight::Host(weight) => copy_from_host(weight, &self.place),
+            StoredWeight::Nf4(weight) => weight.dequantize_into(&self.place),
+        }
+    }
+}
+
+impl Residency for VisitingWeights {
+    fn enter(&self, stage: usize) -> Result<()> {
+        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
+        let present = &mut present[self.slots[stage]];
+        if *present != Some(stage) {
+            *present = None; // until all weights are there
+            self.visitors[stage].iter().try_for_each(Visitor::visit)?;
+            *present = Some(stage);
+        }
+        Ok(())
+    }
+
+    fn stored(&self, param: &Param) -> Result<Option<Tensor>> {
+        let Some((stage, at)) = self.places.get(&param.index()) else { return Ok(None) };
+        let Visitor { stored, place } = &self.visitors[*stage][*at];
+        match stored {
+            StoredWeight::Host(weight) => Ok(Some(weight.clone())),
+            StoredWeight::Nf4(weight) => {
+                let values = place.zeros_like()?;
+                weight.dequantize_into(&values)?;
+                Ok(Some(values.reshape(param.shape())?))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three stages of two matrices each, the first ones of which visit.
+    fn model() -> (Vec<Param>, Vec<bool>) {
+        let sizes = [(2, 3), (1, 2), (3, 30), (2, 2), (1, 5), (4, 1)];
+        let param = |(index, (m, k))| {
+            let weight = Tensor::zeros((m, k), DType::F32, &Device::Cpu).unwrap();
+            Param::new(format!("p{index}"), index, weight)
+        };
+        let params = sizes.into_iter().enumerate().map(param).collect();
+        (params, (0..6).map(|index| index % 2 == 0).collect())
+    }
+
+    fn stages(params: &[Param]) -> Vec<Vec<&Param>> {
+        params.chunks(2).map(|stage| stage.iter().collect()).collect()
+    }
+
+    /// A tensor on the host with the value `index + 1`.
+    fn on_host(param: &Param) -> StoredWeight {
+        let value = param.index() as f32 + 1.0;
+        StoredWeight::Host(Tensor::full(value, param.shape(), &Device::Cpu).unwrap())
+    }
+
+    fn install(params: &[Param], visit: &[bool]) -> Arc<VisitingWeights> {
+        let stored = params.iter().filter(|param| visit[param.index()]);
+        let stored = stored.map(|param| (param.index(), on_host(param))).collect();
+        let stages = stages(params);
+        VisitingWeights::install(&stages, params, stored, DType::F32, &Device::Cpu).unwrap()
+    }
+
+    fn read(param: &Param) -> Vec<f32> {
+        param.tensor().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn a_weight_that_is_read_is_in_its_slot_and_the_others_stay_as_they_are() {
+        let (params, visit) = model();
+        install(&params, &visit);
+        for stage in [0, 1, 2, 1, 0, 0, 2] {
+            let [visitor, kept] = [&params[2 * stage], &params[2 * stage + 1]];
+            let expected = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
+            assert_eq!(read(visitor), expected);
+            assert_eq!(read(kept), vec![0.0; kept.shape().elem_count()]);
+        }
+    }
+
+    #[test]
+    fn a_stage_that_is_present_is_not_copied_again() {
+        let (params, visit) = model();
+        install(&params, &visit);
+        read(&params[0]);
+        read(&params[2]); // in the other slot
+        let weight = params[0].tensor();
+        weight.slice_set(&Tensor::full(9f32, (2, 3), &Device::Cpu).unwrap(), 0, 0).unwrap();
+        assert_eq!(read(&params[0]), [9.0; 6]);
+        read(&params[4]); // in the same slot
+        assert_eq!(read(&params[0]), [1.0; 6]);
+    }
+
+    #[test]
+    fn a_checkpoint_has_the_stored_weight_although_another_stage_is_in_the_slot() {
+        let (params, visit) = model();
+        install(&params, &visit);
+        read(&params[4]);
+        let stored = params[0].stored().unwrap().flatten_all().unwrap();
+        assert_eq!(stored.to_vec1::<f32>().unwrap(), [1.0; 6]);
+        assert_eq!(read(&params[4]), [5.0; 5]);
+    }
+
+    #[test]
+    fn slots_have_the_size_of_the_largest_stages_and_nf4_an_eighth_of_f32() {
+        let (params, visit) = model();
+        let memory = |storage| visiting_memory(&stages(&params), &visit, storage);
+        let expected = VisitingMemory { elements: 6 + 90 + 5, slots: 64 + 128, stored_bytes: 0 };
+        assert_eq!(memory(WeightStorage::Host), expected);
+        let bytes = (3 + 1 + 4) + (45 + 2 + 4) + (3 + 1 + 4);
+        assert_eq!(memory(WeightStorage::Nf4).stored_bytes, bytes);
+    }
+
+    #[test]
+    fn a_weight_that_cannot_be_copied_gives_a_tensor_that_no_op_accepts() {
+        let (params, _) = model();
+        let wrong = StoredWeight::Host(Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap());
+        let stored = [(3, wrong)].into(); // of the shape [2, 2]
+        let stages = stages(&params);
+        VisitingWeights::install(&stages, &params, stored, DType::F32, &Device::Cpu).unwrap();
+        let x = Tensor::zeros((1, 2), DType::F32, &Device::Cpu).unwrap();
+        assert!(crate::ops::linear(&x, &params[3].tensor(), None).is_ok());
+        let wrong = StoredWeight::Host(Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap());
+        let (params, _) = model();
+        let stages = self::stages(&params);
+        let stored = [(3, wrong)].into();
+        VisitingWeights::install(&stages, &params, stored, DType::F32, &Device::Cpu).unwrap();
+        let error = crate::ops::linear(&x, &params[3].tensor(), None).unwrap_err();
+        assert!(error.to_string().contains("must be contiguous"), "{error}");
+    }
+}
