@@ -1,0 +1,116 @@
+//! Compares the adapters of layers with candle's autograd.
+
+use super::super::linear::Linear;
+use super::super::{Component, ParamSpec};
+use super::*;
+use crate::tape::{Gradients, Trainable};
+use candle_core::{Device, Var};
+
+const LAYER: &str = "layer";
+const SCALE: f64 = 1.5;
+
+fn random(seed: u64, dims: &[usize]) -> Tensor {
+    let count = dims.iter().product::<usize>() as u64;
+    let value = |i: u64| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0;
+    Tensor::from_vec((0..count).map(value).collect::<Vec<_>>(), dims, &Device::Cpu).unwrap()
+}
+
+/// `W [6, 5]`, `A [2, 5]`, `B [6, 2]`, bias and magnitude `[6]`.
+fn tensors(is_dora: bool) -> Vec<(String, Tensor)> {
+    let mut all = vec![
+        (format!("{LAYER}.weight"), random(1, &[6, 5])),
+        (AdapterTensor::A.name(LAYER), random(2, &[2, 5])),
+        (AdapterTensor::B.name(LAYER), random(3, &[6, 2])),
+        (format!("{LAYER}.bias"), random(4, &[6])),
+    ];
+    if is_dora {
+        all.push((AdapterTensor::Magnitude.name(LAYER), random(5, &[6])));
+    }
+    all
+}
+
+/// Output and gradients of the parameters and of `x`, computed by the layer.
+fn computed(x: &Tensor, dy: &Tensor, is_dora: bool, dropout: f64) -> Vec<Tensor> {
+    let params: Vec<Param> = (0..)
+        .zip(tensors(is_dora))
+        .map(|(index, (name, tensor))| Param::new(name, index, tensor))
+        .collect();
+    let component = Component { name: "llm", inputs: Inputs::All };
+    let name = format!("{LAYER}.weight");
+    let specs = [ParamSpec { name, shape: vec![6, 5], component }];
+    let module = AdapterModule { name: LAYER.to_owned(), rank: 2, scale: SCALE, is_dora };
+    let adapters = Adapters::new(&[module], &specs, dropout, 9);
+    adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));
+    let layer = Linear::with_bias(&ParamMap::new(&params, Some(&adapters)), LAYER).unwrap();
+    let trainable = vec![Trainable::Yes; params.len()];
+    let grads = Gradients::zeros(&params, &trainable, &Device::Cpu).unwrap();
+    let y = layer.forward_add(x, dy).unwrap(); // any residual
+    let dx = layer.backward(x, dy, &grads).unwrap();
+    let more = layer.backward_add(x, dy, dx.copy().unwrap(), &grads).unwrap();
+    let (dx_twice, more) = ((&dx * 2.0).unwrap(), more);
+    assert_close(&more, &dx_twice, "backward_add");
+    // the layer was run backward twice
+    let sums = grads.iter().map(|grad| (grad.unwrap() / 2.0).unwrap());
+    [vec![y, dx], sums.collect()].concat()
+}
+
+/// The same by candle's autograd.
+fn expected(x: &Tensor, dy: &Tensor, is_dora: bool, dropout: f64) -> Vec<Tensor> {
+    let vars: Vec<Var> = tensors(is_dora)
+        .into_iter()
+        .map(|(_, tensor)| Var::from_tensor(&tensor).unwrap())
+        .collect();
+    let x = Var::from_tensor(x).unwrap();
+    let layer = DropoutMask::seed_of(LAYER.bytes().map(u64::from));
+    let seed = DropoutMask::seed_of([9, 1, u64::from(layer)]);
+    let mask = DropoutMask { seed, first_row: 0, probability: dropout };
+    let kept = ops::dropout(&x.ones_like().unwrap(), mask).unwrap();
+    let [w, a, b, bias] = [0, 1, 2, 3].map(|index| vars[index].as_tensor());
+    let y = || -> Result<Tensor> {
+        let dropped = (x.as_tensor() * &kept)?;
+        let low_rank = (dropped.matmul(&a.t()?)?.matmul(&b.t()?)? * SCALE)?;
+        let mut product = (x.matmul(&w.t()?)? + low_rank)?;
+        if let Some(magnitude) = vars.get(4) {
+            let sum = (w + (b.matmul(a)? * SCALE)?)?;
+            let norm = sum.sqr()?.sum(1)?.sqrt()?.detach();
+            product = product.broadcast_mul(&(magnitude.as_tensor() / norm)?)?;
+        }
+        product.broadcast_add(bias)? + dy
+    };
+    let y = y().unwrap();
+    let store = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
+    let grad = |var: &Var| store.get(var.as_tensor()).unwrap().clone();
+    [vec![y, grad(&x)], vars.iter().map(grad).collect()].concat()
+}
+
+#[track_caller]
+fn assert_close(found: &Tensor, expected: &Tensor, what: &str) {
+    assert_eq!(found.dims(), expected.dims(), "{what}");
+    let error = (found - expected).unwrap().abs().unwrap().flatten_all().unwrap();
+    let error = error.max(0).unwrap().to_scalar::<f32>().unwrap();
+    assert!(error < 2e-5, "{what}: {error}");
+}
+
+#[test]
+fn outputs_and_gradients_of_lora_and_dora_are_those_of_autograd() {
+    let (x, dy) = (random(6, &[7, 5]), random(7, &[7, 6]));
+    for is_dora in [false, true] {
+        for dropout in [0.0, 0.4] {
+            let found = computed(&x, &dy, is_dora, dropout);
+            let expected = expected(&x, &dy, is_dora, dropout);
+            for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let what = format!("dora {is_dora}, dropout {dropout}, result {index}");
+                assert_close(found, expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn names_of_peft_have_a_tensor_and_a_module() {
+    for tensor in [AdapterTensor::A, AdapterTensor::B, AdapterTensor::Magnitude] {
+        assert_eq!(AdapterTensor::of(&tensor.name("a.b")), Some((tensor, "a.b")));
+    }
+    assert_eq!(AdapterTensor::of("a.b.weight"), None);
+    assert_eq!(AdapterTensor::of(&peft_name("a.norm.weight")), None);
+}
