@@ -91,9 +91,14 @@ impl PeftConfig {
     /// The first field with a value that is not supported, and that value.
     pub fn unsupported(&self) -> Option<(&'static str, String)> {
         let has = |set: bool, name, found: &dyn ToString| set.then(|| (name, found.to_string()));
+        // These ways to draw the initial values also change the weights of the model.
+        let init = self.init_lora_weights.as_str().unwrap_or_default();
+        let changes_model = ["pissa", "olora", "corda", "loftq", "lora_ga"];
+        let changes_model = changes_model.iter().any(|name| init.starts_with(name));
         let parameters = self.target_parameters.as_deref().unwrap_or_default();
         has(self.peft_type != "LORA", "peft_type", &self.peft_type)
             .or_else(|| has(self.bias != "none", "bias", &self.bias))
+            .or_else(|| has(changes_model, "init_lora_weights", &init))
             .or_else(|| has(self.fan_in_fan_out, "fan_in_fan_out", &true))
             .or_else(|| has(!parameters.is_empty(), "target_parameters", &parameters.join(", ")))
     }

@@ -9,10 +9,7 @@ use crate::batch::{
 };
 use crate::data::{Encoder, ImageConfig};
 use crate::run::load_for_run;
-use crate::train::{
-    AttentionChoice, DeviceChoice, GenerateOptions, ModelSection, Offload, Precision,
-    RecomputeChoice, Weights, generate,
-};
+use crate::train::{DeviceChoice, GenerateOptions, ModelSection, generate};
 use candle_transformers::generation::Sampling;
 use clap::Args;
 use std::io::Write as _;
@@ -118,16 +115,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     let folder = model_folder(&args.model, logging)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
     let (prompt, _) = encoder.encode_prompt(&args.sample()?)?;
-    let section = ModelSection {
-        path: folder,
-        weights: Weights::Pretrained,
-        use_rmpad: true,
-        attention: AttentionChoice::Auto,
-        precision: Precision::F32,
-        freeze: vec![],
-        recompute: RecomputeChoice::None,
-        offload: Offload::None,
-    };
+    let section = ModelSection::new(folder);
     let device = args.device.open()?;
     if let Some(adapter) = &args.adapter {
         check_folder("--adapter", adapter)?;

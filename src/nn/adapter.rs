@@ -197,6 +197,8 @@ struct Gain {
     norm: Tensor,
 }
 
+/// Smallest square of a norm: a row of zeros has the factor 0 and no NaN.
+const SMALLEST: f32 = 1e-30;
 /// Number of elements of a weight that are converted to `f32` at a time.
 const CHUNK: usize = 1 << 22;
 
@@ -275,7 +277,7 @@ impl Adapter {
         let square = (b_wide.matmul(&gram)? * &b_wide)?.sum_keepdim(D::Minus1)?; // [M, 1]
         let squares = (self.weight_squares(weight)?
             + ((cross * (2.0 * self.scale))? + (square * (self.scale * self.scale))?)?)?;
-        let norm = squares.sqrt()?.flatten_all()?; // [M]
+        let norm = squares.maximum(SMALLEST)?.sqrt()?.flatten_all()?; // [M]
         Ok(Some(Gain { factor: (wide(magnitude.tensor())? / &norm)?, norm }))
     }
 

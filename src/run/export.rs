@@ -1,13 +1,14 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
-use super::adapter::{AdapterError, OpenAdapter};
+use super::adapter::{AdapterError, read_adapter};
+use super::error::RunError;
+use super::inputs::open_for_run;
 use super::load_model::SetupError;
 use crate::checkpoint::{
     ADAPTER_CONFIG, ADAPTER_WEIGHTS, CarriedFiles, CheckpointError, FolderLayout, ModelFiles,
     SavedTensor, WeightFiles,
 };
-use crate::models::read_config;
-use crate::train::Precision;
+use crate::train::{ModelSection, Precision};
 use candle_core::{DType, Device};
 use std::path::Path;
 use std::sync::Arc;
@@ -34,24 +35,27 @@ pub fn export_model(
     adapter: Option<&Path>,
     onto: Option<Precision>,
     out: &Path,
-) -> Result<Exported, SetupError> {
-    let (config, config_json) = read_config(base)
-        .map_err(|source| SetupError::Config { folder: base.to_owned(), source })?;
-    let fault = |source: CheckpointError| SetupError::Files {
-        folder: base.to_owned(),
-        source: Box::new(source),
-    };
-    let files = Arc::new(WeightFiles::open(base).map_err(fault)?);
+) -> Result<Exported, RunError> {
+    // checks that all tensors of the model are there
+    let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
+    let mut config_json = open.config_json.clone();
     let adapter = match adapter {
-        Some(folder) => Some(Arc::new(OpenAdapter::read(folder, &config.param_specs())?)),
+        Some(folder) => read_adapter(open, folder)?.adapter.map(Arc::new),
         None => None,
     };
+    let fault = |source: CheckpointError| -> RunError {
+        SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
+    };
+    let files = Arc::new(WeightFiles::open(base).map_err(fault)?);
     let mut counts = Exported::default();
     let names: Vec<String> = files.names().map(str::to_owned).collect();
     let mut weights = Vec::with_capacity(names.len());
     for name in &names {
         let shape = files.shape(name).unwrap_or_default();
-        let stored = files.dtype(name).unwrap_or(DType::F32);
+        let Some(stored) = files.dtype(name) else {
+            files.load(name, DType::F32, &Device::Cpu).map_err(fault)?; // the error names the dtype
+            continue;
+        };
         let dtype = onto.map_or(stored, Precision::dtype);
         counts.tensors += 1;
         let change = adapter.as_ref().and_then(|adapter| adapter.change(name));
@@ -70,7 +74,12 @@ pub fn export_model(
             }
         }));
     }
-    let config_json = onto.map_or(config_json.clone(), |onto| onto.stamp(&config_json));
+    if let Some(onto) = onto {
+        config_json = onto.stamp(&config_json);
+    }
+    if files.is_quantized() {
+        remove_quantization(&mut config_json);
+    }
     let files = ModelFiles {
         layout: FolderLayout::Model,
         weights: &weights,
@@ -80,6 +89,16 @@ pub fn export_model(
     };
     files.write_new(out).map_err(fault)?;
     Ok(counts)
+}
+
+/// Removes what says that the weights are in 4 bits.
+fn remove_quantization(config_json: &mut serde_json::Value) {
+    for pointer in ["", "/text_config", "/vision_config"] {
+        let object = config_json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
+        if let Some(object) = object {
+            object.remove("quantization_config");
+        }
+    }
 }
 
 /// Copies the adapter in `adapter` to the new folder `out`, without the files of its training.

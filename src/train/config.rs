@@ -39,6 +39,22 @@ pub struct ModelSection {
     pub offload: Offload,
 }
 
+impl ModelSection {
+    /// The model in a folder, with the weights of its files and the defaults of the other keys.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            weights: Weights::Pretrained,
+            use_rmpad: true,
+            attention: AttentionChoice::Auto,
+            precision: Precision::F32,
+            freeze: Vec::new(),
+            recompute: RecomputeChoice::None,
+            offload: Offload::None,
+        }
+    }
+}
+
 fn yes() -> bool {
     true
 }

@@ -5,10 +5,11 @@ use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, trainable};
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
-use crate::checkpoint::Found;
+use crate::checkpoint::{CheckpointError, Found};
 use crate::config::RunConfig;
 use crate::train::{BaseModel, ModelSection, Weights};
 use candle_core::Device;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Name of the file that says which model an adapter of this program was trained on.
@@ -38,24 +39,29 @@ pub(in crate::run) fn open_run_model(
         check_base(&found.dir, &found.state, &base, &config.model.path)?;
     }
     let open = open.with_adapter(|specs| {
-        let mut new = OpenAdapter::new(adapter, specs, config.seed)?;
-        new.peft.base_model_name_or_path = Some(base.path.clone());
-        match found {
-            Some(found) => new.resumed(&found.dir, specs),
-            None => Ok(new),
-        }
+        let mut open = match found {
+            Some(found) => OpenAdapter::resumed(adapter, &found.dir, specs, config.seed),
+            None => OpenAdapter::new(adapter, specs, config.seed),
+        }?;
+        open.peft.base_model_name_or_path = Some(base.path.clone());
+        Ok(open)
     })?;
     Ok((open, Some(base)))
 }
 
-/// Opens the model at `section` with the adapter in `folder`. If the folder is from this program, the
-/// model must be that of its training.
+/// Adds the adapter in `folder` to a model. If the folder is from this program, the model must be that
+/// of its training.
 pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
-    let state = std::fs::read(folder.join(STATE)).ok();
-    let state = state.and_then(|text| serde_json::from_slice(&text).ok());
-    if let Some(state) = state {
-        let base = BaseModel { path: String::new(), digest: open.digest()? };
-        check_base(folder, &state, &base, open.folder())?;
+    let path = folder.join(STATE);
+    match std::fs::read(&path) {
+        Ok(text) => {
+            let state = serde_json::from_slice(&text)
+                .map_err(|source| RunError::State { folder: folder.to_owned(), source })?;
+            let base = BaseModel { path: String::new(), digest: open.digest()? };
+            check_base(folder, &state, &base, open.folder())?;
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(source) => return Err(CheckpointError::Read { path, source }.into()),
     }
     Ok(open.with_adapter(|specs| OpenAdapter::read(folder, specs))?)
 }

@@ -28,6 +28,9 @@ pub enum AdapterError {
         /// A layer with a similar name.
         nearest: String,
     },
+    /// The list of targets is empty.
+    #[error("`adapter.target` is `[]`: no layer would receive an adapter")]
+    NoTarget,
     /// The parts have no linear layer.
     #[error("`adapter.parts`: {parts} has no linear layer")]
     NoLayer {
@@ -112,7 +115,7 @@ impl AdapterError {
     pub fn key(&self) -> Option<&'static str> {
         Some(match self {
             Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
-            Self::Target { .. } => "adapter.target",
+            Self::Target { .. } | Self::NoTarget => "adapter.target",
             Self::TrainAlso(_) | Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
             Self::StartFrom { key, .. } => key,
             _ => return None,
@@ -131,6 +134,7 @@ impl AdapterError {
                 "write the name of a linear layer or a glob, such as `*.q_proj`; embeddings, \
                  convolutions and norms have no adapter, but `adapter.train_also` trains them"
             }
+            Self::NoTarget => "write `all-linear`, or globs over names of linear layers",
             Self::NoLayer { .. } => "name a component with linear layers, for example `llm`",
             Self::TrainAlso(error) => return Some(error.hint()),
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
@@ -141,7 +145,9 @@ impl AdapterError {
             Self::Unsupported { .. } => {
                 "merge the adapter into its model with PEFT, and use that model"
             }
-            Self::Tensor { .. } => "use the model that the adapter was trained on",
+            Self::Tensor { .. } => {
+                "use the model that the adapter was trained on, and an adapter of its linear layers"
+            }
             Self::OtherBase { .. } => {
                 "pass the model that the adapter was trained on; an adapter of other weights gives \
                  wrong answers"

@@ -56,7 +56,8 @@ impl OpenAdapter {
             return Ok(sum);
         }
         let magnitude = tensor(AdapterTensor::Magnitude)?;
-        let scaled = || sum.broadcast_mul(&(magnitude / norms(&sum)?)?.unsqueeze(1)?);
+        let scaled =
+            || sum.broadcast_mul(&(magnitude / norms(&sum)?.maximum(1e-15f32)?)?.unsqueeze(1)?);
         scaled().map_err(fault)
     }
 }

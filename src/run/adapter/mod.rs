@@ -6,14 +6,15 @@ mod merge;
 mod peft;
 mod targets;
 
-pub(super) use base::open_run_model;
 pub(crate) use base::{load_for_run, load_with_adapter};
+pub(super) use base::{open_run_model, read_adapter};
 pub use error::AdapterError;
 
 use super::load_model::OpenModel;
 use crate::checkpoint::{PeftConfig, WeightFiles};
 use crate::nn::{
-    AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, peft_name, random_adapter_part,
+    AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, WeightError, peft_name,
+    random_adapter_part,
 };
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize};
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -52,9 +53,10 @@ impl OpenAdapter {
         seed: u64,
     ) -> std::result::Result<Self, AdapterError> {
         if let Some(folder) = &config.start_from {
-            let started = Self::read(folder, specs)?;
-            started.check_config(config)?;
-            return Ok(Self { dropout: config.dropout, seed, ..started }.with_dropout());
+            let mut started = Self::resumed(config, folder, specs, seed)?;
+            started.check_config(config, specs)?;
+            started.peft.lora_dropout = config.dropout;
+            return Ok(started);
         }
         let modules = targets::modules(config, specs)?;
         let also_trained = targets::also_trained(config, specs, &modules)?;
@@ -95,25 +97,26 @@ impl OpenAdapter {
         })
     }
 
-    /// The same adapter with the values of a checkpoint.
-    pub fn resumed(
-        self,
+    /// The adapter of a checkpoint, with the other settings of the config.
+    pub(super) fn resumed(
+        config: &AdapterConfig,
         folder: &Path,
         specs: &[ParamSpec],
+        seed: u64,
     ) -> std::result::Result<Self, AdapterError> {
-        let Self { source, .. } = Self::read(folder, specs)?;
-        Ok(Self { source, ..self })
-    }
-
-    /// Writes the dropout of the run to `adapter_config.json`.
-    fn with_dropout(mut self) -> Self {
-        self.peft.lora_dropout = self.dropout;
-        self
+        let Self { modules, specs, peft, also_trained, source, num_base, .. } =
+            Self::read(folder, specs)?;
+        let (dropout, quantize) = (config.dropout, config.quantize);
+        Ok(Self { modules, specs, peft, also_trained, source, num_base, dropout, seed, quantize })
     }
 
     /// Compares the config with the adapter that training starts from: values that are not the
     /// defaults must be equal.
-    fn check_config(&self, config: &AdapterConfig) -> std::result::Result<(), AdapterError> {
+    fn check_config(
+        &self,
+        config: &AdapterConfig,
+        specs: &[ParamSpec],
+    ) -> std::result::Result<(), AdapterError> {
         let default = AdapterConfig::default();
         let differs = |is_default: bool, key, found: String, expected: String| {
             if is_default || found == expected {
@@ -134,7 +137,23 @@ impl OpenAdapter {
         let alpha = (config.alpha.to_string(), lora_alpha.to_string());
         differs(config.alpha == default.alpha, "adapter.alpha", alpha.0, alpha.1)?;
         let rslora = (config.rslora.to_string(), use_rslora.to_string());
-        differs(!config.rslora, "adapter.rslora", rslora.0, rslora.1)
+        differs(!config.rslora, "adapter.rslora", rslora.0, rslora.1)?;
+        let is_default = config.target == default.target && config.parts == default.parts;
+        let layers = |modules: &[AdapterModule]| {
+            let names: Vec<&str> = modules.iter().map(|module| module.name.as_str()).collect();
+            format!("{} layers: {}", names.len(), names.join(", "))
+        };
+        let chosen = if is_default { Vec::new() } else { targets::modules(config, specs)? };
+        differs(is_default, "adapter.target", layers(&chosen), layers(&self.modules))?;
+        let also = |indexes: &[usize]| {
+            let names = indexes.iter().map(|index| specs[*index].name.as_str());
+            names.collect::<Vec<_>>().join(", ")
+        };
+        let also_trained = targets::also_trained(config, specs, &self.modules)?;
+        let is_default = config.train_also.is_empty();
+        differs(is_default, "adapter.train_also", also(&also_trained), also(&self.also_trained))?;
+        let is_default = config.init == default.init;
+        differs(is_default, "adapter.init", "not the default".to_owned(), "values".to_owned())
     }
 
     /// How the model computes with the adapter; `base` are the model's parameters.
@@ -200,7 +219,8 @@ impl OpenAdapter {
             }
             (Some((AdapterTensor::Magnitude, module)), _) => {
                 let weight = format!("{module}.weight");
-                let index = model.specs.iter().position(|of| of.name == weight).unwrap_or_default();
+                let position = model.specs.iter().position(|of| of.name == weight);
+                let index = position.ok_or(WeightError::Missing { name: weight })?;
                 let columns = model.specs[index].shape[1];
                 let rows = elements.start * columns..elements.end * columns;
                 // the norms of the weights that the model computes with

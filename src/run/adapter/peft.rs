@@ -121,6 +121,12 @@ pub(super) fn check(
         if found != *shape {
             return wrong(name, format!("has shape {found:?}, expected {shape:?} for this model"));
         }
+        if name.contains("embed_tokens") && !base.iter().any(|spec| spec.name.contains("lm_head")) {
+            return wrong(
+                name,
+                "is the embedding, which is also the head of this model".to_owned(),
+            );
+        }
         also_trained.extend(*index);
     }
     also_trained.sort_unstable();

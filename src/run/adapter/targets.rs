@@ -63,6 +63,9 @@ pub(super) fn modules(
             error => AdapterError::TrainAlso(error),
         })?);
     }
+    if chosen.is_empty() {
+        return Err(AdapterError::NoTarget);
+    }
     Ok(chosen.into_iter().map(|index| module(&layers[index])).collect())
 }
 
