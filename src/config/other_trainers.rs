@@ -41,6 +41,8 @@ const NAMES: &[(&str, &str)] = &[
     ("init_weights", "adapter.init"),
     ("modules_to_save", "adapter.train_also"),
     ("additional_target", "adapter.train_also"),
+    ("quant_bits", "adapter.quantize"),
+    ("quantization_bit", "adapter.quantize"),
     ("adapters", "adapter.start_from"),
     ("adapter_name_or_path", "adapter.start_from"),
     ("dataset", "data.train"),

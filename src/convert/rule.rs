@@ -99,6 +99,7 @@ pub(super) enum Role {
     Probabilities,
     Processes,
     PureBf16,
+    QuantBits,
     RandomConfig,
     RandomWeights,
     Recompute,

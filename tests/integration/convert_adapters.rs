@@ -38,14 +38,14 @@ fn settings_of_adapters_become_the_section_adapter() {
     let config = adapter(Trainer::MsSwift, text).unwrap();
     assert_eq!(
         config["adapter"].to_string(),
-        r#"{"kind":"dora","rank":16,"alpha":8.0,"dropout":0.1,"target":["q_proj","attn.qkv"],"parts":["llm","vision","merger"],"rslora":true,"init":"gaussian","train_also":["*embed_tokens.*"],"start_from":null}"#
+        r#"{"kind":"dora","rank":16,"alpha":8.0,"dropout":0.1,"target":["q_proj","attn.qkv"],"parts":["llm","vision","merger"],"rslora":true,"init":"gaussian","train_also":["*embed_tokens.*"],"quantize":"none","start_from":null}"#
     );
     assert_eq!(config["optim"]["lr_multipliers"].to_string(), r#"{"*lora_B*":16.0}"#);
-    let text = "lora_rank: 4\nlora_target: q_proj,v_proj\nadditional_target: lm_head\nloraplus_lr_ratio: 4\n";
+    let text = "lora_rank: 4\nlora_target: q_proj,v_proj\nadditional_target: lm_head\nloraplus_lr_ratio: 4\nquantization_bit: 4\n";
     let config = adapter(Trainer::LlamaFactory, text).unwrap();
     assert_eq!(
         config["adapter"].to_string(),
-        r#"{"kind":"lora","rank":4,"alpha":8.0,"dropout":0.0,"target":["q_proj","v_proj"],"parts":["llm"],"rslora":false,"init":"default","train_also":["*lm_head.*"],"start_from":null}"#
+        r#"{"kind":"lora","rank":4,"alpha":8.0,"dropout":0.0,"target":["q_proj","v_proj"],"parts":["llm"],"rslora":false,"init":"default","train_also":["*lm_head.*"],"quantize":"nf4","start_from":null}"#
     );
     assert_eq!(config["optim"]["lr_multipliers"].to_string(), r#"{"*lora_B*":4.0}"#);
 }

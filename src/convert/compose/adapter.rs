@@ -37,6 +37,15 @@ const PARTS: [&str; 3] = ["llm", "vision", "merger"];
 pub(super) fn tuning(work: &mut Work, family: Family) -> Tuning {
     let Some(tuner) = work.take(Role::Tuner) else { return Tuning::Full };
     let (start, special) = (work.given(Role::AdapterFrom), work.adapters());
+    let is_lora = tuner.value.text() == Some("lora");
+    if let Some((bits, setting)) = work.count(Role::QuantBits) {
+        match bits {
+            0 => work.drop(&setting, "it is off"),
+            4 if is_lora => work.write_from("adapter.quantize", "nf4", &setting),
+            _ if is_lora => work.refuse(&setting, "weights are quantised to 4 bits only"),
+            _ => work.refuse(&setting, "quantised weights are not trained: use an adapter"),
+        }
+    }
     match tuner.value.text() {
         Some("lora") => {}
         Some("full") => {

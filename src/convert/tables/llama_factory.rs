@@ -8,7 +8,8 @@ const DEVICES: &str = "one process trains on one device here";
 const KERNEL: &str = "the kernels follow from the device";
 const CACHE: &str = "lengths are cached in `output_dir` by themselves";
 const FREEZE: &str = "has no effect without `finetuning_type: freeze`";
-const QUANTISED: &str = "quantised weights are not supported";
+const QUANTISED: &str =
+    "quantised weights are NF4 with double quantisation, as bitsandbytes makes them";
 const OBJECTIVE: &str = "only supervised fine-tuning of a language model is supported";
 const OPTIMIZER: &str = "set `optim.kind` to `adamw`, `adamw_8bit` or `muon`";
 const GENERATION: &str = "generation has no part in training";
@@ -64,10 +65,10 @@ pub(super) const ROWS: &[Row] = &[
     ),
     row("use_reentrant_gc", "", Drop("`model.recompute` has one implementation")),
     row("pure_bf16", "", Is(Role::PureBf16)),
-    row("quantization_bit", "", Refuse(QUANTISED)),
-    row("quantization_method", "", Drop("has no effect without `quantization_bit`")),
-    row("quantization_type", "", Drop("has no effect without `quantization_bit`")),
-    row("double_quantization", "", Drop("has no effect without `quantization_bit`")),
+    row("quantization_bit", "", Is(Role::QuantBits)),
+    row("quantization_method", "", Only(&["bnb", "bitsandbytes"], QUANTISED)),
+    row("quantization_type", "", Only(&["nf4"], QUANTISED)),
+    row("double_quantization", "", Only(&["true"], QUANTISED)),
     row("quantization_device_map", "", Drop("has no effect without `quantization_bit`")),
     // what is trained
     row("stage", "", Only(&["sft"], OBJECTIVE)),

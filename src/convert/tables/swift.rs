@@ -11,7 +11,8 @@ const GENERATION: &str = "generation has no part in training";
 const ROWS_PER_PROCESS: &str = "set `data.workers` for the threads that read rows";
 const CACHE: &str = "lengths are cached in `output_dir` by themselves";
 const NAME: &str = "used by ms-swift's own example data only";
-const QUANTISED: &str = "quantised weights are not supported";
+const QUANTISED: &str =
+    "quantised weights are NF4 with double quantisation, as bitsandbytes makes them";
 const OBJECTIVE: &str = "only supervised fine-tuning of a language model is supported";
 const HUB: &str = "model files come from the Hugging Face hub or a folder";
 const CODE: &str = "code cannot be loaded into this program";
@@ -82,11 +83,11 @@ pub(super) const ROWS: &[Row] = &[
     row("target_parameters", "", Adapter("only linear layers have an adapter")),
     row("modules_to_save", "", Is(Role::ModulesToSave)),
     row("merge_lora", "", Drop("use `trainer export --adapter DIR --merge` after the training")),
-    row("quant_method", "", Refuse(QUANTISED)),
-    row("quant_bits", "", Refuse(QUANTISED)),
-    row("bnb_4bit_compute_dtype", "", Drop("has no effect without `quant_bits`")),
-    row("bnb_4bit_quant_type", "", Drop("has no effect without `quant_bits`")),
-    row("bnb_4bit_use_double_quant", "", Drop("has no effect without `quant_bits`")),
+    row("quant_method", "", Only(&["bnb"], QUANTISED)),
+    row("quant_bits", "", Is(Role::QuantBits)),
+    row("bnb_4bit_compute_dtype", "", Drop("`model.precision` decides")),
+    row("bnb_4bit_quant_type", "", Only(&["nf4"], QUANTISED)),
+    row("bnb_4bit_use_double_quant", "", Only(&["true"], QUANTISED)),
     row("rlhf_type", "", Refuse(OBJECTIVE)),
     row("enable_dft_loss", "", Refuse(OBJECTIVE)),
     row(
