@@ -230,7 +230,7 @@ pub(crate) fn assert_all_variants_follow(golden: &Value) {
 #[test]
 fn other_optimizers_follow_the_reference() {
     let golden = golden_json("optimizers.json");
-    for (name, bound) in [("muon", 1e-5), ("adamw_8bit", 2e-3)] {
+    for (name, bound) in [("muon", 1e-5), ("adamw_8bit", 1e-4)] {
         let loss = numbers(&golden[name]["loss"]);
         let found = curve_of(&golden[name], PLAIN, Precision::F32, loss.len() as u64);
         let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());
