@@ -187,8 +187,16 @@ pub(super) struct Adapter {
 pub(crate) struct OutputGrad {
     /// The gradient of `x W^T + ..`, before DoRA's factor, `[N, M]`.
     pub(super) product: Tensor,
+    /// `None`: the layer has no adapter.
+    pub(super) adapter: Option<AdapterGrad>,
+}
+
+/// What the parts of a backward need of an adapter.
+pub(crate) struct AdapterGrad {
     /// The gradient of `drop(x) A^T`, `[N, r]`.
-    pub(super) low_rank: Option<Tensor>,
+    du: Tensor,
+    /// DoRA: norms of the rows of the weight, `f32`, `[M]`.
+    norm: Option<Tensor>,
 }
 
 /// DoRA's factor of each output, and the norms of the rows of the weight; `f32`, `[M]`.
@@ -299,19 +307,19 @@ impl Adapter {
 
     /// The gradient `dy: [N, M]` of the output, before the adapter.
     pub(super) fn output_grad(&self, dy: &Tensor, weight: &Tensor) -> Result<OutputGrad> {
-        let product = match self.gain(weight)? {
-            Some(Gain { factor, .. }) => scaled(dy, &factor)?,
-            None => dy.clone(),
+        let (product, norm) = match self.gain(weight)? {
+            Some(Gain { factor, norm }) => (scaled(dy, &factor)?, Some(norm)),
+            None => (dy.clone(), None),
         };
         let du = (ops::linear_backward_input(&product, &self.b.tensor())? * self.scale)?; // [N, r]
-        Ok(OutputGrad { product, low_rank: Some(du) })
+        Ok(OutputGrad { product, adapter: Some(AdapterGrad { du, norm }) })
     }
 
-    /// Adds `du: [N, r]` times `A` to `dx: [N, K]`, or returns it.
+    /// The gradient of the input, `[N, K]`, added to `dx` if given.
     pub(super) fn backward_input(
         &self,
-        OutputGrad { product, .. }: &OutputGrad,
-        du: &Tensor,
+        product: &Tensor,
+        AdapterGrad { du, .. }: &AdapterGrad,
         weight: &Tensor,
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
@@ -339,19 +347,19 @@ impl Adapter {
         &self,
         x: &Tensor,
         dy: &Tensor,
-        OutputGrad { product, low_rank }: &OutputGrad,
+        (product, AdapterGrad { du, norm }): (&Tensor, &AdapterGrad),
         weight: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<()> {
         let (dropped, u) = self.down(x)?;
-        if let (Some(da), Some(du)) = (grads.buffer(&self.a), low_rank) {
+        if let Some(da) = grads.buffer(&self.a) {
             ops::linear_backward_weight(&dropped, du, da)?;
         }
         if let Some(db) = grads.buffer(&self.b) {
             ops::linear_backward_weight(&u, product, db)?;
         }
         let d_magnitude = self.magnitude.as_ref().and_then(|magnitude| grads.buffer(magnitude));
-        if let (Some(dm), Some(Gain { norm, .. })) = (d_magnitude, self.gain(weight)?) {
+        if let (Some(dm), Some(norm)) = (d_magnitude, norm) {
             let b = self.b.tensor();
             let z = ops::linear_low_rank(x, weight, LowRank { u: &u, b: &b }, None, None)?;
             let sums = Tensor::zeros(norm.shape(), DType::F32, norm.device())?;

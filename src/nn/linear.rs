@@ -69,15 +69,22 @@ impl Linear {
     pub(crate) fn output_grad(&self, dy: &Tensor) -> Result<OutputGrad> {
         match &self.adapter {
             Some(adapter) => adapter.output_grad(dy, &self.weight.tensor()),
-            None => Ok(OutputGrad { product: dy.clone(), low_rank: None }),
+            None => Ok(OutputGrad { product: dy.clone(), adapter: None }),
         }
     }
 
     /// Returns `dx: [N, K]`, without parameter gradients.
     pub(crate) fn backward_input(&self, d: &OutputGrad) -> Result<Tensor> {
-        match (&self.adapter, &d.low_rank) {
-            (Some(adapter), Some(du)) => adapter.backward_input(d, du, &self.weight.tensor(), None),
-            _ => ops::linear_backward_input(&d.product, &self.weight.tensor()),
+        self.input_gradient(d, None)
+    }
+
+    /// The gradient of the input, `[N, K]`, added to `dx` in place if given.
+    fn input_gradient(&self, d: &OutputGrad, dx: Option<Tensor>) -> Result<Tensor> {
+        let weight = self.weight.tensor();
+        match (&self.adapter, &d.adapter, dx) {
+            (Some(adapter), Some(of), dx) => adapter.backward_input(&d.product, of, &weight, dx),
+            (_, _, Some(dx)) => ops::linear_backward_input_add(&d.product, &weight, dx),
+            (_, _, None) => ops::linear_backward_input(&d.product, &weight),
         }
     }
 
@@ -95,8 +102,9 @@ impl Linear {
         if let Some(db) = self.bias.as_ref().and_then(|bias| grads.buffer(bias)) {
             ops::bias_backward(dy, db)?;
         }
-        if let Some(adapter) = &self.adapter {
-            adapter.backward_params(x, dy, d, &self.weight.tensor(), grads)?;
+        if let (Some(adapter), Some(of)) = (&self.adapter, &d.adapter) {
+            let weight = self.weight.tensor();
+            adapter.backward_params(x, dy, (&d.product, of), &weight, grads)?;
         }
         Ok(())
     }
@@ -118,10 +126,6 @@ impl Linear {
     ) -> Result<Tensor> {
         let d = self.output_grad(dy)?;
         self.backward_params(x, dy, &d, grads)?;
-        let weight = self.weight.tensor();
-        match (&self.adapter, &d.low_rank) {
-            (Some(adapter), Some(du)) => adapter.backward_input(&d, du, &weight, Some(dx)),
-            _ => ops::linear_backward_input_add(&d.product, &weight, dx),
-        }
+        self.input_gradient(&d, Some(dx))
     }
 }

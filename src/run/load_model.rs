@@ -295,6 +295,9 @@ impl OpenModel {
                 digest.update(seed.to_le_bytes());
                 continue;
             }
+            if self.adapter.as_ref().is_some_and(|adapter| adapter.is_drawn(index)) {
+                continue;
+            }
             let len: usize = spec.shape.iter().product();
             let count = VALUES.min(len);
             for start in [0, (len - count) / 2, len - count] {

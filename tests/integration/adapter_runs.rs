@@ -202,6 +202,7 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
     );
     refused("adapter={train_also: ['*.q_proj.weight']}", "which has an adapter", "one of");
     refused("adapter={train_also: ['*embed_tokens*']}", "also the head", "without `adapter`");
+    refused("adapter={target: ['[']}", "`adapter.target`: `[` is not a valid glob", "stands for");
     refused("adapter={target: []}", "no layer would receive an adapter", "all-linear");
     refused("adapter={quantize: int4}", "quantize", "");
     let arguments =

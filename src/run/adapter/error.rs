@@ -37,9 +37,9 @@ pub enum AdapterError {
         /// The parts.
         parts: String,
     },
-    /// An entry of `adapter.train_also` cannot be applied.
+    /// A pattern of `adapter.target` or `adapter.train_also` cannot be applied.
     #[error(transparent)]
-    TrainAlso(#[from] GroupError),
+    Pattern(#[from] GroupError),
     /// A layer has an adapter and is trained completely.
     #[error("`adapter.train_also`: `{pattern}` names `{layer}`, which has an adapter")]
     Both {
@@ -116,7 +116,8 @@ impl AdapterError {
         Some(match self {
             Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
             Self::Target { .. } | Self::NoTarget => "adapter.target",
-            Self::TrainAlso(_) | Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
+            Self::Pattern(error) => error.origin().0,
+            Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
             Self::StartFrom { key, .. } => key,
             _ => return None,
         })
@@ -136,7 +137,7 @@ impl AdapterError {
             }
             Self::NoTarget => "write `all-linear`, or globs over names of linear layers",
             Self::NoLayer { .. } => "name a component with linear layers, for example `llm`",
-            Self::TrainAlso(error) => return Some(error.hint()),
+            Self::Pattern(error) => return Some(error.hint()),
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
             Self::Tied { .. } => {
                 "remove the embedding from `train_also`, or train without `adapter`"

@@ -104,10 +104,9 @@ impl OpenAdapter {
         specs: &[ParamSpec],
         seed: u64,
     ) -> std::result::Result<Self, AdapterError> {
-        let Self { modules, specs, peft, also_trained, source, num_base, .. } =
-            Self::read(folder, specs)?;
-        let (dropout, quantize) = (config.dropout, config.quantize);
-        Ok(Self { modules, specs, peft, also_trained, source, num_base, dropout, seed, quantize })
+        let mut open = Self::read(folder, specs)?;
+        (open.dropout, open.seed, open.quantize) = (config.dropout, seed, config.quantize);
+        Ok(open)
     }
 
     /// Compares the config with the adapter that training starts from: values that are not the
@@ -126,8 +125,8 @@ impl OpenAdapter {
         };
         let PeftConfig { r, lora_alpha, use_dora, use_rslora, .. } = &self.peft;
         let kind = if *use_dora { AdapterKind::Dora } else { AdapterKind::Lora };
-        let name = |kind| format!("{kind:?}").to_lowercase();
-        differs(config.kind == default.kind, "adapter.kind", name(config.kind), name(kind))?;
+        let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+        differs(config.kind == default.kind, "adapter.kind", name(&config.kind), name(&kind))?;
         differs(
             config.rank == default.rank,
             "adapter.rank",
@@ -153,7 +152,7 @@ impl OpenAdapter {
         let is_default = config.train_also.is_empty();
         differs(is_default, "adapter.train_also", also(&also_trained), also(&self.also_trained))?;
         let is_default = config.init == default.init;
-        differs(is_default, "adapter.init", "not the default".to_owned(), "values".to_owned())
+        differs(is_default, "adapter.init", name(&config.init), "trained values".to_owned())
     }
 
     /// How the model computes with the adapter; `base` are the model's parameters.
@@ -164,6 +163,11 @@ impl OpenAdapter {
     /// Whether the parameter `index` of the model with its adapter keeps its value.
     pub(super) fn is_frozen(&self, index: usize) -> bool {
         index < self.num_base && self.also_trained.binary_search(&index).is_err()
+    }
+
+    /// Whether the values of the parameter `index` follow from the seed and the model.
+    pub(super) fn is_drawn(&self, index: usize) -> bool {
+        index >= self.num_base && matches!(self.source, Source::New(_))
     }
 
     /// The name of the parameter `index` in checkpoints; `None` if they do not contain it.

@@ -60,7 +60,7 @@ pub(super) fn modules(
             crate::optim::GroupError::NoMatch { nearest, .. } => {
                 AdapterError::Target { pattern: pattern.clone(), parts: parts.clone(), nearest }
             }
-            error => AdapterError::TrainAlso(error),
+            error => AdapterError::Pattern(error),
         })?);
     }
     if chosen.is_empty() {
