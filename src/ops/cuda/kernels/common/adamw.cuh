@@ -35,14 +35,6 @@ __device__ __forceinline__ void update(Element &e, float grad, const Scalars &s,
   e.weight = decayed - __fdividef(step_size * e.exp_avg, denominator);
 }
 
-__device__ __forceinline__ uint32_t mix(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
 // Stochastic rounding to one of the two neighbours of x; `random` is uniform in 16 bits.
 __device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) { return bf16{uint16_t((float_to_bits(x) + random) >> 16)}; }
 

@@ -224,4 +224,13 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 #endif
 
+// A bijection whose every bit depends on all bits of x, as in src/ops/moments.rs.
+__device__ __forceinline__ uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
 } // namespace

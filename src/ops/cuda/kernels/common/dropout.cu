@@ -5,15 +5,6 @@
 
 namespace {
 
-// As in src/ops/moments.rs.
-__device__ __forceinline__ uint32_t mix(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
 // x and y are [n / width, width].
 template <int E, bool ADD, class T>
 __device__ __forceinline__ void drop(const T *x, T *y, int width, long long n, long long seed, long long first_row, long long threshold, float scale) {
