@@ -4,6 +4,7 @@ mod de;
 mod error;
 mod excerpt;
 mod fault;
+mod identity;
 mod load;
 mod nearest;
 mod other_trainers;
@@ -12,16 +13,16 @@ mod set;
 mod tree;
 
 pub use error::{ConfigError, Place};
+pub use identity::Change;
 pub use load::{load, refuse, to_yaml};
 pub(crate) use load::{load_text, parse_tree, read_tree};
 pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;
 pub(crate) use tree::{Node, Value as NodeValue};
 
-use crate::checkpoint::{CheckpointConfig, is_model_file};
+use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
-use crate::net::hub::Cached;
 use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
@@ -119,11 +120,6 @@ const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
-/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
-/// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
-/// keys only.
-const LATER_DEFAULTS: [&str; 3] =
-    [",\"offload\":\"none\"", "\"kind\":\"adamw\",", ",\"master\":\"f32\""];
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
@@ -229,85 +225,5 @@ impl RunConfig {
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.
     pub fn cache_dir(&self) -> PathBuf {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
-    }
-
-    /// The config with hub ids in place of paths in the hub's cache, each with its commit, so that
-    /// it has the same meaning on other machines and later.
-    #[must_use]
-    pub fn portable(&self) -> Self {
-        self.with_names(Cached::name)
-    }
-
-    /// The config with other names for paths in the hub's cache.
-    fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
-        let mut config = self.clone();
-        let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
-        for path in sets.flat_map(|set| set.path.paths_mut()).chain([&mut config.model.path]) {
-            if let Some(cached) = Cached::of(path) {
-                *path = name(&cached).into();
-            }
-        }
-        config
-    }
-
-    /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
-    /// same fingerprint.
-    ///
-    /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
-    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the handling of rejected
-    /// rows, the settings of eval, log, checkpoints and ranks, and the length of the run.
-    pub fn fingerprint(&self) -> String {
-        use sha2::{Digest, Sha256};
-        // Of a model of the hub, the files that are used decide, not the commit.
-        let mut same = self.with_names(|cached| cached.identity(is_model_file));
-        let neutral = ModelSection {
-            use_rmpad: true,
-            attention: crate::train::AttentionChoice::Auto,
-            recompute: crate::train::RecomputeChoice::None,
-            offload: Offload::None,
-            ..same.model
-        };
-        same.model = neutral;
-        same.output_dir = PathBuf::new();
-        same.device = DeviceChoice::Auto;
-        same.checkpoint = CheckpointConfig::default();
-        same.eval = EvalConfig::default();
-        same.log = LogConfig::default();
-        same.distributed = Distributed::default();
-        same.data.eval.clear();
-        same.data.cache_dir = None;
-        same.data.url.timeout_s = 0.0;
-        same.data.workers = std::num::NonZeroUsize::MIN;
-        (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
-        (same.train.epochs, same.train.max_steps) = (None, None);
-        let mut json = serde_json::to_string(&same).expect("a config of plain values");
-        for default in LATER_DEFAULTS {
-            json = json.replace(default, "");
-        }
-        let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
-        hash.truncate(32); // 128 bits are enough to distinguish runs
-        hash
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::path::Path;
-
-    #[test]
-    fn keys_that_were_added_do_not_change_the_fingerprint_of_a_config_without_them() {
-        let config: RunConfig = load(Path::new("configs/quickstart.yaml"), &[]).unwrap();
-        // of version 0.1.0 of 2026-11-22, before `model.offload`, `optim.kind` and `optim.master`
-        assert_eq!(config.fingerprint(), "f4fde377b1bd6454f00819818ea4000d");
-        let set = |setting: &str| {
-            let config: RunConfig =
-                load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
-            config.fingerprint()
-        };
-        for setting in ["optim.kind=muon", "optim.master=none", "adapter={}"] {
-            assert_ne!(set(setting), config.fingerprint(), "{setting}");
-        }
-        assert_eq!(set("model.offload=frozen"), config.fingerprint());
     }
 }

@@ -138,9 +138,12 @@ impl Run {
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
-        let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
+        let inputs = encoder.digests();
+        let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
+        let resumed = found.map(resumed).transpose()?;
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
+        ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;
 
         let (mut open, base) = open_run_model(config, found, &device)?;
         share_attention(&mut open, ranks.ranks())?;
@@ -167,7 +170,7 @@ impl Run {
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base));
-        let state = TrainState { total_steps, planned, ..state };
+        let state = TrainState { total_steps, planned, inputs, ..state };
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
@@ -262,6 +265,7 @@ fn first_state(
         datasets_seen: BTreeMap::new(),
         fingerprint: config.fingerprint(),
         data_fingerprint,
+        inputs: BTreeMap::new(),
         base,
         data: DataState::default(),
     }

@@ -30,6 +30,10 @@ pub struct TrainState {
     pub fingerprint: String,
     /// Hash of the training files.
     pub data_fingerprint: String,
+    /// Digests of the other inputs of a step: tokenizer, chat template, processor. Checkpoints of
+    /// older versions have none.
+    #[serde(default)]
+    pub inputs: BTreeMap<String, String>,
     /// The model, if an adapter is trained: the checkpoint does not contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseModel>,
