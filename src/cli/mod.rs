@@ -25,6 +25,7 @@ mod ranks;
 mod report;
 mod selftest;
 mod sft;
+mod signals;
 mod stdout;
 
 use self::failure::{Exit, Failure};

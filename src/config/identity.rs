@@ -5,7 +5,7 @@ use super::RunConfig;
 use crate::checkpoint::{CheckpointConfig, is_model_file};
 use crate::dist::Distributed;
 use crate::net::hub::Cached;
-use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload};
+use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, TrainConfig};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -14,8 +14,13 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 3] =
-    [",\"offload\":\"none\"", "\"kind\":\"adamw\",", ",\"master\":\"f32\""];
+const LATER_DEFAULTS: [&str; 5] = [
+    ",\"offload\":\"none\"",
+    "\"kind\":\"adamw\",",
+    ",\"master\":\"f32\"",
+    ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
+    ",\"samples\":true",
+];
 
 /// A setting with different values in two configs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +64,8 @@ impl RunConfig {
     ///
     /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
     /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the handling
-    /// of rejected rows, the settings of eval, log, checkpoints and ranks, and the length of the run.
+    /// of rejected rows and of steps that are not finite, `train.timeout_s`, the settings of eval,
+    /// log, checkpoints and ranks, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut json = serde_json::to_string(&self.deciding()).expect("a config of plain values");
@@ -114,7 +120,13 @@ impl RunConfig {
         same.data.url.timeout_s = 0.0;
         same.data.workers = std::num::NonZeroUsize::MIN;
         (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
-        (same.train.epochs, same.train.max_steps) = (None, None);
+        let TrainConfig { batch_size, gradient_accumulation_steps, max_grad_norm, .. } = same.train;
+        same.train = TrainConfig {
+            batch_size,
+            gradient_accumulation_steps,
+            max_grad_norm,
+            ..TrainConfig::default()
+        };
         let sets = &mut same.data.train;
         let paths = sets.iter_mut().flat_map(|set| {
             let roots = set.image_root.as_mut();
