@@ -27,6 +27,7 @@ mod selftest;
 mod sft;
 mod signals;
 mod stdout;
+mod why;
 
 use self::failure::{Exit, Failure};
 use clap::{Parser, Subcommand};
@@ -62,6 +63,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
     Plan(plan::PlanArgs),
+    /// List the rows of a step of a run, with their losses
+    Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
     Selftest(selftest::SelftestArgs),
 }
@@ -106,6 +109,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
+        Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
     }
 }

@@ -42,14 +42,15 @@ impl StepSamples {
         }
     }
 
-    /// The rows with the highest losses, those without a finite loss first: at most `count`.
-    pub fn worst(&self, count: usize) -> Vec<&str> {
+    /// Indices of the samples with the highest losses, those without a finite loss first: at most
+    /// `count`. Samples without supervised tokens are left out.
+    pub fn worst(&self, count: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.rows.len()).collect();
         order.retain(|index| self.num_target_tokens[*index] > 0);
         let key = |index: &usize| self.loss[*index].unwrap_or(f64::INFINITY);
         order.sort_by(|a, b| key(b).total_cmp(&key(a)));
         order.truncate(count);
-        order.into_iter().map(|index| self.rows[index].as_str()).collect()
+        order
     }
 }
 
@@ -80,6 +81,6 @@ mod tests {
             loss: vec![Some(1.0), None, Some(3.0), None],
             num_target_tokens: vec![5, 2, 5, 0],
         };
-        assert_eq!(samples.worst(2), ["a:2", "a:3"]);
+        assert_eq!(samples.worst(2), [1, 2]);
     }
 }

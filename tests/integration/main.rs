@@ -18,6 +18,7 @@ mod encoding;
 mod gpu_ranks;
 mod grounding;
 mod harness;
+mod health;
 #[cfg(feature = "hub")]
 mod hub;
 mod images;

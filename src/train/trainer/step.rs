@@ -71,7 +71,8 @@ impl Trainer {
         let log = &mut self.parts.samples;
         let samples = StepSamples::new(step, &*log.reader, &data.samples, losses);
         log.write(&samples)?;
-        Ok(samples.worst(NAMED_ROWS).into_iter().map(str::to_owned).collect())
+        let worst = samples.worst(NAMED_ROWS).into_iter();
+        Ok(worst.map(|index| samples.rows[index].clone()).collect())
     }
 
     /// Decides whether the run goes on after a step whose loss or gradient is not finite, and warns
