@@ -8,6 +8,7 @@ mod answers;
 mod args;
 mod bench;
 mod cache;
+mod check;
 mod convert;
 mod error_class;
 mod eval;
@@ -47,6 +48,8 @@ enum Command {
     Sft(sft::SftArgs),
     /// Write a model folder in the transformers layout with random weights
     Init(init::InitArgs),
+    /// Find all problems of a config, its model and its data, without training
+    Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
     Inspect(inspect::InspectArgs),
     /// Compute the loss and the share of exact answers on `data.eval`
@@ -101,6 +104,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),
+        Command::Check(args) => check::run(args, &logging),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Export(args) => export::run(args, &logging),

@@ -14,7 +14,7 @@ mod tree;
 
 pub use error::{ConfigError, Place};
 pub use identity::Change;
-pub use load::{load, refuse, to_yaml};
+pub use load::{load, load_all, refuse, to_yaml};
 pub(crate) use load::{load_text, parse_tree, read_tree};
 pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;
@@ -124,48 +124,50 @@ const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 const MAX_WORKERS: usize = 1024;
 
 impl RunConfig {
-    /// Checks the ranges of values and the rules between them.
+    /// Checks the ranges of values and the rules between them; returns the first problem.
     pub fn check(&self) -> Result<(), ValueError> {
+        self.problems().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// All values that are out of range or contradict each other.
+    pub fn problems(&self) -> Vec<ValueError> {
         let optim = &self.optim;
-        let rule = |holds: bool, key, found: &dyn ToString, expected| {
-            if holds { Ok(()) } else { Err(ValueError { key, found: found.to_string(), expected }) }
+        let mut problems = Vec::new();
+        let mut rule = |holds: bool, key, found: &dyn ToString, expected| {
+            if !holds {
+                problems.push(ValueError { key, found: found.to_string(), expected });
+            }
         };
         let finite = |x: f64| x.is_finite() && x >= 0.0;
-        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more")?;
+        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more");
         for (key, beta) in [("optim.betas.0", optim.betas[0]), ("optim.betas.1", optim.betas[1])] {
-            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1")?;
+            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1");
         }
         rule(
             optim.eps.is_finite() && optim.eps > 0.0,
             "optim.eps",
             &optim.eps,
             "a finite number above 0",
-        )?;
-        self.check_optimizer()?;
+        );
         let decay = optim.weight_decay;
-        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
+        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more");
         let min_lr = optim.min_lr;
         rule(
             finite(min_lr) && min_lr <= optim.lr,
             "optim.min_lr",
             &min_lr,
             "a number from 0 to `optim.lr`",
-        )?;
+        );
         if let Some(ratio) = optim.warmup_ratio {
-            rule(
-                (0.0..=1.0).contains(&ratio),
-                "optim.warmup_ratio",
-                &ratio,
-                "a share from 0 to 1",
-            )?;
+            rule((0.0..=1.0).contains(&ratio), "optim.warmup_ratio", &ratio, "a share from 0 to 1");
             let both = optim.warmup_steps.is_some();
-            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH)?;
+            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH);
         }
         if let Some(ratio) = optim.decay_ratio {
             let valid = ratio > 0.0 && ratio <= 1.0;
-            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1")?;
+            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1");
             let used = optim.schedule == ScheduleConfig::Wsd;
-            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`")?;
+            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`");
         }
         let norm = self.train.max_grad_norm;
         rule(
@@ -173,35 +175,36 @@ impl RunConfig {
             "train.max_grad_norm",
             &norm,
             "a finite number of 0 or more (0: no clipping)",
-        )?;
+        );
         let workers = self.data.workers.get();
-        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024")?;
+        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024");
         let timeout = self.distributed.timeout_s;
         let valid = (1..=Distributed::MAX_TIMEOUT_S).contains(&timeout);
-        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400")?;
+        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400");
         let port = self.distributed.port;
         let found = port.unwrap_or_default();
-        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535")?;
+        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535");
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
-            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
+            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`");
         }
         let divided = self.distributed.shard == Shard::Full;
         let offload = self.model.offload != Offload::None;
-        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED)?;
+        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED);
         if let Some(adapter) = &self.adapter {
             let nf4 = adapter.quantize == Quantize::Nf4;
-            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED)?;
-            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST)?;
+            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED);
+            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
-            rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
+            rule(valid, "adapter.alpha", &alpha, "a finite number above 0");
             let dropout = adapter.dropout;
             let valid = (0.0..1.0).contains(&dropout);
-            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1")?;
+            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1");
             let freeze = &self.model.freeze;
-            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
+            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
-        Ok(())
+        problems.extend(self.check_optimizer().err());
+        problems
     }
 
     /// Checks the settings that `optim.kind` does not support.

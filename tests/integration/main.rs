@@ -7,6 +7,7 @@ mod adapter_runs;
 mod architecture;
 mod bad_input;
 mod bench;
+mod check;
 mod circles;
 mod cli;
 mod convert;
