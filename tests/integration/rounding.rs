@@ -15,7 +15,7 @@ const LR: f64 = 2e-5;
 fn counting(first: u64) -> EncodedSample {
     let ids: Vec<u32> = (first..first + 24).map(|number| 100 + (number % 40) as u32).collect();
     EncodedSample {
-        id: SampleId { file: "counting".into(), line: first },
+        id: SampleId { file: std::path::Path::new("counting").into(), line: first },
         labels: ids.iter().map(|id| i64::from(*id)).collect(),
         weights: None,
         position_ids: (0..24).map(|at| [at; 3]).collect(),
