@@ -29,6 +29,7 @@ macro_rules! return_if_on_gpu {
     };
 }
 
+mod adafactor;
 mod adamw;
 mod attention;
 mod bytes;
@@ -55,6 +56,7 @@ mod swiglu;
 mod testing;
 mod vision_rope;
 
+pub use adafactor::{Adafactor, AdafactorUpdate, SecondMoment, adafactor_step};
 pub use adamw::{
     AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clip_scale, clipped_update,
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
