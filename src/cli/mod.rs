@@ -26,6 +26,7 @@ mod report;
 mod selftest;
 mod sft;
 mod stdout;
+mod verify;
 
 use self::failure::{Exit, Failure};
 use clap::{Parser, Subcommand};
@@ -61,6 +62,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
     Plan(plan::PlanArgs),
+    /// Compute rows in every layout, and compare losses and gradients
+    Verify(verify::VerifyArgs),
     /// Check the connections between ranks: messages, sums, and failures
     Selftest(selftest::SelftestArgs),
 }
@@ -105,6 +108,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
+        Command::Verify(args) => verify::run(args, &logging),
         Command::Selftest(args) => selftest::run(args),
     }
 }
