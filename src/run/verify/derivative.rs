@@ -3,7 +3,7 @@
 //! Along the gradient `g` of a component, `loss(w + h g) - loss(w - h g) = 2 h |g|^2` up to terms of
 //! third order in `h`. Two values of `h` cancel these.
 
-use super::compare::forward;
+use super::difference::forward;
 use super::error::VerifyError;
 use super::layouts::LaidOut;
 use super::pipeline::Pipeline;

@@ -1,11 +1,11 @@
 //! What affects the loss of a row: its own tokens and pixels, every stage of the model, and nothing
 //! of other rows.
 
-use super::compare::{Measured, SampleLosses, forward};
+use super::difference::{Measured, SampleLosses, forward};
 use super::error::VerifyError;
 use super::layouts::{LaidOut, Layout, Place, lay_out};
 use super::pipeline::Pipeline;
-use super::report::{Check, Outcome};
+use super::report::Check;
 use super::rows::Rows;
 use super::subject::Subject;
 use crate::batch::{EncodedSample, IGNORE_INDEX};
@@ -159,12 +159,6 @@ impl Effects<'_> {
         let images =
             if has_media.is_none() { ", none of the vision encoder: no images" } else { "" };
         Ok(Check::of(name, problem, || format!("{checked} stages{images}")))
-    }
-}
-
-impl Check {
-    fn skipped(name: &str, reason: &str) -> Self {
-        Self { name: name.to_owned(), outcome: Outcome::Skipped, detail: reason.to_owned() }
     }
 }
 

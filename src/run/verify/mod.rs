@@ -6,8 +6,8 @@
 //! whether gradients are derivatives of the loss. In bf16 the bounds are what the rounding to bf16
 //! changes: the differences from the same model in f32.
 
-mod compare;
 mod derivative;
+mod difference;
 mod effects;
 mod error;
 mod layouts;
@@ -23,4 +23,4 @@ pub use error::VerifyError;
 pub use layouts::Layout;
 pub use pipeline::{Pipeline, RowLosses, RunPipeline, StepLosses, run_step};
 pub use report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};
-pub use verification::{VerifyOptions, verify};
+pub use verification::{VerifyOptions, compare, verify};

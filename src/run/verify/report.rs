@@ -118,6 +118,11 @@ impl Check {
             None => Self { name, outcome: Outcome::Passed, detail: detail() },
         }
     }
+
+    /// A check that cannot be made.
+    pub(super) fn skipped(name: &str, reason: &str) -> Self {
+        Self { name: name.to_owned(), outcome: Outcome::Skipped, detail: reason.to_owned() }
+    }
 }
 
 impl Report {

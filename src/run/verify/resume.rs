@@ -16,6 +16,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// The name of the check.
+pub(super) const RESUMED: &str =
+    "a run that is stopped and resumed equals one that is not, to the bit";
 /// Number of optimizer steps.
 const STEPS: u64 = 4;
 /// The step after which one of the runs stops.
@@ -26,7 +29,6 @@ const MICRO_BATCHES: usize = 2;
 /// Trains a few steps of the config twice, once with a stop and a resume. Compares losses, gradient
 /// norms, weights, optimizer state and the position in the data, all to the bit.
 pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, VerifyError> {
-    let name = "a run that is stopped and resumed equals one that is not, to the bit";
     let mut config = config.clone();
     config.train.epochs = None;
     config.train.max_steps = NonZeroU64::new(STEPS);
@@ -57,7 +59,7 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, Verify
             differs.map(|(file, _)| format!("`{file}` of the last checkpoint differs"))
         }
     };
-    Ok(Check::of(name, problem, || {
+    Ok(Check::of(RESUMED, problem, || {
         format!("{STEPS} steps, stopped after {STOP_AFTER}: losses, weights and optimizer state")
     }))
 }

@@ -3,14 +3,14 @@
 use super::super::device::device_name;
 use super::super::inputs::check;
 use super::super::observer::SetupObserver;
-use super::compare::{Measured, Sums, copy_gradients, differences, measure, rms};
 use super::derivative::{Derivative, derivatives};
+use super::difference::{Measured, Sums, copy_gradients, differences, measure, rms};
 use super::effects::Effects;
 use super::error::VerifyError;
 use super::layouts::{LaidOut, Layout, lay_out, layouts, misplaced};
 use super::pipeline::Pipeline;
 use super::report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};
-use super::resume::resumed;
+use super::resume::{RESUMED, resumed};
 use super::rows::Rows;
 use super::subject::Subject;
 use crate::config::RunConfig;
@@ -22,6 +22,7 @@ use candle_core::{Device, Tensor};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bound of differences in f32.
 const BOUND: f64 = 1e-5;
@@ -40,10 +41,30 @@ pub struct VerifyOptions<'a> {
     pub observer: &'a dyn SetupObserver,
 }
 
-/// Verifies the first rows of a config's training data, in the order of a run.
+/// Verifies the first rows of a config's training data, in the order of a run: [`compare`], and a
+/// short run that is stopped and resumed.
 ///
 /// Writes below [`VerifyOptions::folder`] only.
 pub fn verify(
+    config: &RunConfig,
+    options: &VerifyOptions<'_>,
+    pipeline: &dyn Pipeline,
+) -> Result<Report, VerifyError> {
+    let mut report = compare(config, options, pipeline)?;
+    if report.passed {
+        tracing::info!("stopping and resuming a run");
+        let folder = TemporaryFolder::create(&options.folder)?;
+        report.checks.push(resumed(&in_one_process(config, &folder.0), &folder.0)?);
+    } else {
+        report.checks.push(Check::skipped(RESUMED, "a check above failed"));
+    }
+    report.passed = report.count(Outcome::Failed) == 0;
+    Ok(report)
+}
+
+/// Computes rows in every layout, and compares losses and gradients; without the resumed run of
+/// [`verify`].
+pub fn compare(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
@@ -56,8 +77,6 @@ pub fn verify(
     let mut verification = Verification::new(config, pipeline, &rows, &device)?;
     verification.compare(config, &device)?;
     let mut report = verification.report;
-    tracing::info!("stopping and resuming a run");
-    report.checks.push(resumed(config, &folder.0)?);
     report.passed = report.count(Outcome::Failed) == 0;
     Ok(report)
 }
@@ -401,9 +420,7 @@ impl<'a> Verification<'a> {
             matches!(AdapterTensor::of(&spec.name), Some((AdapterTensor::Magnitude, _)))
         };
         if subject.specs.iter().any(is_dora) {
-            let detail = "DoRA takes row norms as constants".to_owned();
-            let check = Check { name: name.to_owned(), outcome: Outcome::Skipped, detail };
-            self.report.checks.push(check);
+            self.report.checks.push(Check::skipped(name, "DoRA takes row norms as constants"));
             return Ok(());
         }
         tracing::info!("changing the weights along the gradient");
@@ -433,7 +450,10 @@ struct TemporaryFolder(PathBuf);
 
 impl TemporaryFolder {
     fn create(parent: &Path) -> Result<Self, VerifyError> {
-        let folder = parent.join(format!(".trainer-verify-{}", std::process::id()));
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!(".trainer-verify-{}-{number}", std::process::id());
+        let folder = parent.join(name);
         match fs::create_dir(&folder) {
             Ok(()) => Ok(Self(folder)),
             Err(problem) => Err(VerifyError::Folder { folder, problem }),
