@@ -35,9 +35,7 @@ fn place() -> Place {
     for (line, (question, answer)) in
         digits.lines().zip([("1 + 1", "two"), ("Name a colour.", "Blue, or red.")])
     {
-        let mut row: Value = serde_json::from_str(line).unwrap();
-        row["images"][0] = golden("data").join(row["images"][0].as_str().unwrap()).to_str().into();
-        rows.extend([row, text(question, answer)]);
+        rows.extend([serde_json::from_str(line).unwrap(), text(question, answer)]);
     }
     let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
     place.write(ROWS, &(lines.join("\n") + "\n"));
@@ -51,11 +49,12 @@ fn place() -> Place {
 fn yaml(place: &Place, model: &str) -> String {
     let rows = place.path(if model == "qwen3-text" { "text.jsonl" } else { ROWS });
     format!(
-        "output_dir: {}\nmodel: {{path: {}}}\ndata:\n  train: [{{path: {}}}]\n  shuffle: false\n  \
-         packing_length: 128\ntrain: {{max_steps: 8}}\n",
+        "output_dir: {}\nmodel: {{path: {}}}\ndata:\n  train: [{{path: {}, image_root: {}}}]\n  \
+         shuffle: false\n  packing_length: 128\ntrain: {{max_steps: 8}}\n",
         place.path("run").display(),
         golden("models").join(model).display(),
-        rows.display()
+        rows.display(),
+        golden("data").display()
     )
 }
 
@@ -70,7 +69,9 @@ fn report(model: &str, overrides: &[&str], pipeline: &dyn Pipeline) -> Report {
     let config = load(&place, model, overrides);
     let rows = 4.try_into().unwrap();
     let options = VerifyOptions { rows, folder: place.path("."), observer: &() };
-    compare(&config, &options, pipeline).unwrap()
+    let report = compare(&config, &options, pipeline).unwrap();
+    assert_eq!(report.rejected, 0);
+    report
 }
 
 /// Asserts that one of the checks that failed has this name.

@@ -10,8 +10,10 @@ use super::pipeline::Pipeline;
 use super::subject::Subject;
 use candle_core::{Result, Tensor};
 
-/// The change of the loss that the larger of the two steps aims at, relative to the loss.
+/// The change of the loss that the smaller of the two steps aims at; at most a tenth of the loss.
 const CHANGE: f64 = 0.01;
+/// The minimum loss: the rounding of smaller ones in f32 hides the change.
+pub(super) const MIN_LOSS: f64 = 1e-3;
 
 /// The derivative of the loss along the gradient of a component.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +48,7 @@ pub(super) fn derivatives(
         if norm == 0.0 || !norm.is_finite() {
             continue; // another check reports it
         }
-        let step = CHANGE * loss.min(1.0) / (2.0 * norm);
+        let step = CHANGE.min(0.1 * loss) / (2.0 * norm);
         let slope = |distance: f64| {
             let at = |distance: f64| -> std::result::Result<f64, VerifyError> {
                 let moved = Moved::along(subject, &trained, gradients, distance / norm)?;

@@ -93,7 +93,9 @@ impl Effects<'_> {
                 }
             }
         }
-        Ok(Check::of(name, None, || format!("{} packs, no bit changes", shared.len())))
+        Ok(Check::of(name, None, || {
+            format!("packs with several rows: {}; no bit changes", shared.len())
+        }))
     }
 
     /// Other pixels of an image or video change the loss of its row.

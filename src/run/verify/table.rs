@@ -72,7 +72,8 @@ impl Report {
             }
             let cosines = stage.differences.iter().map(|difference| difference.one_minus_cosine);
             let cosine = cosines.fold(0.0, f64::max);
-            let tensor = stage.worst_tensor.strip_prefix(&stage.name);
+            // without the name of the stage, and PEFT's prefix before it
+            let tensor = stage.worst_tensor.split_once(&stage.name).map(|(_, tensor)| tensor);
             let tensor = tensor.unwrap_or(&stage.worst_tensor).trim_start_matches('.');
             let worst = stage.worst_difference;
             writeln!(f, "{:>10.1e}{cosine:>10.1e}  {tensor} {worst:.1e}", stage.bound)?;
