@@ -123,9 +123,11 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::SequenceHeads { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
-        RunError::NoOptimizer { .. } | RunError::State { .. } | RunError::DataChanged { .. } => {
-            Exit::Data
-        }
+        RunError::NoOptimizer { .. }
+        | RunError::State { .. }
+        | RunError::StateVersion { .. }
+        | RunError::InputsChanged { .. }
+        | RunError::DataChanged { .. } => Exit::Data,
         RunError::Device(error) => return classify(error),
         RunError::Encoder(error) => return classify(error),
         RunError::Data(error) => return classify(error),

@@ -7,6 +7,7 @@ mod adapter_runs;
 mod architecture;
 mod bad_input;
 mod bench;
+mod check;
 mod circles;
 mod cli;
 mod convert;
@@ -18,6 +19,7 @@ mod encoding;
 mod gpu_ranks;
 mod grounding;
 mod harness;
+mod health;
 #[cfg(feature = "hub")]
 mod hub;
 mod images;
