@@ -81,7 +81,8 @@ impl Effects<'_> {
             let after = self.forward(&self.packed(&changed)?, samples.len())?;
             for (sample, label) in self.rows.labels.iter().enumerate() {
                 let same = same_bits(&before.samples[sample], &after.samples[sample]);
-                let is_changed = chosen.contains(&sample) && changed[sample] != samples[sample];
+                let has_targets = !before.samples[sample].nll.is_empty();
+                let is_changed = has_targets && changed[sample] != samples[sample];
                 if !chosen.contains(&sample) && !same {
                     let problem = format!("{label}: the loss changes with another row of its pack");
                     return Ok(Check::of(name, Some(problem), String::new));

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub enum Layout {
     /// Each row is a micro-batch: the reference.
     OneByOne,
-    /// As the config says, if this is neither [`Self::Packed`] nor [`Self::Padded`].
+    /// The layout of the config, if it is neither [`Self::Packed`] nor [`Self::Padded`].
     Configured,
     /// Packs without padding.
     Packed,

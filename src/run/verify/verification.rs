@@ -199,7 +199,8 @@ impl<'a> Verification<'a> {
             config
         };
         let subject = Subject::load(&in_f32, device, self.pipeline)?;
-        let (measured, gradients) = self.one_by_one(&subject)?;
+        let measured = self.one_by_one(&subject)?;
+        let gradients = copy_gradients(&subject.runner)?;
         self.check_slopes(&subject, &gradients, measured.loss)?;
         let stages = subject.stages();
         let mut reference = Reference {
@@ -213,14 +214,16 @@ impl<'a> Verification<'a> {
         if config.model.precision == Precision::Bf16 {
             drop(subject);
             subject = Subject::load(config, device, self.pipeline)?;
-            let (measured, gradients) = self.one_by_one(&subject)?;
+            let measured = self.one_by_one(&subject)?;
             let rounding = differences(&reference.gradients, &subject.runner)?;
             let bound = |(_, params): &(String, Vec<usize>)| {
                 joined(params, &rounding).relative().max(BOUND)
             };
             reference.gradient_bounds = reference.stages.iter().map(bound).collect();
             reference.loss_bound = BOUND.max(rms(&reference.measured, &measured));
-            (reference.measured, reference.gradients) = (measured, gradients);
+            reference.gradients.clear(); // before the copy: two sets at a time
+            reference.gradients = copy_gradients(&subject.runner)?;
+            reference.measured = measured;
         }
         self.report.stages = self.empty_stages(&subject, &reference)?;
         let tokens = self.one_by_one.iter().map(|of| of.batch.input_ids.len()).sum();
@@ -237,14 +240,9 @@ impl<'a> Verification<'a> {
         Ok((subject, reference))
     }
 
-    fn one_by_one(
-        &self,
-        subject: &Subject,
-    ) -> Result<(Measured, Vec<Option<Tensor>>), VerifyError> {
+    fn one_by_one(&self, subject: &Subject) -> Result<Measured, VerifyError> {
         tracing::info!(dtype = ?subject.runner.dtype, "computing the rows one by one");
-        let num_samples = self.rows.samples.len();
-        let measured = measure(self.pipeline, &subject.runner, &self.one_by_one, num_samples)?;
-        Ok((measured, copy_gradients(&subject.runner)?))
+        measure(self.pipeline, &subject.runner, &self.one_by_one, self.rows.samples.len())
     }
 
     /// The lines of the stages, without a difference.
