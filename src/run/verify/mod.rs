@@ -6,6 +6,7 @@
 //! whether gradients are derivatives of the loss. In bf16 the bounds are what the rounding to bf16
 //! changes: the differences from the same model in f32.
 
+mod checks;
 mod derivative;
 mod difference;
 mod effects;

@@ -37,18 +37,21 @@ impl Report {
             "layout", "micro-batches", "tokens", "loss", "off by", "row", "bound", "worst row"
         )?;
         for layout in &self.layouts {
-            writeln!(
+            write!(
                 f,
-                "{:12}{:>14}{:>9}{:>12.6}{:>10.1e}{:>10.1e}{:>10.1e}  {}",
+                "{:12}{:>14}{:>9}{:>12.6}{:>10.1e}{:>10.1e}{:>10.1e}",
                 layout.name,
                 layout.micro_batches,
                 layout.tokens,
                 layout.loss,
                 layout.difference,
                 layout.row_difference,
-                layout.bound,
-                layout.row
+                layout.bound
             )?;
+            match layout.row.as_str() {
+                "" => writeln!(f)?,
+                row => writeln!(f, "  {row}")?,
+            }
         }
         writeln!(f)
     }
