@@ -16,6 +16,7 @@ use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
 use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
+use crate::run::verify::VerifyError;
 use crate::run::{AdapterError, DeviceError, RunError, SetupError};
 use crate::train::{EvalError, StepError, TrainError};
 use std::error::Error;
@@ -65,6 +66,19 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             TrainError::Sink(error) => error,
             TrainError::Ranks(error) => error,
             TrainError::Candle(error) => error,
+        }
+    } else if let Some(error) = error.downcast_ref::<VerifyError>() {
+        match error {
+            VerifyError::NoRows { .. }
+            | VerifyError::NoTargets { .. }
+            | VerifyError::Folder { .. } => return None,
+            VerifyError::Run(error) => error,
+            VerifyError::Train(error) => error,
+            VerifyError::Step(error) => error,
+            VerifyError::Loader(error) => error,
+            VerifyError::Collate(error) => error,
+            VerifyError::Unpad(error) => error,
+            VerifyError::Candle(error) => error,
         }
     } else if let Some(error) = error.downcast_ref::<SetupError>() {
         match error {
@@ -188,6 +202,10 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
                 ErrorClass::new(Exit::Data, error.hint().map(str::to_owned))
             }
         }
+    } else if let Some(error) = error.downcast_ref::<VerifyError>() {
+        let is_folder = matches!(error, VerifyError::Folder { .. });
+        let exit = if is_folder { Exit::CannotWrite } else { Exit::Data };
+        ErrorClass::new(exit, error.hint().map(str::to_owned))
     } else if let Some(OptimError::NonFinite { .. }) = error.downcast_ref() {
         ErrorClass::new(Exit::Data, None)
     } else {

@@ -1,4 +1,4 @@
-//! Signals that ask a run to save or to stop.
+//! Signals that make a run save or stop.
 
 use super::failure::Exit;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 
-/// What signals have asked for.
+/// What the signals so far require.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Requests {
     /// Save a checkpoint and stop.

@@ -1,7 +1,7 @@
 //! Ends the process with a message when memory cannot be allocated.
 //!
-//! After a failed allocation Rust aborts the process. A handler of that signal prints what was asked
-//! for, and exits with a code of the program instead.
+//! After a failed allocation Rust aborts the process. A handler of that signal prints the size of the
+//! allocation, and exits with a code of the program instead.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -43,7 +43,7 @@ impl Write for Text {
 fn message(failed: usize, predicted: u64) -> Text {
     let mut text = Text { bytes: [0; 512], len: 0 };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-    let _ = write!(text, "error: out of memory: {} MiB more were asked for", mib(failed as u64));
+    let _ = write!(text, "error: out of memory: cannot allocate {} MiB more", mib(failed as u64));
     if predicted > 0 {
         let _ = write!(text, "; about {} MiB were predicted for the run", mib(predicted));
     }
@@ -93,10 +93,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_message_has_what_was_asked_for_and_what_was_predicted() {
+    fn the_message_has_the_failed_size_and_the_predicted_one() {
         let text = message(3 << 20, 5 << 30);
         let text = std::str::from_utf8(&text.bytes[..text.len]).unwrap();
-        assert!(text.starts_with("error: out of memory: 3 MiB more"), "{text}");
+        assert!(text.starts_with("error: out of memory: cannot allocate 3 MiB more"), "{text}");
         assert!(text.contains("about 5120 MiB were predicted"), "{text}");
         assert!(text.ends_with("is intact\n"), "{text}");
         let text = message(1, 0);
