@@ -355,9 +355,10 @@ impl Pipeline for MeanOfMeans {
             all.micro_batches.append(&mut step.micro_batches);
             let grads = runner.grads().iter().flatten();
             let own = grads.map(|grad| grad / count).collect::<Result<Vec<_>>>()?;
-            sums = match sums.is_empty() {
-                true => own,
-                false => sums.iter().zip(&own).map(|(x, y)| x + y).collect::<Result<_>>()?,
+            sums = if sums.is_empty() {
+                own
+            } else {
+                sums.iter().zip(&own).map(|(x, y)| x + y).collect::<Result<_>>()?
             };
         }
         for (grad, sum) in runner.grads().iter().flatten().zip(&sums) {

@@ -133,9 +133,12 @@ impl Verification<'_> {
         let num_samples = self.rows.samples.len();
         let (_, laid_out) = &self.others[0];
         let found = derivatives(self.pipeline, subject, gradients, laid_out, (num_samples, loss))?;
-        let off = |of: &Derivative| (of.slope / of.norm - 1.0).abs();
+        let off = |of: &Derivative| {
+            let off = (of.slope / of.norm - 1.0).abs();
+            if off.is_nan() { f64::INFINITY } else { off }
+        };
         let text = |of: &Derivative| format!("{} off by {:.1e}", of.component, off(of));
-        let wrong = found.iter().find(|of| !(off(of) <= SLOPE_BOUND)).map(text);
+        let wrong = found.iter().find(|of| off(of) > SLOPE_BOUND).map(text);
         let problem = wrong.map(|wrong| format!("{wrong}, bound {SLOPE_BOUND}"));
         self.report.checks.push(Check::of(name, problem, || {
             found.iter().map(text).collect::<Vec<_>>().join(", ")

@@ -100,13 +100,13 @@ impl std::ops::AddAssign for Sums {
 }
 
 impl Sums {
-    /// Norm of the difference, relative to the reference; NaN if a value is not finite.
+    /// Norm of the difference, relative to the reference; infinite if a value is not finite.
     pub(super) fn relative(&self) -> f64 {
-        match (self.difference == 0.0, self.reference == 0.0) {
-            (true, _) => 0.0,
-            (false, true) => f64::INFINITY,
-            (false, false) => (self.difference / self.reference).sqrt(),
+        if self.difference == 0.0 {
+            return 0.0;
         }
+        let relative = (self.difference / self.reference).sqrt();
+        if relative.is_nan() { f64::INFINITY } else { relative }
     }
 
     /// 1 minus the cosine of the angle between the gradients; 0 if both are 0.

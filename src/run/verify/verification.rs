@@ -44,11 +44,12 @@ pub fn verify(
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
 ) -> Result<Report, VerifyError> {
-    let mut report = compare(config, options, pipeline)?;
+    let folder = TemporaryFolder::create(&options.folder)?;
+    let config = in_one_process(config, &folder.0);
+    let mut report = compare_in_folder(&config, options, pipeline)?;
     if report.passed {
         tracing::info!("stopping and resuming a run");
-        let folder = TemporaryFolder::create(&options.folder)?;
-        report.checks.push(resumed(&in_one_process(config, &folder.0), &folder.0)?);
+        report.checks.push(resumed(&config, &folder.0)?);
     } else {
         report.checks.push(Check::skipped(RESUMED, "a check above failed"));
     }
@@ -63,9 +64,17 @@ pub fn compare(
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
 ) -> Result<Report, VerifyError> {
-    check(config).map_err(VerifyError::Run)?;
     let folder = TemporaryFolder::create(&options.folder)?;
-    let config = &in_one_process(config, &folder.0);
+    compare_in_folder(&in_one_process(config, &folder.0), options, pipeline)
+}
+
+/// As [`compare`], for a config whose `output_dir` is temporary.
+fn compare_in_folder(
+    config: &RunConfig,
+    options: &VerifyOptions<'_>,
+    pipeline: &dyn Pipeline,
+) -> Result<Report, VerifyError> {
+    check(config)?;
     let device = config.device.open().map_err(RunError::from)?;
     let rows = Rows::first(config, options.rows.get(), options.observer)?;
     let mut verification = Verification::new(config, pipeline, &rows, &device)?;
@@ -83,7 +92,8 @@ fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
     // A tokenised corpus is read where it is; all other caches are small.
     let cache = config.cache_dir();
     let has_corpus = config.data.train.iter().any(|set| set.corpus.is_some());
-    config.data.cache_dir = (has_corpus && cache.is_dir()).then_some(cache);
+    let reused = has_corpus && cache.is_dir();
+    config.data.cache_dir = Some(if reused { cache } else { folder.join("cache") });
     config.output_dir = folder.to_owned();
     config
 }
@@ -293,7 +303,7 @@ impl<'a> Verification<'a> {
                 }
             }
             let used = difference.relative / stage.bound;
-            if !(used <= 1.0) && worst.as_ref().is_none_or(|(most, _)| used > *most) {
+            if used > 1.0 && worst.as_ref().is_none_or(|(most, _)| used > *most) {
                 let Difference { relative, .. } = difference;
                 let text =
                     format!("{}: off by {relative:.1e}, bound {:.1e}", stage.name, stage.bound);
