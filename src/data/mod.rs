@@ -1,5 +1,6 @@
 //! Reads data files and plain text, and turns rows into token streams, on threads of the host.
 
+mod checksums;
 mod config;
 mod dataset;
 mod encode;
