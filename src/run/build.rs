@@ -17,7 +17,7 @@ use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
 use crate::dist::{Group, Monitor, Rank, fail};
-use crate::metrics::JsonlSink;
+use crate::metrics::{JsonlSink, StepRows};
 use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
@@ -27,7 +27,7 @@ use crate::train::{
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -140,7 +140,8 @@ impl Run {
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
-        let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
+        let checkpointer =
+            Checkpointer::new(&config.output_dir, &config.checkpoint).claimed(lock.as_ref());
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
@@ -314,6 +315,8 @@ struct Sinks {
     is_evaluated: bool,
 }
 
+const METRICS: &str = "metrics.jsonl";
+
 /// Opens the logs, and removes the lines of steps after `state`.
 fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
     let all_done = state.step > 0 && state.step >= state.total_steps;
@@ -323,17 +326,24 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError>
             "all steps of this run are done: there is nothing to train"
         );
     }
-    let is_evaluated = Cell::new(false);
+    let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
     let sink = |name: &str| {
         JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
             let Some(step) = row["step"].as_u64() else { return true };
             let is_eval = step == state.step && row["eval"] == true;
             is_evaluated.set(is_evaluated.get() || is_eval);
+            if name == METRICS && step <= state.step {
+                step_rows.borrow_mut().push(row);
+            }
             // A finished run is evaluated once more, which writes the last row again.
             step <= state.step && !(all_done && is_eval)
         })
     };
-    let (metrics, rejects) = (sink("metrics.jsonl")?, sink("rejects.jsonl")?);
+    let (metrics, rejects) = (sink(METRICS)?, sink("rejects.jsonl")?);
+    if let Some(steps) = step_rows.take().finish(state.step) {
+        let file = config.output_dir.join(METRICS);
+        tracing::warn!(file = %file.display(), "rows of the steps before the checkpoint are {steps}");
+    }
     let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
     let is_evaluated = is_evaluated.get() && !all_done;
     Ok(Sinks { metrics: Some(metrics), rejects: Some(rejects), samples, is_evaluated })
