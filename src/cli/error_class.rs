@@ -113,6 +113,7 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::State { .. }
         | RunError::StateVersion { .. }
         | RunError::InputsChanged { .. }
+        | RunError::MediaChanged { .. }
         | RunError::DataChanged { .. } => Exit::Data,
         RunError::Device(error) => return classify(error),
         RunError::Encoder(error) => return classify(error),

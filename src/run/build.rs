@@ -10,12 +10,14 @@ use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
 use super::ranks::SetupRanks;
-use super::resume::{Resume, resumed_state};
+use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
-use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
+use crate::data::{
+    BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader,
+};
 use crate::dist::{Group, Monitor, Rank, fail};
 use crate::metrics::{JsonlSink, StepRows};
 use crate::ops::simd_level;
@@ -154,6 +156,9 @@ impl Run {
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
         let resumed = found.map(resumed).transpose()?;
+        if let (true, Some(found), Some(state)) = (is_first, found, &resumed) {
+            check_media(config, &rows, found, state)?;
+        }
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
         ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;
@@ -182,7 +187,7 @@ impl Run {
             })?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base));
+        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let state = TrainState { total_steps, planned, inputs, ..state };
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
@@ -277,7 +282,9 @@ fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
     base: Option<BaseModel>,
+    rows: &JsonlRows,
 ) -> TrainState {
+    let media = CachedRows::media(rows, &config.cache_dir(), false);
     TrainState {
         version: TrainState::VERSION,
         step: 0,
@@ -291,6 +298,7 @@ fn first_state(
         data_fingerprint,
         health: Health::default(),
         inputs: BTreeMap::new(),
+        media: media.map(|media| media.digests()),
         base,
         data: DataState::default(),
     }
