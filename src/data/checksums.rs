@@ -1,9 +1,10 @@
 //! CRC-32 checksums of the blocks of a cache file, so that damage on the disk is found before its
 //! bytes are used.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use flate2::Crc;
 use rayon::prelude::*;
@@ -48,6 +49,25 @@ fn read_at(file: &File, start: u64, num_bytes: u64) -> io::Result<Vec<u8>> {
 
 fn damaged(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+/// The content of a file of checksums for `file`: its size, the checksums, and their checksum.
+fn sums_of(file: &File) -> io::Result<Vec<u8>> {
+    let size = file.metadata()?.len();
+    let mut bytes = size.to_le_bytes().to_vec();
+    bytes.extend(of_blocks(file, size)?.iter().flat_map(|sum| sum.to_le_bytes()));
+    bytes.extend(of_bytes(&bytes).to_le_bytes());
+    Ok(bytes)
+}
+
+/// Writes the checksums of `file` to a new file at `path`.
+pub(in crate::data) fn write_sums(file: &File, path: &Path) -> io::Result<()> {
+    File::create(path)?.write_all(&sums_of(file)?)
+}
+
+/// Whether `file` has the checksums in the file at `path`.
+pub(in crate::data) fn has_sums(file: &File, path: &Path) -> io::Result<bool> {
+    Ok(fs::read(path)? == sums_of(file)?)
 }
 
 /// Inserts checksums before the footer of a complete Arrow file. Readers of Arrow files do not see

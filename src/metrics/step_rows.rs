@@ -39,13 +39,13 @@ impl StepRows {
     pub fn finish(mut self, step: u64) -> Option<String> {
         let last = self.last?;
         self.add_missing(last, step.saturating_add(1));
-        let told = [("missing", &self.missing), ("double", &self.double)];
-        let told: Vec<String> = told
+        let found = [("missing", &self.missing), ("double", &self.double)];
+        let found: Vec<String> = found
             .iter()
             .filter(|(_, ranges)| !ranges.is_empty())
             .map(|(what, ranges)| format!("{what}: steps {}", Ranges(ranges)))
             .collect();
-        (!told.is_empty()).then(|| told.join("; "))
+        (!found.is_empty()).then(|| found.join("; "))
     }
 
     /// Adds the steps between `last` and `next`.
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn told(steps: &[u64], step: u64) -> Option<String> {
+    fn report(steps: &[u64], step: u64) -> Option<String> {
         let mut rows = StepRows::default();
         for step in steps {
             rows.push(&json!({"step": step, "loss": 1.0}));
@@ -89,14 +89,14 @@ mod tests {
 
     #[test]
     fn missing_and_double_steps_are_named() {
-        assert_eq!(told(&[1, 2, 3], 3), None);
-        assert_eq!(told(&[7, 8], 8), None, "resumed from another folder at step 6");
-        assert_eq!(told(&[], 4), None);
-        assert_eq!(told(&[1, 2, 6, 8], 10).unwrap(), "missing: steps 3 to 5, 7, 9 to 10");
-        assert_eq!(told(&[1, 2, 3, 2, 3, 4], 4).unwrap(), "double: steps 2 to 3");
-        assert_eq!(told(&[1, 1, 3], 3).unwrap(), "missing: steps 2; double: steps 1");
+        assert_eq!(report(&[1, 2, 3], 3), None);
+        assert_eq!(report(&[7, 8], 8), None, "resumed from another folder at step 6");
+        assert_eq!(report(&[], 4), None);
+        assert_eq!(report(&[1, 2, 6, 8], 10).unwrap(), "missing: steps 3 to 5, 7, 9 to 10");
+        assert_eq!(report(&[1, 2, 3, 2, 3, 4], 4).unwrap(), "double: steps 2 to 3");
+        assert_eq!(report(&[1, 1, 3], 3).unwrap(), "missing: steps 2; double: steps 1");
         let odd: Vec<u64> = (0..8).map(|number| 2 * number + 1).collect();
         let expected = "missing: steps 2, 4, 6, 8, 10 and 2 more ranges";
-        assert_eq!(told(&odd, 15).unwrap(), expected);
+        assert_eq!(report(&odd, 15).unwrap(), expected);
     }
 }

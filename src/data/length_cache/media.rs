@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn another_size_and_another_time_are_told_apart() {
+    fn another_size_differs_from_another_time() {
         let before = digests(7, 1).digests();
         let touched = digests(7, 2);
         assert_eq!((touched.resized(), touched.touched()), (None, Some("b.png")));
