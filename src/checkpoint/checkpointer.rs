@@ -4,6 +4,7 @@ use super::atomic::{
     NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
 };
 use super::hf::{INDEX, SINGLE};
+use super::claimed::check_place;
 use super::manifest::{Entry, MANIFEST, Manifest, damaged};
 use super::peft::ADAPTER_WEIGHTS;
 use super::pieces::Piece;
@@ -14,10 +15,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const FOLDER: &str = "checkpoints";
 const FINAL: &str = "final";
@@ -76,6 +78,7 @@ struct Written {
 pub struct Checkpointer {
     output_dir: PathBuf,
     keep: NonZeroUsize,
+    claimed: Option<Arc<File>>,
 }
 
 /// A complete checkpoint whose files match their checksums.
@@ -108,7 +111,18 @@ impl Checkpointer {
     pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
         // The training loop decides when to save.
         let &CheckpointConfig { every_steps: _, keep } = config;
-        Self { output_dir: output_dir.to_owned(), keep }
+        Self { output_dir: output_dir.to_owned(), keep, claimed: None }
+    }
+
+    /// Saves only as long as `output_dir` is the path of the folder that `folder` was opened as.
+    #[must_use]
+    pub fn claimed(self, folder: Option<&File>) -> Self {
+        let folder = folder.and_then(|folder| folder.try_clone().ok());
+        Self { claimed: folder.map(Arc::new), ..self }
+    }
+
+    fn check_place(&self) -> Result<(), CheckpointError> {
+        self.claimed.as_ref().map_or(Ok(()), |folder| check_place(&self.output_dir, folder))
     }
 
     /// Cleans up after a killed run: finishes interrupted replacements and removes incomplete
@@ -138,6 +152,7 @@ impl Checkpointer {
         let mut begin = || {
             let files = contents.tensor_files()?;
             if rank == 0 {
+                self.check_place()?;
                 let begun = NewFolder::create(&target)?;
                 new = Some((begun, contents.begin(&folder, step, &files)?));
             }
@@ -198,6 +213,7 @@ impl Checkpointer {
     /// Weight files are hard links where the file system allows it. All other files are copied, so
     /// that editing one of them in `final` does not damage the checkpoint.
     pub fn save_final(&self, checkpoint: &Path) -> Result<PathBuf, CheckpointError> {
+        self.check_place()?;
         let mut manifest = Manifest::read(checkpoint)?;
         manifest.check_sizes(checkpoint)?;
         manifest.files.remove(OPTIMIZER);

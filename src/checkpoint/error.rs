@@ -22,6 +22,14 @@ pub enum CheckpointError {
         /// Cause reported by the operating system.
         source: io::Error,
     },
+    /// `output_dir` was renamed, removed or replaced while the run writes there.
+    #[error("`{}` was renamed or replaced while this run uses it{}", .folder.display(), moved_to(.now.as_deref()))]
+    Moved {
+        /// `output_dir`.
+        folder: PathBuf,
+        /// Where the folder of this run is, if it exists and the system tells.
+        now: Option<PathBuf>,
+    },
     /// A checkpoint lacks a file, or a file differs from its entry in the manifest.
     #[error("checkpoint `{}` is damaged: `{file}` {problem}", .folder.display())]
     Damaged {
@@ -185,6 +193,11 @@ impl CheckpointError {
             Self::Read { .. } => {
                 "check the permissions of the path and the health of the disk".to_owned()
             }
+            Self::Moved { .. } => {
+                "give the folder its name back, and run the same command again: it continues from \
+                 the last checkpoint. Rename a folder only when no run uses it"
+                    .to_owned()
+            }
             Self::Damaged { .. } => "use `--resume auto`, which falls back to the newest \
                                      undamaged checkpoint, or name an older one"
                 .to_owned(),
@@ -239,6 +252,10 @@ impl CheckpointError {
     pub(crate) fn invalid(path: &Path, problem: &dyn ToString) -> Self {
         Self::Invalid { path: path.to_owned(), problem: problem.to_string() }
     }
+}
+
+fn moved_to(now: Option<&Path>) -> String {
+    now.map(|now| format!("; its files are in `{}`", now.display())).unwrap_or_default()
 }
 
 fn write_hint(source: &io::Error) -> String {

@@ -16,6 +16,7 @@ mod atomic;
 mod bitsandbytes;
 mod carried;
 mod checkpointer;
+mod claimed;
 mod config;
 mod error;
 mod finite;

@@ -134,6 +134,7 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::State { .. }
         | RunError::StateVersion { .. }
         | RunError::InputsChanged { .. }
+        | RunError::MediaChanged { .. }
         | RunError::DataChanged { .. } => Exit::Data,
         RunError::Device(error) => return classify(error),
         RunError::Encoder(error) => return classify(error),
@@ -224,7 +225,8 @@ fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<SetupError>() {
         error.hint()
     } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
-        let exit = if error.is_write() { Exit::CannotWrite } else { Exit::Data };
+        let is_write = error.is_write() || matches!(error, CheckpointError::Moved { .. });
+        let exit = if is_write { Exit::CannotWrite } else { Exit::Data };
         return Some(ErrorClass::new(exit, error.hint()));
     } else if let Some(error) = error.downcast_ref::<ModelConfigError>() {
         Some(error.hint().to_owned())

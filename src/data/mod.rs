@@ -1,5 +1,6 @@
 //! Reads data files and plain text, and turns rows into token streams, on threads of the host.
 
+mod checksums;
 mod config;
 mod dataset;
 mod encode;
@@ -29,7 +30,9 @@ pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
-pub use length_cache::{CacheError, CacheWork, LengthCache, open_indexed};
+pub use length_cache::{
+    CacheError, CacheWork, LengthCache, MediaDigests, MediaStamps, open_indexed,
+};
 pub use loader::Loader;
 pub use loader::collate::{CollateError, collate};
 pub use loader::error::LoaderError;

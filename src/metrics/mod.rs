@@ -9,6 +9,7 @@ mod memory;
 mod memory_model;
 mod model_flops;
 mod rows;
+mod step_rows;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
@@ -16,3 +17,4 @@ pub use memory::{available_memory_bytes, cpu_seconds, peak_memory_bytes};
 pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
+pub use step_rows::StepRows;

@@ -11,14 +11,16 @@ use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
 use super::ranks::SetupRanks;
-use super::resume::{Resume, resumed_state};
+use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
-use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
+use crate::data::{
+    BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader,
+};
 use crate::dist::{Group, Monitor, Rank, fail};
-use crate::metrics::JsonlSink;
+use crate::metrics::{JsonlSink, StepRows};
 use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
@@ -28,7 +30,7 @@ use crate::train::{
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -141,7 +143,8 @@ impl Run {
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
-        let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
+        let checkpointer =
+            Checkpointer::new(&config.output_dir, &config.checkpoint).claimed(lock.as_ref());
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
@@ -157,6 +160,9 @@ impl Run {
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
         let resumed = found.map(resumed).transpose()?;
+        if let (true, Some(found), Some(state)) = (is_first, found, &resumed) {
+            check_media(config, &rows, found, state)?;
+        }
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
         ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;
@@ -185,7 +191,7 @@ impl Run {
             })?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base));
+        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let state = TrainState { total_steps, planned, inputs, ..state };
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
@@ -280,7 +286,9 @@ fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
     base: Option<BaseModel>,
+    rows: &JsonlRows,
 ) -> TrainState {
+    let media = CachedRows::media(rows, &config.cache_dir(), false);
     TrainState {
         version: TrainState::VERSION,
         step: 0,
@@ -294,6 +302,7 @@ fn first_state(
         data_fingerprint,
         health: Health::default(),
         inputs: BTreeMap::new(),
+        media: media.map(|media| media.digests()),
         base,
         data: DataState::default(),
     }
@@ -318,6 +327,8 @@ struct Sinks {
     is_evaluated: bool,
 }
 
+const METRICS: &str = "metrics.jsonl";
+
 /// Opens the logs, and removes the lines of steps after `state`.
 fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
     let all_done = state.step > 0 && state.step >= state.total_steps;
@@ -327,17 +338,24 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError>
             "all steps of this run are done: there is nothing to train"
         );
     }
-    let is_evaluated = Cell::new(false);
+    let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
     let sink = |name: &str| {
         JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
             let Some(step) = row["step"].as_u64() else { return true };
             let is_eval = step == state.step && row["eval"] == true;
             is_evaluated.set(is_evaluated.get() || is_eval);
+            if name == METRICS && step <= state.step {
+                step_rows.borrow_mut().push(row);
+            }
             // A finished run is evaluated once more, which writes the last row again.
             step <= state.step && !(all_done && is_eval)
         })
     };
-    let (metrics, rejects) = (sink("metrics.jsonl")?, sink("rejects.jsonl")?);
+    let (metrics, rejects) = (sink(METRICS)?, sink("rejects.jsonl")?);
+    if let Some(steps) = step_rows.take().finish(state.step) {
+        let file = config.output_dir.join(METRICS);
+        tracing::warn!(file = %file.display(), "rows of the steps before the checkpoint are {steps}");
+    }
     let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
     let is_evaluated = is_evaluated.get() && !all_done;
     Ok(Sinks { metrics: Some(metrics), rejects: Some(rejects), samples, is_evaluated })

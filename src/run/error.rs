@@ -85,6 +85,17 @@ pub enum RunError {
         /// What differs.
         what: Vec<String>,
     },
+    /// Media files of the rows have other sizes than at the start of the run.
+    #[error(
+        "images or videos of the rows changed since the start of the run of checkpoint `{}`{}",
+        .folder.display(), first_text(.first.as_deref())
+    )]
+    MediaChanged {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// The first file, as written in its row, if it is known.
+        first: Option<String>,
+    },
     /// The checkpoint to resume from has no optimizer state.
     #[error(transparent)]
     NoOptimizer {
@@ -298,7 +309,7 @@ impl RunError {
             Self::InputsChanged { .. } => {
                 "restore the files of the model folder, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
-            Self::DataChanged { .. } => {
+            Self::DataChanged { .. } | Self::MediaChanged { .. } => {
                 "restore them, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
             Self::ImageSetting { problem, .. } => return Some(problem.hint().into()),
@@ -339,6 +350,11 @@ impl RunError {
 fn changes_text(changes: &[Change]) -> String {
     let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
     if changes.is_empty() { String::new() } else { format!(": {}", changes.join(", ")) }
+}
+
+/// The first changed file, after a sentence about all of them.
+fn first_text(first: Option<&str>) -> String {
+    first.map(|first| format!(", the first: `{first}`")).unwrap_or_default()
 }
 
 /// How `sequence` ranks compute the same micro-batches, after a number of ranks.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Maximum number of rows that a run with `train.max_steps` alone measures at its start. This
 /// takes a few seconds.
-const MAX_ROWS_AT_START: usize = 32_768;
+pub(super) const MAX_ROWS_AT_START: usize = 32_768;
 
 /// The result of [`plan_run`].
 pub(super) struct RunPlan {

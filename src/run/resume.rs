@@ -1,8 +1,10 @@
 //! The checkpoint that a run resumes from.
 
 use super::error::RunError;
+use super::plan::MAX_ROWS_AT_START;
 use crate::checkpoint::{Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, load};
+use crate::data::{CachedRows, JsonlRows};
 use crate::train::TrainState;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -71,6 +73,40 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
             old,
             new,
             "this setting differs from that of the run in `output_dir`, which is not resumed"
+        );
+    }
+    Ok(())
+}
+
+/// Compares the media files of the rows with those at the first start of the run, if the length caches
+/// had all rows then. Other sizes are an error. Other times are a warning: a copy may have changed
+/// them.
+///
+/// The file system is asked about the files of a small data set only. For a large one, the check
+/// finds changes that a length cache has.
+pub(super) fn check_media(
+    config: &RunConfig,
+    rows: &JsonlRows,
+    found: &Found,
+    state: &TrainState,
+) -> Result<(), RunError> {
+    let look = rows.num_rows() <= MAX_ROWS_AT_START;
+    let now = || CachedRows::media(rows, &config.cache_dir(), look);
+    let Some((before, now)) = state.media.as_ref().and_then(|before| Some((before, now()?))) else {
+        return Ok(());
+    };
+    let digests = now.digests();
+    let is_rejected_or_mended = digests.files != before.files;
+    if !is_rejected_or_mended && digests.sizes != before.sizes {
+        let first = now.resized().map(str::to_owned);
+        return Err(RunError::MediaChanged { folder: found.dir.clone(), first });
+    }
+    if digests != *before {
+        let first = now.touched().or(now.resized());
+        tracing::warn!(
+            first,
+            "media files of the rows were written since the start of the run; if their pixels \
+             differ, the resumed run differs too"
         );
     }
     Ok(())

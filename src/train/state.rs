@@ -3,7 +3,7 @@
 
 use super::datasets::DatasetCounts;
 use super::health::Health;
-use crate::data::DataState;
+use crate::data::{DataState, MediaDigests};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -38,6 +38,9 @@ pub struct TrainState {
     /// older versions have none.
     #[serde(default)]
     pub inputs: BTreeMap<String, String>,
+    /// The media files at the first start, if the length caches had all rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub media: Option<MediaDigests>,
     /// The model, if an adapter is trained: the checkpoint does not contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseModel>,

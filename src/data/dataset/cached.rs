@@ -3,8 +3,8 @@
 use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, Prefetched, Rejection,
-    RowFile, RowReader, SampleIndex,
+    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaStamps, Prefetched,
+    Rejection, RowFile, RowReader, SampleIndex,
 };
 use crate::dist::Rank;
 use rayon::prelude::*;
@@ -64,6 +64,18 @@ impl CachedRows {
         };
         let caches = rows.sets().iter().map(of_set).collect::<Option<_>>()?;
         Some(Self { rows, caches })
+    }
+
+    /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`. With
+    /// `look`, sizes and times are read from the file system, and otherwise from the caches.
+    pub fn media(rows: &JsonlRows, folder: &Path, look: bool) -> Option<MediaStamps> {
+        let mut media = MediaStamps::default();
+        for set in rows.sets() {
+            if let DataSet::Chats(file) = set {
+                LengthCache::add_media(file, rows.encoder(), folder, look, &mut media)?;
+            }
+        }
+        Some(media)
     }
 
     /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the rows

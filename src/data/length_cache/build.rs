@@ -370,6 +370,25 @@ mod tests {
     }
 
     #[test]
+    fn the_rows_of_a_damaged_cache_are_measured_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (encoder, caches) = (encoder(), folder.path().join("cache"));
+        let file = rows(folder.path(), 10);
+        LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+        let path = Place::of(&file, &encoder, &caches).path;
+        let whole = fs::read(&path).unwrap();
+        for at in (0..whole.len()).step_by(211).chain([whole.len() - 30, whole.len() - 8]) {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 16;
+            File::create(&path).unwrap().write_all(&bytes).unwrap();
+            assert!(LengthCache::complete(&file, &encoder, &caches).is_none(), "byte {at}");
+            let (cache, work) = LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
+            assert_eq!((cache.len(), work.measured), (10, 10), "byte {at}");
+            assert!(fs::read(&path).unwrap() == whole, "byte {at}");
+        }
+    }
+
+    #[test]
     fn a_cache_that_may_not_be_written_is_used_as_long_as_it_is_complete() {
         let folder = tempfile::tempdir().unwrap();
         let (encoder, caches) = (encoder(), folder.path().join("cache"));

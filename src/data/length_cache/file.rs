@@ -13,7 +13,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
-use std::io::{self, BufReader, BufWriter, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, BufWriter, Seek, SeekFrom};
 use std::path::{Path, PathBuf, absolute};
 
 use arrow_array::UInt64Array;
@@ -25,12 +25,13 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use crate::data::checksums::{CheckedArrow, seal_arrow};
 use crate::data::encode::Encoder;
 use crate::data::source::files::{KnownIndex, RowIndex, Shard};
 use crate::data::source::{RowFile, RowRules, SampleError, Stamp};
 
 /// Version of the file layout and of the measurement.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Alignment of buffers in bytes, and offset of the first message after the magic number.
@@ -284,7 +285,7 @@ impl Place {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let reader = FileReader::try_new(BufReader::with_capacity(1 << 20, file), columns)?;
+        let reader = FileReader::try_new(CheckedArrow::new(file)?, columns)?;
         let footer = reader.custom_metadata().get(METADATA).map_or("", String::as_str);
         let footer = serde_json::from_str(footer);
         let footer = footer.map_err(|error| ArrowError::ExternalError(error.into()))?;
@@ -337,7 +338,7 @@ impl Lock {
     }
 }
 
-type Reader = FileReader<BufReader<File>>;
+type Reader = FileReader<CheckedArrow>;
 
 /// The batches of a cache, up to the first that cannot be read.
 pub(super) struct Batches {
@@ -379,7 +380,10 @@ impl Writer {
     }
 
     pub(super) fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
-        let file = File::create(&temporary).map_err(CacheError::write(&temporary))?;
+        // `seal_arrow` reads what was written
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let file = options.open(&temporary).map_err(CacheError::write(&temporary))?;
         let file = BufWriter::with_capacity(1 << 20, file);
         let format = || {
             let options = IpcWriteOptions::try_new(ALIGNMENT, false, MetadataVersion::V5)?;
@@ -409,9 +413,9 @@ impl Writer {
         };
         let file = finish().map_err(CacheError::format(&temporary))?;
         let sync = || {
-            let mut file = file;
-            file.flush()?;
-            file.get_ref().sync_all()?;
+            let mut file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
+            seal_arrow(&mut file)?;
+            file.sync_all()?;
             fs::rename(&temporary, &place.path)?;
             File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
         };

@@ -10,6 +10,7 @@ pub(in crate::data) mod background;
 mod build;
 mod file;
 mod measure;
+mod media;
 mod part;
 mod rows;
 mod stamps;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 pub use build::CacheWork;
 pub use file::CacheError;
 use file::Place;
+pub use media::{MediaDigests, MediaStamps};
 pub use table::LengthCache;
 
 use crate::data::encode::Encoder;

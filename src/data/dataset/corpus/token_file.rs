@@ -1,8 +1,9 @@
 //! A tokenised corpus on disk. Ids are read by span, so the corpus may exceed the memory.
 //!
-//! Layout: the ids as little-endian `u32`; a JSON index; the length of the index as little-endian
-//! `u64`. A file is written under a temporary name and renamed when it is complete. The index takes
-//! 4 bytes of memory per document and 8 bytes per entry of [`Index::places`].
+//! Layout: the ids as little-endian `u32`; a JSON index; its CRC-32, little-endian; its length as
+//! little-endian `u64`. The index has the checksums of the ids, which [`TokenFile::open`] compares. A
+//! file is written under a temporary name and renamed when it is complete. The index takes 4 bytes
+//! of memory per document and 8 bytes per entry of [`Index::places`].
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -13,11 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::documents::Separators;
+use crate::data::checksums;
 use crate::data::row::Rejection;
 
 /// Version of the layout, which is part of the key.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 const ID_BYTES: u64 = size_of::<u32>() as u64;
+/// Bytes after the index: its checksum and its length.
+const END_BYTES: u64 = 12;
 
 /// Index of the file: everything except the ids.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -35,6 +39,8 @@ pub(super) struct Index {
     pub(super) rejected: Vec<Rejection>,
     /// Number of texts, including rejected ones.
     pub(super) num_texts: u64,
+    /// Checksums of the blocks of ids.
+    sums: Vec<u32>,
 }
 
 impl Index {
@@ -67,15 +73,22 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens the file at `path`. Returns `None` if it does not exist, is incomplete, or has another
-    /// key.
+    /// Opens the file at `path` and compares its checksums. Returns `None` if it does not exist, and
+    /// logs a warning if it is damaged or has another key.
     pub(super) fn open(path: &Path, key: &str) -> io::Result<Option<Self>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let Some(index) = read_index(&file)? else { return Ok(None) };
-        Ok((index.key == key).then_some(Self { file, index }))
+        let index = read_index(&file)?.filter(|index| index.key == key);
+        if let Some(index) = index
+            && checksums::of_blocks(&file, u64::from(index.num_tokens) * ID_BYTES)? == index.sums
+        {
+            return Ok(Some(Self { file, index }));
+        }
+        let path = path.display();
+        tracing::warn!(%path, "the cached tokens are damaged: tokenising the corpus again");
+        Ok(None)
     }
 
     /// Reads `tokens` ids from `start` on. The span must lie inside the corpus.
@@ -87,16 +100,20 @@ impl TokenFile {
     }
 }
 
-/// Reads the index; `None` if the file is incomplete.
+/// Reads the index; `None` if the file is incomplete or the index damaged.
 fn read_index(file: &File) -> io::Result<Option<Index>> {
     let size = file.metadata()?.len();
-    let Some(end) = size.checked_sub(8) else { return Ok(None) };
-    let mut length = [0; 8];
-    file.read_exact_at(&mut length, end)?;
+    let Some(end) = size.checked_sub(END_BYTES) else { return Ok(None) };
+    let (mut sum, mut length) = ([0; 4], [0; 8]);
+    file.read_exact_at(&mut sum, end)?;
+    file.read_exact_at(&mut length, end + 4)?;
     let length = u64::from_le_bytes(length);
     let Some(start) = end.checked_sub(length) else { return Ok(None) };
     let mut json = vec![0; length as usize];
     file.read_exact_at(&mut json, start)?;
+    if checksums::of_bytes(&json) != u32::from_le_bytes(sum) {
+        return Ok(None);
+    }
     let index: Option<Index> = serde_json::from_slice(&json).ok();
     Ok(index.filter(|index| u64::from(index.num_tokens) * ID_BYTES == start))
 }
@@ -160,8 +177,12 @@ impl TokenWriter {
     /// Completes the file and renames it to `path`. With `None` the file gets no name, and the
     /// operating system deletes it when it is closed.
     pub(super) fn finish(mut self, path: Option<&Path>) -> io::Result<TokenFile> {
+        self.out.flush()?;
+        let num_bytes = u64::from(self.index.num_tokens) * ID_BYTES;
+        self.index.sums = checksums::of_blocks(self.out.get_ref(), num_bytes)?;
         let json = serde_json::to_vec(&self.index).map_err(io::Error::other)?;
         self.out.write_all(&json)?;
+        self.out.write_all(&checksums::of_bytes(&json).to_le_bytes())?;
         self.out.write_all(&(json.len() as u64).to_le_bytes())?;
         self.out.flush()?;
         let file = self.out.get_ref().try_clone()?;
@@ -223,6 +244,20 @@ mod tests {
         assert_eq!(file.read(3, 1).unwrap(), [5]);
         drop(TokenWriter::create(folder.path(), SEPARATORS, "k".to_owned()).unwrap());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_with_a_damaged_byte_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.tokens");
+        written(folder.path(), Some(&path));
+        let bytes = fs::read(&path).unwrap();
+        for (at, bit) in (0..bytes.len()).flat_map(|at| [(at, 1), (at, 128)]) {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= bit;
+            File::create(&path).unwrap().write_all(&bytes).unwrap();
+            assert!(TokenFile::open(&path, "k").unwrap().is_none(), "byte {at}");
+        }
     }
 
     #[test]

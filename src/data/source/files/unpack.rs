@@ -10,6 +10,7 @@ use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
 
 use super::sniff::Compression;
+use crate::data::checksums::{has_sums, write_sums};
 use crate::data::source::file_error::FileError;
 use crate::data::source::stamp::Stamp;
 
@@ -53,7 +54,7 @@ impl Packed<'_> {
         let target = folder.join(format!("{}{ending}", name(path, stamp)));
         if cache.is_some()
             && is_settled
-            && let Ok(file) = File::open(&target)
+            && let Some(file) = open_stored(&target)
         {
             return Ok(file);
         }
@@ -70,10 +71,38 @@ impl Packed<'_> {
         // another change of a file that is not settled may leave the same stamp
         if cache.is_some() && is_settled {
             unpacked.sync_all().map_err(failed)?;
+            let sums = Temporary(temporary.0.with_extension("sums"));
+            write_sums(&unpacked, &sums.0).map_err(failed)?;
+            fs::rename(&sums.0, beside(&target)).map_err(failed)?;
             fs::rename(&temporary.0, &target).map_err(failed)?;
         }
         Ok(unpacked)
     }
+}
+
+/// The file of the checksums of `target`.
+fn beside(target: &Path) -> PathBuf {
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(".sums");
+    target.with_file_name(name)
+}
+
+/// Opens an unpacked file. `None` if it does not exist, or if it is damaged, which is logged.
+fn open_stored(target: &Path) -> Option<File> {
+    let file = File::open(target).ok()?;
+    match has_sums(&file, &beside(target)) {
+        Ok(true) => return Some(file),
+        Ok(false) => tracing::warn!(
+            file = %target.display(),
+            "the unpacked data file is damaged: unpacking the data file again"
+        ),
+        // as after an earlier version of the program
+        Err(error) => tracing::warn!(
+            file = %target.display(), %error,
+            "cannot read the checksums of the unpacked data file: unpacking the data file again"
+        ),
+    }
+    None
 }
 
 /// A file that is removed when this is dropped, unless it was renamed.
@@ -118,5 +147,38 @@ fn copy(
             return writer.flush().map_err(failed);
         }
         writer.write_all(&buffer[..num_read]).map_err(failed)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn a_damaged_unpacked_file_is_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl.gz");
+        let stamp = Stamp::of(&File::create(&path).unwrap()).unwrap();
+        let cache = Some(folder.path());
+        let packed = Packed { path: &path, stamp: &stamp, is_settled: true, cache };
+        let made = Cell::new(0);
+        let unpack = || {
+            let file = packed.store("unpacking", "", |mut file, failed| {
+                made.set(made.get() + 1);
+                file.write_all(b"rows").map_err(failed)
+            });
+            let mut text = [0; 4];
+            file.unwrap().read_exact_at(&mut text, 0).unwrap();
+            assert_eq!(&text, b"rows");
+            made.get()
+        };
+        assert_eq!([unpack(), unpack()], [1, 1]);
+        let target = folder.path().join(FOLDER).join(name(&path, &stamp));
+        File::create(&target).unwrap().write_all(b"rowz").unwrap();
+        assert_eq!([unpack(), unpack()], [2, 2]);
+        fs::remove_file(beside(&target)).unwrap();
+        assert_eq!([unpack(), unpack()], [3, 3]);
     }
 }

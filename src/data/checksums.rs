@@ -1,0 +1,253 @@
+//! CRC-32 checksums of the blocks of a cache file, so that damage on the disk is found before its
+//! bytes are used.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use flate2::Crc;
+use rayon::prelude::*;
+
+/// Bytes of each block except the last.
+const BLOCK: u64 = 1 << 18;
+/// Bytes of a checksum in a file.
+const SUM: u64 = size_of::<u32>() as u64;
+/// Marks the record after the checksums of an Arrow file.
+const MAGIC: [u8; 8] = *b"trnrsums";
+/// Bytes of that record: the mark, the number of bytes before the checksums, the checksum of these
+/// two and of the checksums, and that of the footer.
+const RECORD: u64 = 24;
+/// The end of an Arrow file: the length of the footer, and the magic number.
+const ARROW_END: u64 = 10;
+const ARROW_MAGIC: [u8; 6] = *b"ARROW1";
+
+/// The checksum of `bytes`.
+pub(in crate::data) fn of_bytes(bytes: &[u8]) -> u32 {
+    let mut crc = Crc::new();
+    crc.update(bytes);
+    crc.sum()
+}
+
+/// The checksums of the blocks in the first `num_bytes` bytes of `file`.
+pub(in crate::data) fn of_blocks(file: &File, num_bytes: u64) -> io::Result<Vec<u32>> {
+    let sum = |block| read_block(file, block, num_bytes).map(|bytes| of_bytes(&bytes));
+    (0..num_bytes.div_ceil(BLOCK)).into_par_iter().map(sum).collect()
+}
+
+/// Reads a block of the first `num_bytes` bytes of `file`.
+fn read_block(file: &File, block: u64, num_bytes: u64) -> io::Result<Vec<u8>> {
+    let start = block * BLOCK;
+    read_at(file, start, BLOCK.min(num_bytes - start))
+}
+
+fn read_at(file: &File, start: u64, num_bytes: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; num_bytes as usize];
+    file.read_exact_at(&mut bytes, start)?;
+    Ok(bytes)
+}
+
+fn damaged(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+/// The content of a file of checksums for `file`: its size, the checksums, and their checksum.
+fn sums_of(file: &File) -> io::Result<Vec<u8>> {
+    let size = file.metadata()?.len();
+    let mut bytes = size.to_le_bytes().to_vec();
+    bytes.extend(of_blocks(file, size)?.iter().flat_map(|sum| sum.to_le_bytes()));
+    bytes.extend(of_bytes(&bytes).to_le_bytes());
+    Ok(bytes)
+}
+
+/// Writes the checksums of `file` to a new file at `path`.
+pub(in crate::data) fn write_sums(file: &File, path: &Path) -> io::Result<()> {
+    File::create(path)?.write_all(&sums_of(file)?)
+}
+
+/// Whether `file` has the checksums in the file at `path`.
+pub(in crate::data) fn has_sums(file: &File, path: &Path) -> io::Result<bool> {
+    Ok(fs::read(path)? == sums_of(file)?)
+}
+
+/// Inserts checksums before the footer of a complete Arrow file. Readers of Arrow files do not see
+/// them, because the footer says where the batches are.
+pub(in crate::data) fn seal_arrow(file: &mut File) -> io::Result<()> {
+    let size = file.metadata()?.len();
+    let footer = arrow_footer(file, size)?;
+    let start = size - footer.len() as u64;
+    let sums = of_blocks(file, start)?;
+    let mut bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+    bytes.extend(MAGIC);
+    bytes.extend(start.to_le_bytes());
+    bytes.extend(of_bytes(&bytes).to_le_bytes());
+    bytes.extend(of_bytes(&footer).to_le_bytes());
+    bytes.extend(footer);
+    file.seek(SeekFrom::Start(start))?;
+    file.write_all(&bytes)
+}
+
+/// Reads the footer of an Arrow file, its length and the magic number.
+fn arrow_footer(file: &File, size: u64) -> io::Result<Vec<u8>> {
+    let no_end = || damaged("the file has no end of an Arrow file");
+    let end = read_at(file, size.checked_sub(ARROW_END).ok_or_else(no_end)?, ARROW_END)?;
+    let length = end.first_chunk().map_or(-1, |length| i32::from_le_bytes(*length));
+    let length = u64::try_from(length).ok().filter(|_| end.ends_with(&ARROW_MAGIC));
+    let length = length.map(|length| length + ARROW_END).filter(|length| *length <= size);
+    let length = length.ok_or_else(no_end)?;
+    read_at(file, size - length, length)
+}
+
+/// Reads an Arrow file with checksums. A damaged byte is an error before it is returned.
+#[derive(Debug)]
+pub(in crate::data) struct CheckedArrow {
+    file: File,
+    size: u64,
+    sums: Vec<u32>,
+    /// Number of bytes that `sums` covers.
+    num_bytes: u64,
+    footer: Vec<u8>,
+    position: u64,
+    /// The number and the bytes of the block that was read last.
+    block: Option<(u64, Vec<u8>)>,
+}
+
+impl CheckedArrow {
+    /// Fails if there are no checksums, or if they or the footer are damaged.
+    pub(in crate::data) fn new(file: File) -> io::Result<Self> {
+        let size = file.metadata()?.len();
+        let footer = arrow_footer(&file, size)?;
+        let none = || damaged("the file has no checksums before its footer");
+        let record = size - footer.len() as u64;
+        let start = record.checked_sub(RECORD).ok_or_else(none)?;
+        let bytes = read_at(&file, start, RECORD)?;
+        if !bytes.starts_with(&MAGIC) {
+            return Err(none());
+        }
+        let number = |at: usize| {
+            let bytes = bytes[at..at + 4].try_into().expect("four bytes");
+            u64::from(u32::from_le_bytes(bytes))
+        };
+        let num_bytes = number(8) | number(12) << 32;
+        let is_start = |sums: &u64| num_bytes.checked_add(sums * SUM) == Some(start);
+        let num_sums = Some(num_bytes.div_ceil(BLOCK)).filter(is_start).ok_or_else(none)?;
+        let mut sums = read_at(&file, num_bytes, num_sums * SUM)?;
+        sums.extend(&bytes[..16]);
+        if u64::from(of_bytes(&sums)) != number(16) {
+            return Err(damaged("the checksums are damaged"));
+        }
+        if u64::from(of_bytes(&footer)) != number(20) {
+            return Err(damaged("the footer is damaged"));
+        }
+        sums.truncate((num_sums * SUM) as usize);
+        let sums = sums.chunks_exact(SUM as usize);
+        let sums = sums.map(|sum| u32::from_le_bytes(sum.try_into().expect("four bytes")));
+        let sums = sums.collect();
+        Ok(Self { file, size, sums, num_bytes, footer, position: 0, block: None })
+    }
+
+    /// The checked bytes of a block.
+    fn block(&mut self, number: u64) -> io::Result<&[u8]> {
+        if self.block.as_ref().is_none_or(|block| block.0 != number) {
+            self.block = None;
+            let bytes = read_block(&self.file, number, self.num_bytes)?;
+            if of_bytes(&bytes) != self.sums[number as usize] {
+                let start = number * BLOCK;
+                let end = start + bytes.len() as u64;
+                return Err(damaged(format!("the bytes {start} to {end} are damaged")));
+            }
+            self.block = Some((number, bytes));
+        }
+        Ok(self.block.as_ref().map_or(&[], |block| &block.1))
+    }
+}
+
+impl Read for CheckedArrow {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let position = self.position;
+        let footer = self.size - self.footer.len() as u64;
+        let rest = if position >= self.size || buffer.is_empty() {
+            return Ok(0);
+        } else if position >= footer {
+            &self.footer[(position - footer) as usize..]
+        } else if position < self.num_bytes {
+            &self.block(position / BLOCK)?[(position % BLOCK) as usize..]
+        } else {
+            return Err(damaged("the file is read between its batches and its footer"));
+        };
+        let num_read = rest.len().min(buffer.len());
+        buffer[..num_read].copy_from_slice(&rest[..num_read]);
+        self.position += num_read as u64;
+        Ok(num_read)
+    }
+}
+
+impl Seek for CheckedArrow {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let position = match to {
+            SeekFrom::Start(position) => Some(position),
+            SeekFrom::End(offset) => self.size.checked_add_signed(offset),
+            SeekFrom::Current(offset) => self.position.checked_add_signed(offset),
+        };
+        self.position = position.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.position)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file with the end of an Arrow file, and checksums.
+    fn sealed(num_bytes: u64) -> (Vec<u8>, File) {
+        let mut bytes: Vec<u8> = (0..num_bytes).map(|byte| (byte % 251) as u8).collect();
+        bytes.extend(b"footer");
+        bytes.extend(6i32.to_le_bytes());
+        bytes.extend(ARROW_MAGIC);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        seal_arrow(&mut file).unwrap();
+        (bytes, file)
+    }
+
+    fn read_all(file: &File, num_bytes: usize) -> io::Result<Vec<u8>> {
+        let mut reader = CheckedArrow::new(file.try_clone()?)?;
+        let mut bytes = vec![0; num_bytes];
+        reader.read_exact(&mut bytes)?;
+        reader.seek(SeekFrom::End(-16))?;
+        reader.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    #[test]
+    fn bytes_and_footer_of_a_file_with_checksums_come_back() {
+        for num_bytes in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 77] {
+            let (expected, file) = sealed(num_bytes);
+            assert!(read_all(&file, num_bytes as usize).unwrap() == expected, "{num_bytes} bytes");
+        }
+    }
+
+    #[test]
+    fn each_damaged_byte_is_found() {
+        let num_bytes = BLOCK + 300;
+        let (_, file) = sealed(num_bytes);
+        let size = file.metadata().unwrap().len();
+        for at in (0..size).filter(|at| at % 65_537 == 0 || *at >= BLOCK + 290) {
+            let byte = read_at(&file, at, 1).unwrap()[0];
+            file.write_all_at(&[byte ^ 4], at).unwrap();
+            assert!(read_all(&file, num_bytes as usize).is_err(), "byte {at}");
+            file.write_all_at(&[byte], at).unwrap();
+        }
+        assert!(read_all(&file, num_bytes as usize).is_ok());
+    }
+
+    #[test]
+    fn a_file_without_checksums_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        for text in [&b""[..], b"ARROW1", b"0123456789", b"\x02\0\0\0ARROW1", b"\0\0\0\0ARROW1"] {
+            file.set_len(0).unwrap();
+            file.write_all_at(text, 0).unwrap();
+            assert!(CheckedArrow::new(file.try_clone().unwrap()).is_err());
+        }
+    }
+}
