@@ -122,6 +122,8 @@ const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
+/// Maximum rank of an adapter; above the width of a model, a higher rank changes nothing.
+const MAX_RANK: usize = 8192;
 
 impl RunConfig {
     /// Checks the ranges of values and the rules between them.
@@ -192,6 +194,8 @@ impl RunConfig {
             let nf4 = adapter.quantize == Quantize::Nf4;
             rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED)?;
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST)?;
+            let rank = adapter.rank.get();
+            rule(rank <= MAX_RANK, "adapter.rank", &rank, "at most 8192")?;
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
