@@ -18,6 +18,7 @@ mod init;
 mod inspect;
 mod launch;
 mod logging;
+mod output;
 mod panics;
 mod plan;
 mod progress;
