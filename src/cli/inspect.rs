@@ -10,6 +10,7 @@ mod thumbnail;
 mod turns;
 
 use super::args::ConfigArgs;
+use super::escaped::escaped;
 use super::logging::Logging;
 use super::output::OutputFile;
 use super::progress::SetupBars;
@@ -148,6 +149,7 @@ fn show_text(
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
     let [images, videos] = grids(sample);
+    let label = escaped(label);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
     write!(out, ", image grids (t, h, w) {images:?}")?;
     if !videos.is_empty() {
@@ -171,6 +173,7 @@ fn show_text(
             write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
+            let text = escaped(&text);
             if supervised {
                 write!(out, "[[{text}]]")?;
             } else {

@@ -10,6 +10,7 @@ mod bench;
 mod cache;
 mod convert;
 mod error_class;
+mod escaped;
 mod eval;
 mod export;
 mod failure;
