@@ -1,6 +1,7 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::adapter::open_run_model;
+use super::check::warn_about_resources;
 use super::device::device_name;
 use super::error::RunError;
 use super::hub::download;
@@ -71,7 +72,7 @@ pub struct RunOptions<'a> {
     pub resume: Resume,
     /// When set, training saves a checkpoint after the current step and stops.
     pub stop: Arc<AtomicBool>,
-    /// When set, training saves a checkpoint after the current step and goes on.
+    /// When set, training saves a checkpoint after the current step and continues.
     pub save: Arc<AtomicBool>,
     /// Receives what the training loop does, for a run in one process; ignored by default. Several
     /// ranks use that of their [`Group`].
@@ -144,6 +145,9 @@ impl Run {
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
+        if is_first {
+            warn_about_resources(config);
+        }
         let observer = options.observer;
         let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;

@@ -55,7 +55,7 @@ pub(super) fn find_checkpoint(
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config
 /// cannot be read.
-fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
+pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
     let earlier = load::<RunConfig>(&output_dir.join("config.yaml"), &[]);
     earlier.map_or_else(|_| Vec::new(), |earlier| config.changes_since(&earlier))
 }
