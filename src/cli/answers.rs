@@ -1,5 +1,6 @@
 //! The end of a training run: a few answers of the model, and the next commands.
 
+use super::escaped::escaped;
 use crate::config::RunConfig;
 use crate::data::RowReader;
 use crate::train::{GenerateOptions, Trainer, generate};
@@ -93,5 +94,5 @@ pub(super) fn print_next_steps(config: &Path, folder: &Path, base: Option<&Path>
 fn print(text: &str) {
     use std::io::Write as _;
     // A finished run must not fail because stderr is closed.
-    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    let _ = std::io::stderr().lock().write_all(escaped(text).as_bytes());
 }

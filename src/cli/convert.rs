@@ -1,8 +1,8 @@
 //! `trainer convert`: writes our config from the config of another trainer.
 
 use super::failure::{Exit, Failure};
+use super::output::OutputFile;
 use super::stdout::stdout;
-use crate::checkpoint::write_atomically;
 use crate::convert::{Trainer, convert};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -40,12 +40,13 @@ fn trainers() -> impl TypedValueParser<Value = Trainer> {
 
 /// Writes the config to `--out` or stdout, and dropped settings and differences to the log.
 pub(super) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
-    if let Some(out) = args.out.as_ref().filter(|out| out.exists()) {
+    if let Some(out) = args.out.as_ref().filter(|out| out.is_file()) {
         let message = format!("`{}` exists", out.display());
         return Err(Failure::new(Exit::Usage, message)
             .hint("remove it, or give another name as `--out`")
             .into());
     }
+    let file = OutputFile::open_given("--out", args.out.as_ref())?;
     let converted = convert(args.from, &args.files, args.world_size)?;
     for line in &converted.dropped {
         tracing::info!("dropped: {line}");
@@ -53,12 +54,11 @@ pub(super) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
     for line in &converted.notes {
         tracing::info!("note: {line}");
     }
-    match &args.out {
-        Some(out) => {
-            write_atomically(out, converted.yaml.as_bytes()).map_err(|error| {
-                Failure::of(Exit::CannotWrite, error).hint("give another file as `--out`")
-            })?;
-            tracing::info!("wrote {}", out.display());
+    match file {
+        Some(file) => {
+            let path = file.path().display().to_string();
+            file.write(converted.yaml.as_bytes())?;
+            tracing::info!("wrote {path}");
         }
         None => write!(stdout(), "{}", converted.yaml)?,
     }

@@ -3,9 +3,9 @@
 use super::args::{ConfigArgs, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
+use super::output::OutputFile;
 use super::progress::{Progress, SetupBars};
 use super::stdout::stdout;
-use crate::checkpoint::write_atomically;
 use crate::run::{self, DataList};
 use crate::train::{EvalReport, Evaluator, RankWeights, Ranks, Weights, metric_keys};
 use clap::Args;
@@ -34,6 +34,7 @@ pub(super) struct EvalArgs {
 
 /// Evaluates the model and prints one JSON object.
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
+    let per_sample_file = OutputFile::open_given("--per-sample", args.per_sample.as_ref())?;
     let mut config = args.config.load(logging)?;
     if let Some(checkpoint) = &args.checkpoint {
         check_folder("--checkpoint", checkpoint)?;
@@ -78,8 +79,8 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
             .hint("repair the rows of `data.eval`; the warnings above list them")
             .into());
     }
-    if let Some(path) = &args.per_sample {
-        write_atomically(path, per_sample(&report).as_bytes())?;
+    if let Some(file) = per_sample_file {
+        file.write(per_sample(&report).as_bytes())?;
     }
     let mut summary = serde_json::json!({
         "loss": report.loss(),

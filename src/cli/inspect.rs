@@ -10,12 +10,12 @@ mod thumbnail;
 mod turns;
 
 use super::args::ConfigArgs;
-use super::failure::{Exit, Failure};
+use super::escaped::escaped;
 use super::logging::Logging;
+use super::output::OutputFile;
 use super::progress::SetupBars;
 use super::stdout::stdout;
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
-use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::data::{JsonlRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
 use crate::run::{self, DataList};
@@ -67,6 +67,8 @@ enum Format {
 
 /// Prints rows in training order.
 pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
+    let html = OutputFile::open_given("--html", args.html.as_ref())?;
+    let tensors_file = OutputFile::open_given("--tensors", args.tensors.as_ref())?;
     let config = args.config.load(logging)?;
     let located = |error| args.config.located(error);
     let encoder = run::encoder(&config).map_err(located)?;
@@ -78,7 +80,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
         return show_packs(&config, &rows, num, out);
     }
     let mut tensors = Vec::new();
-    let mut page = args.html.is_some().then(|| Page::new(&config, rows.encoder(), num));
+    let mut page = html.is_some().then(|| Page::new(&config, rows.encoder(), num));
     let options = run::loader_options(&config, rows.encoder());
     let mut shown = BTreeMap::<String, DatasetCounts>::new();
     for row in run::order(&config, &rows)?.epoch(0).into_iter().take(num) {
@@ -112,14 +114,14 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                     let dropped = rows.dropped(row).unwrap_or_default();
                     page.sample(&label, &sample, &dropped, &notes)?;
                 }
-                if args.tensors.is_some() {
+                if tensors_file.is_some() {
                     tensors.extend(as_tensors(&label, &sample)?);
                 }
             }
         }
     }
     log_datasets(&shown);
-    if let (Some(path), Some(mut page)) = (&args.html, page) {
+    if let (Some(file), Some(mut page)) = (html, page) {
         if config.data.packing {
             // Too many rejected rows stop a run, but the page shows them.
             match packs_of(&config, &rows) {
@@ -127,17 +129,11 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                 Err(error) => tracing::warn!(%error, "cannot show packs on the page"),
             }
         }
-        write_atomically(path, page.finish().as_bytes()).map_err(|error| {
-            let message = format!("cannot write `{}`: {error}", path.display());
-            Failure::new(Exit::CannotWrite, message).hint("check the path given to `--html`")
-        })?;
+        file.write(page.finish().as_bytes())?;
     }
-    if let Some(path) = &args.tensors {
+    if let Some(file) = tensors_file {
         let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
-        candle_core::safetensors::save(&tensors, path).map_err(|error| {
-            let message = format!("cannot write `{}`: {error}", path.display());
-            Failure::new(Exit::CannotWrite, message).hint("check the path given to `--tensors`")
-        })?;
+        file.write(&safetensors::serialize(&tensors, None)?)?;
     }
     Ok(())
 }
@@ -153,6 +149,7 @@ fn show_text(
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
     let [images, videos] = grids(sample);
+    let label = escaped(label);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
     write!(out, ", image grids (t, h, w) {images:?}")?;
     if !videos.is_empty() {
@@ -176,6 +173,7 @@ fn show_text(
             write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;
+            let text = escaped(&text);
             if supervised {
                 write!(out, "[[{text}]]")?;
             } else {

@@ -1,5 +1,6 @@
 //! Logging to stderr and to `<output_dir>/train.log`; progress bars stay below the log lines.
 
+use super::escaped::{escaped, escaped_with_colours};
 use indicatif::MultiProgress;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
@@ -35,7 +36,8 @@ impl Logging {
         let logging = Self::new();
         let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
         let (filter, problem) = filter(std::env::var("RUST_LOG").ok().as_deref(), level);
-        logging.subscriber(filter, Stderr { bars: logging.bars.clone() }, colours).try_init()?;
+        let stderr = Stderr { bars: logging.bars.clone(), colours };
+        logging.subscriber(filter, stderr, colours).try_init()?;
         if let Some(problem) = problem {
             tracing::warn!("ignoring `RUST_LOG`: {problem}");
         }
@@ -91,11 +93,14 @@ fn filter(requested: Option<&str>, level: &str) -> (EnvFilter, Option<String>) {
 #[derive(Debug, Clone)]
 struct Stderr {
     bars: MultiProgress,
+    colours: bool,
 }
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.bars.suspend(|| io::stderr().lock().write_all(line))?;
+        let text = String::from_utf8_lossy(line);
+        let text = if self.colours { escaped_with_colours(&text) } else { escaped(&text) };
+        self.bars.suspend(|| io::stderr().lock().write_all(text.as_bytes()))?;
         Ok(line.len())
     }
 
@@ -117,11 +122,13 @@ struct LogFile(Arc<Mutex<LogTarget>>);
 
 impl Write for LogFile {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(line);
+        let text = escaped(&text);
         match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            LogTarget::Early(lines) if lines.len() + line.len() > MAX_EARLY_BYTES => {}
-            LogTarget::Early(lines) => lines.extend_from_slice(line),
+            LogTarget::Early(lines) if lines.len() + text.len() > MAX_EARLY_BYTES => {}
+            LogTarget::Early(lines) => lines.extend_from_slice(text.as_bytes()),
             // The log must not end a run when the disk is full; the next checkpoint reports it.
-            LogTarget::File(file) => drop(file.write_all(line)),
+            LogTarget::File(file) => drop(file.write_all(text.as_bytes())),
         }
         Ok(line.len())
     }
@@ -154,14 +161,16 @@ mod tests {
             tracing::info!(step = 1, "early");
             logging.write_to(&path).unwrap();
             tracing::warn!(path = "a b", "late");
+            tracing::warn!(row = %"\u{1b}[2J", "rejected");
             tracing::debug!("not at this level");
         });
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<_> = text.lines().collect();
-        assert_eq!(lines.len(), 2, "{text}");
+        assert_eq!(lines.len(), 3, "{text}");
         assert!(lines[0].contains("INFO") && lines[0].ends_with("early step=1"), "{text}");
         assert!(lines[1].contains("WARN") && lines[1].ends_with("late path=\"a b\""), "{text}");
-        assert!(!text.contains('\u{1b}'), "colours in a file: {text:?}");
+        assert!(!text.contains('\u{1b}'), "raw escapes in a file: {text:?}");
+        assert!(lines[2].ends_with(r"rejected row=\u{1b}[2J"), "{text}");
     }
 
     #[test]

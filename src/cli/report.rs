@@ -7,6 +7,7 @@
 //! ```
 
 use super::error_class::classify;
+use super::escaped::escaped;
 use super::failure::Exit;
 use super::stdout::is_closed_pipe;
 use std::io::{self, Write};
@@ -31,7 +32,7 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     if let Some(hint) = error.chain().find_map(|error| classify(error)?.hint) {
         text.extend(["hint: ", &hint, "\n"]);
     }
-    text
+    escaped(&text).into_owned()
 }
 
 /// The exit code of the outermost error in the chain that has a class.
@@ -59,6 +60,12 @@ mod tests {
              hint: check the disk that holds `output_dir`\n"
         );
         assert_eq!(exit(&error), Exit::CannotWrite);
+    }
+
+    #[test]
+    fn control_characters_of_an_error_are_shown() {
+        let error = anyhow::anyhow!("the role is `\u{1b}[2J`");
+        assert_eq!(text(&error), "error: the role is `\\u{1b}[2J`\n");
     }
 
     #[test]

@@ -124,6 +124,8 @@ const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 const MAX_LR: f64 = 1e6;
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
+/// Maximum rank of an adapter; above the width of a model, a higher rank changes nothing.
+const MAX_RANK: usize = 8192;
 
 impl RunConfig {
     /// Checks the ranges of values and the rules between them; returns the first problem.
@@ -196,6 +198,8 @@ impl RunConfig {
             let nf4 = adapter.quantize == Quantize::Nf4;
             rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED);
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
+            let rank = adapter.rank.get();
+            rule(rank <= MAX_RANK, "adapter.rank", &rank, "at most 8192");
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0");

@@ -41,6 +41,16 @@ pub enum ModelConfigError {
         /// Values that are implemented.
         known: &'static str,
     },
+    /// A number is outside of the range that a model can have.
+    #[error("config.json: `{key}` is {found}, expected {expected}")]
+    Range {
+        /// Dotted key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// The range.
+        expected: String,
+    },
     /// Sizes contradict each other.
     #[error("config.json: {what}")]
     Shape {
@@ -55,7 +65,7 @@ impl ModelConfigError {
         match self {
             Self::Read { .. } => "`model.path` must be a model folder with a config.json",
             Self::Json { .. } => "the file is damaged: copy it from the published model again",
-            Self::Key { .. } | Self::Shape { .. } => {
+            Self::Key { .. } | Self::Range { .. } | Self::Shape { .. } => {
                 "copy config.json from the published model again; `trainer init` writes a valid one"
             }
             Self::Unsupported { .. } => {
@@ -63,6 +73,28 @@ impl ModelConfigError {
                  `qwen3_vl` or `qwen3`)"
             }
         }
+    }
+}
+
+/// Maximum number of layers or blocks, and number of pixels or patches on a side.
+const MAX_COUNT: u64 = 1 << 10;
+/// Maximum width of a tensor, and number of heads.
+const MAX_WIDTH: u64 = 1 << 20;
+/// Maximum number of tokens of the vocabulary.
+const MAX_VOCABULARY: u64 = 1 << 24;
+
+/// The largest value of a size. It is far above that of every known model; a larger one is a damaged
+/// file, and memory for it must not be allocated.
+fn largest(key: &str) -> u64 {
+    match key {
+        "vocab_size" | "image_token_id" => MAX_VOCABULARY,
+        "num_hidden_layers"
+        | "depth"
+        | "patch_size"
+        | "temporal_patch_size"
+        | "spatial_merge_size"
+        | "in_channels" => MAX_COUNT,
+        _ => MAX_WIDTH,
     }
 }
 
@@ -91,9 +123,18 @@ impl Section<'_> {
     }
 
     pub(super) fn size(&self, key: &str) -> Result<usize, ModelConfigError> {
-        self.value[key].as_u64().filter(|n| *n > 0).map(|n| n as usize).ok_or_else(|| {
+        let size = self.value[key].as_u64().filter(|n| *n > 0).ok_or_else(|| {
             ModelConfigError::Key { key: self.key(key), expected: "a positive integer" }
-        })
+        })?;
+        if size > largest(key) {
+            return Err(self.range(key, format!("at most {}", largest(key))));
+        }
+        Ok(size as usize)
+    }
+
+    /// The error of a number that is outside of the range `expected`.
+    fn range(&self, key: &str, expected: String) -> ModelConfigError {
+        ModelConfigError::Range { key: self.key(key), found: self.value[key].to_string(), expected }
     }
 
     pub(super) fn float(&self, key: &str) -> Result<f64, ModelConfigError> {
@@ -104,7 +145,8 @@ impl Section<'_> {
 
     pub(super) fn sizes(&self, key: &str) -> Result<Vec<usize>, ModelConfigError> {
         let list = self.value[key].as_array().and_then(|list| {
-            list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<Vec<_>>>()
+            let size = |n: &Value| n.as_u64().filter(|n| *n <= MAX_WIDTH).map(|n| n as usize);
+            list.iter().map(size).collect::<Option<Vec<_>>>()
         });
         list.ok_or_else(|| ModelConfigError::Key {
             key: self.key(key),
@@ -127,6 +169,32 @@ impl Section<'_> {
         Err(ModelConfigError::Unsupported { key, found, known })
     }
 
+    /// Fails if `key` is present and not zero: no dropout of a model is implemented.
+    pub(super) fn expect_no_dropout(&self, key: &'static str) -> Result<(), ModelConfigError> {
+        let found = &self.value[key];
+        if found.is_null() || found.as_f64() == Some(0.0) {
+            return Ok(());
+        }
+        Err(ModelConfigError::Unsupported { key, found: found.to_string(), known: "`0.0`" })
+    }
+
+    /// Fails if a layer of `num_layers` has attention over a window.
+    fn expect_full_attention(&self, num_layers: usize) -> Result<(), ModelConfigError> {
+        let first = self.value["max_window_layers"].as_u64(); // layers from this one on have a window
+        if first.is_none_or(|first| first < num_layers as u64) {
+            self.expect("use_sliding_window", &Value::Bool(false), "`false`")?;
+        }
+        let mut kinds = self.value["layer_types"].as_array().into_iter().flatten();
+        match kinds.find(|kind| *kind != "full_attention") {
+            Some(kind) => Err(ModelConfigError::Unsupported {
+                key: "layer_types",
+                found: kind.to_string(),
+                known: "`full_attention`",
+            }),
+            None => Ok(()),
+        }
+    }
+
     /// The settings of rotary positions. transformers 5 writes them to `rope_parameters`; older
     /// files have `rope_scaling`, and `rope_theta` in this section.
     pub(super) fn rope(&self) -> Section<'_> {
@@ -145,6 +213,11 @@ impl Section<'_> {
         self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
         let rope = self.rope();
         rope.expect("rope_type", &Value::from("default"), "`default`")?;
+        // `type` is the old name of `rope_type`, and `mrope` was the old name of `default`
+        if rope.value["type"] != "mrope" {
+            rope.expect("type", &Value::from("default"), "`default`")?;
+        }
+        self.expect_no_dropout("attention_dropout")?;
         let theta = if rope.value["rope_theta"].is_null() { self } else { &rope };
         let heads = self.size("num_attention_heads")?;
         let hidden_size = self.size("hidden_size")?;
@@ -163,6 +236,13 @@ impl Section<'_> {
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
         };
+        self.expect_full_attention(config.num_hidden_layers)?;
+        if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
+            return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));
+        }
+        if !(config.rope_theta > 0.0 && config.rope_theta.is_finite()) {
+            return Err(theta.range("rope_theta", "a number above 0".to_owned()));
+        }
         if heads % config.num_key_value_heads != 0 {
             let what = format!(
                 "`num_key_value_heads` {} does not divide `num_attention_heads` {heads}",
@@ -170,8 +250,8 @@ impl Section<'_> {
             );
             return Err(ModelConfigError::Shape { what });
         }
-        if !config.head_dim.is_multiple_of(2) {
-            let what = format!("`head_dim` {} is odd", config.head_dim);
+        if config.head_dim == 0 || !config.head_dim.is_multiple_of(2) {
+            let what = format!("`head_dim` {} is 0 or odd", config.head_dim);
             return Err(ModelConfigError::Shape { what });
         }
         Ok(config)

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::data::media::image::ImageConfigError;
+use crate::data::media::image::{ImageConfig, ImageConfigError, ImageProcessor};
 use crate::data::media::video::VideoConfigError;
 use crate::data::model_file::{ModelFileError, read, read_json, read_json_if_there};
 use crate::data::template::tokenizer::{TextTokenizer, TokenizerError};
@@ -52,6 +52,23 @@ pub enum EncoderError {
         /// Number of rows of the embedding.
         vocab_size: usize,
     },
+    /// The image processor cuts other patches than the vision encoder expects.
+    #[error(
+        "`vision_config.{key}` in `{}` is {expected}, but `{name}` in `preprocessor_config.json` \
+         (or `processor_config.json`) is {found}", .path.display()
+    )]
+    Patches {
+        /// Path of `config.json`.
+        path: PathBuf,
+        /// Key of `config.json`.
+        key: &'static str,
+        /// Its value.
+        expected: u64,
+        /// Key of the image processor.
+        name: &'static str,
+        /// Its value.
+        found: u32,
+    },
     /// No file defines an end-of-text token.
     #[error("`{}` has no end-of-text token", .folder.display())]
     NoStopToken {
@@ -92,6 +109,9 @@ impl EncoderError {
                 "copy `chat_template.jinja` from the instruct version of the model; base models have none"
             }
             Self::NoStopToken { .. } => "write `eos_token_id` into generation_config.json",
+            Self::Patches { .. } => {
+                "copy config.json and preprocessor_config.json from the same model"
+            }
             Self::VocabSize { .. } => "copy tokenizer.json and config.json from the same model",
             Self::Template { cause, .. } => return cause.hint(),
             Self::Image(error) => error.hint(),
@@ -259,6 +279,26 @@ impl TextFolder {
     }
 }
 
+/// The image processor of a folder. It must cut the patches that the vision encoder expects.
+pub(super) fn image_processor(
+    folder: &Path,
+    config: &ImageConfig,
+) -> Result<ImageProcessor, EncoderError> {
+    let images = ImageProcessor::from_folder(folder, config)?;
+    let JsonFile { path, value } = JsonFile::read(folder, "config.json")?;
+    for (key, name, found) in [
+        ("patch_size", "patch_size", images.patch_size()),
+        ("temporal_patch_size", "temporal_patch_size", images.temporal_patch_size()),
+        ("spatial_merge_size", "merge_size", images.merge_size()),
+    ] {
+        let expected = value["vision_config"][key].as_u64();
+        if let Some(expected) = expected.filter(|expected| *expected != u64::from(found)) {
+            return Err(EncoderError::Patches { path, key, expected, name, found });
+        }
+    }
+    Ok(images)
+}
+
 /// The template and its file: `chat_template.jinja`, else `chat_template.json`, else a key of
 /// `tokenizer_config.json`.
 fn chat_template(
@@ -361,4 +401,40 @@ impl JsonFile {
 
 fn as_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::encode::Encoder;
+    use serde_json::json;
+    use std::fs::{self, File};
+    use std::io::Write as _;
+
+    #[test]
+    fn patches_unlike_those_of_the_vision_encoder_are_refused_with_both_files() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/small-tied");
+        let settings = fs::read_to_string(model.join("preprocessor_config.json")).unwrap();
+        for (key, value, named) in [
+            ("patch_size", 14, "vision_config.patch_size"),
+            ("temporal_patch_size", 3, "vision_config.temporal_patch_size"),
+            ("merge_size", 3, "vision_config.spatial_merge_size"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let files = ["config.json", "tokenizer_config.json", "tokenizer.json"];
+            for file in files.into_iter().chain(["chat_template.jinja"]) {
+                fs::copy(model.join(file), folder.path().join(file)).unwrap();
+            }
+            let mut changed: Value = serde_json::from_str(&settings).unwrap();
+            changed[key] = json!(value);
+            let mut file = File::create(folder.path().join("preprocessor_config.json")).unwrap();
+            file.write_all(changed.to_string().as_bytes()).unwrap();
+            let error = Encoder::from_folder(folder.path(), &ImageConfig::default()).err();
+            let error = error.unwrap().to_string();
+            assert!(
+                error.contains(named) && error.contains("`preprocessor_config.json`"),
+                "{error}"
+            );
+        }
+    }
 }

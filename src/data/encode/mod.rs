@@ -27,7 +27,7 @@ use sha2::{Digest, Sha256};
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
-use folder::TextFolder;
+use folder::{TextFolder, image_processor};
 use grounding::grounded;
 pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, kinds};
@@ -75,7 +75,7 @@ impl Encoder {
     ) -> Result<Self, EncoderError> {
         let text = TextFolder::read(folder)?;
         let images = match text.media.image {
-            Some(_) => ImageProcessor::from_folder(folder, image)?,
+            Some(_) => image_processor(folder, image)?,
             None => ImageProcessor::unused(),
         };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;

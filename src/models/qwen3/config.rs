@@ -27,7 +27,6 @@ impl Config {
     /// Reads the sizes from the parsed `config.json`.
     pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
         let top = Section { value: json, name: "" };
-        top.expect("use_sliding_window", &Value::Bool(false), "`false`")?;
         top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
         Ok(Self {
             text: top.decoder()?,
@@ -52,15 +51,19 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    #[test]
-    fn unsupported_values_are_refused_by_name() {
-        let published = json!({
+    fn published() -> Value {
+        json!({
             "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "head_dim": 128,
             "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
             "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
             "rope_scaling": null, "attention_bias": false, "hidden_act": "silu",
             "use_sliding_window": false, "tie_word_embeddings": true,
-        });
+        })
+    }
+
+    #[test]
+    fn unsupported_values_are_refused_by_name() {
+        let published = published();
         assert_eq!(Config::from_json(&published).unwrap().text.rope_theta, 1e6);
         for (key, value) in [
             ("use_sliding_window", json!(true)),
@@ -68,6 +71,8 @@ mod tests {
             ("rope_scaling", json!({"rope_type": "yarn"})),
             ("rope_scaling", json!({"type": "yarn"})),
             ("num_key_value_heads", json!(3)),
+            ("layer_types", json!(["full_attention", "sliding_attention"])),
+            ("attention_dropout", json!(0.5)),
             ("hidden_size", json!("big")),
         ] {
             let mut json = published.clone();
@@ -75,6 +80,31 @@ mod tests {
             let error = Config::from_json(&json).unwrap_err().to_string();
             let named = if key == "rope_scaling" { "type`" } else { key };
             assert!(error.contains(named), "{error}");
+        }
+        // no layer comes after the first 28, so none has a window
+        let mut json = published.clone();
+        json["use_sliding_window"] = json!(true);
+        json["max_window_layers"] = json!(28);
+        json["attention_dropout"] = json!(0);
+        Config::from_json(&json).unwrap();
+    }
+
+    #[test]
+    fn a_number_that_no_model_has_is_refused_with_its_range() {
+        for (key, value, expected) in [
+            ("num_hidden_layers", json!(1_u64 << 32), "at most 1024"),
+            ("vocab_size", json!(1_u64 << 32), "at most 16777216"),
+            ("intermediate_size", json!(1_u64 << 40), "at most 1048576"),
+            ("rms_norm_eps", json!(0.0), "above 0 and below 1"),
+            ("rms_norm_eps", json!(-1e-6), "above 0 and below 1"),
+            ("rms_norm_eps", json!(1.8e19), "above 0 and below 1"),
+            ("rope_theta", json!(0), "above 0"),
+            ("rope_theta", json!(-1e6), "above 0"),
+        ] {
+            let mut json = published();
+            json[key] = value;
+            let error = Config::from_json(&json).unwrap_err().to_string();
+            assert!(error.contains(key) && error.contains(expected), "{error}");
         }
     }
 }

@@ -141,6 +141,7 @@ impl Config {
 
 impl VisionConfig {
     fn read(section: &Section<'_>) -> Result<Self, ModelConfigError> {
+        section.expect_no_dropout("attention_dropout")?;
         let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
         Ok(Self {
             depth: section.size("depth")?,
@@ -219,7 +220,12 @@ mod tests {
 
     #[test]
     fn unsupported_values_are_refused_by_name() {
-        let cases: [(&str, &str, Value, &str); 5] = [
+        let cases: [(&str, &str, Value, &str); 10] = [
+            ("text_config", "attention_dropout", json!(0.5), "attention_dropout"),
+            ("vision_config", "attention_dropout", json!(0.5), "attention_dropout"),
+            ("text_config", "use_sliding_window", json!(true), "use_sliding_window"),
+            ("vision_config", "depth", json!(1_u64 << 32), "vision_config.depth"),
+            ("vision_config", "num_position_embeddings", json!(1_u64 << 60), "at most 1048576"),
             ("text_config", "attention_bias", json!(true), "attention_bias"),
             ("text_config", "hidden_size", json!("big"), "text_config.hidden_size"),
             ("text_config", "num_key_value_heads", json!(3), "num_key_value_heads"),
@@ -232,5 +238,9 @@ mod tests {
             let error = Config::from_json(&json).unwrap_err().to_string();
             assert!(error.contains(named), "{error}");
         }
+        let mut json = published();
+        json["text_config"]["rope_scaling"]["type"] = json!("yarn");
+        let error = Config::from_json(&json).unwrap_err().to_string();
+        assert!(error.contains("`type` is `yarn`"), "{error}");
     }
 }

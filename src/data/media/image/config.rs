@@ -105,6 +105,11 @@ pub(in crate::data) struct Size {
     pub(in crate::data) longest_edge: Option<u64>,
 }
 
+/// Values of `rescale_factor`; 1/255 in published files.
+pub(in crate::data) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
+const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
+const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
+
 /// Validated image settings.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Settings {
@@ -149,14 +154,6 @@ impl Settings {
             Some(value @ 1..=1024) => Ok(value),
             other => Err(bad(key, other.map(|n| n.to_string()), "a whole number from 1 to 1024")),
         };
-        let triple = |key, value: Option<[f32; 3]>, low: f32| match value {
-            Some(value) if value.iter().all(|v| v.is_finite() && *v >= low) => Ok(value),
-            other => Err(bad(
-                key,
-                other.map(|v| format!("{v:?}")),
-                "three numbers, one per channel (above 0 for `image_std`)",
-            )),
-        };
         for (key, value) in [
             ("do_resize", do_resize),
             ("do_rescale", do_rescale),
@@ -171,9 +168,17 @@ impl Settings {
             return Err(bad("resample", Some(other.to_string()), "3 (bicubic)"));
         }
         let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
-        if !(rescale.is_finite() && rescale > 0.0) {
-            return Err(bad("rescale_factor", Some(rescale.to_string()), "a number above 0"));
+        if !RESCALE_FACTORS.contains(&rescale) {
+            let expected = "a number from 1e-5 to 1";
+            return Err(bad("rescale_factor", Some(rescale.to_string()), expected));
         }
+        // The mean of values lies between the smallest and the largest one, and the distance of both
+        // limits their deviation.
+        let white = 255.0 * rescale as f32 * 1.001;
+        let triple = |key, value: Option<[f32; 3]>, low: f32, expected| match value {
+            Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),
+            other => Err(bad(key, other.map(|v| format!("{v:?}")), expected)),
+        };
         let size = size.unwrap_or_default();
         let areas = "an area in pixels (or top-level keys `min_pixels` and `max_pixels`)";
         let min_pixels = config.min_pixels.or(min_pixels).or(size.shortest_edge);
@@ -195,8 +200,8 @@ impl Settings {
             merge_size,
             min_pixels,
             max_pixels,
-            mean: triple("image_mean", image_mean, f32::MIN)?,
-            std: triple("image_std", image_std, f32::MIN_POSITIVE)?,
+            mean: triple("image_mean", image_mean, 0.0, MEAN)?,
+            std: triple("image_std", image_std, white / 1000.0, STD)?,
             scale: (1.0 / rescale) as f32,
         })
     }
@@ -305,6 +310,9 @@ mod tests {
             (json!({"merge_size": 0}), "`merge_size` is `0`"),
             (json!({"image_mean": null}), "`image_mean` is `missing`"),
             (json!({"image_std": [0.5, 0.0, 0.5]}), "`image_std` is `[0.5, 0.0, 0.5]`"),
+            (json!({"image_std": [0.5, 1024.0, 0.5]}), "`image_std` is `[0.5, 1024.0, 0.5]`"),
+            (json!({"image_mean": [1e30, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
+            (json!({"image_mean": [-0.5, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
             (json!({"image_std": [0.5]}), "cannot parse"),
             (json!({"patch_size": "16"}), "cannot parse"),
             (json!({"resample": 2}), "`resample` is `2`, expected 3"),

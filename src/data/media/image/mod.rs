@@ -32,8 +32,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use config::Settings;
-pub(in crate::data) use config::Size;
 pub use config::{ImageConfig, ImageConfigError};
+pub(in crate::data) use config::{RESCALE_FACTORS, Size};
 pub(in crate::data) use decode::Rgb;
 use decode::decode;
 #[cfg(feature = "video")]

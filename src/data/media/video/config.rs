@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::sampling::Sampling;
 use super::smart_resize::Budget;
-use crate::data::media::image::{ImageProcessor, Normalise, Size};
+use crate::data::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
 use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.video` of the config.
@@ -244,12 +244,14 @@ fn check_file(
         return bad("cap_pixels_per_frame", "true".to_owned(), expected);
     }
     let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
-    if !(rescale.is_finite() && rescale > 0.0) {
-        return bad("rescale_factor", rescale.to_string(), "a number above 0".to_owned());
+    if !RESCALE_FACTORS.contains(&rescale) {
+        return bad("rescale_factor", rescale.to_string(), "a number from 1e-5 to 1".to_owned());
     }
     let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
-    if !mean.iter().chain(&std).all(|value| value.is_finite()) || std.iter().any(|v| *v <= 0.0) {
-        let expected = "finite numbers, above 0 for `image_std`".to_owned();
+    let white = 255.0 * rescale as f32 * 1.001; // as for images
+    let in_range = |values: &[f32; 3], low| values.iter().all(|v| (low..=white).contains(v));
+    if !in_range(&mean, 0.0) || !in_range(&std, white / 1000.0) {
+        let expected = "numbers up to 255 * `rescale_factor`, above 0 for `image_std`".to_owned();
         return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
     }
     Ok(Normalise::new(mean, std, (1.0 / rescale) as f32))
@@ -339,6 +341,7 @@ mod tests {
             (json!({"patch_size": 14}), "`patch_size` is `14`, expected `16` as for images"),
             (json!({"cap_pixels_per_frame": true}), "`cap_pixels_per_frame` is `true`"),
             (json!({"image_std": [0.5, 0.0, 0.5]}), "above 0 for `image_std`"),
+            (json!({"image_std": [0.5, 1024.0, 0.5]}), "up to 255 * `rescale_factor`"),
             (json!({"fps": "2"}), "cannot parse"),
         ] {
             let error = settings(&[("video_preprocessor_config.json", file)], &none).unwrap_err();

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use engine::Engine;
 pub(in crate::data) use engine::Tokens;
-use tokenizers::{PostProcessorWrapper, Tokenizer};
+use tokenizers::{ModelWrapper, PostProcessorWrapper, Tokenizer};
 
 /// A tokenizer. Special tokens that occur in a text are encoded as their ids.
 pub(in crate::data) struct TextTokenizer {
@@ -41,6 +41,17 @@ pub enum TokenizerError {
         path: PathBuf,
         /// Error of the parser.
         problem: String,
+    },
+    /// The tokenizer draws the tokens of a text at random.
+    #[error(
+        "`{}`: `model.dropout` is {dropout}: byte pair encoding with dropout is not supported",
+        .path.display()
+    )]
+    Dropout {
+        /// Path of the file.
+        path: PathBuf,
+        /// The probability, as text.
+        dropout: String,
     },
     /// A text cannot be tokenised.
     #[error("cannot tokenise the text: {problem}")]
@@ -141,6 +152,13 @@ impl TextTokenizer {
 fn reference(path: &Path, bytes: &[u8]) -> Result<Tokenizer, TokenizerError> {
     let load_error = |problem: String| TokenizerError::Load { path: path.to_owned(), problem };
     let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| load_error(e.to_string()))?;
+    if let ModelWrapper::BPE(model) = tokenizer.get_model()
+        && let Some(dropout) = model.dropout.filter(|share| *share != 0.0)
+    {
+        // each epoch would have other tokens, and the cached lengths would be wrong
+        let dropout = dropout.to_string();
+        return Err(TokenizerError::Dropout { path: path.to_owned(), dropout });
+    }
     // Truncation and padding happen elsewhere, and the chat template writes all special tokens.
     tokenizer.with_truncation(None).map_err(|e| load_error(e.to_string()))?;
     tokenizer.with_padding(None);

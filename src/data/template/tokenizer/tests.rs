@@ -249,6 +249,20 @@ fn unsupported_files_are_run_by_the_tokenizers_crate() {
     assert!(TextTokenizer::from_bytes(Path::new("t.json"), b"{}").is_err());
 }
 
+#[test]
+fn a_tokenizer_that_draws_tokens_at_random_is_refused() {
+    let mut file: Value = serde_json::from_slice(&small_file()).unwrap();
+    file["model"]["dropout"] = json!(0.5);
+    let bytes = serde_json::to_vec(&file).unwrap();
+    let error = TextTokenizer::from_bytes(Path::new("t.json"), &bytes).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`t.json`: `model.dropout` is 0.5: byte pair encoding with dropout is not supported"
+    );
+    file["model"]["dropout"] = json!(0.0);
+    TextTokenizer::from_bytes(Path::new("t.json"), &serde_json::to_vec(&file).unwrap()).unwrap();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
