@@ -4,8 +4,10 @@
 //! in place of the content of that turn. The text before the mark is the header of the answer, and
 //! the text after it begins with the end mark. The text is not searched for markers, so text written
 //! by a user can never become a target. A template may render earlier turns differently from the
-//! last one, as templates of thinking models do.
+//! last one, as templates of thinking models do. If there are many answers, they are located
+//! together, so that the time is linear in the number of turns.
 
+mod all_answers;
 mod answers;
 mod json_dumps;
 mod strftime;
@@ -168,12 +170,15 @@ impl ChatTemplate {
     ) -> Result<RenderedChat, TemplateError> {
         let chat = Chat::new(self, messages, tools);
         let text = chat.render(messages.len(), GenerationPrompt::Omit)?;
+        let is_wanted = |turn: &usize| messages[*turn].role == "assistant" && is_wanted(*turn);
+        let wanted: Vec<usize> = (0..messages.len()).filter(is_wanted).collect();
+        if let Some(answers) = chat.all_answers(&wanted, messages, &text) {
+            return Ok(RenderedChat { text, answers });
+        }
         let mut answers = Vec::new();
-        for (turn, message) in messages.iter().enumerate() {
-            if message.role == "assistant" && is_wanted(turn) {
-                let range = chat.answer(turn, &text)?;
-                answers.extend(range.map(|range| Answer { turn, range }));
-            }
+        for turn in wanted {
+            let range = chat.answer(turn, &text)?;
+            answers.extend(range.map(|range| Answer { turn, range }));
         }
         Ok(RenderedChat { text, answers })
     }
