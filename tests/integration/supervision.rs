@@ -170,19 +170,77 @@ fn a_user_who_writes_thoughts_headers_and_marks_starts_no_target() {
     assert_eq!(supervised(&qwen35(), &sample), expected);
 }
 
+/// Why `encode` refuses a chat with this text for each turn.
+fn refusal(content: &str) -> String {
+    let template =
+        format!("{{% for m in messages %}}[{{{{ m.role }}}}]{content}<|im_end|>{{% endfor %}}");
+    let text = |text: &str| json!([{"type": "text", "text": text}]);
+    let messages = [
+        json!({"role": "user", "content": text("Who?")}),
+        assistant("Early one"),
+        user("And now?"),
+        assistant("Later one"),
+    ];
+    let error = with_template(&template).encode(&chat(&messages, &[])).unwrap_err();
+    assert_eq!(error.reason(), "template_text");
+    error.to_string()
+}
+
 #[test]
-fn a_turn_that_the_template_does_not_render_has_no_target() {
-    let template = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}[end]{% endfor %}";
-    let messages = [user("x"), assistant("early"), user("x"), assistant("late")];
-    assert_eq!(supervised(&with_template(template), &chat(&messages, &[])), "late[end]");
+fn a_template_that_drops_a_turn_is_refused_with_the_turn() {
+    let parts =
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}";
+    let dropping = format!("{{% if loop.index0 != 2 %}}{parts}{{% endif %}}");
+    assert!(refusal(&dropping).contains("drops the text of turn 2"), "{}", refusal(&dropping));
+    let changing = "{{ (m.content if m.content is string else m.content[0].text) | upper }}";
+    assert!(refusal(changing).contains("does not contain \"Who?\""), "{}", refusal(changing));
+}
+
+#[test]
+fn a_template_that_prints_lists_of_parts_is_refused_with_the_turn() {
+    let refusal = refusal("{{ m.content }}");
+    assert!(refusal.contains("prints the list of parts of turn 0"), "{refusal}");
+}
+
+#[test]
+fn an_end_mark_of_several_tokens_is_refused() {
+    let template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</end of turn>{% endfor %}";
+    let error = load_changed(|folder| {
+        write(&folder.join("chat_template.jinja"), template.as_bytes());
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("the end mark `</end of turn>`"), "{error}");
+}
+
+/// The answers of a long chat are located together, those of its end one by one.
+#[test]
+fn the_answers_of_a_long_chat_are_those_of_its_end() {
+    let call = json!([{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]);
+    let mut messages = Vec::new();
+    for turn in 0..3 {
+        messages.extend([
+            user("ask <|im_end|>"),
+            assistant(format!("<think>\nwhy {turn}\n</think>\n\nbecause\n")),
+            user("call"),
+            json!({"role": "assistant", "content": "calling", "tool_calls": call}),
+            json!({"role": "tool", "content": "1"}),
+            assistant("done"),
+        ]);
+    }
+    for encoder in [&qwen35(), &with_template(QWEN3), encoder()] {
+        let long = supervised(encoder, &chat(&messages, &[(15, "first"), (17, "second")]));
+        let short = supervised(encoder, &chat(&messages[12..], &[(3, "first"), (5, "second")]));
+        assert_eq!(long.matches("<|im_end|>").count(), 9);
+        assert!(long.ends_with(&short), "{short:?} {long:?}");
+    }
 }
 
 #[test]
 fn a_chat_whose_answers_cannot_be_located_is_rejected() {
-    let counted = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% if not loop.last %}{{ m.content | length }}{% endif %}{% endfor %}";
+    let counted = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% if not loop.last %}{{ m.content | length }}{% endif %}{% endfor %}";
     let encoder = with_template(counted);
     let one = chat(&[user("x"), assistant("y")], &[]);
-    assert_eq!(supervised(&encoder, &one), "y[end]");
+    assert_eq!(supervised(&encoder, &one), "y<|im_end|>");
     let two = chat(&[user("x"), assistant("y"), user("x"), assistant("y")], &[]);
     assert_eq!(encoder.encode(&two).unwrap_err().reason(), "template_answer");
 }

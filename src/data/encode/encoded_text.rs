@@ -66,3 +66,51 @@ pub(super) fn kept_text(
     }
     token_counts.kept_text(cut).map_err(|cause| SampleError::Truncation { id: id.clone(), cause })
 }
+
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start and
+/// end token next to them.
+pub(super) fn spans(
+    ids: &[u32],
+    offsets: &[(usize, usize)],
+    media: &[Range<usize>],
+    [start_mark, end_mark]: [Option<u32>; 2],
+) -> Vec<Range<usize>> {
+    let is = |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
+    let span = |bytes: &Range<usize>| {
+        let first = offsets.partition_point(|(_, end)| *end <= bytes.start);
+        let end = offsets.partition_point(|(start, _)| *start < bytes.end);
+        let before = usize::from(first > 0 && is(first - 1, start_mark));
+        first - before..end + usize::from(is(end, end_mark))
+    };
+    media.iter().map(span).collect()
+}
+
+/// Replaces each of the `places` of `text`, which ascend, by its new text, and shifts `targets`.
+/// Returns the text and the byte ranges of the replacements.
+pub(super) fn expand<'a>(
+    text: &str,
+    places: &[(Range<usize>, String)],
+    targets: impl Iterator<Item = &'a mut Range<usize>>,
+) -> (String, Vec<Range<usize>>) {
+    let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
+    let mut out = String::with_capacity(text.len() + more);
+    let mut grown = vec![(0, 0)]; // (byte of `text`, shift of the bytes after it)
+    let mut put = Vec::with_capacity(places.len());
+    let mut last = 0;
+    for (place, with) in places {
+        out.push_str(&text[last..place.start]);
+        put.push(out.len()..out.len() + with.len());
+        out.push_str(with);
+        last = place.end;
+        grown.push((last, out.len() as isize - last as isize));
+    }
+    out.push_str(&text[last..]);
+    let moved = |byte: usize| {
+        let after = grown.partition_point(|(from, _)| *from <= byte);
+        byte.wrapping_add_signed(grown[after - 1].1)
+    };
+    for target in targets {
+        *target = moved(target.start)..moved(target.end);
+    }
+    (out, put)
+}

@@ -264,7 +264,8 @@ impl TextFolder {
         }
         let key = key.finalize().into();
         let template = ChatTemplate::new(source, special_tokens)
-            .map_err(|cause| EncoderError::Template { path, cause })?;
+            .map_err(|cause| EncoderError::Template { path: path.clone(), cause })?;
+        check_end_mark(&path, template.end_mark(), &tokenizer, &stop_ids)?;
         Ok(Self {
             tokenizer,
             template,
@@ -297,6 +298,29 @@ pub(super) fn image_processor(
         }
     }
     Ok(images)
+}
+
+/// Checks that the template ends an answer with one token. If generation does not stop at this token,
+/// as with base models, this is a warning only.
+fn check_end_mark(
+    path: &Path,
+    mark: &str,
+    tokenizer: &TextTokenizer,
+    stop_ids: &[u32],
+) -> Result<(), EncoderError> {
+    let ids = tokenizer.encode(mark)?.ids;
+    let &[id] = ids.as_slice() else {
+        let cause = TemplateError::EndMarkTokens { mark: mark.to_owned(), num_tokens: ids.len() };
+        return Err(EncoderError::Template { path: path.to_owned(), cause });
+    };
+    if !stop_ids.contains(&id) {
+        tracing::warn!(
+            path = %path.display(),
+            mark,
+            "the end mark of the chat template is not a stop token: add its id to `eos_token_id` in generation_config.json"
+        );
+    }
+    Ok(())
 }
 
 /// The template and its file: `chat_template.jinja`, else `chat_template.json`, else a key of

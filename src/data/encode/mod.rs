@@ -12,25 +12,26 @@ pub(in crate::data) mod measure;
 mod media;
 mod plain;
 mod positions;
+mod rendered_turns;
 mod targets;
 mod text_sample;
 pub(in crate::data) mod truncate;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Once};
 
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
-use encoded_text::EncodedText;
+use encoded_text::{EncodedText, expand, spans};
 pub use folder::EncoderError;
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
 pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, kinds};
+use rendered_turns::check_turns;
 pub use targets::LossScale;
 use targets::{Supervision, thoughts};
 pub use text_sample::TextSample;
@@ -271,6 +272,7 @@ impl Encoder {
             .render_with_answers(messages, tools.as_ref(), |turn| {
                 self.loss_scale.needs_answer(messages, turn)
             })
+            .and_then(|chat| check_turns(messages, &chat).map(|()| chat))
             .map_err(|cause| template_error(id, cause))?;
         self.check_placeholders(id, &chat.text, media)?;
         let has_thoughts = |message: &Message| message.reasoning_content.is_some();
@@ -388,54 +390,6 @@ impl Encoder {
             media,
         }
     }
-}
-
-/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start and
-/// end token next to them.
-fn spans(
-    ids: &[u32],
-    offsets: &[(usize, usize)],
-    media: &[Range<usize>],
-    [start_mark, end_mark]: [Option<u32>; 2],
-) -> Vec<Range<usize>> {
-    let is = |token: usize, mark: Option<u32>| mark.is_some() && ids.get(token).copied() == mark;
-    let span = |bytes: &Range<usize>| {
-        let first = offsets.partition_point(|(_, end)| *end <= bytes.start);
-        let end = offsets.partition_point(|(start, _)| *start < bytes.end);
-        let before = usize::from(first > 0 && is(first - 1, start_mark));
-        first - before..end + usize::from(is(end, end_mark))
-    };
-    media.iter().map(span).collect()
-}
-
-/// Replaces each of the `places` of `text`, which ascend, by its new text, and shifts `targets`.
-/// Returns the text and the byte ranges of the replacements.
-fn expand<'a>(
-    text: &str,
-    places: &[(Range<usize>, String)],
-    targets: impl Iterator<Item = &'a mut Range<usize>>,
-) -> (String, Vec<Range<usize>>) {
-    let more = places.iter().map(|(_, with)| with.len()).sum::<usize>();
-    let mut out = String::with_capacity(text.len() + more);
-    let mut grown = vec![(0, 0)]; // (byte of `text`, shift of the bytes after it)
-    let mut put = Vec::with_capacity(places.len());
-    let mut last = 0;
-    for (place, with) in places {
-        out.push_str(&text[last..place.start]);
-        put.push(out.len()..out.len() + with.len());
-        out.push_str(with);
-        last = place.end;
-        grown.push((last, out.len() as isize - last as isize));
-    }
-    out.push_str(&text[last..]);
-    let moved = |byte: usize| {
-        let after = grown.partition_point(|(from, _)| *from <= byte);
-        byte.wrapping_add_signed(grown[after - 1].1)
-    };
-    for target in targets {
-        *target = moved(target.start)..moved(target.end);
-    }
-    (out, put)
 }
 
 fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {

@@ -4,8 +4,10 @@
 //! in place of the content of that turn. The text before the mark is the header of the answer, and
 //! the text after it begins with the end mark. The text is not searched for markers, so text written
 //! by a user can never become a target. A template may render earlier turns differently from the
-//! last one, as templates of thinking models do.
+//! last one, as templates of thinking models do. If there are many answers, they are located
+//! together, so that the time is linear in the number of turns.
 
+mod all_answers;
 mod answers;
 mod json_dumps;
 mod strftime;
@@ -99,6 +101,32 @@ pub enum TemplateError {
         /// Index of the turn, starting at 0.
         turn: usize,
     },
+    /// The rendered conversation does not have the text of a turn, or has it at another place.
+    #[error(
+        "the chat template changes, moves or drops the text of turn {turn}: the rendered chat does not contain \"{missing}\" there"
+    )]
+    TurnText {
+        /// Index of the turn, starting at 0.
+        turn: usize,
+        /// The start of the text.
+        missing: String,
+    },
+    /// The template prints the list of parts of a turn instead of their texts.
+    #[error("the chat template prints the list of parts of turn {turn} instead of their texts")]
+    PrintedParts {
+        /// Index of the turn, starting at 0.
+        turn: usize,
+    },
+    /// The end mark is not one token, so the model would not learn when to stop.
+    #[error(
+        "the chat template writes the end mark `{mark}` after an assistant turn: it is {num_tokens} tokens, and must be one"
+    )]
+    EndMarkTokens {
+        /// The end mark.
+        mark: String,
+        /// Number of its tokens.
+        num_tokens: usize,
+    },
 }
 
 impl TemplateError {
@@ -106,8 +134,9 @@ impl TemplateError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Compile { .. } | Self::Render { .. } => "template",
-            Self::NoEndMark => "template_end_mark",
+            Self::NoEndMark | Self::EndMarkTokens { .. } => "template_end_mark",
             Self::NoAnswerRange { .. } => "template_answer",
+            Self::TurnText { .. } | Self::PrintedParts { .. } => "template_text",
         }
     }
 
@@ -117,7 +146,10 @@ impl TemplateError {
             Self::NoAnswerRange { .. } => {
                 "use a template that writes the content of an assistant turn once, between a header and an end mark"
             }
-            Self::NoEndMark => {
+            Self::TurnText { .. } | Self::PrintedParts { .. } => {
+                "use the chat template of the published model; it must write the text of each turn as it is, in order"
+            }
+            Self::NoEndMark | Self::EndMarkTokens { .. } => {
                 "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
             }
             Self::Compile { .. } => "copy the chat template from the published model again",
@@ -168,12 +200,15 @@ impl ChatTemplate {
     ) -> Result<RenderedChat, TemplateError> {
         let chat = Chat::new(self, messages, tools);
         let text = chat.render(messages.len(), GenerationPrompt::Omit)?;
+        let is_wanted = |turn: &usize| messages[*turn].role == "assistant" && is_wanted(*turn);
+        let wanted: Vec<usize> = (0..messages.len()).filter(is_wanted).collect();
+        if let Some(answers) = chat.all_answers(&wanted, messages, &text) {
+            return Ok(RenderedChat { text, answers });
+        }
         let mut answers = Vec::new();
-        for (turn, message) in messages.iter().enumerate() {
-            if message.role == "assistant" && is_wanted(turn) {
-                let range = chat.answer(turn, &text)?;
-                answers.extend(range.map(|range| Answer { turn, range }));
-            }
+        for turn in wanted {
+            let range = chat.answer(turn, &text)?;
+            answers.extend(range.map(|range| Answer { turn, range }));
         }
         Ok(RenderedChat { text, answers })
     }
@@ -194,6 +229,11 @@ impl ChatTemplate {
         text.truncate(answer.end - self.end_mark.len());
         let answer = text.split_off(answer.start);
         Ok(Some(RenderedPrompt { text, answer }))
+    }
+
+    /// The mark after the content of an assistant turn, such as `<|im_end|>`.
+    pub(in crate::data) fn end_mark(&self) -> &str {
+        &self.end_mark
     }
 
     /// Whether the template renders the thoughts (`reasoning_content`) of any turn.

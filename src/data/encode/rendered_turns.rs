@@ -1,0 +1,170 @@
+//! Checks that a chat template renders what the row says: the text of each turn, in order.
+//!
+//! A template may trim texts, drop or rewrite the thoughts of an answer, and write the content of a
+//! tool turn as JSON. Anything else, such as a template that changes letters, drops turns or prints
+//! lists of parts, would train on another conversation than that of the row.
+
+use std::ops::Range;
+
+use crate::batch::{Content, Message, Part};
+use crate::data::template::{RenderedChat, TemplateError};
+
+/// Ends the thoughts of an answer.
+const THOUGHTS_END: &str = "</think>";
+/// Precedes the text of a part when an engine prints a list of parts.
+const PRINTED: [&str; 2] = ["\"text\": \"", "'text': '"];
+/// Number of characters of a missing text in the message.
+const SHOWN: usize = 60;
+
+/// Fails with the first turn whose text is not in `chat`, after that of the turns before it.
+///
+/// The text of a located answer must be in its range. The texts of the turns before it must precede
+/// it. The system turn may be anywhere.
+pub(super) fn check_turns(messages: &[Message], chat: &RenderedChat) -> Result<(), TemplateError> {
+    let text = chat.text.as_str();
+    let mut answers = chat.answers.iter().peekable();
+    let mut at = 0; // end of the last text that was found
+    for (turn, message) in messages.iter().enumerate() {
+        let mut within = match answers.peek() {
+            Some(answer) => at.min(answer.range.start)..answer.range.start,
+            None => at..text.len(),
+        };
+        if let Some(answer) = answers.next_if(|answer| answer.turn == turn) {
+            within = answer.range.clone();
+            at = answer.range.end;
+        } else if message.role == "system" {
+            within = 0..text.len();
+        }
+        let is_list = matches!(message.content, Content::Parts(_));
+        for piece in pieces(message) {
+            let Some(found) = position(text, within.clone(), piece, &message.role) else {
+                return Err(TemplateError::TurnText { turn, missing: shown(piece) });
+            };
+            let before = text[..found.start].trim_end();
+            if is_list && PRINTED.iter().any(|printed| before.ends_with(printed.trim_end())) {
+                return Err(TemplateError::PrintedParts { turn });
+            }
+            within.start = found.end;
+        }
+        if message.role != "system" {
+            at = at.max(within.start);
+        }
+    }
+    Ok(())
+}
+
+/// The texts of a turn that a template must render, trimmed; not the thoughts of an answer.
+fn pieces(message: &Message) -> impl Iterator<Item = &str> {
+    let parts = match &message.content {
+        Content::Text(text) => vec![text.as_str()],
+        Content::Parts(parts) => parts
+            .iter()
+            .filter_map(|part| match part {
+                Part::Text(text) => Some(text.as_str()),
+                Part::Image | Part::Video => None,
+            })
+            .collect(),
+    };
+    let is_answer = message.role == "assistant";
+    let without_thoughts = move |text| match str::rsplit_once(text, THOUGHTS_END) {
+        Some((_, answer)) if is_answer => answer,
+        _ => text,
+    };
+    parts.into_iter().map(without_thoughts).map(str::trim).filter(|text| !text.is_empty())
+}
+
+/// Where `piece` is in these bytes of `text`.
+fn position(text: &str, within: Range<usize>, piece: &str, role: &str) -> Option<Range<usize>> {
+    let find = |piece: &str| {
+        let start = within.start + text[within.clone()].find(piece)?;
+        Some(start..start + piece.len())
+    };
+    let as_json = || {
+        let json = serde_json::to_string(piece).ok()?;
+        find(json.get(1..json.len() - 1)?)
+    };
+    find(piece).or_else(|| if role == "tool" { as_json() } else { None })
+}
+
+/// The start of a text, for a message.
+fn shown(text: &str) -> String {
+    let start: String = text.chars().take(SHOWN).collect();
+    let more = if start.len() < text.len() { ".." } else { "" };
+    format!("{}{more}", start.escape_debug())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::template::Answer;
+
+    fn message(role: &str, content: Content) -> Message {
+        Message {
+            role: role.to_owned(),
+            content,
+            tool_calls: None,
+            reasoning_content: None,
+            weight: 1.0,
+        }
+    }
+
+    fn text(role: &str, text: &str) -> Message {
+        message(role, Content::Text(text.to_owned()))
+    }
+
+    /// Checks turns against a rendering without located answers.
+    fn check(messages: &[Message], rendered: &str) -> Result<(), TemplateError> {
+        check_turns(messages, &RenderedChat { text: rendered.to_owned(), answers: Vec::new() })
+    }
+
+    #[test]
+    fn trimmed_texts_dropped_thoughts_and_json_of_tools_are_accepted() {
+        let messages = [
+            text("user", " question\n"),
+            text("assistant", "<think>\nlong\n</think>\n\nanswer"),
+            text("tool", "a \"b\"\n"),
+            text("assistant", ""),
+            text("user", "question"),
+        ];
+        assert_eq!(check(&messages, "<question><answer><\"a \\\"b\\\"\\n\"><><question>"), Ok(()));
+    }
+
+    #[test]
+    fn the_system_turn_may_be_moved_and_other_turns_may_not() {
+        let messages = [text("system", "rule"), text("user", "one"), text("user", "two")];
+        assert_eq!(check(&messages, "one, rule: two"), Ok(()));
+        let missing = TemplateError::TurnText { turn: 2, missing: "two".to_owned() };
+        assert_eq!(check(&messages, "rule: two, one"), Err(missing));
+    }
+
+    #[test]
+    fn a_text_with_other_letters_is_missing() {
+        let long = "Answer ".repeat(20);
+        let messages = [text("user", "q"), text("assistant", &long)];
+        let missing = format!("{}..", &long[..60]);
+        let error = TemplateError::TurnText { turn: 1, missing };
+        assert_eq!(check(&messages, &format!("q {}", long.to_uppercase())), Err(error));
+    }
+
+    #[test]
+    fn an_answer_must_be_in_its_range() {
+        let messages = [text("user", "yes?"), text("assistant", "yes")];
+        let answers = vec![Answer { turn: 1, range: 5..12 }];
+        let chat = RenderedChat { text: "yes? NO<end> yes".to_owned(), answers };
+        let missing = TemplateError::TurnText { turn: 1, missing: "yes".to_owned() };
+        assert_eq!(check_turns(&messages, &chat), Err(missing));
+    }
+
+    #[test]
+    fn a_printed_list_of_parts_is_an_error() {
+        let parts = vec![Part::Text("one".to_owned()), Part::Text(" two".to_owned())];
+        let messages = [message("user", Content::Parts(parts))];
+        assert_eq!(check(&messages, "user: one two"), Ok(()));
+        for printed in [
+            r#"[{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]"#,
+            "[{'type': 'text', 'text': 'one'}, {'type': 'text', 'text': ' two'}]",
+        ] {
+            assert_eq!(check(&messages, printed), Err(TemplateError::PrintedParts { turn: 0 }));
+        }
+    }
+}
