@@ -354,7 +354,7 @@ impl SampleError {
                 "write `<image>` or `<video>` and list the file in `images` or `videos`, or remove the token from the text"
             }
             Self::TooLarge { .. } => {
-                "divide the row into several; for plain text, use a corpus (`kind: text`)"
+                "divide the row into several; docs/corpora.md describes data sets of plain text"
             }
             Self::ReservedInText { .. } => "remove the token from the text",
             Self::SystemNotFirst { .. } => "move it to the first place, or make it a user turn",

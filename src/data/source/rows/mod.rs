@@ -123,8 +123,8 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
-/// Maximum number of bytes of the texts of a row: about 2 million tokens. To render and tokenise a row
-/// takes up to 400 times the memory of its text.
+/// Maximum number of bytes of the texts of a row: about 2 million tokens. Tokenising 10 MB of brackets
+/// took 4 GB.
 const MAX_TEXT_BYTES: usize = 8 << 20;
 /// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
@@ -138,14 +138,13 @@ fn check_size(id: &SampleId, messages: &[Message]) -> Result<(), SampleError> {
                 Part::Text(text) => text.len(),
                 Part::Image | Part::Video => 0,
             });
-            texts.sum()
+            texts.sum::<usize>()
         }
     };
     let bytes: usize = messages
         .iter()
         .map(|message| {
-            of_content(&message.content)
-                + message.reasoning_content.as_ref().map_or(0, |text| text.len())
+            of_content(&message.content) + message.reasoning_content.as_ref().map_or(0, String::len)
         })
         .sum();
     for (what, found, most) in
