@@ -8,7 +8,7 @@ use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
-    LoaderError, OrderError, SampleError, SourceError, TokenizerError,
+    LoaderError, OrderError, SampleError, SourceError, TokenizerError, Trouble,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -176,6 +176,13 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     Some(ErrorClass::new(Exit::Usage, hint))
 }
 
+fn trouble_exit(trouble: Trouble) -> Exit {
+    match trouble {
+        Trouble::Resources => Exit::Resources,
+        Trouble::Disk => Exit::Ranks,
+    }
+}
+
 fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     let class = if let Some(error) = error.downcast_ref::<SampleError>() {
         ErrorClass::new(Exit::Data, error.hint())
@@ -187,11 +194,20 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         };
         ErrorClass::new(exit, error.hint())
     } else if let Some(error) = error.downcast_ref::<CacheError>() {
-        ErrorClass::new(Exit::CannotWrite, error.hint().to_owned())
+        let trouble = match error {
+            CacheError::Exhausted { source } => Trouble::of(source),
+            _ => None,
+        };
+        let exit = trouble.map_or(Exit::CannotWrite, trouble_exit);
+        ErrorClass::new(exit, error.hint().to_owned())
     } else if let Some(LoaderError::Ranks(error)) = error.downcast_ref() {
         return classify(error);
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
-        ErrorClass::new(Exit::Data, error.hint().to_owned())
+        let exit = match error {
+            LoaderError::Trouble { trouble, .. } => trouble_exit(*trouble),
+            _ => Exit::Data,
+        };
+        ErrorClass::new(exit, error.hint().to_owned())
     } else if error.is::<CollateError>() || error.is::<UnpadError>() {
         let hint = "this is a bug in trainer: please report it with the row";
         ErrorClass::new(Exit::Data, hint.to_owned())
@@ -250,6 +266,9 @@ fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::SampleId;
+    use crate::data::Rejection;
+    use rustix::io::Errno;
 
     #[test]
     fn an_error_inside_a_transparent_one_is_classified() {
@@ -271,6 +290,21 @@ mod tests {
     fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
         let error = candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
         assert_eq!(classify(&TrainError::Candle(error)).unwrap().exit, Exit::Resources);
+    }
+
+    #[test]
+    fn trouble_of_the_process_or_of_a_disk_is_no_error_of_the_data() {
+        for (code, exit) in [(Errno::MFILE, Exit::Resources), (Errno::IO, Exit::Ranks)] {
+            let id = SampleId { file: std::path::Path::new("a.jsonl").into(), line: 3 };
+            let error = SampleError::Read { id, cause: code.into() };
+            let rejection = Rejection::of(&error);
+            let trouble = Trouble::of(&error).unwrap();
+            let stopped = LoaderError::Trouble { rejection, trouble };
+            assert!(stopped.to_string().contains("a.jsonl:3: cannot read the row"), "{stopped}");
+            assert_eq!(classify(&stopped).unwrap().exit, exit);
+            let cache = CacheError::Exhausted { source: Box::new(error) };
+            assert_eq!(classify(&cache).unwrap().exit, exit);
+        }
     }
 
     #[test]

@@ -49,6 +49,6 @@ pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, SampleIndex, SampleSize};
 pub use source::{
     DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
-    SampleError, SourceError, UnknownKeys,
+    SampleError, SourceError, Trouble, UnknownKeys,
 };
 pub use template::tokenizer::TokenizerError;

@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::batch::{EncodedSample, MediumKind, SampleId};
+use crate::data::source::Trouble;
 use crate::data::source::error::SampleError;
 
 /// A row of one of the data sets of a run.
@@ -121,7 +122,13 @@ impl Rejection {
     /// The rejection for an error of a row, with its hint.
     pub fn of(error: &SampleError) -> Self {
         let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-        Self::new(error.id(), error.reason(), format!("{error}{hint}"))
+        let reason = Trouble::of(error).map_or(error.reason(), Trouble::reason);
+        Self::new(error.id(), reason, format!("{error}{hint}"))
+    }
+
+    /// The trouble of the process or of a disk that the row was not the cause of.
+    pub fn trouble(&self) -> Option<Trouble> {
+        Trouble::with_reason(&self.reason)
     }
 }
 

@@ -28,7 +28,7 @@ use super::rows::{INDEX_COLUMNS, Rows, column, schema};
 use crate::data::checksums::{CheckedArrow, seal_arrow};
 use crate::data::encode::Encoder;
 use crate::data::source::files::{KnownIndex, RowIndex, Shard};
-use crate::data::source::{RowFile, RowRules, SampleError, Stamp};
+use crate::data::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 3;
@@ -58,8 +58,8 @@ pub enum CacheError {
         /// The underlying error.
         source: ArrowError,
     },
-    /// The process has too many open files, or no memory. The rows may be valid.
-    #[error("cannot measure all rows: the process lacks open files or memory")]
+    /// The process has too many open files or no memory, or a disk failed. The rows may be valid.
+    #[error("cannot measure all rows: the process or a disk failed")]
     Exhausted {
         /// The error of the row at which it was found.
         source: Box<SampleError>,
@@ -85,7 +85,7 @@ impl CacheError {
             Self::Write { .. } | Self::Format { .. } => {
                 "check free space and permissions, or set `data.cache_dir` to another folder"
             }
-            Self::Exhausted { .. } => "raise the limit of open files (`ulimit -n`), or free memory",
+            Self::Exhausted { source } => Trouble::of(source).map_or("run again", Trouble::hint),
             Self::Lost { .. } => "run the command again: it measures the missing rows",
             Self::DataChanged { .. } => {
                 "run the command again when the file is complete: it reuses the rows measured so far"

@@ -1,9 +1,7 @@
 //! Measures rows, and finds out which need no measurement.
 
 use std::collections::HashMap;
-use std::error::Error;
 use std::io;
-use std::iter;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -11,7 +9,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
-use rustix::io::Errno;
 
 use super::file::CacheError;
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
@@ -19,10 +16,9 @@ use super::stamps::{Stamps, Walk};
 use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
-use crate::data::media::video::VideoError;
 use crate::data::row::Rejection;
 use crate::data::source::files::RowContent;
-use crate::data::source::{ImageStamp, RowFile, SampleError};
+use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble};
 
 /// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;
@@ -221,7 +217,7 @@ impl<'a> Measurer<'a> {
         Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
-    /// `None` if the process lacks open files or memory.
+    /// `None` if the process lacks open files or memory, or a disk failed.
     fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
         let measure = |content: RowContent| {
             let sample = self.file.parse(row, content)?;
@@ -236,7 +232,7 @@ impl<'a> Measurer<'a> {
         });
         match measured {
             Ok(outcome) => Some(outcome),
-            Err(error) if is_exhausted(&error) => {
+            Err(error) if Trouble::of(&error).is_some() => {
                 self.is_stopped.store(true, Relaxed);
                 let _ = self.exhausted.set(CacheError::Exhausted { source: Box::new(error) });
                 None
@@ -244,20 +240,6 @@ impl<'a> Measurer<'a> {
             Err(error) => Some(rejected(error)),
         }
     }
-}
-
-/// Whether the process had too many open files or too little memory. The row may be valid.
-fn is_exhausted(error: &SampleError) -> bool {
-    let cause: &(dyn Error + 'static) = match error {
-        SampleError::Read { cause, .. } => cause,
-        SampleError::Image { cause, .. }
-        | SampleError::Video { cause: VideoError::Frame { cause, .. }, .. } => cause,
-        _ => return false,
-    };
-    let is_exhausted = |code| [Errno::MFILE, Errno::NFILE, Errno::NOMEM].contains(&code);
-    iter::successors(Some(cause), |error| (**error).source())
-        .filter_map(|error| Errno::from_io_error(error.downcast_ref::<io::Error>()?))
-        .any(is_exhausted)
 }
 
 /// Whether measuring again would give the same result. A row that was rejected for its media may be
@@ -306,34 +288,4 @@ fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
 fn hash(content: &RowContent) -> [u8; HASH_BYTES] {
     let digest = content.hash();
     std::array::from_fn(|at| digest[at])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::batch::SampleId;
-    use crate::data::media::image::ImageError;
-
-    #[test]
-    fn what_the_process_lacks_is_not_the_fault_of_a_row() {
-        let id = || SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
-        let image = |code: Errno| ImageError::Read { path: "a.png".into(), source: code.into() };
-        for (code, expected) in [
-            (Errno::MFILE, true),
-            (Errno::NFILE, true),
-            (Errno::NOMEM, true),
-            (Errno::NOENT, false),
-            (Errno::ACCESS, false),
-            (Errno::IO, false),
-        ] {
-            let frame = VideoError::Frame { frame: 1, cause: image(code) };
-            for error in [
-                SampleError::Read { id: id(), cause: code.into() },
-                SampleError::Image { id: id(), index: 1, cause: image(code) },
-                SampleError::Video { id: id(), index: 1, cause: frame },
-            ] {
-                assert_eq!(is_exhausted(&error), expected, "{error}");
-            }
-        }
-    }
 }

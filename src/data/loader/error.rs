@@ -6,6 +6,7 @@ use std::fmt;
 use crate::batch::UnpadError;
 use crate::data::loader::collate::CollateError;
 use crate::data::row::Rejection;
+use crate::data::source::Trouble;
 use crate::dist::DistError;
 
 /// The reason why a loader stops before the end of its data.
@@ -16,6 +17,14 @@ pub enum LoaderError {
     Rejected {
         /// The row and the reason.
         rejection: Rejection,
+    },
+    /// The process or a disk failed while a row was read, also when it was read again.
+    #[error("the process or a disk failed, not the row: {rejection}")]
+    Trouble {
+        /// The row and the cause.
+        rejection: Rejection,
+        /// What failed.
+        trouble: Trouble,
     },
     /// More rows were rejected than the config allows.
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
@@ -118,11 +127,25 @@ impl LoaderError {
             Self::State { .. } | Self::Changed { .. } => {
                 "resume with the data and `data` config of the run that wrote the checkpoint"
             }
+            Self::Trouble { trouble, .. } => trouble.hint(),
             Self::Ranks(error) => error.hint(),
             Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
                 "this is a bug in trainer: please report it with the row"
             }
+        }
+    }
+
+    /// Returns the result of reading a row, unless the process or a disk failed.
+    pub(in crate::data) fn unless_trouble<T>(
+        read: Result<T, Rejection>,
+    ) -> Result<Result<T, Rejection>, Self> {
+        match read {
+            Err(rejection) => match rejection.trouble() {
+                Some(trouble) => Err(Self::Trouble { rejection, trouble }),
+                None => Ok(Err(rejection)),
+            },
+            read => Ok(read),
         }
     }
 

@@ -58,6 +58,18 @@ pub enum SampleError {
         /// Expected type or value.
         expected: &'static str,
     },
+    /// The row has more text or turns than one row may have.
+    #[error("{id}: the row has {found} {what}, expected at most {most}")]
+    TooLarge {
+        /// File and line of the row.
+        id: SampleId,
+        /// What is counted: `turns` or `bytes of text`.
+        what: &'static str,
+        /// Found number.
+        found: usize,
+        /// Maximum number.
+        most: usize,
+    },
     /// A required value is missing.
     #[error("{id}: `{at}` is missing, expected {expected}")]
     Missing {
@@ -285,6 +297,7 @@ impl SampleError {
             Self::Json { .. } | Self::NotAnObject { .. } => "json",
             Self::UnknownForm { .. } => "row_form",
             Self::WrongType { .. } => "wrong_type",
+            Self::TooLarge { .. } => "row_too_large",
             Self::Missing { .. } => "missing_key",
             Self::NoMessages { .. } => "no_messages",
             Self::UnknownRole { .. } | Self::SystemNotFirst { .. } => "role",
@@ -340,6 +353,9 @@ impl SampleError {
             Self::ReservedToken { .. } => {
                 "write `<image>` or `<video>` and list the file in `images` or `videos`, or remove the token from the text"
             }
+            Self::TooLarge { .. } => {
+                "divide the row into several; docs/corpora.md describes data sets of plain text"
+            }
             Self::ReservedInText { .. } => "remove the token from the text",
             Self::SystemNotFirst { .. } => "move it to the first place, or make it a user turn",
             Self::NotSupported { .. } | Self::UnknownRole { .. } => {
@@ -374,6 +390,7 @@ impl SampleError {
             | Self::NotAnObject { id, .. }
             | Self::UnknownForm { id, .. }
             | Self::WrongType { id, .. }
+            | Self::TooLarge { id, .. }
             | Self::Missing { id, .. }
             | Self::NoMessages { id, .. }
             | Self::UnknownRole { id, .. }

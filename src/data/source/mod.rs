@@ -12,6 +12,7 @@ mod rows;
 mod source_error;
 mod stamp;
 mod texts;
+mod trouble;
 
 pub use dataset_info::{DatasetInfo, DatasetInfoError};
 pub use error::SampleError;
@@ -22,3 +23,4 @@ pub use rows::{RowForm, RowRules, UnknownKeys};
 pub use source_error::SourceError;
 pub(in crate::data) use stamp::{ImageStamp, Stamp};
 pub(in crate::data) use texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};
+pub use trouble::Trouble;

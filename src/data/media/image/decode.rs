@@ -5,11 +5,12 @@
 //! of Pillow's `alpha_composite`. Only the first frame of an animation is decoded. Incomplete files
 //! are errors.
 
+use std::borrow::Cow;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use image::metadata::Orientation;
-use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader, Limits};
 
 use super::header::{DecodeError, Header, MAX_PIXELS, swaps_sides};
 use super::jpeg;
@@ -47,16 +48,53 @@ fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     if !complete {
         return Err(DecodeError::Broken("the file is truncated".into()));
     }
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), header.format);
+    let bytes = match header.format {
+        ImageFormat::Png => without_profile_and_texts(bytes),
+        _ => Cow::Borrowed(bytes),
+    };
+    let mut reader = ImageReader::with_format(Cursor::new(&*bytes), header.format);
     let mut limits = Limits::no_limits();
-    // The widest layout has 8 bytes per pixel; allow the same again for the decoder's buffers.
-    limits.max_alloc = Some(MAX_PIXELS * 16);
+    // the pixels, and the same again for the decoder's buffers
+    limits.max_alloc = Some(2 * MAX_DECODED_BYTES);
     reader.limits(limits);
-    let image = reader.decode()?;
+    let decoder = reader.into_decoder()?;
+    let decoded = decoder.total_bytes();
+    if decoded > MAX_DECODED_BYTES {
+        let problem = format!(
+            "its pixels take {decoded} bytes in their stored depth, expected at most \
+             {MAX_DECODED_BYTES}"
+        );
+        return Err(DecodeError::Broken(problem.into()));
+    }
+    let image = DynamicImage::from_decoder(decoder)?;
     if (image.width(), image.height()) != (header.width, header.height) {
         return Err(DecodeError::Broken("its pixels and its header differ in size".into()));
     }
     Ok(upright(to_rgb(image)?, header.orientation))
+}
+
+/// Maximum size of the decoded pixels in the depth of the file: 8-bit RGBA of [`MAX_PIXELS`].
+const MAX_DECODED_BYTES: u64 = MAX_PIXELS * 4;
+
+/// Leaves out the colour profile and the texts of a PNG. They are not used, and the decoder would
+/// inflate them: a profile of 1 MB can become 1 GB.
+fn without_profile_and_texts(bytes: &[u8]) -> Cow<'_, [u8]> {
+    let mut kept = Vec::new();
+    let (mut at, mut copied) = (8, 0);
+    while let Some([l0, l1, l2, l3, kind @ ..]) = bytes.get(at..).and_then(<[u8]>::first_chunk::<8>)
+    {
+        let end = at.saturating_add(12 + u32::from_be_bytes([*l0, *l1, *l2, *l3]) as usize);
+        if [b"iCCP", b"tEXt", b"zTXt", b"iTXt"].contains(&kind) && end <= bytes.len() {
+            kept.extend_from_slice(&bytes[copied..at]);
+            copied = end;
+        }
+        at = end;
+    }
+    if copied == 0 {
+        return Cow::Borrowed(bytes);
+    }
+    kept.extend_from_slice(&bytes[copied..]);
+    Cow::Owned(kept)
 }
 
 /// Returns whether the chunks end with `IEND`.
@@ -224,6 +262,21 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_colour_profile_and_texts_of_a_png_are_not_read() {
+        let image = golden::fixture("rgb.png");
+        let header_end = 8 + 25; // signature and `IHDR`
+        let mut with_more = image[..header_end].to_vec();
+        for kind in [b"iCCP", b"zTXt", b"iTXt", b"tEXt"] {
+            with_more.extend_from_slice(&5_u32.to_be_bytes());
+            with_more.extend_from_slice(kind);
+            with_more.extend_from_slice(b"junk.????"); // no profile, and a wrong checksum
+        }
+        with_more.extend_from_slice(&image[header_end..]);
+        assert_eq!(*without_profile_and_texts(&with_more), *without_profile_and_texts(&image));
+        assert_eq!(decode(&with_more).unwrap(), decode(&image).unwrap());
     }
 
     #[test]

@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 
 use super::error::SampleError;
 use super::raw_row::RawRow;
-use crate::batch::{Sample, SampleId};
+use crate::batch::{Content, Message, Part, Sample, SampleId};
 use context::At;
 pub(in crate::data) use context::RowParser;
 pub use context::{RowRules, UnknownKeys};
@@ -110,6 +110,7 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;
+    check_size(id, &messages)?;
     for message in &mut messages {
         message.weight *= weight;
         // outside of these limits, sums of weights are not exact
@@ -120,6 +121,40 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     }
     let objects = at.objects(row, &messages)?;
     Ok(Sample { id: id.clone(), messages, media, tools, objects })
+}
+
+/// Maximum number of bytes of the texts of a row: about 2 million tokens. Tokenising 10 MB of brackets
+/// took 4 GB.
+const MAX_TEXT_BYTES: usize = 8 << 20;
+/// Maximum number of turns of a row.
+const MAX_TURNS: usize = 100_000;
+
+/// Rejects a row that would take the memory or the time of many others.
+fn check_size(id: &SampleId, messages: &[Message]) -> Result<(), SampleError> {
+    let of_content = |content: &Content| match content {
+        Content::Text(text) => text.len(),
+        Content::Parts(parts) => {
+            let texts = parts.iter().map(|part| match part {
+                Part::Text(text) => text.len(),
+                Part::Image | Part::Video => 0,
+            });
+            texts.sum::<usize>()
+        }
+    };
+    let bytes: usize = messages
+        .iter()
+        .map(|message| {
+            of_content(&message.content) + message.reasoning_content.as_ref().map_or(0, String::len)
+        })
+        .sum();
+    for (what, found, most) in
+        [("turns", messages.len(), MAX_TURNS), ("bytes of text", bytes, MAX_TEXT_BYTES)]
+    {
+        if found > most {
+            return Err(SampleError::TooLarge { id: id.clone(), what, found, most });
+        }
+    }
+    Ok(())
 }
 
 /// Parses the tools of a row: a list of definitions, or a string with JSON of one.
@@ -178,6 +213,24 @@ mod tests {
             let [Medium::Image(image)] = sample.media.as_slice() else { panic!("{sample:?}") };
             assert_eq!(image.source, MediaSource::Bytes([7u8].as_slice().into()));
         }
+    }
+
+    #[test]
+    fn a_row_with_too_much_text_or_too_many_turns_is_rejected() {
+        let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+        let parse = |turns: Vec<Value>| {
+            parser(UnknownKeys::Error).parse(&id(1), row(json!({"messages": turns})))
+        };
+        let text = "a".repeat(MAX_TEXT_BYTES);
+        parse(vec![turn("user", &text[1..]), turn("assistant", "b")]).unwrap();
+        let error = parse(vec![turn("user", &text), turn("assistant", "b")]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "rows.jsonl:1: the row has 8388609 bytes of text, expected at most 8388608"
+        );
+        assert_eq!(error.reason(), "row_too_large");
+        let error = parse(vec![turn("user", "a"); MAX_TURNS + 1]).unwrap_err();
+        assert!(error.to_string().contains("100001 turns, expected at most 100000"), "{error}");
     }
 
     #[test]

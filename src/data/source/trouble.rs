@@ -1,0 +1,99 @@
+//! Trouble of the process or of a disk, which is not the fault of the row at which it was found.
+
+use std::error::Error;
+use std::{io, iter};
+
+use rustix::io::Errno;
+
+use super::error::SampleError;
+use crate::data::media::video::VideoError;
+
+/// What failed. The row may be valid, so it must not be rejected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trouble {
+    /// The process has too many open files or too little memory.
+    Resources,
+    /// A disk or a network file system failed.
+    Disk,
+}
+
+impl Trouble {
+    /// The trouble that an error of a row comes from.
+    pub fn of(error: &SampleError) -> Option<Self> {
+        let cause: &(dyn Error + 'static) = match error {
+            SampleError::Read { cause, .. } => cause,
+            SampleError::Image { cause, .. }
+            | SampleError::Video { cause: VideoError::Frame { cause, .. }, .. } => cause,
+            _ => return None,
+        };
+        iter::successors(Some(cause), |error| (**error).source())
+            .filter_map(|error| Errno::from_io_error(error.downcast_ref::<io::Error>()?))
+            .find_map(Self::of_code)
+    }
+
+    fn of_code(code: Errno) -> Option<Self> {
+        if [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN].contains(&code) {
+            Some(Self::Resources)
+        } else if [Errno::IO, Errno::STALE].contains(&code) {
+            Some(Self::Disk)
+        } else {
+            None
+        }
+    }
+
+    /// The key that stands in place of the reason of a rejection.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Resources => "process_resources",
+            Self::Disk => "disk_failure",
+        }
+    }
+
+    /// The trouble with this [`Trouble::reason`].
+    pub fn with_reason(reason: &str) -> Option<Self> {
+        [Self::Resources, Self::Disk].into_iter().find(|trouble| trouble.reason() == reason)
+    }
+
+    /// Returns the fix that an error message suggests.
+    pub fn hint(self) -> &'static str {
+        match self {
+            Self::Resources => {
+                "raise the limit of open files (`ulimit -n`), free memory, or lower `data.workers`"
+            }
+            Self::Disk => "check the disk or the mount that holds the data; then run again",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::SampleId;
+    use crate::data::media::image::ImageError;
+    use std::path::Path;
+
+    #[test]
+    fn what_the_process_lacks_is_not_the_fault_of_a_row() {
+        let id = || SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
+        let image = |code: Errno| ImageError::Read { path: "a.png".into(), source: code.into() };
+        for (code, expected) in [
+            (Errno::MFILE, Some(Trouble::Resources)),
+            (Errno::NFILE, Some(Trouble::Resources)),
+            (Errno::NOMEM, Some(Trouble::Resources)),
+            (Errno::AGAIN, Some(Trouble::Resources)),
+            (Errno::IO, Some(Trouble::Disk)),
+            (Errno::STALE, Some(Trouble::Disk)),
+            (Errno::NOENT, None),
+            (Errno::ACCESS, None),
+        ] {
+            let frame = VideoError::Frame { frame: 1, cause: image(code) };
+            for error in [
+                SampleError::Read { id: id(), cause: code.into() },
+                SampleError::Image { id: id(), index: 1, cause: image(code) },
+                SampleError::Video { id: id(), index: 1, cause: frame },
+            ] {
+                assert_eq!(Trouble::of(&error), expected, "{error}");
+            }
+        }
+    }
+}
