@@ -1,6 +1,7 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::adapter::open_run_model;
+use super::check::warn_about_resources;
 use super::device::device_name;
 use super::error::RunError;
 use super::hub::download;
@@ -73,7 +74,7 @@ pub struct RunOptions<'a> {
     pub resume: Resume,
     /// When set, training saves a checkpoint after the current step and stops.
     pub stop: Arc<AtomicBool>,
-    /// When set, training saves a checkpoint after the current step and goes on.
+    /// When set, training saves a checkpoint after the current step and continues.
     pub save: Arc<AtomicBool>,
     /// Receives what the training loop does, for a run in one process; ignored by default. Several
     /// ranks use that of their [`Group`].
@@ -147,6 +148,9 @@ impl Run {
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
+        if is_first {
+            warn_about_resources(config);
+        }
         let observer = options.observer;
         let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;
@@ -156,9 +160,7 @@ impl Run {
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
         let resumed = found.map(resumed).transpose()?;
-        if let (true, Some(found), Some(state)) = (is_first, found, &resumed) {
-            check_media(config, &rows, found, state)?;
-        }
+        check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
         ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;

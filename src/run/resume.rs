@@ -57,7 +57,7 @@ pub(super) fn find_checkpoint(
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config
 /// cannot be read.
-fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
+pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
     let earlier = load::<RunConfig>(&output_dir.join("config.yaml"), &[]);
     earlier.map_or_else(|_| Vec::new(), |earlier| config.changes_since(&earlier))
 }
@@ -87,9 +87,10 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
 pub(super) fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
-    found: &Found,
-    state: &TrainState,
+    found: Option<&Found>,
+    state: Option<&TrainState>,
 ) -> Result<(), RunError> {
+    let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
     let look = rows.num_rows() <= MAX_ROWS_AT_START;
     let now = || CachedRows::media(rows, &config.cache_dir(), look);
     let Some((before, now)) = state.media.as_ref().and_then(|before| Some((before, now()?))) else {
