@@ -3,8 +3,8 @@
 use super::atomic::{
     NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
 };
-use super::hf::{INDEX, SINGLE};
 use super::claimed::check_place;
+use super::hf::{INDEX, SINGLE};
 use super::manifest::{Entry, MANIFEST, Manifest, damaged};
 use super::peft::ADAPTER_WEIGHTS;
 use super::pieces::Piece;

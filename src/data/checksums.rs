@@ -48,7 +48,8 @@ fn read_at(file: &File, start: u64, num_bytes: u64) -> io::Result<Vec<u8>> {
 }
 
 fn damaged(what: impl Into<String>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.into())
+    let what: String = what.into();
+    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 /// The content of a file of checksums for `file`: its size, the checksums, and their checksum.
@@ -125,8 +126,7 @@ impl CheckedArrow {
             return Err(none());
         }
         let number = |at: usize| {
-            let bytes = bytes[at..at + 4].try_into().expect("four bytes");
-            u64::from(u32::from_le_bytes(bytes))
+            u64::from(u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes")))
         };
         let num_bytes = number(8) | number(12) << 32;
         let is_start = |sums: &u64| num_bytes.checked_add(sums * SUM) == Some(start);
@@ -158,7 +158,7 @@ impl CheckedArrow {
             }
             self.block = Some((number, bytes));
         }
-        Ok(self.block.as_ref().map_or(&[], |block| &block.1))
+        Ok(self.block.as_ref().map_or(&[][..], |block| &block.1[..]))
     }
 }
 
@@ -166,9 +166,10 @@ impl Read for CheckedArrow {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let position = self.position;
         let footer = self.size - self.footer.len() as u64;
-        let rest = if position >= self.size || buffer.is_empty() {
+        if position >= self.size || buffer.is_empty() {
             return Ok(0);
-        } else if position >= footer {
+        }
+        let rest = if position >= footer {
             &self.footer[(position - footer) as usize..]
         } else if position < self.num_bytes {
             &self.block(position / BLOCK)?[(position % BLOCK) as usize..]

@@ -160,9 +160,7 @@ impl Run {
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
         let resumed = found.map(resumed).transpose()?;
-        if let (true, Some(found), Some(state)) = (is_first, found, &resumed) {
-            check_media(config, &rows, found, state)?;
-        }
+        check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
         ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;

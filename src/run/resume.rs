@@ -87,9 +87,10 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
 pub(super) fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
-    found: &Found,
-    state: &TrainState,
+    found: Option<&Found>,
+    state: Option<&TrainState>,
 ) -> Result<(), RunError> {
+    let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
     let look = rows.num_rows() <= MAX_ROWS_AT_START;
     let now = || CachedRows::media(rows, &config.cache_dir(), look);
     let Some((before, now)) = state.media.as_ref().and_then(|before| Some((before, now()?))) else {
