@@ -27,7 +27,7 @@ pub enum CheckpointError {
     Moved {
         /// `output_dir`.
         folder: PathBuf,
-        /// Where the folder of this run is, if it exists and the system tells.
+        /// Where the folder of this run is, if it exists and the system reports it.
         now: Option<PathBuf>,
     },
     /// A checkpoint lacks a file, or a file differs from its entry in the manifest.

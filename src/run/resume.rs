@@ -82,7 +82,7 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
 /// had all rows then. Other sizes are an error. Other times are a warning: a copy may have changed
 /// them.
 ///
-/// The file system is asked about the files of a small data set only. For a large one, the check
+/// The files themselves are compared for a small data set only. For a large one, the check
 /// finds changes that a length cache has.
 pub(super) fn check_media(
     config: &RunConfig,

@@ -8,6 +8,7 @@
 mod encoded_text;
 mod folder;
 mod grounding;
+mod json_file;
 pub(in crate::data) mod measure;
 mod media;
 mod plain;

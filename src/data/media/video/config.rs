@@ -129,6 +129,14 @@ pub(super) struct Settings {
     pub(super) limits: Limits,
 }
 
+impl Settings {
+    /// The settings that decide the frames and patches of a video.
+    pub(super) fn key(&self) -> String {
+        let Self { sampling, budget, normalise, marks, limits: _ } = self;
+        format!("{sampling:?} {budget:?} {normalise:?} {marks:?}")
+    }
+}
+
 /// The keys of the model folder's file that are used; others are ignored.
 #[derive(Debug, Default, Deserialize)]
 struct File {

@@ -78,13 +78,12 @@ impl VideoProcessor {
         Ok(Self { settings, images: images.clone() })
     }
 
-    /// Downloads frames by URL, which are refused otherwise.
     /// The settings that decide the frames and patches of a video.
     pub(in crate::data) fn key(&self) -> String {
-        let Settings { sampling, budget, normalise, marks, limits: _ } = &self.settings;
-        format!("{sampling:?} {budget:?} {normalise:?} {marks:?}")
+        self.settings.key()
     }
 
+    /// Downloads frames by URL, which are refused otherwise.
     pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
         self.images.set_urls(images);
     }
