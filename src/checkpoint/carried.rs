@@ -63,7 +63,7 @@ impl CarriedFiles {
 
 /// Fails if a file that would be copied is a link to a place outside of the model folder.
 ///
-/// Whoever publishes `final/` would publish that file, and a model folder of another author may
+/// Publishing `final/` would publish that file, and a model folder that comes from others may
 /// name any file of this machine. Links to `blobs` of the same repository are how the cache of the
 /// Hugging Face Hub stores all files: `models--ORG--NAME/snapshots/COMMIT/FILE`.
 fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {

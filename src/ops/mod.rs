@@ -70,7 +70,10 @@ pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
 #[cfg(test)]
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
-pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
+pub use cpu::{
+    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory,
+    set_predicted_memory, simd_level,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
 pub use dropout::{DropoutMask, dropout, dropout_add};

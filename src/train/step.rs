@@ -159,8 +159,8 @@ impl Losses {
         Ok(self.read()?.iter().map(|(_, losses)| losses.sum()).sum())
     }
 
-    /// The loss of each target. Waits for a GPU.
-    fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
+    /// The slot of each micro-batch with targets, and the loss of each target. Waits for a GPU.
+    pub fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
         let read = |(slot, nll, targets): &(usize, Option<Tensor>, OwnTargets)| {
             let nll = nll.as_ref().map_or(Ok(Vec::new()), Tensor::to_vec1)?;
             Ok((*slot, targets.losses(nll)))

@@ -44,6 +44,7 @@ mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
 mod urls;
+mod verify;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;
