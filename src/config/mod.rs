@@ -269,7 +269,8 @@ impl RunConfig {
         } else if !(d.is_finite() && d >= 1.0) {
             ("optim.adafactor.d", d, "a finite number of 1 or more")
         } else if self.optim.kind != Kind::Adafactor && settings != AdafactorConfig::default() {
-            let (key, found) = ("optim.adafactor", "not the default".to_owned());
+            let key = "optim.adafactor";
+            let found = serde_json::to_string(&settings).expect("plain values");
             let expected = "no value unless `optim.kind` is `adafactor`";
             return Err(ValueError { key, found, expected });
         } else {
