@@ -24,8 +24,8 @@ use crate::dist::{Distributed, Shard};
 use crate::net::hub::Cached;
 use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
-    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
-    TrainConfig,
+    AdapterConfig, AdapterInit, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload,
+    Quantize, TrainConfig,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -109,6 +109,11 @@ impl ValueError {
             "model.freeze" => {
                 "select the parts that receive an adapter with `adapter.parts`".to_owned()
             }
+            "adapter.init" => {
+                "`pissa` and `olora` change the weights, so the adapter would not fit the quantised \
+                 weights of the model: remove `adapter.quantize` or `adapter.init`"
+                    .to_owned()
+            }
             "adapter.alpha" => "a usual value is twice `adapter.rank`, or more".to_owned(),
             key => format!("change or remove `{key}`; `docs/config.md` has its default"),
         }
@@ -118,6 +123,7 @@ impl ValueError {
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
+const NOT_NF4: &str = "`default` or `gaussian` with `adapter.quantize: nf4`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
@@ -196,6 +202,10 @@ impl RunConfig {
             let nf4 = adapter.quantize == Quantize::Nf4;
             rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED)?;
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST)?;
+            let init = serde_json::to_value(adapter.init).unwrap_or_default();
+            let init = init.as_str().unwrap_or_default();
+            let splits = matches!(adapter.init, AdapterInit::Pissa | AdapterInit::Olora);
+            rule(!nf4 || !splits, "adapter.init", &init, NOT_NF4)?;
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;

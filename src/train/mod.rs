@@ -38,6 +38,7 @@ pub use generate::{GenerateOptions, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
+pub use saved::{Joined, SavedAs};
 pub use state::{BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
