@@ -9,7 +9,10 @@ Needs peft. The adapters belong to small-tied; `alpha` is 16 and `dropout` 0:
   lora-vision  rank 4, also the linear layers of the vision blocks and of all mergers; B is drawn too
 
 They are stored in bf16, and PEFT computes with them in float32. The curve `..rslora` starts from
-`lora` with `use_rslora: true`.
+`lora` with `use_rslora: true`; `..pissa` and `..olora` start from PEFT's own initial values.
+
+start.safetensors has matrices X and what PEFT makes of them: `X.pissa` and `X.olora` are `scaling * B
+@ A` of rank 4 and alpha 6, and `..rest` the weight that is left.
 """
 
 import json
@@ -19,11 +22,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from ref_trainer import make_parser, train
+from ref_trainer import DECODER, make_parser, train
 from reference_lib import GOLDEN, load_model
 
 MODEL = "small-tied"
-DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Not `proj`, which would also select the patch convolution.
 VISION = ["attn.qkv", "attn.proj", "linear_fc1", "linear_fc2"]
 ADAPTERS = {
@@ -35,6 +37,8 @@ CURVES = {
     "text_small-tied_lora": ("text", ["--adapter", "lora"]),
     "text_small-tied_rslora": ("text", ["--adapter", "lora", "--rslora"]),
     "text_small-tied_dora": ("text", ["--adapter", "dora"]),
+    "text_small-tied_pissa": ("text", ["--init", "pissa"]),
+    "text_small-tied_olora": ("text", ["--init", "olora"]),
     "image_exact_small-tied_lora-vision": ("image_exact", ["--adapter", "lora-vision"]),
 }
 
@@ -63,6 +67,23 @@ def write_adapter(name):
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def write_start():
+    """Writes start.safetensors."""
+    torch.manual_seed(22)
+    tensors = {}
+    for name, shape in {"wide": (24, 40), "tall": (50, 30), "square": (32, 32)}.items():
+        tensors[name] = torch.randn(shape) * 0.1
+        for init in ["pissa", "olora"]:
+            model = torch.nn.Sequential(torch.nn.Linear(shape[1], shape[0], bias=False))
+            model[0].weight.data = tensors[name].clone()
+            config = LoraConfig(r=4, lora_alpha=6, target_modules=["0"], init_lora_weights=init)
+            layer = get_peft_model(model, config).base_model.model[0]
+            b, a = layer.lora_B["default"].weight.data, layer.lora_A["default"].weight.data
+            tensors[f"{name}.{init}"] = layer.scaling["default"] * b @ a
+            tensors[f"{name}.{init}.rest"] = layer.base_layer.weight.data.clone()
+    save_file(tensors, GOLDEN / "adapters" / "start.safetensors", metadata={"format": "pt"})
+
+
 def curve(data, arguments):
     """An entry of curves.json."""
     args = make_parser().parse_args(["--quiet", *arguments])
@@ -83,6 +104,7 @@ def main():
     torch.set_num_threads(1)
     for name in ADAPTERS:
         write_adapter(name)
+    write_start()
     path = GOLDEN / "curves.json"
     curves = json.loads(path.read_text(encoding="utf-8"))
     for name, (data, arguments) in CURVES.items():

@@ -23,6 +23,9 @@ import torch
 import optimizers
 from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, read_jsonl
 
+# The linear layers of the decoder.
+DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
 
 def lr_at(args, step):
     """Learning rate of a 0-based optimizer step. The first step of a warm-up has 0, as in
@@ -44,8 +47,13 @@ def file_name(name):
 
 def add_adapter(model, args):
     """Adds the adapter's layers to the model and freezes all other parameters."""
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
+    if args.init:
+        config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=DECODER, init_lora_weights=args.init)
+        get_peft_model(model, config)
+        model.train()
+        return
     config = PeftConfig.from_pretrained(args.adapter)
     config.use_rslora = config.use_rslora or args.rslora
     config.inference_mode = False
@@ -61,7 +69,7 @@ def train(args):
     encoder = Encoder(args.model, Path(args.data).parent)
     rows = read_jsonl(args.data)
     model = load_model(args.model)
-    if args.adapter:
+    if args.adapter or args.init:
         add_adapter(model, args)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
@@ -114,6 +122,7 @@ def check_curves(parser):
             setattr(args, key, golden["args"][key])
         args.optimizer = golden["args"].get("optimizer", "adamw")
         args.rslora = golden["args"].get("rslora", False)
+        args.init = golden["args"].get("init")
         args.adapter = golden["args"].get("adapter") and str(GOLDEN / "adapters" / golden["args"]["adapter"])
         metrics, _ = train(args)
         worst = {}
@@ -144,6 +153,7 @@ def make_parser():
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--adapter", help="folder of a PEFT adapter; only its values are trained")
+    parser.add_argument("--init", choices=["pissa", "olora"], help="train a new adapter of the decoder that starts so")
     parser.add_argument("--rslora", action="store_true", help="multiply the adapter's output by alpha / sqrt(r)")
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon", "adafactor"])
     parser.add_argument("--threads", type=int, default=1)

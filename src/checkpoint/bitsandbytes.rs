@@ -9,8 +9,10 @@
 //! | `X.weight.quant_map`, `X.weight.nested_quant_map` | `f32`: the values of the codes |
 //! | `X.weight.quant_state.bitsandbytes__nf4` | JSON: shape, dtype, mean of the scales |
 
-use super::CheckpointError;
-use candle_core::DType;
+use super::{CheckpointError, SavedTensor};
+use crate::ops::{Nf4Parts, nf4_maps};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
 
 /// End of the name of the tensor that describes a matrix.
 pub(super) const STATE: &str = ".quant_state.bitsandbytes__nf4";
@@ -67,6 +69,76 @@ impl QuantState {
         };
         Ok(Self { shape, dtype, offset: offset as f32 })
     }
+}
+
+/// The name of a dtype in torch.
+fn torch_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        _ => "bfloat16",
+    }
+}
+
+/// The tensors of the matrix `name` in NF4. `dtype` is that of the matrix before it was quantised.
+/// `codes` computes the codes when they are written; those in `parts` are not used.
+pub fn nf4_tensors(
+    name: &str,
+    dtype: DType,
+    parts: &Nf4Parts,
+    codes: impl Fn() -> Result<Vec<u8>, CheckpointError> + Send + Sync + 'static,
+) -> Result<Vec<SavedTensor>, CheckpointError> {
+    let fault = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+    let state = json!({
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": torch_name(dtype),
+        "shape": parts.shape,
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": parts.offset,
+    });
+    let (of_codes, of_scales) = nf4_maps();
+    let floats = |end: &str, values: &[f32]| {
+        let tensor = Tensor::new(values, &Device::Cpu).map_err(fault)?;
+        Ok(SavedTensor::whole(format!("{name}{end}"), tensor))
+    };
+    let bytes = |end: &str, values: &[u8]| {
+        let tensor = Tensor::new(values, &Device::Cpu).map_err(fault)?;
+        Ok(SavedTensor::whole(format!("{name}{end}"), tensor))
+    };
+    let (of, shape) = (name.to_owned(), [parts.codes.len(), 1]);
+    let codes = move || {
+        let tensor = Tensor::from_vec(codes()?, shape.as_slice(), &Device::Cpu);
+        tensor.map_err(|source| CheckpointError::Tensor { tensor: of.clone(), source })
+    };
+    Ok(vec![
+        SavedTensor::made(name, &shape, DType::U8, codes),
+        bytes(ABSMAX, &parts.scales)?,
+        floats(NESTED_ABSMAX, &parts.ranges)?,
+        floats(MAP, of_codes)?,
+        floats(NESTED_MAP, of_scales)?,
+        bytes(STATE, state.to_string().as_bytes())?,
+    ])
+}
+
+/// `quantization_config` of the `config.json` of a model in NF4 that computes in `dtype`.
+pub fn quantization_config(dtype: DType) -> Value {
+    json!({
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": true,
+        "_load_in_8bit": false,
+        "load_in_4bit": true,
+        "load_in_8bit": false,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": true,
+        "bnb_4bit_compute_dtype": torch_name(dtype),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_enable_fp32_cpu_offload": false,
+        "llm_int8_has_fp16_weight": false,
+        "llm_int8_skip_modules": null,
+        "llm_int8_threshold": 6.0,
+    })
 }
 
 #[cfg(test)]

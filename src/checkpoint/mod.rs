@@ -31,6 +31,7 @@ mod together;
 mod weight_files;
 
 pub use atomic::write_atomically;
+pub use bitsandbytes::{nf4_tensors, quantization_config};
 pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::CheckpointConfig;

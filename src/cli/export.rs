@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::stdout::stdout;
 use crate::checkpoint::PeftConfig;
-use crate::run::{export_adapter, export_model};
+use crate::run::{Onto, export_adapter, export_model};
 use crate::train::Precision;
 use clap::{Args, ValueEnum};
 use std::io::Write as _;
@@ -30,22 +30,24 @@ pub(super) struct ExportArgs {
     /// Model folder or checkpoint; with `--merge` by default the model of adapter_config.json
     #[arg(long, value_name = "DIR", required_unless_present = "adapter")]
     model: Option<PathBuf>,
-    /// Dtype of the tensors; by default that of the files
+    /// Dtype of the tensors; by default that of the files. `nf4`: linear layers of a model in 4 bits
     #[arg(long, value_name = "DTYPE")]
-    onto: Option<Onto>,
+    onto: Option<OntoArg>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Onto {
+enum OntoArg {
     F32,
     Bf16,
+    Nf4,
 }
 
-impl From<Onto> for Precision {
-    fn from(onto: Onto) -> Self {
+impl From<OntoArg> for Onto {
+    fn from(onto: OntoArg) -> Self {
         match onto {
-            Onto::F32 => Self::F32,
-            Onto::Bf16 => Self::Bf16,
+            OntoArg::F32 => Self::Dtype(Precision::F32),
+            OntoArg::Bf16 => Self::Dtype(Precision::Bf16),
+            OntoArg::Nf4 => Self::Nf4,
         }
     }
 }
@@ -56,7 +58,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         let message = format!("`--out`: `{}` exists", args.out.display());
         return Err(Failure::new(Exit::Usage, message).hint("choose a new folder").into());
     }
-    let onto = args.onto.map(Precision::from);
+    let onto = args.onto.map(Onto::from);
     if let Some(adapter) = &args.adapter {
         check_folder("--adapter", adapter)?;
     }
@@ -66,7 +68,15 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
                 let message = "`--model` has no effect without `--merge`";
                 return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
             }
-            export_adapter(adapter, onto, &args.out)?
+            let precision = match onto {
+                None => None,
+                Some(Onto::Dtype(precision)) => Some(precision),
+                Some(Onto::Nf4) => {
+                    let message = "`--onto nf4` stores models, not adapters";
+                    return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
+                }
+            };
+            export_adapter(adapter, precision, &args.out)?
         }
         (adapter, _) => {
             let base = base(args, adapter.as_deref(), logging)?;
@@ -77,6 +87,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         "tensors": exported.tensors,
         "merged": exported.merged,
         "replaced": exported.replaced,
+        "quantized": exported.quantized,
         "out": args.out,
     });
     writeln!(stdout(), "{summary}")?;

@@ -25,8 +25,8 @@ use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
-    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
-    TrainConfig,
+    AdapterConfig, AdapterInit, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload,
+    Quantize, TrainConfig,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -110,6 +110,11 @@ impl ValueError {
             "model.freeze" => {
                 "select the parts that receive an adapter with `adapter.parts`".to_owned()
             }
+            "adapter.init" => {
+                "`pissa` and `olora` change the weights, so the adapter would not fit the quantised \
+                 weights of the model: remove `adapter.quantize` or `adapter.init`"
+                    .to_owned()
+            }
             "adapter.alpha" => "a usual value is twice `adapter.rank`, or more".to_owned(),
             key => format!("change or remove `{key}`; `docs/config.md` has its default"),
         }
@@ -119,6 +124,7 @@ impl ValueError {
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
+const NOT_NF4: &str = "`default` or `gaussian` with `adapter.quantize: nf4`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum learning rate, weight decay and factor of a learning rate.
 const MAX_LR: f64 = 1e6;
@@ -200,6 +206,10 @@ impl RunConfig {
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
             let rank = adapter.rank.get();
             rule(rank <= MAX_RANK, "adapter.rank", &rank, "at most 8192");
+            let init = serde_json::to_value(adapter.init).unwrap_or_default();
+            let init = init.as_str().unwrap_or_default();
+            let splits = matches!(adapter.init, AdapterInit::Pissa | AdapterInit::Olora);
+            rule(!nf4 || !splits, "adapter.init", &init, NOT_NF4);
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0");

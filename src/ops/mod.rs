@@ -95,7 +95,7 @@ pub use linear_cross_entropy::{
     LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
 };
 pub use muon::{MuonUpdate, muon_step};
-pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_places, nf4_span};
+pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_maps, nf4_places, nf4_span};
 pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};

@@ -123,6 +123,11 @@ pub fn is_nf4_map(codes: &[f32], map: &[f32]) -> bool {
     codes == CODES && map == *MAP
 }
 
+/// The values of the 4-bit codes, and of the 8-bit codes of scales.
+pub fn nf4_maps() -> (&'static [f32], &'static [f32]) {
+    (&CODES, &*MAP)
+}
+
 /// The elements that share ranges with those of `range`, of `elements` in all. The parts of such a span
 /// are adjacent, and are a matrix of their own.
 pub fn nf4_span(range: &Range<usize>, elements: usize) -> Range<usize> {

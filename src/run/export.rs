@@ -1,27 +1,43 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
-use super::adapter::{AdapterError, read_adapter};
+use super::adapter::{AdapterError, OpenAdapter, read_adapter};
 use super::error::RunError;
 use super::inputs::open_for_run;
 use super::load_model::SetupError;
 use crate::checkpoint::{
     ADAPTER_CONFIG, ADAPTER_WEIGHTS, CarriedFiles, CheckpointError, FolderLayout, ModelFiles,
-    SavedTensor, WeightFiles,
+    SavedTensor, WeightFiles, nf4_tensors, quantization_config,
 };
+use crate::nn::ParamSpec;
+use crate::ops::{Nf4, Nf4Parts};
 use crate::train::{ModelSection, Precision};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
+use serde_json::Value;
+use std::collections::HashSet;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 /// Numbers of tensors of a folder that was written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Exported {
-    /// All tensors.
+    /// All tensors; a matrix in NF4 is one.
     pub tensors: usize,
     /// Weights to which the adapter was added.
     pub merged: usize,
     /// Weights that were trained besides the adapter.
     pub replaced: usize,
+    /// Matrices in NF4.
+    pub quantized: usize,
+}
+
+/// How the tensors of a folder are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Onto {
+    /// All in one dtype.
+    Dtype(Precision),
+    /// The weights of linear layers in 4 bits, the others in the dtype of the files.
+    Nf4,
 }
 
 /// Writes the model in `base`, with the adapter in `adapter` merged into its weights, to the new
@@ -33,56 +49,58 @@ pub struct Exported {
 pub fn export_model(
     base: &Path,
     adapter: Option<&Path>,
-    onto: Option<Precision>,
+    onto: Option<Onto>,
     out: &Path,
 ) -> Result<Exported, RunError> {
     // checks that all tensors of the model are there
     let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();
+    let linear = open.specs.iter().filter(|spec| onto == Some(Onto::Nf4) && is_linear(spec));
+    let linear: HashSet<String> = linear.map(|spec| spec.name.clone()).collect();
     let adapter = match adapter {
-        Some(folder) => read_adapter(open, folder)?.adapter.map(Arc::new),
+        Some(folder) => read_adapter(open, folder)?.adapter,
         None => None,
     };
     let fault = |source: CheckpointError| -> RunError {
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
-    let files = Arc::new(WeightFiles::open(base).map_err(fault)?);
-    let mut counts = Exported::default();
-    let names: Vec<String> = files.names().map(str::to_owned).collect();
-    let mut weights = Vec::with_capacity(names.len());
-    for name in &names {
-        let shape = files.shape(name).unwrap_or_default();
-        let Some(stored) = files.dtype(name) else {
-            files.load(name, DType::F32, &Device::Cpu).map_err(fault)?; // the error names the dtype
+    let files = WeightFiles::open(base).map_err(fault)?;
+    let weights = Arc::new(Weights { files, adapter });
+    let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
+    for name in weights.files.names() {
+        let Some(stored) = weights.files.dtype(name) else {
+            // the error names the dtype
+            weights.files.load(name, DType::F32, &Device::Cpu).map_err(fault)?;
             continue;
         };
-        let dtype = onto.map_or(stored, Precision::dtype);
+        let change = weights.change(name);
         counts.tensors += 1;
-        let change = adapter.as_ref().and_then(|adapter| adapter.change(name));
         counts.merged += usize::from(change == Some(Change::Merge));
         counts.replaced += usize::from(change == Some(Change::Replace));
-        let (files, adapter, of) = (Arc::clone(&files), adapter.clone(), name.clone());
-        weights.push(SavedTensor::made(name.as_str(), &shape, dtype, move || {
-            let fault = |source| CheckpointError::Tensor { tensor: of.clone(), source };
-            match adapter.as_ref().zip(change) {
-                Some((adapter, Change::Merge)) => {
-                    let weight = files.load(&of, DType::F32, &Device::Cpu)?;
-                    adapter.merged(&of, &weight)?.to_dtype(dtype).map_err(fault)
-                }
-                Some((adapter, Change::Replace)) => adapter.replacement(&of, dtype),
-                None => files.load(&of, dtype, &Device::Cpu),
-            }
-        }));
+        let (of, name) = (Arc::clone(&weights), name.to_owned());
+        if linear.contains(&name) {
+            counts.quantized += 1;
+            quantized.get_or_insert(stored);
+            let parts = weights.quantized(&name, stored).map_err(fault)?;
+            let of_matrix = name.clone();
+            let codes = move || Ok(of.quantized(&name, stored)?.codes);
+            saved.extend(nf4_tensors(&of_matrix, stored, &parts, codes).map_err(fault)?);
+            continue;
+        }
+        let dtype = match onto {
+            Some(Onto::Dtype(precision)) => precision.dtype(),
+            _ => stored,
+        };
+        let shape = weights.files.shape(&name).unwrap_or_default();
+        saved.push(SavedTensor::made(name.clone(), &shape, dtype, move || of.load(&name, dtype)));
     }
-    if let Some(onto) = onto {
-        config_json = onto.stamp(&config_json);
+    if let Some(Onto::Dtype(precision)) = onto {
+        config_json = precision.stamp(&config_json);
     }
-    if files.is_quantized() {
-        remove_quantization(&mut config_json);
-    }
+    set_quantization(&mut config_json, quantized);
     let files = ModelFiles {
         layout: FolderLayout::Model,
-        weights: &weights,
+        weights: &saved,
         config_json: &config_json,
         carried: &CarriedFiles::read(base).map_err(fault)?,
         max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
@@ -91,13 +109,61 @@ pub fn export_model(
     Ok(counts)
 }
 
-/// Removes what says that the weights are in 4 bits.
-fn remove_quantization(config_json: &mut serde_json::Value) {
+/// The weights to be written.
+struct Weights {
+    files: WeightFiles,
+    adapter: Option<OpenAdapter>,
+}
+
+impl Weights {
+    fn change(&self, name: &str) -> Option<Change> {
+        self.adapter.as_ref()?.change(name)
+    }
+
+    fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
+        match self.adapter.as_ref().zip(self.change(name)) {
+            Some((adapter, Change::Merge)) => {
+                let weight = self.files.load(name, DType::F32, &Device::Cpu)?;
+                adapter.merged(name, &weight)?.to_dtype(dtype).map_err(fault(name))
+            }
+            Some((adapter, Change::Replace)) => adapter.replacement(name, dtype),
+            None => self.files.load(name, dtype, &Device::Cpu),
+        }
+    }
+
+    /// A matrix in NF4: with the codes of the files if it does not change, otherwise quantised from
+    /// `dtype`.
+    fn quantized(&self, name: &str, dtype: DType) -> Result<Nf4Parts, CheckpointError> {
+        let stored = if self.change(name).is_none() { self.files.nf4(name)? } else { None };
+        let quantize = || {
+            let weight = self.load(name, dtype)?.to_dtype(DType::F32).map_err(fault(name))?;
+            let flat = weight.flatten_all().map_err(fault(name))?;
+            let part = |range: Range<usize>| flat.narrow(0, range.start, range.len());
+            Nf4::quantize(weight.dims(), part).map_err(fault(name))
+        };
+        stored.map_or_else(quantize, Ok)?.parts().map_err(fault(name))
+    }
+}
+
+fn fault(tensor: &str) -> impl Fn(candle_core::Error) -> CheckpointError {
+    move |source| CheckpointError::Tensor { tensor: tensor.to_owned(), source }
+}
+
+fn is_linear(spec: &ParamSpec) -> bool {
+    spec.linear_layer().is_some()
+}
+
+/// Replaces what `config.json` says about weights in 4 bits. `quantized` is the dtype of the weights
+/// before they were quantised.
+fn set_quantization(config_json: &mut Value, quantized: Option<DType>) {
     for pointer in ["", "/text_config", "/vision_config"] {
-        let object = config_json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
+        let object = config_json.pointer_mut(pointer).and_then(Value::as_object_mut);
         if let Some(object) = object {
             object.remove("quantization_config");
         }
+    }
+    if let (Some(dtype), Some(object)) = (quantized, config_json.as_object_mut()) {
+        object.insert("quantization_config".to_owned(), quantization_config(dtype));
     }
 }
 

@@ -7,15 +7,15 @@ use crate::nn::{Dropout, ParamSpec, WeightError, random_part};
 use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, ModelSection, Precision, Weights};
+use crate::train::{AttentionChoice, ModelSection, Precision, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// The reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +141,8 @@ pub struct OpenModel {
     folder: PathBuf,
     dtype: DType,
     attention: Arc<dyn AttentionBackend>,
+    /// Weights in NF4 that are needed once more.
+    pub(super) quantized: Mutex<HashMap<usize, Nf4>>,
 }
 
 /// Source of the exact `f32` weights.
@@ -172,6 +174,7 @@ impl OpenModel {
             folder: folder.to_owned(),
             dtype: section.precision.dtype(),
             attention: section.attention.backend(),
+            quantized: Mutex::default(),
         })
     }
 
@@ -186,14 +189,13 @@ impl OpenModel {
         Ok(self)
     }
 
-    /// The names of the parameters in checkpoints, in order; `None` for those that they do not
-    /// contain.
-    pub(super) fn saved_names(&self) -> Vec<Option<String>> {
-        let name = |(index, spec): (usize, &ParamSpec)| match &self.adapter {
-            Some(adapter) => adapter.saved_name(index, spec),
-            None => Some(spec.name.clone()),
+    /// How checkpoints contain the parameters, in order; `None` for those that they do not contain.
+    pub(super) fn saved_as(&self) -> candle_core::Result<Vec<Option<SavedAs>>> {
+        let saved = |(index, spec): (usize, &ParamSpec)| match &self.adapter {
+            Some(adapter) => adapter.saved_as(index, spec, self.dtype),
+            None => Ok(Some(SavedAs { name: spec.name.clone(), joined: None })),
         };
-        self.specs.iter().enumerate().map(name).collect()
+        self.specs.iter().enumerate().map(saved).collect()
     }
 
     /// Number of query heads and of key-value heads of the decoder.
@@ -211,14 +213,18 @@ impl OpenModel {
 
     /// Loads all weights.
     pub fn load(self, device: &Device) -> Result<LoadedModel, SetupError> {
+        let this = self.split_weights()?;
         // In parallel: one thread takes minutes to draw or convert billions of weights.
-        let params = self.specs.par_iter().enumerate().map(|(index, spec)| {
+        let params = this.specs.par_iter().enumerate().map(|(index, spec)| {
             let all = 0..spec.shape.iter().product();
-            let tensor = self.load_part(index, all, self.dtype, device)?;
+            let tensor = match &this.adapter {
+                Some(adapter) if adapter.rounds(index, spec) => this.rounded(index, device)?,
+                _ => this.load_part(index, all, this.dtype, device)?,
+            };
             Ok(Param::new(spec.name.as_str(), index, tensor.reshape(spec.shape.as_slice())?))
         });
         let params = params.collect::<Result<Vec<_>, SetupError>>()?;
-        self.with_params(params)
+        this.with_params(params)
     }
 
     /// Builds the model with these parameters.
@@ -239,8 +245,28 @@ impl OpenModel {
         Ok(self.config.build(params, attention, adapters.as_ref())?)
     }
 
-    /// Loads elements of the flat parameter `index`.
+    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
+    /// of, the rest.
     pub(super) fn load_part(
+        &self,
+        index: usize,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, SetupError> {
+        let start = elements.start;
+        match &self.adapter {
+            Some(adapter) if adapter.splits(&self.specs[index]) => {
+                let part = self.original_part(index, elements, DType::F32, &Device::Cpu)?;
+                let part = adapter.subtract_start(&self.specs[index], start, &part)?;
+                Ok(part.to_dtype(dtype)?.to_device(device)?)
+            }
+            _ => self.original_part(index, elements, dtype, device),
+        }
+    }
+
+    /// As [`Self::load_part`], with the weights of the model folder.
+    pub(super) fn original_part(
         &self,
         index: usize,
         elements: Range<usize>,

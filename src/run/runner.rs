@@ -23,6 +23,7 @@ pub(super) fn rank_model(
     if open.is_quantized() && open.adapter.is_none() {
         return Err(super::SetupError::QuantizedBase { folder: open.folder().to_owned() }.into());
     }
+    let open = open.split_weights()?;
     let storage = weight_storage(config, device);
     let visit = visitors(&open, &trainable(groups), storage);
     let shard = config.distributed.shard;
@@ -69,7 +70,7 @@ pub(crate) fn step_runner(
         gradients: gradients(config, &loaded, place, groups, device)?,
         weights,
         ranks: Ranks::alone(), // set when the run is assembled
-        saved_names: loaded.open.saved_names(),
+        saved_as: loaded.open.saved_as()?,
         dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,

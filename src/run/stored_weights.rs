@@ -7,9 +7,10 @@ use crate::config::RunConfig;
 use crate::ops::Nf4;
 use crate::tape::Trainable;
 use crate::train::{Offload, Quantize, StoredWeight, VisitingWeights, WeightStorage};
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use std::collections::HashMap;
+use std::sync::{MutexGuard, PoisonError};
 
 /// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads are
 /// in host memory already.
@@ -97,14 +98,39 @@ impl OpenModel {
     /// The weight `index` in NF4, on the CPU: the stored codes, or else quantised from the compute
     /// dtype.
     pub(super) fn nf4(&self, index: usize) -> Result<Nf4, super::SetupError> {
+        if let Some(kept) = self.quantized().remove(&index) {
+            return Ok(kept);
+        }
         if let Some(stored) = self.stored_nf4(index)? {
             return Ok(stored);
         }
         let dtype = self.dtype();
         Nf4::quantize(&self.specs[index].shape, |range| {
             let part = self.load_part(index, range, dtype, &Device::Cpu)?;
-            Ok(part.to_dtype(candle_core::DType::F32)?)
+            Ok(part.to_dtype(DType::F32)?)
         })
+    }
+
+    /// As [`Self::nf4`], which is called once more later: it is not quantised again then.
+    pub(super) fn nf4_again(&self, index: usize) -> Result<Nf4, super::SetupError> {
+        let nf4 = self.nf4(index)?;
+        self.quantized().insert(index, nf4.clone());
+        Ok(nf4)
+    }
+
+    /// The weight `index` with the values that it has in NF4.
+    pub(super) fn rounded(
+        &self,
+        index: usize,
+        device: &Device,
+    ) -> Result<Tensor, super::SetupError> {
+        let weight = Tensor::zeros(self.specs[index].shape.as_slice(), self.dtype(), device)?;
+        self.nf4(index)?.to_device(device)?.dequantize_into(&weight)?;
+        Ok(weight)
+    }
+
+    fn quantized(&self) -> MutexGuard<'_, HashMap<usize, Nf4>> {
+        self.quantized.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -91,6 +91,12 @@ pub enum AdapterInit {
     Default,
     /// `A` is normal with the standard deviation `1 / rank`; `B` is zero.
     Gaussian,
+    /// `B A` is the part of `W` of its largest singular values; the layer computes with the rest of `W`
+    /// (Meng et al. 2024).
+    Pissa,
+    /// `B A` is the product of the first columns of `Q` and rows of `R`, where `W = Q R`; the layer
+    /// computes with the rest of `W` (Buyukakyuz 2024).
+    Olora,
 }
 
 /// The linear layers that receive an adapter.

@@ -42,6 +42,7 @@ pub use health::{Divergence, Health, Spike};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use sample_log::{SampleLog, StepSamples};
+pub use saved::{Joined, SavedAs};
 pub use state::{BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,

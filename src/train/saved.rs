@@ -4,23 +4,67 @@ use super::step::StepRunner;
 use super::weights::RankWeights;
 use crate::checkpoint::SavedTensor;
 use crate::tape::Param;
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
 
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
 
-/// The weights that checkpoints contain, with their names there.
+/// How checkpoints contain a parameter.
+#[derive(Debug, Clone)]
+pub struct SavedAs {
+    /// Name of the tensor.
+    pub name: String,
+    /// Constants that the tensor also contains.
+    pub joined: Option<Joined>,
+}
+
+/// Constants in the tensor of a parameter.
+#[derive(Debug, Clone)]
+pub struct Joined {
+    /// Rows, each of which follows as many elements of the parameter; on the CPU.
+    pub values: Tensor,
+    /// Shape of the tensor, which has twice the elements of the parameter.
+    pub shape: Vec<usize>,
+}
+
+impl Joined {
+    /// The part of the tensor that belongs to a part of the parameter: a row of constants to the last
+    /// element of the row before it.
+    fn with(&self, (range, values): HeldPart) -> Result<HeldPart> {
+        let width = self.values.dim(1)?;
+        let place = |element: usize| element / width * 2 * width + element % width;
+        let (first, last) = (range.start / width, range.end.div_ceil(width));
+        let joined = place(range.start)..place(range.end);
+        let values = values.flatten_all()?.to_device(&Device::Cpu)?;
+        let (before, after) = (range.start - first * width, last * width - range.end);
+        let rows = values.pad_with_zeros(0, before, after)?.reshape((last - first, width))?;
+        let rows = Tensor::cat(&[&rows, &self.values.narrow(0, first, last - first)?], 1)?;
+        let part =
+            rows.flatten_all()?.narrow(0, joined.start - place(first * width), joined.len())?;
+        Ok((joined, part))
+    }
+}
+
+/// The weights that checkpoints contain.
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
-    let saved = |(param, name): (&Param, &Option<String>)| {
-        let name = name.clone()?;
+    let saved = |(param, saved): (&Param, &Option<SavedAs>)| {
+        let SavedAs { name, joined } = saved.clone()?;
+        let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
+        let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
         Some(match &runner.weights {
-            RankWeights::Slots(slots) => divided(slots.held(param), runner)
-                .map(|held| SavedTensor::parts(name, param.shape().dims(), param.dtype(), held)),
-            _ => param.stored().map(|weight| SavedTensor::whole(name, weight)),
+            RankWeights::Slots(slots) => {
+                let held = divided(slots.held(param), runner);
+                let held = held.and_then(|held| held.into_iter().map(join).collect());
+                held.map(|held| SavedTensor::parts(name, &shape, param.dtype(), held))
+            }
+            _ => param.stored().and_then(|weight| {
+                let (_, weight) = join((0..weight.elem_count(), weight))?;
+                Ok(SavedTensor::whole(name, weight.reshape(shape)?))
+            }),
         })
     };
-    runner.params.iter().zip(&runner.saved_names).filter_map(saved).collect()
+    runner.params.iter().zip(&runner.saved_as).filter_map(saved).collect()
 }
 
 /// The state of the optimizer: `exp_avg.<parameter>` and so on.

@@ -1,6 +1,7 @@
 //! The training state in a checkpoint, except for tensors. A resumed run reads it together with the
 //! weights and the moments.
 
+use super::adapter::Quantize;
 use super::datasets::DatasetCounts;
 use super::health::Health;
 use crate::data::{DataState, MediaDigests};
@@ -55,6 +56,9 @@ pub struct BaseModel {
     pub path: String,
     /// Digest of names and shapes, and of some values of each tensor.
     pub digest: String,
+    /// How its linear layers were stored.
+    #[serde(default)]
+    pub quantize: Quantize,
 }
 
 /// The plan of a run, from the lengths of all rows.

@@ -2,6 +2,7 @@
 
 use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
+use super::saved::SavedAs;
 use super::sequence::{OwnTargets, own_part};
 use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
@@ -84,8 +85,8 @@ pub struct StepRunner {
     pub model: Box<dyn Model>,
     /// All parameters, in order.
     pub params: Vec<Param>,
-    /// Their names in checkpoints; `None` for those that checkpoints do not contain.
-    pub saved_names: Vec<Option<String>>,
+    /// How checkpoints contain them; `None` for those that they do not contain.
+    pub saved_as: Vec<Option<SavedAs>>,
     /// Dropout of the adapter, if there is one.
     pub dropout: Option<Arc<Dropout>>,
     /// State and update.

@@ -49,3 +49,12 @@ fn gradient_norms_of_every_tensor_of_an_adapter_equal_pefts() {
         assert_gradient_norms(&rows_for("small-tied", data), &runner, &golden["grad_norms_step1"]);
     }
 }
+
+#[test]
+fn adapters_that_start_from_a_part_of_the_weights_follow_peft() {
+    for init in ["pissa", "olora"] {
+        let golden = curve(&format!("text_small-tied_{init}"));
+        assert_follows(&golden, PLAIN);
+        assert_follows(&golden, Variant { micro_batches: 4, ..PLAIN });
+    }
+}

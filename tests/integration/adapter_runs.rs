@@ -12,7 +12,7 @@ const ALL: &str = "adapter={rank: 4, dropout: 0.2, parts: [llm, vision, merger],
 const DORA: &str = "adapter={kind: dora, rank: 4, dropout: 0.2, parts: [llm, vision, merger]}";
 
 /// Weights of the adapter and state of its optimizer after the last step.
-fn results(place: &Place, output: &str) -> [Vec<u8>; 2] {
+pub(super) fn results(place: &Place, output: &str) -> [Vec<u8>; 2] {
     let names = place.names(&format!("{output}/checkpoints"));
     let last = names.last().unwrap();
     [
@@ -21,7 +21,7 @@ fn results(place: &Place, output: &str) -> [Vec<u8>; 2] {
     ]
 }
 
-fn losses(place: &Place, output: &str) -> Vec<f64> {
+pub(super) fn losses(place: &Place, output: &str) -> Vec<f64> {
     let rows = place.rows(&format!("{output}/metrics.jsonl"));
     rows.iter()
         .filter(|row| row["grad_norm"].is_f64())
@@ -114,7 +114,7 @@ fn checkpoints_contain_the_adapter_and_what_is_trained_besides_it_only() {
 }
 
 /// The loss of `data.eval` under some arguments.
-fn eval(place: &Place, arguments: &[&str]) -> f64 {
+pub(super) fn eval(place: &Place, arguments: &[&str]) -> f64 {
     let config = place.path("ranks.yaml").display().to_string();
     let all = [&["eval", "--config", &config], arguments].concat();
     let output = place.trainer(&all).ends_with(0);

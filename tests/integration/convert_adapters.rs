@@ -86,17 +86,28 @@ fn a_continued_adapter_decides_on_its_rank() {
 }
 
 #[test]
+fn an_adapter_may_start_from_a_part_of_the_weights() {
+    for (trainer, text, init) in [
+        (Trainer::MsSwift, "init_weights: pissa", "pissa"),
+        (Trainer::MsSwift, "init_weights: olora", "olora"),
+        (Trainer::LlamaFactory, "pissa_init: true\npissa_iter: 4\npissa_convert: true", "pissa"),
+        (Trainer::LlamaFactory, "pissa_init: false", "default"),
+    ] {
+        assert_eq!(adapter(trainer, text).unwrap()["adapter"]["init"], init, "{text}");
+    }
+}
+
+#[test]
 fn what_no_adapter_here_has_is_refused_by_name() {
     for (trainer, text) in [
         (Trainer::MsSwift, "tuner_type: longlora"),
         (Trainer::MsSwift, "lora_bias: all"),
-        (Trainer::MsSwift, "init_weights: pissa"),
+        (Trainer::MsSwift, "init_weights: lora-ga"),
         (Trainer::MsSwift, "target_modules: all-embedding"),
         (Trainer::MsSwift, "target_regex: .*q_proj"),
         (Trainer::MsSwift, "quant_bits: 8"),
         (Trainer::LlamaFactory, "finetuning_type: oft"),
         (Trainer::LlamaFactory, "quantization_bit: 8"),
-        (Trainer::LlamaFactory, "pissa_init: true"),
         (Trainer::LlamaFactory, "create_new_adapter: true"),
         (Trainer::LlamaFactory, "lora_rank: 0"),
     ] {

@@ -4,6 +4,7 @@
 
 mod adapter_parity;
 mod adapter_runs;
+mod adapter_start;
 mod architecture;
 mod bad_input;
 mod bench;

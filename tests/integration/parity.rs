@@ -95,6 +95,10 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
 
 /// The folder of the adapter that a curve starts from.
 fn adapter_of(curve: &Value) -> Option<(TempDir, AdapterConfig)> {
+    if let Some(init) = curve["args"].get("init").filter(|init| init.is_string()) {
+        let config = serde_json::json!({"rank": 8, "alpha": 16, "dropout": 0, "init": init});
+        return Some((TempDir::new().unwrap(), serde_json::from_value(config).unwrap()));
+    }
     let source = golden("adapters").join(curve["args"]["adapter"].as_str()?);
     let folder = TempDir::new().unwrap();
     for name in ["adapter_config.json", "adapter_model.safetensors"] {
@@ -144,7 +148,7 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         gradients: GradientSums::Alone(buffers),
         weights: RankWeights::Whole,
         ranks: Ranks::alone(),
-        saved_names: Vec::new(),
+        saved_as: Vec::new(),
         dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,

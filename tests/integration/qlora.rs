@@ -1,7 +1,9 @@
 //! Runs with an adapter of a model whose weights are stored in NF4.
 
+use super::adapter_runs::eval;
 use super::harness::Place;
 use super::ranks::{config, place, train};
+use serde_json::Value;
 
 const NF4: &str = "adapter={rank: 4, dropout: 0.2, parts: [llm, vision, merger], quantize: nf4}";
 
@@ -18,9 +20,59 @@ fn ranks_and_recomputation_change_no_bit_of_an_adapter_of_a_quantised_model() {
     run("one", NF4, 1, &[]);
     run("plain", NF4, 1, &["adapter.quantize=none"]);
     assert_ne!(adapter(&place, "plain"), adapter(&place, "one"));
+    let metrics = place.rows("one/metrics.jsonl");
+    let trained = metrics.iter().rfind(|row| row["eval"] == true).unwrap()["loss"].as_f64();
+    let found = eval(&place, &["--adapter", "one/final"]);
+    assert!((found - trained.unwrap()).abs() < 1e-6, "the model is rounded: {found} {trained:?}");
     run("recomputed", NF4, 1, &["model.recompute=full"]);
     run("two", NF4, 2, &["distributed.shard=gradients"]);
     for output in ["recomputed", "two"] {
         assert!(adapter(&place, output) == adapter(&place, "one"), "{output} differs");
     }
+}
+
+/// `export` with these arguments, and its report.
+fn export(place: &Place, arguments: &[&str]) -> Value {
+    let output = place.trainer(&[&["export"], arguments].concat()).ends_with(0);
+    serde_json::from_str(&output.stdout).unwrap()
+}
+
+#[test]
+fn a_folder_in_nf4_has_the_codes_that_training_quantises_to() {
+    let place = place();
+    let of_base = config(&place, "base", &[NF4, "train.max_steps=2"]);
+    train(&of_base, 1, None);
+    let report = export(&place, &["--model", "model", "--onto", "nf4", "--out", "four"]);
+    assert_eq!(report["quantized"], 26, "{report}");
+    let path = format!("model.path={}", place.path("four").display());
+    train(&config(&place, "four-bits", &[NF4, "train.max_steps=2", &path]), 1, None);
+    assert!(adapter(&place, "four-bits") == adapter(&place, "base"));
+    // a folder in NF4 keeps its codes
+    export(&place, &["--model", "four", "--onto", "nf4", "--out", "again"]);
+    assert!(place.read("four/model.safetensors") == place.read("again/model.safetensors"));
+    assert!(place.read("four/config.json") == place.read("again/config.json"));
+    let json: Value = serde_json::from_slice(&place.read("four/config.json")).unwrap();
+    assert_eq!(json["quantization_config"]["bnb_4bit_quant_type"], "nf4");
+}
+
+#[test]
+fn a_merged_model_in_nf4_computes_with_its_dequantised_weights() {
+    let place = place();
+    train(&config(&place, "run", &["adapter={rank: 4}", "optim.lr=1.0e-2"]), 1, None);
+    let merge = ["--adapter", "run/final", "--merge", "--onto", "nf4", "--out", "four"];
+    let report = export(&place, &merge);
+    assert_eq!((&report["merged"], &report["quantized"]), (&14.into(), &26.into()), "{report}");
+    export(&place, &["--model", "four", "--out", "plain"]);
+    export(&place, &["--adapter", "run/final", "--merge", "--out", "merged"]);
+    let loss = |folder: &str| eval(&place, &["--checkpoint", folder]);
+    assert_eq!(loss("four"), loss("plain"));
+    let off = (loss("four") - loss("merged")).abs();
+    assert!((1e-6..0.1).contains(&off), "{off}");
+    let json: Value = serde_json::from_slice(&place.read("plain/config.json")).unwrap();
+    assert!(json.get("quantization_config").is_none(), "{json}");
+    place
+        .trainer(&["export", "--adapter", "run/final", "--onto", "nf4", "--out", "other"])
+        .ends_with(64)
+        .says("stores models")
+        .says("--merge");
 }

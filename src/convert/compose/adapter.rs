@@ -154,10 +154,18 @@ fn new_adapter(work: &mut Work, tuner: &Setting, family: Family) -> bool {
 
 fn init(work: &mut Work) {
     let Some(setting) = work.take(Role::LoraInit) else { return };
+    if work.trainer == Trainer::LlamaFactory {
+        return match setting.value.flag() {
+            Some(true) => work.write_from("adapter.init", "pissa", &setting),
+            Some(false) => work.drop(&setting, "it is off"),
+            None => work.refuse(&setting, "expected true or false"),
+        };
+    }
     match setting.value.text().map(str::to_ascii_lowercase).as_deref() {
         Some("true" | "default") => work.write_from("adapter.init", "default", &setting),
         Some("gaussian") => work.write_from("adapter.init", "gaussian", &setting),
-        _ => work.refuse(&setting, "expected `true` or `gaussian`"),
+        Some(init @ ("pissa" | "olora")) => work.write_from("adapter.init", init, &setting),
+        _ => work.refuse(&setting, "expected `true`, `gaussian`, `pissa` or `olora`"),
     }
 }
 

@@ -7,7 +7,7 @@ use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, Found};
 use crate::config::RunConfig;
-use crate::train::{BaseModel, ModelSection, Weights};
+use crate::train::{BaseModel, ModelSection, Quantize, Weights};
 use candle_core::Device;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -34,6 +34,7 @@ pub(in crate::run) fn open_run_model(
     let base = BaseModel {
         path: config.portable().model.path.display().to_string(),
         digest: open.digest()?,
+        quantize: adapter.quantize,
     };
     if let Some(found) = found {
         check_base(&found.dir, &found.state, &base, &config.model.path)?;
@@ -53,26 +54,29 @@ pub(in crate::run) fn open_run_model(
 /// of its training.
 pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
     let path = folder.join(STATE);
+    let mut quantize = Quantize::None;
     match std::fs::read(&path) {
         Ok(text) => {
             let state = serde_json::from_slice(&text)
                 .map_err(|source| RunError::State { folder: folder.to_owned(), source })?;
-            let base = BaseModel { path: String::new(), digest: open.digest()? };
-            check_base(folder, &state, &base, open.folder())?;
+            let base = BaseModel { path: String::new(), digest: open.digest()?, quantize };
+            let trained_on = check_base(folder, &state, &base, open.folder())?;
+            quantize = trained_on.map_or(quantize, |base| base.quantize);
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(source) => return Err(CheckpointError::Read { path, source }.into()),
     }
-    Ok(open.with_adapter(|specs| OpenAdapter::read(folder, specs))?)
+    Ok(open
+        .with_adapter(|specs| Ok(OpenAdapter { quantize, ..OpenAdapter::read(folder, specs)? }))?)
 }
 
-/// Compares the model with that of the training of the adapter in `folder`.
+/// Compares the model with that of the training of the adapter in `folder`, and returns that one.
 fn check_base(
     folder: &Path,
     state: &serde_json::Value,
     base: &BaseModel,
     path: &Path,
-) -> Result<(), RunError> {
+) -> Result<Option<BaseModel>, RunError> {
     let trained_on = serde_json::from_value::<BaseModel>(state["base"].clone());
     match trained_on {
         Ok(trained_on) if trained_on.digest != base.digest => {
@@ -83,7 +87,7 @@ fn check_base(
             })
             .into())
         }
-        _ => Ok(()),
+        trained_on => Ok(trained_on.ok()),
     }
 }
 
@@ -100,6 +104,9 @@ pub(crate) fn load_for_run(
         Some(folder) => read_adapter(open, folder)?,
         None => open,
     };
+    if open.adapter.as_ref().is_some_and(|adapter| adapter.quantize == Quantize::Nf4) {
+        tracing::info!("the linear layers are rounded to NF4, as in the training of the adapter");
+    }
     Ok(open.load(device)?)
 }
 
@@ -110,6 +117,7 @@ pub(crate) fn load_with_adapter(
 ) -> Result<LoadedModel, RunError> {
     let (open, _) = open_run_model(config, None, device)?;
     let trainable = trainable(&param_groups(config, &open)?);
+    let open = open.split_weights()?;
     let storage = weight_storage(config, device);
     let visit = visitors(&open, &trainable, storage);
     load_stored(open, &visit, storage, device)

@@ -98,6 +98,19 @@ pub enum AdapterError {
         /// The model that is given now.
         base: PathBuf,
     },
+    /// A layer has fewer singular values than the adapter starts from.
+    #[error(
+        "`adapter.rank` is `{rank}`, but the weight of `{layer}` has {limit} singular values, and \
+         `adapter.init` takes {rank} of them"
+    )]
+    Rank {
+        /// Name of the layer.
+        layer: String,
+        /// Rank of the adapter.
+        rank: usize,
+        /// The smaller one of the numbers of inputs and outputs.
+        limit: usize,
+    },
     /// The config contradicts the adapter to start from.
     #[error("`{key}` is `{found}`, but the adapter in `adapter.start_from` has `{expected}`")]
     StartFrom {
@@ -118,6 +131,7 @@ impl AdapterError {
             Self::Target { .. } | Self::NoTarget => "adapter.target",
             Self::Pattern(error) => error.origin().0,
             Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
+            Self::Rank { .. } => "adapter.rank",
             Self::StartFrom { key, .. } => key,
             _ => return None,
         })
@@ -143,6 +157,10 @@ impl AdapterError {
                 "remove the embedding from `train_also`, or train without `adapter`"
             }
             Self::Files { .. } => return None,
+            Self::Unsupported { field: "init_lora_weights", .. } => {
+                "this adapter belongs to changed weights of its model: save it with PEFT's \
+                 `path_initial_model_for_weight_conversion`, or merge it into its model"
+            }
             Self::Unsupported { .. } => {
                 "merge the adapter into its model with PEFT, and use that model"
             }
@@ -152,6 +170,9 @@ impl AdapterError {
             Self::OtherBase { .. } => {
                 "pass the model that the adapter was trained on; an adapter of other weights gives \
                  wrong answers"
+            }
+            Self::Rank { .. } => {
+                "set a smaller `adapter.rank`, or exclude the layer with `adapter.target`"
             }
             Self::StartFrom { .. } => {
                 "remove the key: with `start_from`, it follows from the adapter"

@@ -4,19 +4,21 @@ mod base;
 mod error;
 mod merge;
 mod peft;
+mod split;
 mod targets;
 
 pub(crate) use base::{load_for_run, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter};
 pub use error::AdapterError;
 
+use self::split::{Split, load_half};
 use super::load_model::OpenModel;
-use crate::checkpoint::{PeftConfig, WeightFiles};
+use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, WeightError, peft_name,
     random_adapter_part,
 };
-use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize};
+use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize, SavedAs};
 use candle_core::{D, DType, Device, Result, Tensor};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -36,12 +38,19 @@ pub struct OpenAdapter {
     dropout: f64,
     seed: u64,
     quantize: Quantize,
+    /// The parts of the weights that it starts from.
+    split: Option<Split>,
 }
 
 /// Source of the values.
 enum Source {
     New(AdapterDraw),
-    Files { folder: PathBuf, files: WeightFiles },
+    /// The parts of the weights in `split`.
+    Weights,
+    Files {
+        folder: PathBuf,
+        files: WeightFiles,
+    },
 }
 
 impl OpenAdapter {
@@ -60,21 +69,25 @@ impl OpenAdapter {
         }
         let modules = targets::modules(config, specs)?;
         let also_trained = targets::also_trained(config, specs, &modules)?;
-        let draw = match config.init {
-            AdapterInit::Default => AdapterDraw::Uniform,
-            AdapterInit::Gaussian => AdapterDraw::Normal,
+        let source = match config.init {
+            AdapterInit::Default => Source::New(AdapterDraw::Uniform),
+            AdapterInit::Gaussian => Source::New(AdapterDraw::Normal),
+            AdapterInit::Pissa | AdapterInit::Olora => Source::Weights,
         };
+        let split = Split::of(config);
+        split.as_ref().map_or(Ok(()), |split| split.check(&modules, specs))?;
         let peft = peft::config(config, &modules, &also_trained, specs);
         Ok(Self {
             specs: targets::adapter_specs(&modules, specs),
             modules,
             peft,
             also_trained,
-            source: Source::New(draw),
+            source,
             num_base: specs.len(),
             dropout: config.dropout,
             seed,
             quantize: config.quantize,
+            split,
         })
     }
 
@@ -94,6 +107,7 @@ impl OpenAdapter {
             dropout: 0.0,
             seed: 0,
             quantize: Quantize::None,
+            split: None,
         })
     }
 
@@ -106,6 +120,7 @@ impl OpenAdapter {
     ) -> std::result::Result<Self, AdapterError> {
         let mut open = Self::read(folder, specs)?;
         (open.dropout, open.seed, open.quantize) = (config.dropout, seed, config.quantize);
+        open.halve(config, specs)?;
         Ok(open)
     }
 
@@ -167,15 +182,53 @@ impl OpenAdapter {
 
     /// Whether the values of the parameter `index` follow from the seed and the model.
     pub(super) fn is_drawn(&self, index: usize) -> bool {
-        index >= self.num_base && matches!(self.source, Source::New(_))
+        index >= self.num_base && !matches!(self.source, Source::Files { .. })
     }
 
     /// The name of the parameter `index` in checkpoints; `None` if they do not contain it.
-    pub(super) fn saved_name(&self, index: usize, spec: &ParamSpec) -> Option<String> {
+    fn saved_name(&self, index: usize, spec: &ParamSpec) -> Option<String> {
         if index >= self.num_base {
             return Some(spec.name.clone());
         }
         (!self.is_frozen(index)).then(|| peft_name(&spec.name))
+    }
+
+    /// How checkpoints contain the parameter `index`; `None` if they do not.
+    pub(super) fn saved_as(
+        &self,
+        index: usize,
+        spec: &ParamSpec,
+        dtype: DType,
+    ) -> Result<Option<SavedAs>> {
+        let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
+        let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
+        Ok(Some(SavedAs { name, joined }))
+    }
+
+    /// Whether training used the values of the parameter `index` in NF4.
+    pub(super) fn rounds(&self, index: usize, spec: &ParamSpec) -> bool {
+        let is_linear = index < self.num_base && spec.linear_layer().is_some();
+        self.quantize == Quantize::Nf4 && is_linear && self.is_frozen(index)
+    }
+
+    /// Whether the adapter starts from a part of the weight `spec`.
+    pub(super) fn splits(&self, spec: &ParamSpec) -> bool {
+        let of = self.split.as_ref().zip(spec.linear_layer());
+        of.is_some_and(|(split, layer)| split.values(AdapterTensor::A, layer).is_some())
+    }
+
+    /// Subtracts this part from `values`, the `f32` elements from `start` of the flat weight.
+    pub(super) fn subtract_start(
+        &self,
+        spec: &ParamSpec,
+        start: usize,
+        values: &Tensor,
+    ) -> Result<Tensor> {
+        let mut rest = values.to_vec1()?;
+        if let Some((split, layer)) = self.split.as_ref().zip(spec.linear_layer()) {
+            split.subtract(layer, start, &mut rest, spec.shape[1]);
+        }
+        Tensor::from_vec(rest, values.shape(), &Device::Cpu)
     }
 
     /// Elements of the flat parameter `index` of the model with its adapter; `None` if the model has
@@ -192,13 +245,38 @@ impl OpenAdapter {
         match &self.source {
             Source::Files { folder, files } => {
                 let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
-                let part = files.load_part(&name, elements.clone(), dtype, device);
+                let part = match &self.split {
+                    Some(_)
+                        if AdapterTensor::of(&name)
+                            .is_some_and(|(of, _)| of != AdapterTensor::Magnitude) =>
+                    {
+                        load_half(files, spec, elements, false, dtype).and_then(|half| {
+                            half.to_device(device)
+                                .map_err(|source| CheckpointError::Tensor { tensor: name, source })
+                        })
+                    }
+                    _ => files.load_part(&name, elements.clone(), dtype, device),
+                };
                 Ok(Some(part.map_err(|source| {
                     let folder = folder.clone();
                     AdapterError::Files { folder, source: Box::new(source) }
                 })?))
             }
-            Source::New(_) if index < self.num_base => Ok(None),
+            Source::New(_) | Source::Weights if index < self.num_base => Ok(None),
+            Source::Weights => {
+                let of = AdapterTensor::of(&spec.name);
+                let start = self.split.as_ref().zip(of);
+                let start = start.and_then(|(split, (tensor, layer))| split.values(tensor, layer));
+                let part = match start {
+                    Some(values) => {
+                        Tensor::from_slice(&values[elements.clone()], elements.len(), device)?
+                    }
+                    None => {
+                        self.new_part(model, AdapterDraw::Uniform, spec, elements.clone(), device)?
+                    }
+                };
+                Ok(Some(part.to_dtype(dtype)?))
+            }
             Source::New(draw) => {
                 let part = self.new_part(model, *draw, spec, elements.clone(), device)?;
                 Ok(Some(part.to_dtype(dtype)?))
@@ -229,9 +307,9 @@ impl OpenAdapter {
                 let rows = elements.start * columns..elements.end * columns;
                 // the norms of the weights that the model computes with
                 let rows = match self.quantize {
-                    Quantize::None => model.load_part(index, rows, model.dtype(), device)?,
+                    Quantize::None => model.original_part(index, rows, model.dtype(), device)?,
                     Quantize::Nf4 => {
-                        let rows = model.nf4(index)?.part(rows)?.to_dtype(model.dtype())?;
+                        let rows = model.nf4_again(index)?.part(rows)?.to_dtype(model.dtype())?;
                         rows.to_device(device)?
                     }
                 };

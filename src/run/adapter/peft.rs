@@ -19,12 +19,19 @@ pub(super) fn config(
     let mut saved: Vec<String> =
         also_trained.iter().map(|index| module_of(&specs[*index].name).to_owned()).collect();
     saved.dedup();
+    // Checkpoints have twice the rank, with the same factor.
+    let joined = matches!(config.init, AdapterInit::Pissa | AdapterInit::Olora);
+    let alpha = match (joined, config.rslora) {
+        (false, _) => 1.0,
+        (true, false) => 2.0,
+        (true, true) => std::f64::consts::SQRT_2,
+    };
     PeftConfig {
         peft_type: "LORA".to_owned(),
         task_type: Some("CAUSAL_LM".to_owned()),
         base_model_name_or_path: None,
-        r: config.rank.get(),
-        lora_alpha: config.alpha,
+        r: config.rank.get() * if joined { 2 } else { 1 },
+        lora_alpha: config.alpha * alpha,
         lora_dropout: config.dropout,
         target_modules: target_modules(modules, specs).into(),
         target_parameters: None,
@@ -33,8 +40,8 @@ pub(super) fn config(
         use_dora: config.kind == AdapterKind::Dora,
         use_rslora: config.rslora,
         init_lora_weights: match config.init {
-            AdapterInit::Default => Value::Bool(true),
             AdapterInit::Gaussian => "gaussian".into(),
+            _ => Value::Bool(true),
         },
         inference_mode: true,
         fan_in_fan_out: false,
