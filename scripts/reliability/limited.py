@@ -6,15 +6,24 @@ The exit code is 128 plus the number of a signal that ended the command, and 124
 """
 
 import os
+import resource
 import subprocess
 import sys
 import time
 
 
+# Protects the machine from a command that allocates without end.
+ADDRESS_SPACE = 4 << 30
+
+
+def limit():
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+
 def run(seconds, command, **options):
     """Exit code, seconds and peak resident memory in MiB of `command`."""
     started = time.monotonic()
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=limit, **options)
     pause = 0.002
     while True:
         pid, status, usage = os.wait4(child.pid, os.WNOHANG)

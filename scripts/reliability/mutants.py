@@ -402,10 +402,9 @@ def weights_outside(runner):
     shutil.rmtree(model, ignore_errors=True)
     shutil.copytree(runner.model, model)
     (model / "model.safetensors").rename(runner.folder / "secret" / "w.safetensors")
-    (model / "link.safetensors").symlink_to("../secret/w.safetensors")
     raw = (runner.folder / "secret" / "w.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    outside = ["../secret/w.safetensors", str(runner.folder / "secret" / "w.safetensors"), "./../secret/w.safetensors", "x/../../secret/w.safetensors", "link.safetensors", "", ".", ".."]
+    outside = ["../secret/w.safetensors", str(runner.folder / "secret" / "w.safetensors"), "./../secret/w.safetensors", "x/../../secret/w.safetensors", "", ".", ".."]
     for name in outside:
         index = {"metadata": {}, "weight_map": {tensor: name for tensor in header if tensor != "__metadata__"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
