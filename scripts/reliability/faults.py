@@ -106,7 +106,7 @@ def write(folder, rows, seed):
     whole = png(64, 64, pixels=noise(64, 64))
     (images / "cut.png").write_bytes(whole[:-2000])
     (images / "damaged.png").write_bytes(whole[:2000] + bytes(100) + whole[2100:])
-    (images / "text.png").write_bytes(b"this is no image " * 20)
+    (images / "text.png").write_bytes(b"only some text " * 20)
     (images / "empty.png").write_bytes(b"")
     (images / "flat.png").write_bytes(png(2000, 2))
     (images / "huge.png").write_bytes(png(60000, 60000, pixels=zlib.compress(b"")))

@@ -93,7 +93,7 @@ def templates():
     yield "captured_output", (
         "{%- set x %}{%- for i in range(99999) %}{%- for j in range(99999) %}abcdefghijklmnop{%- endfor %}{%- endfor %}{%- endset %}" + TURNS
     )
-    yield "power_tower", "{{- 9 ** 9 ** 9 }}" + TURNS
+    yield "powers_of_powers", "{{- 9 ** 9 ** 9 }}" + TURNS
 
     # Stack.
     yield "macro_that_calls_itself", "{%- macro m() %}{{- m() }}{%- endmacro %}{{- m() }}" + TURNS

@@ -43,7 +43,7 @@ while [ "$stopped" -lt "$stops" ]; do
   (run run) >"$folder/log" 2>&1 &
   child=$!
   # Not before the program has installed its handlers.
-  nap $((60 + RANDOM * whole / 32768))
+  nap $((60 + RANDOM * whole * 2 / 3 / 32768))
   sent=$(now)
   if ! kill "-$signal" "$child" 2>/dev/null; then signal=none; fi
   code=0
@@ -52,7 +52,6 @@ while [ "$stopped" -lt "$stops" ]; do
   child=
   if [ "$code" = 0 ]; then
     check # the signal came after the last step
-    [ "$signal" = none ] || stopped=$((stopped + 1))
     continue
   fi
   stopped=$((stopped + 1))
