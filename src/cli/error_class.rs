@@ -42,6 +42,13 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     if let Some(error) = error.downcast_ref::<LaunchError>() {
         return Some(ErrorClass::new(Exit::Usage, error.hint()));
     }
+    if let Some(error) = error.downcast_ref::<candle_core::Error>() {
+        // an error of the driver, which candle wraps without a kind
+        let is_memory = error.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY");
+        let hint = "set `model.recompute: full`, lower `data.packing_length`, or train an adapter \
+                    (`adapter: {}`); `trainer plan` predicts the memory of a config";
+        return is_memory.then(|| ErrorClass::new(Exit::Resources, hint.to_owned()));
+    }
     match inner(error) {
         Some(inner) => classify(inner),
         None => config(error).or_else(|| data(error)).or_else(|| model(error)),
@@ -256,6 +263,12 @@ mod tests {
         assert_eq!(classify(&error).unwrap().exit, Exit::Usage);
         let error = OrderError::Weight { dataset: 0, weight: -1.0 };
         assert_eq!(classify(&RunError::Order(error)).unwrap().exit, Exit::Usage);
+    }
+
+    #[test]
+    fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
+        let error = candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
+        assert_eq!(classify(&TrainError::Candle(error)).unwrap().exit, Exit::Resources);
     }
 
     #[test]

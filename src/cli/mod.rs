@@ -88,6 +88,7 @@ pub fn main() -> ExitCode {
             };
         }
     };
+    crate::ops::exit_when_out_of_memory(Exit::Resources as i32);
     // The stack size of a main thread. An error means that the pool already exists.
     let _ = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global();
     // The command runs on a worker of the pool: from any other thread, each of the hundreds of

@@ -66,12 +66,12 @@ impl StepError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
-                "no step was trained yet: the weights of the model folder have values that are not \
-                 finite; copy them from the published model again",
+                "no step was trained yet: the weights of the model folder are finite, but too large; \
+                 copy them from the published model again",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
                 "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
-                 and their checkpoints are intact",
+                 and checkpoints never contain values that are not finite",
             ),
             Self::Ranks(_) | Self::Candle(_) => None,
         }

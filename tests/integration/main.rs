@@ -35,6 +35,7 @@ mod parity;
 mod qlora;
 mod ranks;
 mod resume;
+mod rounding;
 mod rows;
 mod selftest;
 mod sequence;
