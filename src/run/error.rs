@@ -1,7 +1,7 @@
 //! Errors of assembling a run, with the config key that caused them.
 
 use super::device::DeviceError;
-use super::load_model::SetupError;
+use super::setup_error::SetupError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{Change, ConfigError, ValueError};
 use crate::data::{

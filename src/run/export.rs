@@ -3,7 +3,7 @@
 use super::adapter::{AdapterError, OpenAdapter, read_adapter};
 use super::error::RunError;
 use super::inputs::open_for_run;
-use super::load_model::SetupError;
+use super::setup_error::SetupError;
 use crate::checkpoint::{
     ADAPTER_CONFIG, ADAPTER_WEIGHTS, CarriedFiles, CheckpointError, FolderLayout, ModelFiles,
     SavedTensor, WeightFiles, nf4_tensors, quantization_config,

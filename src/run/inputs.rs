@@ -1,8 +1,9 @@
 //! The inputs of a run, from its config: encoder, data sets, order of rows, model.
 
 use super::error::RunError;
-use super::load_model::{OpenModel, SetupError};
+use super::load_model::OpenModel;
 use super::observer::{SetupObserver, SetupWork};
+use super::setup_error::SetupError;
 use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;

@@ -22,6 +22,7 @@ mod ranks;
 mod resume;
 mod runner;
 mod sequence;
+mod setup_error;
 mod stored_weights;
 pub mod verify;
 
@@ -34,9 +35,10 @@ pub(crate) use estimate::memory_model;
 pub use estimate::{Estimate, ModelShape};
 pub use export::{Exported, Onto, export_adapter, export_model};
 pub use hub::{download, model_folder};
-pub use load_model::{LoadedModel, OpenModel, SetupError, load_model, trainable};
+pub use load_model::{LoadedModel, OpenModel, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
 pub use resume::Resume;
+pub use setup_error::SetupError;
 
 pub(crate) use adapter::{load_for_run, load_with_adapter};
 pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};

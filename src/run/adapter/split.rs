@@ -2,7 +2,7 @@
 //!
 //! A layer computes with the rest `W - scale B0 A0` of its weight, and its adapter starts from `A0
 //! [r, K]` and `B0 [M, r]`. Checkpoints contain an adapter of `W` itself, of twice the rank: `A` above
-//! `A0`, and `B` beside `-B0`. So they need no other model, and a resumed run reads `A0` and `B0` there.
+//! `A0`, and `B` next to `-B0`. So they need no other model, and a resumed run reads `A0` and `B0` there.
 
 use super::super::SetupError;
 use super::super::load_model::OpenModel;

@@ -37,9 +37,8 @@ use crate::data::media::image::{
 };
 use crate::net::UrlImages;
 
-/// Loads videos as normalised patches, with the settings of one model folder.
-///
-/// All loader workers share one processor. Each call does its work on the calling thread.
+/// Loads videos as normalised patches, with the settings of one model folder. All loader workers
+/// share one processor. Each call does its work on the calling thread.
 #[derive(Debug, Clone)]
 pub struct VideoProcessor {
     settings: Settings,
