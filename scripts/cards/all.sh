@@ -21,7 +21,8 @@ golden="--set model.weights=pretrained --set train.max_steps=60 --set eval.every
 lora='adapter={rank: 8, dropout: 0.1, parts: [llm, vision, merger]}'
 card quickstart
 card quickstart-bf16 --set model.precision=bf16 --set train.max_steps=60
-card quickstart-lora --set "$lora" --set train.max_steps=60
+# shellcheck disable=SC2086
+card qwen3-vl-lora --set model.path=tests/golden/models/small-tied --set "$lora" $golden
 # shellcheck disable=SC2086
 card qwen3-vl-untied --set model.path=tests/golden/models/untied $golden
 # shellcheck disable=SC2086

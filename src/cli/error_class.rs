@@ -72,8 +72,8 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             VerifyError::NoRows { .. }
             | VerifyError::NoTargets { .. }
             | VerifyError::Folder { .. } => return None,
-            VerifyError::Run(error) => error,
-            VerifyError::Train(error) => error,
+            VerifyError::Run(error) => error.as_ref(),
+            VerifyError::Train(error) => error.as_ref(),
             VerifyError::Step(error) => error,
             VerifyError::Loader(error) => error,
             VerifyError::Collate(error) => error,

@@ -36,7 +36,7 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
         observer: &SetupBars(logging),
     };
     let report = verify(&config, &options, &RunPipeline).map_err(|error| match error {
-        VerifyError::Run(error) => args.config.located(error),
+        VerifyError::Run(error) => args.config.located(*error),
         error => error.into(),
     })?;
     if args.json {

@@ -77,7 +77,9 @@ impl Effects<'_> {
             let mut changed = samples.to_vec();
             let chosen: Vec<usize> =
                 shared.iter().filter_map(|places| Some(end(places)?.sample)).collect();
-            chosen.iter().for_each(|sample| disturb(&mut changed[*sample]));
+            for sample in &chosen {
+                disturb(&mut changed[*sample]);
+            }
             let after = self.forward(&self.packed(&changed)?, samples.len())?;
             for (sample, label) in self.rows.labels.iter().enumerate() {
                 let same = same_bits(&before.samples[sample], &after.samples[sample]);

@@ -12,10 +12,10 @@ use std::path::PathBuf;
 pub enum VerifyError {
     /// Model or data cannot be loaded.
     #[error(transparent)]
-    Run(#[from] RunError),
+    Run(Box<RunError>),
     /// The stopped and resumed run failed.
     #[error(transparent)]
-    Train(#[from] TrainError),
+    Train(Box<TrainError>),
     /// A step failed.
     #[error(transparent)]
     Step(#[from] StepError),
@@ -53,6 +53,18 @@ pub enum VerifyError {
         /// The error of the operating system.
         problem: io::Error,
     },
+}
+
+impl From<RunError> for VerifyError {
+    fn from(error: RunError) -> Self {
+        Self::Run(Box::new(error))
+    }
+}
+
+impl From<TrainError> for VerifyError {
+    fn from(error: TrainError) -> Self {
+        Self::Train(Box::new(error))
+    }
 }
 
 impl VerifyError {

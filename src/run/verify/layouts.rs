@@ -1,7 +1,7 @@
 //! The layouts in which a verification computes the same rows.
 
 use super::error::VerifyError;
-use super::rows::{Rows, loaded};
+use super::rows::{Batched, Rows, loaded};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 use crate::data::{LoaderOptions, Overlong, Packing, PackingStrategy, Rmpad, collate};
 use serde::Serialize;
@@ -124,8 +124,6 @@ fn chunk(samples: &[EncodedSample], start: usize, most: usize, length: NonZeroU3
     start..start + fits.count().max(1)
 }
 
-type Batched = (VarlenBatch, Vec<Vec<usize>>);
-
 fn one_pack(
     samples: &[EncodedSample],
     chunk: Range<usize>,
@@ -197,5 +195,5 @@ fn problem(batch: &VarlenBatch, sample: &EncodedSample, tokens: &Range<usize>) -
     }
     let boundaries = batch.cu_seqlens.as_slice();
     let missing = ends.iter().find(|end| boundaries.binary_search(end).is_err());
-    missing.map(|end| format!("no segment boundary at token {} of the micro-batch", end))
+    missing.map(|end| format!("no segment boundary at token {end} of the micro-batch"))
 }

@@ -64,11 +64,14 @@ impl Rows {
     }
 }
 
+/// A micro-batch, and the samples in each of its rows.
+pub(super) type Batched = (VarlenBatch, Vec<Vec<usize>>);
+
 /// The micro-batches of these samples in one epoch of a run, and the samples in each row of each.
 pub(super) fn loaded(
     samples: &[EncodedSample],
     options: &LoaderOptions,
-) -> Result<Vec<(VarlenBatch, Vec<Vec<usize>>)>, VerifyError> {
+) -> Result<Vec<Batched>, VerifyError> {
     let options = LoaderOptions { epochs: Some(NonZeroU64::MIN), max_rejected: 1.0, ..*options };
     let share = DatasetShare { rows: samples.len() as u64, weight: 1.0 };
     let order = Order::new(&[share], RowOrder::File, 0, [0; 32]).map_err(RunError::from)?;

@@ -33,8 +33,8 @@ impl Report {
     fn losses(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{:12}{:>14}{:>9}{:>12}{:>10}{:>10}{:>10}  {}",
-            "layout", "micro-batches", "tokens", "loss", "off by", "row", "bound", "worst row"
+            "{:12}{:>14}{:>9}{:>12}{:>10}{:>10}{:>10}  worst row",
+            "layout", "micro-batches", "tokens", "loss", "off by", "row", "bound"
         )?;
         for layout in &self.layouts {
             write!(
@@ -63,7 +63,7 @@ impl Report {
         for layout in self.layouts.iter().skip(1) {
             write!(f, "{:>11}", layout.name)?;
         }
-        writeln!(f, "{:>10}{:>10}  {}", "bound", "1-cos", "worst tensor")?;
+        writeln!(f, "{:>10}{:>10}  worst tensor", "bound", "1-cos")?;
         for stage in &self.stages {
             if stage.trained == 0 {
                 writeln!(f, "{:width$}{:>10}", stage.name, "frozen")?;

@@ -94,7 +94,7 @@ fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
     let has_corpus = config.data.train.iter().any(|set| set.corpus.is_some());
     let reused = has_corpus && cache.is_dir();
     config.data.cache_dir = Some(if reused { cache } else { folder.join("cache") });
-    config.output_dir = folder.to_owned();
+    folder.clone_into(&mut config.output_dir);
     config
 }
 
@@ -233,7 +233,7 @@ impl<'a> Verification<'a> {
             reference.gradients = copy_gradients(&subject.runner)?;
             reference.measured = measured;
         }
-        self.report.stages = self.empty_stages(&subject, &reference)?;
+        self.report.stages = empty_stages(&subject, &reference)?;
         let tokens = self.one_by_one.iter().map(|of| of.batch.input_ids.len()).sum();
         self.report.layouts.push(LayoutReport {
             name: Layout::OneByOne.name().to_owned(),
@@ -251,27 +251,6 @@ impl<'a> Verification<'a> {
     fn one_by_one(&self, subject: &Subject) -> Result<Measured, VerifyError> {
         tracing::info!(dtype = ?subject.runner.dtype, "computing the rows one by one");
         measure(self.pipeline, &subject.runner, &self.one_by_one, self.rows.samples.len())
-    }
-
-    /// The lines of the stages, without a difference.
-    fn empty_stages(
-        &self,
-        subject: &Subject,
-        reference: &Reference,
-    ) -> Result<Vec<StageReport>, VerifyError> {
-        let sums = differences(&reference.gradients, &subject.runner)?;
-        let stage = |((name, params), bound): (&(String, Vec<usize>), &f64)| StageReport {
-            name: name.clone(),
-            component: params.first().map_or("", |index| subject.specs[*index].component.name),
-            trained: params.iter().filter(|index| subject.is_trained(**index)).count(),
-            frozen: params.iter().filter(|index| !subject.is_trained(**index)).count(),
-            norm: joined(params, &sums).reference.sqrt(),
-            differences: Vec::new(),
-            bound: *bound,
-            worst_tensor: String::new(),
-            worst_difference: 0.0,
-        };
-        Ok(reference.stages.iter().zip(&reference.gradient_bounds).map(stage).collect())
     }
 
     /// Computes all rows in a layout, and compares losses and gradients.
@@ -316,6 +295,23 @@ impl<'a> Verification<'a> {
         self.report.checks.push(Check::of(check, problem, || format!("{num_stages} stages")));
         Ok(())
     }
+}
+
+/// The lines of the stages, without a difference.
+fn empty_stages(subject: &Subject, reference: &Reference) -> candle_core::Result<Vec<StageReport>> {
+    let sums = differences(&reference.gradients, &subject.runner)?;
+    let stage = |((name, params), bound): (&(String, Vec<usize>), &f64)| StageReport {
+        name: name.clone(),
+        component: params.first().map_or("", |index| subject.specs[*index].component.name),
+        trained: params.iter().filter(|index| subject.is_trained(**index)).count(),
+        frozen: params.iter().filter(|index| !subject.is_trained(**index)).count(),
+        norm: joined(params, &sums).reference.sqrt(),
+        differences: Vec::new(),
+        bound: *bound,
+        worst_tensor: String::new(),
+        worst_difference: 0.0,
+    };
+    Ok(reference.stages.iter().zip(&reference.gradient_bounds).map(stage).collect())
 }
 
 /// The sums over the parameters of a stage.
