@@ -57,6 +57,14 @@ pub enum CheckpointError {
         /// The missing file.
         shard: String,
     },
+    /// The index names a file of another format.
+    #[error("`{}` names `{shard}`, expected files in the format safetensors", .index.display())]
+    NotSafetensors {
+        /// The index file.
+        index: PathBuf,
+        /// The file.
+        shard: String,
+    },
     /// The index lists a tensor in a shard that does not contain it.
     #[error("`{}` lists `{tensor}` in `{shard}`, which does not contain it", .index.display())]
     NotInShard {
@@ -219,6 +227,11 @@ impl CheckpointError {
             Self::NonFiniteSaved { .. } => {
                 "an update overflowed: lower `optim.lr`; all checkpoints \
                                             on disk are finite, and the run resumes from the newest"
+                    .to_owned()
+            }
+            Self::NotSafetensors { .. } => {
+                "load the model in transformers and write it again with \
+                                            `save_pretrained`, or download its safetensors files"
                     .to_owned()
             }
             Self::OutsideLink { .. } => "replace the link by a copy of the file".to_owned(),

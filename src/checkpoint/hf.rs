@@ -242,6 +242,11 @@ mod tests {
             write_synced(&folder.join(INDEX), br#"{"weight_map": {"w": "../w"}}"#).unwrap();
         });
         assert!(escaping.to_string().contains("plain file name"), "{escaping}");
+        let pickled = error(&|folder| {
+            write_synced(&folder.join(INDEX), br#"{"weight_map": {"w": "pytorch_model.bin"}}"#)
+                .unwrap();
+        });
+        assert!(matches!(pickled, CheckpointError::NotSafetensors { .. }), "{pickled}");
         let none = error(&|folder| fs::remove_file(folder.join(INDEX)).unwrap());
         assert!(matches!(none, CheckpointError::NoWeights { .. }), "{none}");
         let no_folder = WeightFiles::open(Path::new("/no/such/folder")).unwrap_err();

@@ -36,11 +36,8 @@ impl Shard {
             return Err(CheckpointError::invalid(index, &problem));
         }
         if Path::new(name).extension().is_none_or(|ending| ending != "safetensors") {
-            let problem = format!(
-                "it names `{name}`, expected files in the format safetensors (`save_pretrained` of \
-                 transformers writes them)"
-            );
-            return Err(CheckpointError::invalid(index, &problem));
+            let (index, shard) = (index.to_owned(), name.to_owned());
+            return Err(CheckpointError::NotSafetensors { index, shard });
         }
         match Self::open(&folder.join(name)) {
             Err(CheckpointError::Read { source, .. })

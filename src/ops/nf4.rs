@@ -229,8 +229,14 @@ fn quantize_part(x: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let (of_whole, of_rest) = codes.split_at_mut(whole.len() * (BLOCK / 2));
     quantize_blocks(whole, of_whole.as_chunks_mut().0, &mut scales[..whole.len()]);
     if !rest.is_empty() {
-        // As in bitsandbytes, with a division, and a scale above 0.
-        let scale = rest.iter().fold(LEAST, |scale, x| scale.max(x.abs()));
+        // As in bitsandbytes, with a division, and a scale above 0. NaN makes a scale of NaN.
+        let larger = |scale: f32, x: &f32| if x.abs() <= scale { scale } else { x.abs() };
+        let scale = rest.iter().fold(
+            LEAST,
+            |scale, x| {
+                if scale.is_nan() { scale } else { larger(scale, x) }
+            },
+        );
         scales[whole.len()] = scale;
         let code = |x: &f32| code_of(x / scale);
         for (byte, pair) in of_rest.iter_mut().zip(rest.chunks(2)) {

@@ -145,6 +145,7 @@ fn every_number_of_ranks_trains_the_same_weights() {
         vec!["model.precision=bf16", "optim.moments=bf16"],
         vec!["model.precision=bf16", "optim.master=none", "optim.kind=adamw_8bit"],
         vec!["optim.kind=muon"],
+        vec!["optim.kind=adafactor", "optim.lr=1.0e-2"],
         vec!["data.packing=false", "train.batch_size=2"],
         vec!["data.balance=cost"],
         vec!["model.freeze=[vision]", "train.epochs=null", "train.max_steps=5"],

@@ -125,3 +125,16 @@ fn a_target_of_another_size_and_parts_of_another_length_are_refused() {
     let error = message(Nf4::new(parts));
     assert!(error.contains("have [128, 3, 1] elements, expected [128, 4, 1]"), "{error}");
 }
+
+#[test]
+fn nan_and_infinity_do_not_become_numbers() {
+    for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+        for (n, at) in [(200, 0), (200, 130), (200, 192), (200, 199), (64, 63), (3, 1)] {
+            let mut values = vec![0.5f32; n];
+            values[at] = bad;
+            let x = Tensor::from_vec(values, n, &Device::Cpu).unwrap();
+            let y = f32s(&dequantized(&quantized(&x), DType::F32));
+            assert!(!y[at].is_finite(), "{bad} at {at} of {n} became {}", y[at]);
+        }
+    }
+}
