@@ -7,12 +7,12 @@ use crate::nn::{Dropout, ParamSpec, WeightError, random_part};
 use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, ModelSection, Precision, SavedAs, Weights};
+use crate::train::{AttentionChoice, ModelSection, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -42,7 +42,10 @@ pub enum SetupError {
         source: Box<CheckpointError>,
     },
     /// The files lack tensors that a model of this `config.json` has.
-    #[error("model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`", .folder.display())]
+    #[error(
+        "model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`{}",
+        .folder.display(), .instead.as_deref().unwrap_or_default()
+    )]
     MissingTensors {
         /// The model folder.
         folder: PathBuf,
@@ -52,6 +55,8 @@ pub enum SetupError {
         total: usize,
         /// Name of the first missing tensor.
         first: String,
+        /// What the files have instead.
+        instead: Option<String>,
     },
     /// A tensor has another shape than `config.json` implies.
     #[error("model folder `{}`: `{name}` has shape {found:?}, expected {expected:?} according to `config.json`", .folder.display())]
@@ -230,24 +235,14 @@ impl OpenModel {
         Ok(LoadedModel { model, params, dropout, open: self })
     }
 
-    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
-    /// of, the rest.
-    pub(super) fn load_part(
+    /// Builds the model with these parameters and another attention.
+    pub(super) fn build(
         &self,
-        index: usize,
-        elements: Range<usize>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor, SetupError> {
-        let start = elements.start;
-        match &self.adapter {
-            Some(adapter) if adapter.splits(&self.specs[index]) => {
-                let part = self.original_part(index, elements, DType::F32, &Device::Cpu)?;
-                let part = adapter.subtract_start(&self.specs[index], start, &part)?;
-                Ok(part.to_dtype(dtype)?.to_device(device)?)
-            }
-            _ => self.original_part(index, elements, dtype, device),
-        }
+        params: &[Param],
+        attention: &Arc<dyn AttentionBackend>,
+    ) -> Result<Box<dyn Model>, SetupError> {
+        let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
+        Ok(self.config.build(params, attention, adapters.as_ref())?)
     }
 
     /// As [`Self::load_part`], with the weights of the model folder.
@@ -393,6 +388,7 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
             count: missing.len(),
             total: specs.len(),
             first: first.name.clone(),
+            instead: instead(files.names(), specs),
         });
     }
     for spec in specs {
@@ -406,8 +402,7 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
             });
         }
     }
-    let known: std::collections::HashSet<&str> =
-        specs.iter().map(|spec| spec.name.as_str()).collect();
+    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     let unused: Vec<&str> = files.names().filter(|name| !known.contains(name)).collect();
     // Some checkpoints contain a tied head, which equals the embedding.
     let surprising = unused.iter().filter(|name| **name != "lm_head.weight").count();
@@ -421,19 +416,23 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
     Ok(files)
 }
 
-impl Precision {
-    /// `config.json` with the dtype of the saved weights.
-    pub fn stamp(self, config_json: &serde_json::Value) -> serde_json::Value {
-        let mut json = config_json.clone();
-        let name = serde_json::Value::from(self.hf_name());
-        for key in ["dtype", "torch_dtype"] {
-            for pointer in ["", "/text_config", "/vision_config"] {
-                let object = json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
-                if let Some(value) = object.and_then(|object| object.get_mut(key)) {
-                    *value = name.clone();
-                }
-            }
-        }
-        json
-    }
+/// What weight files have in place of the tensors of a model.
+fn instead<'a>(names: impl Iterator<Item = &'a str>, specs: &[ParamSpec]) -> Option<String> {
+    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    let unused: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
+    let first = unused.first()?;
+    let all = |prefix: &str| unused.iter().all(|name| name.starts_with(prefix));
+    let meaning = if all("base_model.model.") {
+        ": this is a PEFT adapter; set `model.path` to its base, and `adapter.start_from` to this folder"
+    } else if all("module.") {
+        ": a wrapper for several GPUs has saved them with the prefix `module.`; save the model without it"
+    } else if all("_orig_mod.") {
+        ": `torch.compile` has saved them with the prefix `_orig_mod.`; save the model without it"
+    } else {
+        ""
+    };
+    Some(format!(
+        "; the files have {} other tensors, the first is `{first}`{meaning}",
+        unused.len()
+    ))
 }

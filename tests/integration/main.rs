@@ -8,6 +8,7 @@ mod adapter_start;
 mod architecture;
 mod bad_input;
 mod bench;
+mod check;
 mod circles;
 mod cli;
 mod convert;
@@ -19,6 +20,7 @@ mod encoding;
 mod gpu_ranks;
 mod grounding;
 mod harness;
+mod health;
 #[cfg(feature = "hub")]
 mod hub;
 mod images;
@@ -34,6 +36,7 @@ mod parity;
 mod qlora;
 mod ranks;
 mod resume;
+mod rounding;
 mod rows;
 mod selftest;
 mod sequence;
@@ -42,6 +45,7 @@ mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
 mod urls;
+mod verify;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;

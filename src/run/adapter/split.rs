@@ -182,6 +182,26 @@ impl OpenAdapter {
 }
 
 impl OpenModel {
+    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
+    /// of, the rest.
+    pub(in crate::run) fn load_part(
+        &self,
+        index: usize,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> std::result::Result<Tensor, SetupError> {
+        let start = elements.start;
+        match &self.adapter {
+            Some(adapter) if adapter.splits(&self.specs[index]) => {
+                let part = self.original_part(index, elements, DType::F32, &Device::Cpu)?;
+                let part = adapter.subtract_start(&self.specs[index], start, &part)?;
+                Ok(part.to_dtype(dtype)?.to_device(device)?)
+            }
+            _ => self.original_part(index, elements, dtype, device),
+        }
+    }
+
     /// Computes the parts of the weights that the adapter starts from, or reads them from its
     /// checkpoint. Afterwards the weights are without these parts.
     pub(in crate::run) fn split_weights(mut self) -> std::result::Result<Self, SetupError> {
