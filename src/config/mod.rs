@@ -25,8 +25,8 @@ use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
-    AdapterConfig, AdapterInit, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload,
-    Quantize, TrainConfig,
+    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
+    TrainConfig,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -206,10 +206,8 @@ impl RunConfig {
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
             let rank = adapter.rank.get();
             rule(rank <= MAX_RANK, "adapter.rank", &rank, "at most 8192");
-            let init = serde_json::to_value(adapter.init).unwrap_or_default();
-            let init = init.as_str().unwrap_or_default();
-            let splits = matches!(adapter.init, AdapterInit::Pissa | AdapterInit::Olora);
-            rule(!nf4 || !splits, "adapter.init", &init, NOT_NF4);
+            let init = format!("{:?}", adapter.init).to_lowercase();
+            rule(!nf4 || !adapter.init.is_part(), "adapter.init", &init, NOT_NF4);
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
             rule(valid, "adapter.alpha", &alpha, "a finite number above 0");

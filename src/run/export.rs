@@ -167,6 +167,23 @@ fn set_quantization(config_json: &mut Value, quantized: Option<DType>) {
     }
 }
 
+impl Precision {
+    /// `config.json` with the dtype of the saved weights.
+    pub fn stamp(self, config_json: &serde_json::Value) -> serde_json::Value {
+        let mut json = config_json.clone();
+        let name = serde_json::Value::from(self.hf_name());
+        for key in ["dtype", "torch_dtype"] {
+            for pointer in ["", "/text_config", "/vision_config"] {
+                let object = json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
+                if let Some(value) = object.and_then(|object| object.get_mut(key)) {
+                    *value = name.clone();
+                }
+            }
+        }
+        json
+    }
+}
+
 /// Copies the adapter in `adapter` to the new folder `out`, without the files of its training.
 pub fn export_adapter(
     adapter: &Path,

@@ -8,7 +8,7 @@ use crate::nn::{Dropout, ParamSpec, random_part};
 use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, ModelSection, Precision, SavedAs, Weights};
+use crate::train::{AttentionChoice, ModelSection, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -145,26 +145,6 @@ impl OpenModel {
     ) -> Result<Box<dyn Model>, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
         Ok(self.config.build(params, attention, adapters.as_ref())?)
-    }
-
-    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
-    /// of, the rest.
-    pub(super) fn load_part(
-        &self,
-        index: usize,
-        elements: Range<usize>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor, SetupError> {
-        let start = elements.start;
-        match &self.adapter {
-            Some(adapter) if adapter.splits(&self.specs[index]) => {
-                let part = self.original_part(index, elements, DType::F32, &Device::Cpu)?;
-                let part = adapter.subtract_start(&self.specs[index], start, &part)?;
-                Ok(part.to_dtype(dtype)?.to_device(device)?)
-            }
-            _ => self.original_part(index, elements, dtype, device),
-        }
     }
 
     /// As [`Self::load_part`], with the weights of the model folder.
@@ -357,21 +337,4 @@ fn instead<'a>(names: impl Iterator<Item = &'a str>, specs: &[ParamSpec]) -> Opt
         "; the files have {} other tensors, the first is `{first}`{meaning}",
         unused.len()
     ))
-}
-
-impl Precision {
-    /// `config.json` with the dtype of the saved weights.
-    pub fn stamp(self, config_json: &serde_json::Value) -> serde_json::Value {
-        let mut json = config_json.clone();
-        let name = serde_json::Value::from(self.hf_name());
-        for key in ["dtype", "torch_dtype"] {
-            for pointer in ["", "/text_config", "/vision_config"] {
-                let object = json.pointer_mut(pointer).and_then(serde_json::Value::as_object_mut);
-                if let Some(value) = object.and_then(|object| object.get_mut(key)) {
-                    *value = name.clone();
-                }
-            }
-        }
-        json
-    }
 }

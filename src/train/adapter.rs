@@ -99,6 +99,13 @@ pub enum AdapterInit {
     Olora,
 }
 
+impl AdapterInit {
+    /// Whether an adapter starts from a part of the weights.
+    pub fn is_part(self) -> bool {
+        matches!(self, Self::Pissa | Self::Olora)
+    }
+}
+
 /// The linear layers that receive an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(untagged)]

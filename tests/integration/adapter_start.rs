@@ -15,11 +15,12 @@ fn a_run_that_starts_from_a_part_of_the_weights_resumes_equal_to_the_bit_on_any_
     for (kind, init, precision) in [("lora", "pissa", "bf16"), ("dora", "olora", "f32")] {
         let adapter = setting(kind, init);
         let precision = format!("model.precision={precision}");
-        train(&config(&place, init, &[&adapter, &precision]), 1, None);
+        let no_eval = "data.eval=[]";
+        train(&config(&place, init, &[&adapter, &precision, no_eval]), 1, None);
         for (world, shard, stop) in [(1, "none", 2), (2, "gradients", 1), (2, "full", 3)] {
             let output = format!("{init}-{world}-{shard}");
             let shard = format!("distributed.shard={shard}");
-            let config = config(&place, &output, &[&adapter, &precision, &shard]);
+            let config = config(&place, &output, &[&adapter, &precision, &shard, no_eval]);
             train(&config, world, Some(stop));
             train(&config, 1, None);
             assert!(results(&place, &output) == results(&place, init), "{output} differs");
@@ -36,7 +37,9 @@ fn the_adapter_of_a_run_that_starts_from_a_part_of_the_weights_fits_the_original
     let place = place();
     for (kind, init) in [("lora", "pissa"), ("dora", "pissa"), ("lora", "olora")] {
         let output = format!("{kind}-{init}");
-        let of_run = config(&place, &output, &[&setting(kind, init), "optim.lr=1.0e-2"]);
+        let once = ["optim.lr=1.0e-2", "eval.every_steps=0", "eval.show=0"];
+        let of_run =
+            config(&place, &output, &[&[setting(kind, init).as_str()], &once[..]].concat());
         train(&of_run, 1, None);
         let metrics = place.rows(&format!("{output}/metrics.jsonl"));
         let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
@@ -50,7 +53,11 @@ fn the_adapter_of_a_run_that_starts_from_a_part_of_the_weights_fits_the_original
         // at the start, the model computes what it computes without an adapter
         let first = losses(&place, &output)[0];
         let plain = format!("{output}-plain");
-        train(&config(&place, &plain, &["adapter={}", "train.max_steps=1"]), 1, None);
+        train(
+            &config(&place, &plain, &["adapter={}", "train.max_steps=1", "data.eval=[]"]),
+            1,
+            None,
+        );
         assert!((losses(&place, &plain)[0] - first).abs() < 0.02, "dropout only");
     }
 }

@@ -40,12 +40,16 @@ fn export(place: &Place, arguments: &[&str]) -> Value {
 #[test]
 fn a_folder_in_nf4_has_the_codes_that_training_quantises_to() {
     let place = place();
-    let of_base = config(&place, "base", &[NF4, "train.max_steps=2"]);
+    let of_base = config(&place, "base", &[NF4, "train.max_steps=2", "data.eval=[]"]);
     train(&of_base, 1, None);
     let report = export(&place, &["--model", "model", "--onto", "nf4", "--out", "four"]);
     assert_eq!(report["quantized"], 26, "{report}");
     let path = format!("model.path={}", place.path("four").display());
-    train(&config(&place, "four-bits", &[NF4, "train.max_steps=2", &path]), 1, None);
+    train(
+        &config(&place, "four-bits", &[NF4, "train.max_steps=2", "data.eval=[]", &path]),
+        1,
+        None,
+    );
     assert!(adapter(&place, "four-bits") == adapter(&place, "base"));
     // a folder in NF4 keeps its codes
     export(&place, &["--model", "four", "--onto", "nf4", "--out", "again"]);
@@ -58,7 +62,11 @@ fn a_folder_in_nf4_has_the_codes_that_training_quantises_to() {
 #[test]
 fn a_merged_model_in_nf4_computes_with_its_dequantised_weights() {
     let place = place();
-    train(&config(&place, "run", &["adapter={rank: 4}", "optim.lr=1.0e-2"]), 1, None);
+    train(
+        &config(&place, "run", &["adapter={rank: 4}", "optim.lr=1.0e-2", "data.eval=[]"]),
+        1,
+        None,
+    );
     let merge = ["--adapter", "run/final", "--merge", "--onto", "nf4", "--out", "four"];
     let report = export(&place, &merge);
     assert_eq!((&report["merged"], &report["quantized"]), (&14.into(), &26.into()), "{report}");

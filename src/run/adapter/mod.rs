@@ -11,9 +11,9 @@ pub(crate) use base::{load_for_run, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter};
 pub use error::AdapterError;
 
-use self::split::{Split, load_half};
+use self::split::{Half, Split, load_half};
 use super::load_model::OpenModel;
-use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles};
+use crate::checkpoint::{PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, WeightError, peft_name,
     random_adapter_part,
@@ -245,17 +245,11 @@ impl OpenAdapter {
         match &self.source {
             Source::Files { folder, files } => {
                 let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
-                let part = match &self.split {
-                    Some(_)
-                        if AdapterTensor::of(&name)
-                            .is_some_and(|(of, _)| of != AdapterTensor::Magnitude) =>
-                    {
-                        load_half(files, spec, elements, false, dtype).and_then(|half| {
-                            half.to_device(device)
-                                .map_err(|source| CheckpointError::Tensor { tensor: name, source })
-                        })
-                    }
-                    _ => files.load_part(&name, elements.clone(), dtype, device),
+                let is_matrix = index >= self.num_base && spec.shape.len() == 2;
+                let part = if is_matrix && self.split.is_some() {
+                    load_half(files, spec, Half::Trained, elements, (dtype, device))
+                } else {
+                    files.load_part(&name, elements.clone(), dtype, device)
                 };
                 Ok(Some(part.map_err(|source| {
                     let folder = folder.clone();

@@ -20,7 +20,7 @@ pub(super) fn config(
         also_trained.iter().map(|index| module_of(&specs[*index].name).to_owned()).collect();
     saved.dedup();
     // Checkpoints have twice the rank, with the same factor.
-    let joined = matches!(config.init, AdapterInit::Pissa | AdapterInit::Olora);
+    let joined = config.init.is_part();
     let alpha = match (joined, config.rslora) {
         (false, _) => 1.0,
         (true, false) => 2.0,

@@ -8,7 +8,7 @@ use super::super::SetupError;
 use super::super::load_model::OpenModel;
 use super::error::AdapterError;
 use super::{OpenAdapter, Source};
-use crate::checkpoint::WeightFiles;
+use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::nn::{AdapterModule, AdapterTensor, ParamSpec, WeightError, WeightPart, weight_factors};
 use crate::train::{AdapterConfig, AdapterInit, Joined};
 use candle_core::{DType, Device, Result, Tensor};
@@ -97,28 +97,33 @@ fn width(shape: &[usize], tensor: AdapterTensor) -> usize {
     if tensor == AdapterTensor::A { shape.iter().product() } else { shape[1] }
 }
 
-/// Elements of the trained or of the constant half of the tensor `spec`.
+/// The halves of a tensor in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Half {
+    Trained,
+    Constant,
+}
+
+/// Elements of one half of the tensor `spec`.
 pub(super) fn load_half(
     files: &WeightFiles,
     spec: &ParamSpec,
+    half: Half,
     elements: &Range<usize>,
-    is_constant: bool,
-    dtype: DType,
-) -> std::result::Result<Tensor, crate::checkpoint::CheckpointError> {
+    (dtype, device): (DType, &Device),
+) -> std::result::Result<Tensor, CheckpointError> {
     let tensor = AdapterTensor::of(&spec.name).map_or(AdapterTensor::A, |(tensor, _)| tensor);
     let width = width(&spec.shape, tensor);
     let (first, last) = (elements.start / width, elements.end.div_ceil(width));
-    let rows =
-        files.load_part(&spec.name, 2 * first * width..2 * last * width, dtype, &Device::Cpu)?;
-    let half = || {
+    let rows = 2 * first * width..2 * last * width;
+    let rows = files.load_part(&spec.name, rows, dtype, &Device::Cpu)?;
+    let load = || {
         let rows = rows.reshape((last - first, 2 * width))?;
-        let half = rows.narrow(1, if is_constant { width } else { 0 }, width)?;
-        half.flatten_all()?.narrow(0, elements.start - first * width, elements.len())?.copy()
+        let half = rows.narrow(1, if half == Half::Constant { width } else { 0 }, width)?;
+        let half = half.flatten_all()?.narrow(0, elements.start - first * width, elements.len())?;
+        half.copy()?.to_device(device)
     };
-    half().map_err(|source| crate::checkpoint::CheckpointError::Tensor {
-        tensor: spec.name.clone(),
-        source,
-    })
+    load().map_err(|source| CheckpointError::Tensor { tensor: spec.name.clone(), source })
 }
 
 impl OpenAdapter {
@@ -137,6 +142,24 @@ impl OpenAdapter {
         split.check(&self.modules, specs)?;
         self.split = Some(split);
         Ok(())
+    }
+
+    /// `A0` and `B0` in a checkpoint.
+    fn saved_factors(
+        &self,
+        files: &WeightFiles,
+        module: &AdapterModule,
+    ) -> std::result::Result<[Tensor; 2], CheckpointError> {
+        let load = |tensor: AdapterTensor| {
+            let name = tensor.name(&module.name);
+            let Some(spec) = self.specs.iter().find(|spec| spec.name == name) else {
+                return Err(CheckpointError::NoTensor { place: "memory".into(), tensor: name });
+            };
+            let all = 0..spec.shape.iter().product();
+            load_half(files, spec, Half::Constant, &all, (DType::F32, &Device::Cpu))
+        };
+        let fault = |source| CheckpointError::Tensor { tensor: module.name.clone(), source };
+        Ok([load(AdapterTensor::A)?, load(AdapterTensor::B)?.neg().map_err(fault)?])
     }
 
     /// What checkpoints append to the tensor `spec`.
@@ -159,6 +182,26 @@ impl OpenAdapter {
 }
 
 impl OpenModel {
+    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
+    /// of, the rest.
+    pub(in crate::run) fn load_part(
+        &self,
+        index: usize,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> std::result::Result<Tensor, SetupError> {
+        let start = elements.start;
+        match &self.adapter {
+            Some(adapter) if adapter.splits(&self.specs[index]) => {
+                let part = self.original_part(index, elements, DType::F32, &Device::Cpu)?;
+                let part = adapter.subtract_start(&self.specs[index], start, &part)?;
+                Ok(part.to_dtype(dtype)?.to_device(device)?)
+            }
+            _ => self.original_part(index, elements, dtype, device),
+        }
+    }
+
     /// Computes the parts of the weights that the adapter starts from, or reads them from its
     /// checkpoint. Afterwards the weights are without these parts.
     pub(in crate::run) fn split_weights(mut self) -> std::result::Result<Self, SetupError> {
@@ -172,20 +215,10 @@ impl OpenModel {
         let factors = adapter.modules.par_iter().map(|module| {
             let factors = match &adapter.source {
                 Source::Files { folder, files } => {
-                    let half = |tensor: AdapterTensor| {
-                        let name = tensor.name(&module.name);
-                        let spec = adapter.specs.iter().find(|spec| spec.name == name);
-                        let spec = spec.ok_or(WeightError::Missing { name })?;
-                        let all = 0..spec.shape.iter().product();
-                        let half = load_half(files, spec, &all, true, DType::F32);
-                        half.map_err(|source| {
-                            SetupError::from(AdapterError::Files {
-                                folder: folder.clone(),
-                                source: Box::new(source),
-                            })
-                        })
-                    };
-                    [half(AdapterTensor::A)?, half(AdapterTensor::B)?.neg()?]
+                    adapter.saved_factors(files, module).map_err(|source| AdapterError::Files {
+                        folder: folder.clone(),
+                        source: Box::new(source),
+                    })?
                 }
                 _ => self.factors_of(split.part, module)?,
             };
