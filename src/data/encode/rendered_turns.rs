@@ -1,4 +1,4 @@
-//! Checks that a chat template renders what the row contains: the text of each turn, in order.
+//! Compares the rendered chat with the row: it must contain the text of each turn, in order.
 //!
 //! A template may trim texts, drop or rewrite the thoughts of an answer, and write the content of a
 //! tool turn as JSON. Anything else, such as a template that changes letters, drops turns or prints

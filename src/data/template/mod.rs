@@ -10,6 +10,7 @@
 mod all_answers;
 mod answers;
 mod json_dumps;
+mod limits;
 mod strftime;
 pub(in crate::data) mod tokenizer;
 
@@ -168,13 +169,15 @@ impl ChatTemplate {
     ) -> Result<Self, TemplateError> {
         let mut env = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        env.set_syntax(syntax.map_err(|error| compile_error(&error))?);
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        let syntax = syntax.map_err(|error| TemplateError::Compile { problem: error.to_string() });
+        env.set_syntax(syntax?);
+        limits::limit(&mut env);
         env.add_filter("tojson", to_json);
         env.add_function("raise_exception", raise_exception);
         let loaded = SystemTime::now(); // the date must not change within a run
         env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
-        env.add_template_owned(NAME, source).map_err(|error| compile_error(&error))?;
+        limits::add_template(&mut env, NAME, &source)
+            .map_err(|problem| TemplateError::Compile { problem })?;
         let mut this = Self { env, special_tokens, end_mark: String::new(), before_thoughts: None };
         this.probe()?;
         Ok(this)
@@ -247,6 +250,8 @@ struct Chat<'a> {
     template: &'a ChatTemplate,
     messages: Vec<Value>,
     tools: Value,
+    /// Size of all texts.
+    bytes: usize,
 }
 
 impl<'a> Chat<'a> {
@@ -255,8 +260,10 @@ impl<'a> Chat<'a> {
         messages: &[Message],
         tools: Option<&serde_json::Value>,
     ) -> Self {
+        let bytes = messages.iter().map(message_bytes).sum::<usize>() + tools.map_or(0, json_bytes);
         let messages = messages.iter().map(message_value).collect();
-        Self { template, messages, tools: tools.map_or(Value::from(()), value_of_json) }
+        let tools = tools.map_or(Value::from(()), value_of_json);
+        Self { template, messages, tools, bytes }
     }
 
     fn render(
@@ -281,10 +288,9 @@ impl<'a> Chat<'a> {
                 ("documents", Value::from(())),
                 ("add_generation_prompt", Value::from(add_generation_prompt)),
             ]);
-        let template = self.template.env.get_template(NAME).expect("added by the constructor");
-        template
-            .render(Value::from_pairs(context))
-            .map_err(|error| TemplateError::Render { problem: describe(&error) })
+        let size = [self.messages.len(), self.bytes];
+        limits::render(&self.template.env, NAME, Value::from_pairs(context), size)
+            .map_err(|problem| TemplateError::Render { problem })
     }
 }
 
@@ -309,6 +315,31 @@ fn message_value(message: &Message) -> Value {
     let thoughts = thoughts.into_iter().map(|text| ("reasoning_content", text));
     let always = [("role", Value::from(message.role.as_str())), ("content", content)];
     Value::from_pairs(always.into_iter().chain(thoughts).chain(tool_calls))
+}
+
+/// The approximate size of a message.
+fn message_bytes(message: &Message) -> usize {
+    let content = match &message.content {
+        Content::Text(text) => text.len(),
+        Content::Parts(parts) => {
+            parts.iter().map(|part| if let Part::Text(text) = part { text.len() } else { 16 }).sum()
+        }
+    };
+    let thoughts = message.reasoning_content.as_ref().map_or(0, String::len);
+    16 + content + thoughts + message.tool_calls.as_ref().map_or(0, json_bytes)
+}
+
+/// The approximate size of a JSON text.
+fn json_bytes(json: &serde_json::Value) -> usize {
+    use serde_json::Value as Json;
+    match json {
+        Json::Null | Json::Bool(_) | Json::Number(_) => 8,
+        Json::String(text) => 8 + text.len(),
+        Json::Array(values) => 8 + values.iter().map(json_bytes).sum::<usize>(),
+        Json::Object(entries) => {
+            8 + entries.iter().map(|(key, value)| key.len() + json_bytes(value)).sum::<usize>()
+        }
+    }
 }
 
 fn part_value(part: &Part) -> Value {
@@ -349,19 +380,10 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     // Accepted for compatibility with transformers, and ignored.
     options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
+    limits::count_json(value, indent)?;
     json_dumps::dumps(value, indent)
 }
 
 fn raise_exception(message: &str) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
-}
-
-fn compile_error(error: &Error) -> TemplateError {
-    TemplateError::Compile { problem: describe(error) }
-}
-
-/// Formats an error in one line, with its line in the template.
-fn describe(error: &Error) -> String {
-    let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
-    error.line().map_or_else(|| what.clone(), |line| format!("{what} (line {line})"))
 }

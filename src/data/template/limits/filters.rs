@@ -1,0 +1,240 @@
+//! The filters, tests and methods of templates. Each counts what it reads and what it returns.
+//!
+//! Filters of the engine that are missing here are not available: no published chat template needs
+//! them, and their cost is hard to bound.
+
+use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, Value, filters, tests};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::{cost, source};
+
+/// How much of its arguments a filter reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    /// A number of items, at most; lists are not read.
+    Length,
+    /// The texts that are arguments, and the items of lists but not their contents.
+    Size,
+    /// Everything in lists. A text is read by characters.
+    All,
+}
+
+/// Filters of the engine that are removed.
+const REMOVED: [&str; 9] =
+    ["indent", "format", "batch", "slice", "groupby", "chain", "zip", "pprint", "urlencode"];
+/// Tests of the engine that are removed.
+const REMOVED_TESTS: [&str; 2] = ["filter", "test"];
+
+/// Adds all filters and tests.
+pub(super) fn add(env: &mut Environment<'static>) {
+    for name in REMOVED {
+        env.remove_filter(name);
+    }
+    for name in REMOVED_TESTS {
+        env.remove_test(name);
+    }
+    let mut add = |name: &'static str, reads: Reads, original: Value| {
+        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            counted(state, name, reads, &original, &args.into_values())
+        });
+    };
+    add("length", Reads::Length, Value::from_function(filters::length));
+    add("count", Reads::Length, Value::from_function(filters::length));
+    add("first", Reads::Length, Value::from_function(filters::first));
+    add("last", Reads::Length, Value::from_function(filters::last));
+    add("items", Reads::Length, Value::from_function(filters::items));
+    add("upper", Reads::Size, Value::from_function(filters::upper));
+    add("lower", Reads::Size, Value::from_function(filters::lower));
+    add("title", Reads::Size, Value::from_function(filters::title));
+    add("capitalize", Reads::Size, Value::from_function(filters::capitalize));
+    add("trim", Reads::Size, Value::from_function(filters::trim));
+    add("replace", Reads::Size, Value::from_function(filters::replace));
+    add("split", Reads::Size, Value::from_function(filters::split));
+    add("lines", Reads::Size, Value::from_function(filters::lines));
+    add("safe", Reads::Size, Value::from_function(filters::safe));
+    add("escape", Reads::All, Value::from_function(filters::escape));
+    add("e", Reads::All, Value::from_function(filters::escape));
+    add("string", Reads::All, Value::from_function(filters::string));
+    add("join", Reads::All, Value::from_function(filters::join));
+    add("list", Reads::Size, Value::from_function(filters::list));
+    add("reverse", Reads::Size, Value::from_function(filters::reverse));
+    add("select", Reads::All, Value::from_function(filters::select));
+    add("reject", Reads::All, Value::from_function(filters::reject));
+    add("selectattr", Reads::All, Value::from_function(filters::selectattr));
+    add("rejectattr", Reads::All, Value::from_function(filters::rejectattr));
+    add("map", Reads::All, Value::from_function(filters::map));
+    add("sort", Reads::All, Value::from_function(filters::sort));
+    add("dictsort", Reads::All, Value::from_function(filters::dictsort));
+    add("unique", Reads::All, Value::from_function(filters::unique));
+    add("sum", Reads::All, Value::from_function(filters::sum));
+    add("min", Reads::All, Value::from_function(filters::min));
+    add("max", Reads::All, Value::from_function(filters::max));
+    add_counters(env);
+    add_tests(env);
+}
+
+/// Adds the filters that [`source::with_counters`] inserts.
+fn add_counters(env: &mut Environment<'static>) {
+    type Count = fn(&Value) -> Result<(), Error>;
+    let counters: [(&'static str, Count); 4] = [
+        (source::SIZE, cost::count_size),
+        (source::READ, cost::count_all),
+        (source::INDEXED, cost::count_indexed),
+        (source::BUILT, cost::count_built),
+    ];
+    for (name, count) in counters {
+        env.add_filter(name, move |value: Value| count(&value).map(|()| value));
+    }
+    env.add_filter(source::SLICED, listed);
+    env.add_filter(source::BYTES, |bytes: usize| cost::count(bytes).map(|()| ""));
+}
+
+fn add_tests(env: &mut Environment<'static>) {
+    let mut add = |name: &'static str, original: Value| {
+        env.add_test(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            counted(state, name, Reads::All, &original, &args.into_values())
+        });
+    };
+    for name in ["eq", "equalto", "=="] {
+        add(name, Value::from_function(tests::is_eq));
+    }
+    for name in ["ne", "!="] {
+        add(name, Value::from_function(tests::is_ne));
+    }
+    for name in ["lt", "lessthan", "<"] {
+        add(name, Value::from_function(tests::is_lt));
+    }
+    for name in ["le", "<="] {
+        add(name, Value::from_function(tests::is_le));
+    }
+    for name in ["gt", "greaterthan", ">"] {
+        add(name, Value::from_function(tests::is_gt));
+    }
+    for name in ["ge", ">="] {
+        add(name, Value::from_function(tests::is_ge));
+    }
+    add("in", Value::from_function(tests::is_in));
+    add("lower", Value::from_function(tests::is_lower));
+    add("upper", Value::from_function(tests::is_upper));
+    add("startingwith", Value::from_function(tests::is_startingwith));
+    add("endingwith", Value::from_function(tests::is_endingwith));
+}
+
+/// Adds a function that makes a map of its arguments; the map counts.
+pub(super) fn add_maker(env: &mut Environment<'static>, name: &'static str, original: Value) {
+    env.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+        let args = args.into_values();
+        for value in &args {
+            cost::count_built(value)?;
+        }
+        original.call(state, &args)
+    });
+}
+
+/// A method of a text, list or map, as in Python.
+pub(super) fn method(
+    state: &mut State,
+    value: &Value,
+    name: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    if value.kind() == ValueKind::String {
+        if name == "format" {
+            return Err(Error::from(ErrorKind::UnknownMethod)); // its widths have no limit
+        }
+        cost::count_size(value)?;
+        for argument in args {
+            cost::count_all(argument)?;
+        }
+        match name {
+            "join" => count_joined(args.first(), Some(value))?,
+            "replace" => count_replaced(value, args.first(), args.get(1))?,
+            "split" | "splitlines" => count_split(value, args.first())?,
+            _ => {}
+        }
+    } else if name == "count" {
+        cost::count_all(value)?;
+    }
+    let made = unknown_method_callback(state, value, name, args)?;
+    if made.kind() == ValueKind::String {
+        cost::count_size(&made)?;
+    }
+    Ok(made)
+}
+
+/// Calls a filter or test, and counts.
+fn counted(
+    state: &mut State,
+    name: &str,
+    reads: Reads,
+    original: &Value,
+    args: &[Value],
+) -> Result<Value, Error> {
+    for value in args {
+        match reads {
+            Reads::Length => cost::count_indexed(value)?,
+            Reads::Size => cost::count_size(value)?,
+            Reads::All => cost::count_all(value)?,
+        }
+    }
+    if let Some(value) = args.first() {
+        match name {
+            "join" => count_joined(Some(value), args.get(1))?,
+            "replace" => count_replaced(value, args.get(1), args.get(2))?,
+            "split" | "lines" => count_split(value, args.get(1))?,
+            // they make a list, also of the characters of a text
+            "list" | "sort" | "unique" | "map" | "select" | "reject" | "selectattr"
+            | "rejectattr" => {
+                let letters = value.as_str().map_or(0, str::len);
+                cost::count_items(letters.max(cost::num_items(value)).saturating_mul(2))?;
+            }
+            _ => {}
+        }
+    }
+    let made = original.call(state, args)?;
+    match made.kind() {
+        ValueKind::String => cost::count_size(&made)?,
+        // a list instead of a view, so that views do not nest
+        ValueKind::Iterable => return listed(made),
+        _ => {}
+    }
+    Ok(made)
+}
+
+/// Counts a slice or a view, and makes it a list.
+fn listed(value: Value) -> Result<Value, Error> {
+    cost::count_size(&value)?;
+    match value.kind() {
+        ValueKind::Iterable => Ok(value.try_iter()?.collect::<Vec<Value>>().into()),
+        _ => Ok(value),
+    }
+}
+
+/// Counts the separators of a joined text.
+fn count_joined(items: Option<&Value>, separator: Option<&Value>) -> Result<(), Error> {
+    let number = items.map_or(0, |items| match items.as_str() {
+        Some(text) => text.len(),
+        None => cost::num_items(items),
+    });
+    let length = separator.and_then(Value::as_str).map_or(0, str::len);
+    cost::count(number.saturating_mul(length))
+}
+
+/// Counts what replaces parts of a text.
+fn count_replaced(text: &Value, from: Option<&Value>, to: Option<&Value>) -> Result<(), Error> {
+    let text = text.as_str().unwrap_or_default();
+    let from = from.and_then(Value::as_str).unwrap_or_default();
+    let to = to.and_then(Value::as_str).unwrap_or_default();
+    cost::count(text.matches(from).count().saturating_mul(to.len()))
+}
+
+/// Counts the parts of a split text.
+fn count_split(text: &Value, separator: Option<&Value>) -> Result<(), Error> {
+    let text = text.as_str().unwrap_or_default();
+    let parts = match separator.and_then(Value::as_str) {
+        Some(separator) => text.matches(separator).count(),
+        None => text.matches(char::is_whitespace).count(),
+    };
+    cost::count_items(parts.saturating_mul(2))
+}
