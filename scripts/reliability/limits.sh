@@ -33,7 +33,7 @@ sys.stdout.writelines(line.split(":", 1)[1] for line in sys.stdin if line.split(
 run() { # output_dir, further arguments..
   local out=$1
   shift
-  quickstart "$out" --set "data.train=[{path: $folder/data/good.jsonl}]" --set "train.max_steps=$steps" --set data.workers=8 \
+  quickstart "$out" --set "data.train=[{path: $folder/data/good.jsonl}]" --set "train.max_steps=$steps" --set data.workers=16 \
     --set optim.schedule=constant --set log.every_steps=1 --set "checkpoint={every_steps: 3, keep: 2}" "$@"
 }
 (run "$folder/whole") >"$folder/log" 2>&1
