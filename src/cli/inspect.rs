@@ -92,8 +92,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
             Ok(sample) => {
                 let label = rows.label(row);
                 let name = rows.names()[row.dataset as usize].clone();
-                *shown.entry(name).or_default() +=
-                    DatasetCounts::of(&SampleSize::of(row.dataset, &sample));
+                *shown.entry(name).or_default() += DatasetCounts::of(&SampleSize::of(row, &sample));
                 let notes = Notes::of(&rows, row);
                 match args.format {
                     Format::Text => show_text(&rows, &label, &sample, &notes, out)?,

@@ -8,6 +8,7 @@ mod answers;
 mod args;
 mod bench;
 mod cache;
+mod check;
 mod convert;
 mod error_class;
 mod eval;
@@ -25,7 +26,10 @@ mod ranks;
 mod report;
 mod selftest;
 mod sft;
+mod signals;
 mod stdout;
+mod verify;
+mod why;
 
 use self::failure::{Exit, Failure};
 use clap::{Parser, Subcommand};
@@ -45,6 +49,8 @@ enum Command {
     Sft(sft::SftArgs),
     /// Write a model folder in the transformers layout with random weights
     Init(init::InitArgs),
+    /// Find all problems of a config, its model and its data, without training
+    Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
     Inspect(inspect::InspectArgs),
     /// Compute the loss and the share of exact answers on `data.eval`
@@ -61,6 +67,10 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
     Plan(plan::PlanArgs),
+    /// Compute rows in every layout, and compare losses and gradients
+    Verify(verify::VerifyArgs),
+    /// List the rows of a step of a run, with their losses
+    Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
     Selftest(selftest::SelftestArgs),
 }
@@ -78,6 +88,7 @@ pub fn main() -> ExitCode {
             };
         }
     };
+    crate::ops::exit_when_out_of_memory(Exit::Resources as i32);
     // The stack size of a main thread. An error means that the pool already exists.
     let _ = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global();
     // The command runs on a worker of the pool: from any other thread, each of the hundreds of
@@ -97,6 +108,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),
+        Command::Check(args) => check::run(args, &logging),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
         Command::Export(args) => export::run(args, &logging),
@@ -105,6 +117,8 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
+        Command::Verify(args) => verify::run(args, &logging),
+        Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
     }
 }

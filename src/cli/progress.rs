@@ -115,6 +115,7 @@ mod tests {
             epoch: 0.5,
             loss: 1.25,
             grad_norm: 1.0,
+            skipped: false,
             lr: 1e-5,
             num_tokens: 1000,
             num_target_tokens: 100,

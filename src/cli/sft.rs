@@ -6,14 +6,18 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
+use super::report;
+use super::signals::Requests;
 use crate::config::RunConfig;
+use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
 use crate::train::{EvalReport, Observer, Outcome, Trainer};
 use clap::Args;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Arguments of `sft`.
 #[derive(Debug, Args)]
@@ -45,14 +49,21 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             Resume::From(folder)
         }
     };
-    let stop = stop_on_signals()?;
+    let requests = Requests::listen()?;
     let group = group(&config.distributed, config.device)?;
     let is_first = group.as_ref().is_none_or(|group| group.rank.is_first());
     let ending = group.as_ref().map(Ending::of);
     let bars = SetupBars(logging);
     let observer: &dyn SetupObserver = if is_first { &bars } else { &() };
-    let options = RunOptions { resume, stop, observer };
-    let trained = Run::with_group(&config, &options, group)
+    let is_alone = group.is_none();
+    let monitor = if is_alone { watchdog(config.train.timeout_s)? } else { None };
+    let Requests { stop, save, is_setup } = requests;
+    let options = RunOptions { resume, stop, save, monitor, observer };
+    // Ranks stop together, between two steps.
+    is_setup.store(is_alone, Ordering::Relaxed);
+    let run = Run::with_group(&config, &options, group);
+    is_setup.store(false, Ordering::Relaxed);
+    let trained = run
         .map_err(|error| args.config.located(error))
         .and_then(|run| train(run, &config, &options.resume, logging, is_first));
     let (run, eval, folder) = match ending {
@@ -91,7 +102,10 @@ fn train(
     match outcome? {
         Outcome::Stopped { folder } => Err(Failure::new(
             Exit::Stopped,
-            format!("stopped by a signal; the run is saved in `{}`", folder.display()),
+            folder.map_or_else(
+                || "stopped by a signal before the first step".to_owned(),
+                |folder| format!("stopped by a signal; the run is saved in `{}`", folder.display()),
+            ),
         )
         .hint(match resume {
             Resume::Auto => "run the same command again to resume",
@@ -102,19 +116,21 @@ fn train(
     }
 }
 
-/// The first SIGINT, SIGTERM or SIGUSR1 sets the returned flag, which stops the run after the current
-/// step; a second SIGINT ends the process. Schedulers such as SLURM can send SIGUSR1 before their time
-/// limit.
-fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
-    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
-    use signal_hook::flag;
-    let stop = Arc::new(AtomicBool::new(false));
-    // Registered first, so that it reads the flag before the same signal sets it.
-    flag::register_conditional_shutdown(SIGINT, Exit::Interrupted as i32, stop.clone())?;
-    for signal in [SIGINT, SIGTERM, SIGUSR1] {
-        flag::register(signal, stop.clone())?;
+/// Ends the process if the training loop makes no progress for `timeout_s`; 0: never.
+fn watchdog(timeout_s: u64) -> anyhow::Result<Option<Arc<dyn Monitor>>> {
+    if timeout_s == 0 {
+        return Ok(None);
     }
-    Ok(stop)
+    let watchdog = Watchdog::start(Duration::from_secs(timeout_s), move |work| {
+        let error = Failure::new(Exit::Ranks, format!("no progress for {timeout_s} s: {work}"))
+            .hint(
+                "the newest checkpoint is intact: run the same command again to resume; if this \
+                   work takes so long, raise `train.timeout_s`",
+            );
+        let _ = report::report(&error.into());
+        std::process::exit(Exit::Ranks as i32);
+    })?;
+    Ok(Some(Arc::new(watchdog)))
 }
 
 /// Shows a run: bars on a terminal, log lines everywhere.

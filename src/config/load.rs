@@ -18,6 +18,41 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
     read(&tree(path, overrides)?)
 }
 
+/// Maximum number of errors that [`load_all`] returns.
+const MAX_ERRORS: usize = 100;
+
+/// As [`load`], with all errors: after each, the value or key that caused it is left out. Without it,
+/// the rest may not be a config; then there is only the list of errors.
+pub fn load_all<T: DeserializeOwned>(
+    path: &Path,
+    overrides: &[String],
+) -> (Option<T>, Vec<ConfigError>) {
+    let mut root = match tree(path, overrides) {
+        Ok(root) => root,
+        Err(error) => return (None, vec![error]),
+    };
+    let mut errors = Vec::new();
+    loop {
+        let error = match read(&root) {
+            Ok(config) => return (Some(config), errors),
+            Err(error) => error,
+        };
+        let left_out = match error.place() {
+            Some(place) if !matches!(error, ConfigError::MissingKey { .. }) => {
+                root.value.remove(place)
+            }
+            _ => false,
+        };
+        // A key that is missing because its wrong value was left out is no error of the file.
+        if errors.is_empty() || left_out {
+            errors.push(error);
+        }
+        if !left_out || errors.len() == MAX_ERRORS {
+            return (None, errors);
+        }
+    }
+}
+
 /// Returns an error about a value that [`load`] accepted but the run cannot use.
 ///
 /// `keys` lead to the value, list items by number. The error has the position of the value, or of

@@ -4,6 +4,7 @@ mod de;
 mod error;
 mod excerpt;
 mod fault;
+mod identity;
 mod load;
 mod nearest;
 mod other_trainers;
@@ -12,17 +13,17 @@ mod set;
 mod tree;
 
 pub use error::{ConfigError, Place};
-pub use load::{load, refuse, to_yaml};
+pub use identity::Change;
+pub use load::{load, load_all, refuse, to_yaml};
 pub(crate) use load::{load_text, parse_tree, read_tree};
 pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;
 pub(crate) use tree::{Node, Value as NodeValue};
 
-use crate::checkpoint::{CheckpointConfig, is_model_file};
+use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
-use crate::net::hub::Cached;
-use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
+use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
     TrainConfig,
@@ -119,57 +120,56 @@ const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
-/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
-/// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
-/// keys only.
-const LATER_DEFAULTS: [&str; 3] =
-    [",\"offload\":\"none\"", "\"kind\":\"adamw\",", ",\"master\":\"f32\""];
+/// Maximum learning rate, weight decay and factor of a learning rate.
+const MAX_LR: f64 = 1e6;
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
 impl RunConfig {
-    /// Checks the ranges of values and the rules between them.
+    /// Checks the ranges of values and the rules between them; returns the first problem.
     pub fn check(&self) -> Result<(), ValueError> {
+        self.problems().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// All values that are out of range or contradict each other.
+    pub fn problems(&self) -> Vec<ValueError> {
         let optim = &self.optim;
-        let rule = |holds: bool, key, found: &dyn ToString, expected| {
-            if holds { Ok(()) } else { Err(ValueError { key, found: found.to_string(), expected }) }
+        let mut problems = Vec::new();
+        let mut rule = |holds: bool, key, found: &dyn ToString, expected| {
+            if !holds {
+                problems.push(ValueError { key, found: found.to_string(), expected });
+            }
         };
         let finite = |x: f64| x.is_finite() && x >= 0.0;
-        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more")?;
+        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more");
         for (key, beta) in [("optim.betas.0", optim.betas[0]), ("optim.betas.1", optim.betas[1])] {
-            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1")?;
+            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1");
         }
         rule(
             optim.eps.is_finite() && optim.eps > 0.0,
             "optim.eps",
             &optim.eps,
             "a finite number above 0",
-        )?;
-        self.check_optimizer()?;
+        );
         let decay = optim.weight_decay;
-        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more")?;
+        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more");
         let min_lr = optim.min_lr;
         rule(
             finite(min_lr) && min_lr <= optim.lr,
             "optim.min_lr",
             &min_lr,
             "a number from 0 to `optim.lr`",
-        )?;
+        );
         if let Some(ratio) = optim.warmup_ratio {
-            rule(
-                (0.0..=1.0).contains(&ratio),
-                "optim.warmup_ratio",
-                &ratio,
-                "a share from 0 to 1",
-            )?;
+            rule((0.0..=1.0).contains(&ratio), "optim.warmup_ratio", &ratio, "a share from 0 to 1");
             let both = optim.warmup_steps.is_some();
-            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH)?;
+            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH);
         }
         if let Some(ratio) = optim.decay_ratio {
             let valid = ratio > 0.0 && ratio <= 1.0;
-            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1")?;
+            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1");
             let used = optim.schedule == ScheduleConfig::Wsd;
-            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`")?;
+            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`");
         }
         let norm = self.train.max_grad_norm;
         rule(
@@ -177,137 +177,105 @@ impl RunConfig {
             "train.max_grad_norm",
             &norm,
             "a finite number of 0 or more (0: no clipping)",
-        )?;
+        );
         let workers = self.data.workers.get();
-        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024")?;
+        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024");
         let timeout = self.distributed.timeout_s;
         let valid = (1..=Distributed::MAX_TIMEOUT_S).contains(&timeout);
-        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400")?;
+        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400");
         let port = self.distributed.port;
         let found = port.unwrap_or_default();
-        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535")?;
+        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535");
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
-            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`")?;
+            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`");
         }
         let divided = self.distributed.shard == Shard::Full;
         let offload = self.model.offload != Offload::None;
-        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED)?;
+        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED);
         if let Some(adapter) = &self.adapter {
             let nf4 = adapter.quantize == Quantize::Nf4;
-            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED)?;
-            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST)?;
+            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED);
+            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
             let alpha = adapter.alpha;
             let valid = alpha.is_finite() && alpha > 0.0;
-            rule(valid, "adapter.alpha", &alpha, "a finite number above 0")?;
+            rule(valid, "adapter.alpha", &alpha, "a finite number above 0");
             let dropout = adapter.dropout;
             let valid = (0.0..1.0).contains(&dropout);
-            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1")?;
+            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1");
             let freeze = &self.model.freeze;
-            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE)?;
+            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
-        Ok(())
+        problems.extend(self.check_optimizer().err());
+        problems
     }
 
     /// Checks the settings that `optim.kind` does not support.
     fn check_optimizer(&self) -> Result<(), ValueError> {
         let (kind, moments) = (self.optim.kind, self.optim.moments);
-        let (is_adamw, is_muon) = (kind == Kind::Adamw, kind == Kind::Muon);
         let shard = self.distributed.shard;
-        let (key, found, expected) = if moments == Moments::Bf16 && !is_adamw {
+        let (key, found, expected) = if moments == Moments::Bf16 && kind != Kind::Adamw {
             ("optim.moments", "bf16", "`bf16` only with `optim.kind: adamw`")
-        } else if moments == Moments::Host && is_muon {
-            ("optim.moments", "host", "`f32` with `optim.kind: muon`")
-        } else if shard != Shard::None && is_muon {
-            let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
+        } else if moments == Moments::Host && !kind.divides_state() {
+            let expected = "`f32` with `optim.kind: muon` and `adafactor`";
+            ("optim.moments", "host", expected)
+        } else if shard != Shard::None && !kind.divides_state() {
+            let expected = match kind {
+                Kind::Muon => "`none` with `optim.kind: muon`, which needs whole matrices",
+                _ => "`none` with `optim.kind: adafactor`, which needs whole parameters",
+            };
             ("distributed.shard", shard.name(), expected)
+        } else {
+            self.check_rates()?;
+            return self.check_adafactor();
+        };
+        Err(ValueError { key, found: found.to_owned(), expected })
+    }
+
+    /// Checks that the scalars of an update are finite in `f32`, with which it computes.
+    fn check_rates(&self) -> Result<(), ValueError> {
+        let optim = &self.optim;
+        let invalid = |key, found: &dyn ToString, expected| {
+            Err(ValueError { key, found: found.to_string(), expected })
+        };
+        if optim.lr > MAX_LR {
+            return invalid("optim.lr", &optim.lr, "a number from 0 to 1e6");
+        }
+        if optim.eps as f32 == 0.0 {
+            return invalid("optim.eps", &optim.eps, "1e-45 or more, which f32 can represent");
+        }
+        if optim.weight_decay > MAX_LR {
+            return invalid("optim.weight_decay", &optim.weight_decay, "a number from 0 to 1e6");
+        }
+        match optim.lr_multipliers.values().find(|factor| **factor > MAX_LR) {
+            Some(factor) => invalid("optim.lr_multipliers", factor, "numbers from 0 to 1e6"),
+            None => Ok(()),
+        }
+    }
+
+    fn check_adafactor(&self) -> Result<(), ValueError> {
+        let settings = self.optim.adafactor;
+        let AdafactorConfig { beta2_decay, eps: [eps1, eps2], d } = settings;
+        let square = (eps1 * eps1) as f32; // as the update uses it
+        let (key, found, expected) = if !(beta2_decay.is_finite() && beta2_decay <= 0.0) {
+            ("optim.adafactor.beta2_decay", beta2_decay, "a finite number of 0 or less")
+        } else if !(square.is_finite() && square > 0.0) {
+            ("optim.adafactor.eps.0", eps1, "a number from 1e-22 to 1e19")
+        } else if !(eps2.is_finite() && eps2 >= 0.0) {
+            ("optim.adafactor.eps.1", eps2, "a finite number of 0 or more")
+        } else if !(d.is_finite() && d >= 1.0) {
+            ("optim.adafactor.d", d, "a finite number of 1 or more")
+        } else if self.optim.kind != Kind::Adafactor && settings != AdafactorConfig::default() {
+            let (key, found) = ("optim.adafactor", "not the default".to_owned());
+            let expected = "no value unless `optim.kind` is `adafactor`";
+            return Err(ValueError { key, found, expected });
         } else {
             return Ok(());
         };
-        Err(ValueError { key, found: found.to_owned(), expected })
+        Err(ValueError { key, found: found.to_string(), expected })
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.
     pub fn cache_dir(&self) -> PathBuf {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
-    }
-
-    /// The config with hub ids in place of paths in the hub's cache, each with its commit, so that
-    /// it has the same meaning on other machines and later.
-    #[must_use]
-    pub fn portable(&self) -> Self {
-        self.with_names(Cached::name)
-    }
-
-    /// The config with other names for paths in the hub's cache.
-    fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
-        let mut config = self.clone();
-        let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
-        for path in sets.flat_map(|set| set.path.paths_mut()).chain([&mut config.model.path]) {
-            if let Some(cached) = Cached::of(path) {
-                *path = name(&cached).into();
-            }
-        }
-        config
-    }
-
-    /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
-    /// same fingerprint.
-    ///
-    /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
-    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the handling of rejected
-    /// rows, the settings of eval, log, checkpoints and ranks, and the length of the run.
-    pub fn fingerprint(&self) -> String {
-        use sha2::{Digest, Sha256};
-        // Of a model of the hub, the files that are used decide, not the commit.
-        let mut same = self.with_names(|cached| cached.identity(is_model_file));
-        let neutral = ModelSection {
-            use_rmpad: true,
-            attention: crate::train::AttentionChoice::Auto,
-            recompute: crate::train::RecomputeChoice::None,
-            offload: Offload::None,
-            ..same.model
-        };
-        same.model = neutral;
-        same.output_dir = PathBuf::new();
-        same.device = DeviceChoice::Auto;
-        same.checkpoint = CheckpointConfig::default();
-        same.eval = EvalConfig::default();
-        same.log = LogConfig::default();
-        same.distributed = Distributed::default();
-        same.data.eval.clear();
-        same.data.cache_dir = None;
-        same.data.url.timeout_s = 0.0;
-        same.data.workers = std::num::NonZeroUsize::MIN;
-        (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
-        (same.train.epochs, same.train.max_steps) = (None, None);
-        let mut json = serde_json::to_string(&same).expect("a config of plain values");
-        for default in LATER_DEFAULTS {
-            json = json.replace(default, "");
-        }
-        let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
-        hash.truncate(32); // 128 bits are enough to distinguish runs
-        hash
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::path::Path;
-
-    #[test]
-    fn keys_that_were_added_do_not_change_the_fingerprint_of_a_config_without_them() {
-        let config: RunConfig = load(Path::new("configs/quickstart.yaml"), &[]).unwrap();
-        // of version 0.1.0 of 2026-11-22, before `model.offload`, `optim.kind` and `optim.master`
-        assert_eq!(config.fingerprint(), "f4fde377b1bd6454f00819818ea4000d");
-        let set = |setting: &str| {
-            let config: RunConfig =
-                load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
-            config.fingerprint()
-        };
-        for setting in ["optim.kind=muon", "optim.master=none", "adapter={}"] {
-            assert_ne!(set(setting), config.fingerprint(), "{setting}");
-        }
-        assert_eq!(set("model.offload=frozen"), config.fingerprint());
     }
 }

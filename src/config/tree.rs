@@ -48,6 +48,32 @@ impl Value {
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
+    /// Removes the entry or item at `place`, or whose key is there; returns whether there is one.
+    pub(super) fn remove(&mut self, place: &Place) -> bool {
+        let below = |node: &mut Node| node.value.remove(place);
+        match self {
+            Self::Scalar { .. } => false,
+            Self::List(items) => match items.iter().position(|item| item.place == *place) {
+                Some(index) => {
+                    items.remove(index);
+                    true
+                }
+                None => items.iter_mut().any(below),
+            },
+            Self::Map(entries) => {
+                let is_there =
+                    |entry: &Entry| entry.key_place == *place || entry.node.place == *place;
+                match entries.iter().position(is_there) {
+                    Some(index) => {
+                        entries.remove(index);
+                        true
+                    }
+                    None => entries.iter_mut().any(|entry| below(&mut entry.node)),
+                }
+            }
+        }
+    }
+
     /// The value in an error message: `` `maybe` ``, `empty`, `a list`, `a mapping`.
     pub(super) fn describe(&self) -> String {
         match self {

@@ -70,6 +70,8 @@ impl Length {
 pub struct SampleSize {
     /// Index of its data set.
     pub dataset: u32,
+    /// Index of its row in the data set.
+    pub row: u32,
     /// Length in tokens.
     pub num_tokens: u32,
     /// Number of supervised targets.
@@ -82,11 +84,12 @@ pub struct SampleSize {
 
 impl SampleSize {
     /// The counts of an encoded sample.
-    pub fn of(dataset: u32, sample: &EncodedSample) -> Self {
+    pub fn of(row: SampleIndex, sample: &EncodedSample) -> Self {
         let of_kind =
             |kind| sample.media.iter().filter(|medium| medium.kind == kind).count() as u32;
         Self {
-            dataset,
+            dataset: row.dataset,
+            row: row.row,
             num_tokens: sample.len() as u32,
             num_targets: sample.num_targets() as u32,
             num_images: of_kind(MediumKind::Image),

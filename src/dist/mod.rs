@@ -25,6 +25,7 @@ mod tcp_lane;
 mod threads;
 mod tree;
 mod watch;
+mod watchdog;
 
 pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
@@ -44,6 +45,7 @@ pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use sequence::SequenceAttention;
 pub use threads::{slow_threads, threads, threads_in_groups};
 pub use tree::Transport;
+pub use watchdog::Watchdog;
 
 use candle_core::Device;
 use std::error::Error;

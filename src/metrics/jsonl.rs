@@ -11,11 +11,19 @@ use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// Appends rows to `metrics.jsonl`, `rejects.jsonl` and similar files.
+///
+/// While a row cannot be written, for example because the disk is full, it and the rows after it
+/// are kept in memory and written later.
 #[derive(Debug)]
 pub struct JsonlSink {
     path: PathBuf,
     file: File,
+    /// Bytes that could not be written yet.
+    unwritten: Vec<u8>,
 }
+
+/// Rows are lost rather than more memory used.
+const MAX_UNWRITTEN: usize = 64 << 20;
 
 /// A failure to open the file or to write a row.
 #[derive(Debug, thiserror::Error)]
@@ -62,12 +70,43 @@ impl JsonlSink {
         })
     }
 
-    /// Appends one row. The operating system has the whole line when this returns.
+    /// Appends one row. The operating system has the whole line when this returns, unless the file
+    /// cannot be written: this is logged once, and the row is written later.
     pub fn write<T: Serialize>(&mut self, row: &T) -> Result<(), JsonlError> {
-        let mut line = serde_json::to_vec(row)
+        let had_failed = !self.unwritten.is_empty();
+        serde_json::to_writer(&mut self.unwritten, row)
             .map_err(|source| JsonlError::Row { path: self.path.clone(), source })?;
-        line.push(b'\n');
-        self.file.write_all(&line).map_err(write_error(&self.path))
+        self.unwritten.push(b'\n');
+        if let Err(error) = self.flush() {
+            if self.unwritten.len() > MAX_UNWRITTEN {
+                return Err(write_error(&self.path)(error));
+            }
+            if !had_failed {
+                tracing::warn!(
+                    "cannot write `{}`: {error}; its rows are kept in memory and written later",
+                    self.path.display()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the rows that could not be written before, and makes all rows durable.
+    pub fn sync(&mut self) -> Result<(), JsonlError> {
+        let written = self.flush().and_then(|()| self.file.sync_data());
+        written.map_err(write_error(&self.path))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        while !self.unwritten.is_empty() {
+            match self.file.write(&self.unwritten) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => drop(self.unwritten.drain(..written)),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Path of the file.
@@ -80,7 +119,7 @@ impl JsonlSink {
         rewrite(path, keep).map_err(write_error(path))?;
         let file =
             File::options().create(true).append(true).open(path).map_err(write_error(path))?;
-        Ok(Self { path: path.to_owned(), file })
+        Ok(Self { path: path.to_owned(), file, unwritten: Vec::new() })
     }
 }
 
@@ -145,6 +184,24 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    #[test]
+    fn rows_that_cannot_be_written_are_written_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        std::fs::write(&path, "").unwrap();
+        // a file that is open for reading only stands for a full disk
+        let file = File::open(&path).unwrap();
+        let mut sink = JsonlSink { path: path.clone(), file, unwritten: Vec::new() };
+        sink.write(&json!({"step": 1})).unwrap();
+        sink.write(&json!({"step": 2})).unwrap();
+        assert!(matches!(sink.sync(), Err(JsonlError::Write { .. })));
+        sink.file = File::options().append(true).open(&path).unwrap();
+        sink.write(&json!({"step": 3})).unwrap();
+        sink.sync().unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
+    }
+
     fn with(text: &str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
@@ -204,10 +261,9 @@ mod tests {
     fn errors_name_the_file() {
         let error = JsonlSink::open(Path::new("/no/such/folder/metrics.jsonl")).unwrap_err();
         assert_eq!(error.to_string(), "cannot write `/no/such/folder/metrics.jsonl`");
-        let mut full = JsonlSink {
-            path: "/dev/full".into(),
-            file: File::options().write(true).open("/dev/full").unwrap(),
-        };
-        assert!(matches!(full.write(&json!({"step": 1})), Err(JsonlError::Write { .. })));
+        let file = File::options().write(true).open("/dev/full").unwrap();
+        let mut full = JsonlSink { path: "/dev/full".into(), file, unwritten: Vec::new() };
+        full.write(&json!({"step": 1})).unwrap();
+        assert_eq!(full.sync().unwrap_err().to_string(), "cannot write `/dev/full`");
     }
 }

@@ -13,6 +13,18 @@ fn high_water(status: &str) -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
+/// Memory that new allocations can use without swapping, in bytes; `None` if the system does not
+/// report it.
+pub fn available_memory_bytes() -> Option<u64> {
+    available(&fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn available(meminfo: &str) -> Option<u64> {
+    let value = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
 /// CPU seconds of all threads of this process so far, user and system time, or 0 if the system does
 /// not report them.
 pub fn cpu_seconds() -> f64 {
@@ -39,6 +51,13 @@ mod tests {
         let stat = "7 (a) b) R 1 2 3 4 5 6 7 8 9 10 250 30 0 0 20 0 1";
         assert_eq!(ticks(stat), Some(280));
         assert_eq!(ticks("7 (a"), None);
+    }
+
+    #[test]
+    fn available_memory_is_returned_in_bytes() {
+        let meminfo = "MemTotal:  24 kB\nMemFree:  1 kB\nMemAvailable:   2048 kB\n";
+        assert_eq!(available(meminfo), Some(2048 * 1024));
+        assert_eq!(available("MemTotal:  24 kB\n"), None);
     }
 
     #[test]

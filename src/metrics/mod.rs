@@ -12,7 +12,7 @@ mod rows;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
-pub use memory::{cpu_seconds, peak_memory_bytes};
+pub use memory::{available_memory_bytes, cpu_seconds, peak_memory_bytes};
 pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};

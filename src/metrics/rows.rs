@@ -46,6 +46,10 @@ pub struct StepMetrics {
     pub loss: f64,
     /// L2 norm of the gradient over all trained parameters, before clipping.
     pub grad_norm: f64,
+    /// Whether the step changed no weight because its loss or a gradient is not finite; absent if it
+    /// did.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub skipped: bool,
     /// Learning rate of this step, before the multipliers of parameter groups.
     pub lr: f64,
     /// Number of real tokens, including vision tokens.
@@ -193,6 +197,7 @@ mod tests {
             epoch: 0.5,
             loss: f64::NAN,
             grad_norm: 1.0,
+            skipped: false,
             lr: 1e-5,
             num_tokens: 10,
             num_target_tokens: 4,

@@ -1,6 +1,7 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::adapter::open_run_model;
+use super::check::warn_about_resources;
 use super::device::device_name;
 use super::error::RunError;
 use super::hub::download;
@@ -16,17 +17,18 @@ use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{BackgroundCacheWriter, DataSet, DataState, Encoder, JsonlRows, Loader};
-use crate::dist::{Group, Rank, fail};
+use crate::dist::{Group, Monitor, Rank, fail};
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
 use crate::train::{
-    BaseModel, Observer, Outcome, Rejected, StepRunner, TrainError, TrainState, Trainer,
-    TrainerParts, write_rejects,
+    BaseModel, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError, TrainState,
+    Trainer, TrainerParts, write_rejects,
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -70,13 +72,24 @@ pub struct RunOptions<'a> {
     pub resume: Resume,
     /// When set, training saves a checkpoint after the current step and stops.
     pub stop: Arc<AtomicBool>,
+    /// When set, training saves a checkpoint after the current step and continues.
+    pub save: Arc<AtomicBool>,
+    /// Receives what the training loop does, for a run in one process; ignored by default. Several
+    /// ranks use that of their [`Group`].
+    pub monitor: Option<Arc<dyn Monitor>>,
     /// Receives the progress of assembling the run; `()` by default.
     pub observer: &'a dyn SetupObserver,
 }
 
 impl Default for RunOptions<'_> {
     fn default() -> Self {
-        Self { resume: Resume::default(), stop: Arc::default(), observer: &() }
+        Self {
+            resume: Resume::default(),
+            stop: Arc::default(),
+            save: Arc::default(),
+            monitor: None,
+            observer: &(),
+        }
     }
 }
 
@@ -132,15 +145,21 @@ impl Run {
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
 
+        if is_first {
+            warn_about_resources(config);
+        }
         let observer = options.observer;
         let device = ranks.device(config.device)?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
-        let resumed = found.map(|found| resumed_state(found, &data_fingerprint)).transpose()?;
+        let inputs = encoder.digests();
+        let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
+        let resumed = found.map(resumed).transpose()?;
         ranks.compare("config", || Ok(config_digest(config)))?;
         ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
+        ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;
 
         let (mut open, base) = open_run_model(config, found, &device)?;
         share_attention(&mut open, ranks.ranks())?;
@@ -167,19 +186,25 @@ impl Run {
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base));
-        let state = TrainState { total_steps, planned, ..state };
+        let state = TrainState { total_steps, planned, inputs, ..state };
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
         })?;
         let (share, ranks) = ranks.split();
-        runner.ranks = ranks;
+        runner.ranks = match &options.monitor {
+            Some(monitor) => ranks.watched_by(monitor),
+            None => ranks,
+        };
         log_start(config, &runner, &rows, &state);
-        let (metrics, mut rejects) =
-            is_first.then(|| open_sinks(config, &state)).transpose()?.unzip();
+        let Sinks { metrics, mut rejects, samples, is_evaluated } = match is_first {
+            true => open_sinks(config, &state)?,
+            false => Sinks::default(),
+        };
         if state.step == 0 {
             write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
         }
+        let samples = SampleLog { reader: Arc::clone(&reader), file: samples };
         let trainer = Trainer::new(TrainerParts {
             loader: Loader::start_shared(reader, order, loader_options, state.data.clone(), share),
             schedule: schedule(&config.optim, total_steps),
@@ -196,7 +221,12 @@ impl Run {
             rejects,
             dataset_names: rows.names().to_vec(),
             rejected_texts: Rejected::of_texts(rows.rejected_texts()),
+            samples,
+            on_non_finite: config.train.on_non_finite,
+            max_skipped: config.train.max_skipped,
+            is_evaluated,
             stop: options.stop.clone(),
+            save: options.save.clone(),
             runner,
             state,
         });
@@ -262,6 +292,8 @@ fn first_state(
         datasets_seen: BTreeMap::new(),
         fingerprint: config.fingerprint(),
         data_fingerprint,
+        health: Health::default(),
+        inputs: BTreeMap::new(),
         base,
         data: DataState::default(),
     }
@@ -276,8 +308,18 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
     Schedule::new(optim.schedule, [optim.lr, optim.min_lr], [warmup, decay], total_steps)
 }
 
-/// Opens `metrics.jsonl` and `rejects.jsonl`, and removes the lines of steps after `state`.
-fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, JsonlSink), RunError> {
+/// The logs of a run, on rank 0.
+#[derive(Default)]
+struct Sinks {
+    metrics: Option<JsonlSink>,
+    rejects: Option<JsonlSink>,
+    samples: Option<JsonlSink>,
+    /// Whether the metrics have the evaluation of the step to resume from.
+    is_evaluated: bool,
+}
+
+/// Opens the logs, and removes the lines of steps after `state`.
+fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
     let all_done = state.step > 0 && state.step >= state.total_steps;
     if all_done {
         tracing::info!(
@@ -285,19 +327,20 @@ fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<(JsonlSink, Json
             "all steps of this run are done: there is nothing to train"
         );
     }
+    let is_evaluated = Cell::new(false);
     let sink = |name: &str| {
-        let path = config.output_dir.join(name);
-        match state.step {
-            0 => JsonlSink::open(&path),
+        JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
+            let Some(step) = row["step"].as_u64() else { return true };
+            let is_eval = step == state.step && row["eval"] == true;
+            is_evaluated.set(is_evaluated.get() || is_eval);
             // A finished run is evaluated once more, which writes the last row again.
-            step if all_done => JsonlSink::open_keeping(&path, |row| {
-                let found = row["step"].as_u64().unwrap_or(0);
-                found < step || (found == step && row["eval"] != true)
-            }),
-            step => JsonlSink::open_truncated_after(&path, step),
-        }
+            step <= state.step && !(all_done && is_eval)
+        })
     };
-    Ok((sink("metrics.jsonl")?, sink("rejects.jsonl")?))
+    let (metrics, rejects) = (sink("metrics.jsonl")?, sink("rejects.jsonl")?);
+    let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
+    let is_evaluated = is_evaluated.get() && !all_done;
+    Ok(Sinks { metrics: Some(metrics), rejects: Some(rejects), samples, is_evaluated })
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.

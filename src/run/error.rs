@@ -3,7 +3,7 @@
 use super::device::DeviceError;
 use super::load_model::SetupError;
 use crate::checkpoint::CheckpointError;
-use crate::config::{ConfigError, ValueError};
+use crate::config::{Change, ConfigError, ValueError};
 use crate::data::{
     CacheError, DataConfigError, EncoderError, ImageConfigError, LoaderError, OrderError,
     SourceError, VideoConfigError,
@@ -13,6 +13,7 @@ use crate::metrics::JsonlError;
 use crate::net::HttpError;
 use crate::net::hub::HubError;
 use crate::optim::GroupError;
+use crate::train::TrainState;
 use std::io;
 use std::path::PathBuf;
 
@@ -58,10 +59,31 @@ pub enum RunError {
         output_dir: PathBuf,
     },
     /// The checkpoint to resume from was written under another config.
-    #[error("checkpoint `{}` was written by a run with another config", .folder.display())]
+    #[error("checkpoint `{}` was written by a run with another config{}", .folder.display(), changes_text(.changes))]
     OtherConfig {
         /// The checkpoint.
         folder: PathBuf,
+        /// The settings that differ, if the earlier config is known.
+        changes: Vec<Change>,
+    },
+    /// Another version of the program wrote the checkpoint to resume from.
+    #[error(
+        "trainer_state.json of `{}` has version {version}, and this program reads version {}",
+        .folder.display(), TrainState::VERSION
+    )]
+    StateVersion {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// The version in the file.
+        version: u32,
+    },
+    /// The model folder or the processor encodes rows in another way than at the checkpoint.
+    #[error("changed since checkpoint `{}`: {}", .folder.display(), .what.join(", "))]
+    InputsChanged {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// What differs.
+        what: Vec<String>,
     },
     /// The checkpoint to resume from has no optimizer state.
     #[error(transparent)]
@@ -270,6 +292,12 @@ impl RunError {
             Self::NoOptimizer { .. } => {
                 "pass a folder in `checkpoints/` to `--resume`; to start from the weights alone, set `model.path` to this folder"
             }
+            Self::StateVersion { .. } => {
+                "continue with the version of the program that wrote it; set `model.path` to the checkpoint to start from its weights"
+            }
+            Self::InputsChanged { .. } => {
+                "restore the files of the model folder, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
+            }
             Self::DataChanged { .. } => {
                 "restore them, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
@@ -305,6 +333,12 @@ impl RunError {
         };
         Some(hint.to_owned())
     }
+}
+
+/// The settings that differ, after a sentence about them.
+fn changes_text(changes: &[Change]) -> String {
+    let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+    if changes.is_empty() { String::new() } else { format!(": {}", changes.join(", ")) }
 }
 
 /// How `sequence` ranks compute the same micro-batches, after a number of ranks.

@@ -236,10 +236,15 @@ impl ModelShape {
         if config.optim.moments == Moments::Host && config.device != DeviceChoice::Cpu {
             held.optimizer = 0.0; // not on the GPU
         }
-        let state = state_bytes_per_weight(&config.optim, &self.loaded.params, &self.groups);
+        let state = self.state_bytes(config);
         let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
         memory_model(&*self.loaded.model, held, bytes, config.model.recompute.policy(), &sink)
+    }
+
+    /// Mean bytes of the optimizer state of a trained weight.
+    pub(super) fn state_bytes(&self, config: &RunConfig) -> f64 {
+        state_bytes_per_weight(&config.optim, &self.loaded.params, &self.groups)
     }
 
     /// Operations of a micro-batch, with those that backward repeats.

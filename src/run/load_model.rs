@@ -12,6 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +42,10 @@ pub enum SetupError {
         source: Box<CheckpointError>,
     },
     /// The files lack tensors that a model of this `config.json` has.
-    #[error("model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`", .folder.display())]
+    #[error(
+        "model folder `{}`: {count} of {total} tensors are missing, the first is `{first}`{}",
+        .folder.display(), .instead.as_deref().unwrap_or_default()
+    )]
     MissingTensors {
         /// The model folder.
         folder: PathBuf,
@@ -51,6 +55,8 @@ pub enum SetupError {
         total: usize,
         /// Name of the first missing tensor.
         first: String,
+        /// What the files have instead.
+        instead: Option<String>,
     },
     /// A tensor has another shape than `config.json` implies.
     #[error("model folder `{}`: `{name}` has shape {found:?}, expected {expected:?} according to `config.json`", .folder.display())]
@@ -223,6 +229,16 @@ impl OpenModel {
         Ok(LoadedModel { model, params, dropout, open: self })
     }
 
+    /// Builds the model with these parameters and another attention.
+    pub(super) fn build(
+        &self,
+        params: &[Param],
+        attention: &Arc<dyn AttentionBackend>,
+    ) -> Result<Box<dyn Model>, SetupError> {
+        let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
+        Ok(self.config.build(params, attention, adapters.as_ref())?)
+    }
+
     /// Loads elements of the flat parameter `index`.
     pub(super) fn load_part(
         &self,
@@ -366,6 +382,7 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
             count: missing.len(),
             total: specs.len(),
             first: first.name.clone(),
+            instead: instead(files.names(), specs),
         });
     }
     for spec in specs {
@@ -379,8 +396,7 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
             });
         }
     }
-    let known: std::collections::HashSet<&str> =
-        specs.iter().map(|spec| spec.name.as_str()).collect();
+    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     let unused: Vec<&str> = files.names().filter(|name| !known.contains(name)).collect();
     // Some checkpoints contain a tied head, which equals the embedding.
     let surprising = unused.iter().filter(|name| **name != "lm_head.weight").count();
@@ -392,6 +408,27 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
         );
     }
     Ok(files)
+}
+
+/// What weight files have in place of the tensors of a model.
+fn instead<'a>(names: impl Iterator<Item = &'a str>, specs: &[ParamSpec]) -> Option<String> {
+    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    let unused: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
+    let first = unused.first()?;
+    let all = |prefix: &str| unused.iter().all(|name| name.starts_with(prefix));
+    let meaning = if all("base_model.model.") {
+        ": this is a PEFT adapter; set `model.path` to its base, and `adapter.start_from` to this folder"
+    } else if all("module.") {
+        ": a wrapper for several GPUs has saved them with the prefix `module.`; save the model without it"
+    } else if all("_orig_mod.") {
+        ": `torch.compile` has saved them with the prefix `_orig_mod.`; save the model without it"
+    } else {
+        ""
+    };
+    Some(format!(
+        "; the files have {} other tensors, the first is `{first}`{meaning}",
+        unused.len()
+    ))
 }
 
 impl Precision {

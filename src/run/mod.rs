@@ -6,6 +6,7 @@
 
 mod adapter;
 mod build;
+mod check;
 mod device;
 mod error;
 mod estimate;
@@ -22,9 +23,11 @@ mod resume;
 mod runner;
 mod sequence;
 mod stored_weights;
+pub mod verify;
 
 pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
+pub use check::{CheckReport, Finding, Note, Topic, check_run};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;
 pub(crate) use estimate::memory_model;

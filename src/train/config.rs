@@ -183,6 +183,24 @@ pub struct TrainConfig {
     /// Maximum L2 norm of the gradient; larger gradients are scaled down to it. 1.0 by default; 0
     /// disables clipping.
     pub max_grad_norm: f64,
+    /// What to do if the loss or a gradient of a step is not finite; `stop` by default.
+    pub on_non_finite: OnNonFinite,
+    /// Maximum number of steps in a row that `on_non_finite: skip` skips; 10 by default.
+    pub max_skipped: u64,
+    /// Seconds without progress after which the run of a single process ends with exit code 74; 3600
+    /// by default, 0 disables it. Several ranks use `distributed.timeout_s`.
+    pub timeout_s: u64,
+}
+
+/// What to do if the loss or a gradient of a step is not finite. No weight changes in either case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnNonFinite {
+    /// End the run with an error.
+    #[default]
+    Stop,
+    /// Skip the step with a warning.
+    Skip,
 }
 
 impl Default for TrainConfig {
@@ -193,6 +211,9 @@ impl Default for TrainConfig {
             epochs: None,
             max_steps: None,
             max_grad_norm: 1.0,
+            on_non_finite: OnNonFinite::Stop,
+            max_skipped: 10,
+            timeout_s: 3600,
         }
     }
 }
@@ -231,10 +252,12 @@ impl Default for EvalConfig {
 pub struct LogConfig {
     /// Optimizer steps between log lines; 1 by default. `metrics.jsonl` has every step.
     pub every_steps: NonZeroU64,
+    /// Whether `samples.jsonl` lists the rows of each step with their losses; true by default.
+    pub samples: bool,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: NonZeroU64::MIN }
+        Self { every_steps: NonZeroU64::MIN, samples: true }
     }
 }

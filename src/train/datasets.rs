@@ -215,6 +215,7 @@ mod tests {
     fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleSize {
         SampleSize {
             dataset,
+            row: 0,
             num_tokens,
             num_targets,
             num_images: dataset * num_tokens,

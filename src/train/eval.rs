@@ -136,12 +136,28 @@ impl Evaluator<'_> {
         model: &dyn Model,
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
+        let report = self.run_until(model, &|| false, progress)?;
+        Ok(report.expect("nothing stops this evaluation"))
+    }
+
+    /// Scores every row, unless `stop` returns `true` on a rank: then all ranks return `None`.
+    pub fn run_until(
+        &self,
+        model: &dyn Model,
+        stop: &dyn Fn() -> bool,
+        progress: &dyn Fn(usize),
+    ) -> Result<Option<EvalReport>, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
+        // The ranks of a sequence group compute each pack together, so none of them ends early.
+        let stop = || self.ranks.sequence().size == 1 && stop();
         let mut blocks = Vec::new();
         for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
             if index % world != rank {
                 continue;
+            }
+            if stop() {
+                break;
             }
             let before = index * BLOCK_ROWS;
             blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
@@ -149,8 +165,11 @@ impl Evaluator<'_> {
         while self.begin_pass(false)? {
             self.weights.end()?; // another rank has more rows
         }
+        if self.ranks.gather(stop())?.contains(&true) {
+            return Ok(None);
+        }
         progress(rows.len());
-        Ok(join(blocks, self.ranks)?)
+        Ok(Some(join(blocks, self.ranks)?))
     }
 
     /// Begins a pass over the model. If each rank has a share of the weights only, all ranks make the
@@ -174,7 +193,7 @@ impl Evaluator<'_> {
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
-        let mut pack: Vec<(u32, EncodedSample)> = Vec::new();
+        let mut pack: Vec<(SampleIndex, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
             self.ranks.report("evaluation");
@@ -189,7 +208,7 @@ impl Evaluator<'_> {
                             pack_tokens = 0;
                         }
                         pack_tokens += sample.len();
-                        pack.push((row.dataset, sample));
+                        pack.push((*row, sample));
                     }
                 }
             }
@@ -202,14 +221,14 @@ impl Evaluator<'_> {
     fn score(
         &self,
         model: &dyn Model,
-        samples: Vec<(u32, EncodedSample)>,
+        samples: Vec<(SampleIndex, EncodedSample)>,
         report: &mut EvalReport,
     ) -> Result<(), EvalError> {
         if samples.is_empty() {
             return Ok(());
         }
-        let of = |(dataset, sample): &(u32, EncodedSample)| {
-            (sample.id.clone(), SampleSize::of(*dataset, sample))
+        let of = |(row, sample): &(SampleIndex, EncodedSample)| {
+            (sample.id.clone(), SampleSize::of(*row, sample))
         };
         let origins: Vec<_> = samples.iter().map(of).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();

@@ -11,8 +11,10 @@ mod eval;
 mod eval_blocks;
 mod generate;
 mod gradients;
+mod health;
 mod ranks;
 mod rejects;
+mod sample_log;
 mod saved;
 mod sequence;
 mod state;
@@ -23,8 +25,8 @@ mod weights;
 
 pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
 pub use config::{
-    AttentionChoice, EvalConfig, LogConfig, ModelSection, Offload, Precision, RecomputeChoice,
-    TrainConfig, Weights,
+    AttentionChoice, EvalConfig, LogConfig, ModelSection, Offload, OnNonFinite, Precision,
+    RecomputeChoice, TrainConfig, Weights,
 };
 pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
@@ -36,8 +38,10 @@ pub use error::TrainError;
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{GenerateOptions, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
+pub use health::{Divergence, Health, Spike};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
+pub use sample_log::{SampleLog, StepSamples};
 pub use state::{BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,

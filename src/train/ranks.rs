@@ -17,13 +17,13 @@ pub struct Ranks {
     sequence: usize,
     step: AtomicU64,
     others: Option<Others>,
+    monitor: Option<Arc<dyn Monitor>>,
 }
 
 /// The connections to the other ranks.
 struct Others {
     lane: Mutex<Box<dyn Lane>>,
     sums: Arc<dyn Collective>,
-    monitor: Arc<dyn Monitor>,
 }
 
 impl Ranks {
@@ -35,6 +35,7 @@ impl Ranks {
             sequence: 1,
             step: AtomicU64::new(0),
             others: None,
+            monitor: None,
         }
     }
 
@@ -46,8 +47,16 @@ impl Ranks {
         sums: Arc<dyn Collective>,
         monitor: Arc<dyn Monitor>,
     ) -> Self {
-        let others = Some(Others { lane: Mutex::new(lane), sums, monitor });
-        Self { rank, shard_group, sequence: 1, step: AtomicU64::new(0), others }
+        let others = Some(Others { lane: Mutex::new(lane), sums });
+        let (step, monitor) = (AtomicU64::new(0), Some(monitor));
+        Self { rank, shard_group, sequence: 1, step, others, monitor }
+    }
+
+    /// `monitor` receives the reports if it has no other receiver.
+    #[must_use]
+    pub fn watched_by(self, monitor: &Arc<dyn Monitor>) -> Self {
+        let monitor = self.monitor.or_else(|| Some(Arc::clone(monitor)));
+        Self { monitor, ..self }
     }
 
     /// `size` neighbouring ranks compute the same micro-batches, each a part of the tokens.
@@ -111,30 +120,30 @@ impl Ranks {
 
     /// Reports the current work to the monitor.
     pub(super) fn report(&self, work: &str) {
-        if let Some(others) = &self.others {
-            others.monitor.report(&self.work(work));
+        if let Some(monitor) = &self.monitor {
+            monitor.report(&self.work(work));
         }
     }
 
     /// Reports that this rank waits for the others.
     pub(super) fn wait(&self, work: &str) {
-        if let Some(others) = &self.others {
-            others.monitor.wait(&self.work(work));
+        if let Some(monitor) = &self.monitor {
+            monitor.wait(&self.work(work));
         }
     }
 
     /// Calls `f`, which reads or writes files and may take longer than `distributed.timeout_s`.
     pub fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
-        match &self.others {
-            Some(others) => during(&*others.monitor, &self.work(work), f),
+        match &self.monitor {
+            Some(monitor) => during(&**monitor, &self.work(work), f),
             None => f(),
         }
     }
 
     /// Ends the other ranks because of an error of this one.
     pub(super) fn fail(&self, error: &TrainError) {
-        if let Some(others) = &self.others {
-            fail(&*others.monitor, error, error.lost());
+        if let Some(monitor) = &self.monitor {
+            fail(&**monitor, error, error.lost());
         }
     }
 

@@ -116,6 +116,7 @@ mod tests {
         };
         let sample = |num_targets| SampleSize {
             dataset: 0,
+            row: 0,
             num_tokens: num_targets + 1,
             num_targets,
             num_images: 0,

@@ -2,6 +2,7 @@
 //! weights and the moments.
 
 use super::datasets::DatasetCounts;
+use super::health::Health;
 use crate::data::DataState;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,6 +31,13 @@ pub struct TrainState {
     pub fingerprint: String,
     /// Hash of the training files.
     pub data_fingerprint: String,
+    /// What the warnings about the next steps depend on.
+    #[serde(default)]
+    pub health: Health,
+    /// Digests of the other inputs of a step: tokenizer, chat template, processor. Checkpoints of
+    /// older versions have none.
+    #[serde(default)]
+    pub inputs: BTreeMap<String, String>,
     /// The model, if an adapter is trained: the checkpoint does not contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseModel>,

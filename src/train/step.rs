@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Results of a step.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct StepOutcome {
     /// Mean over the step's supervised targets, weighted by the weights of the rows.
     pub loss: f64,
@@ -27,8 +27,11 @@ pub struct StepOutcome {
     pub counts: StepCounts,
     /// Losses of the targets of each micro-batch of this rank that has targets.
     pub losses: Vec<TargetLosses>,
-    /// Sum of the squares of the gradient of each trained parameter, before clipping.
+    /// Sum of the squares of the gradient of each trained parameter, before clipping; empty if the
+    /// loss is not finite.
     pub squares: Vec<f64>,
+    /// Why the weights were not updated: the loss or a gradient is not finite.
+    pub problem: Option<StepError>,
 }
 
 /// The reason why a step does not update the weights.
@@ -63,12 +66,12 @@ impl StepError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
-                "no step was trained yet: the weights of the model folder have values that are not \
-                 finite; copy them from the published model again",
+                "no step was trained yet: the weights of the model folder are finite, but too large; \
+                 copy them from the published model again",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
                 "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
-                 and their checkpoints are intact",
+                 and checkpoints never contain values that are not finite",
             ),
             Self::Ranks(_) | Self::Candle(_) => None,
         }
@@ -156,8 +159,8 @@ impl Losses {
         Ok(self.read()?.iter().map(|(_, losses)| losses.sum()).sum())
     }
 
-    /// The loss of each target. Waits for a GPU.
-    fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
+    /// The slot of each micro-batch with targets, and the loss of each target. Waits for a GPU.
+    pub fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
         let read = |(slot, nll, targets): &(usize, Option<Tensor>, OwnTargets)| {
             let nll = nll.as_ref().map_or(Ok(Vec::new()), Tensor::to_vec1)?;
             Ok((*slot, targets.losses(nll)))
@@ -170,7 +173,8 @@ impl Losses {
 pub struct LaunchedStep {
     step: u64,
     losses: Losses,
-    update: Update,
+    /// `None`: the loss is not finite.
+    update: Option<Update>,
     /// The loss of the step, if it is known already.
     loss: Option<f64>,
 }
@@ -321,9 +325,12 @@ impl StepRunner {
         let mut losses = self.accumulate(step, number).map_err(|error| self.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
-            Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts, number)?),
+            Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts)?),
             _ => None,
         };
+        if loss.is_some_and(|loss| !loss.is_finite()) {
+            return Ok(LaunchedStep { step: number, losses, update: None, loss });
+        }
         let gradients = std::mem::take(&mut losses.gradients);
         let norm = match &self.gradients {
             GradientSums::Shared(sums) if sums.is_sharded() => {
@@ -334,27 +341,37 @@ impl StepRunner {
         };
         let update = self.optimizer.update(norm, lr, number)?;
         self.weights.updated()?;
-        Ok(LaunchedStep { step: number, losses, update, loss })
+        Ok(LaunchedStep { step: number, losses, update: Some(update), loss })
     }
 
-    /// Waits for a step and returns its results.
+    /// Waits for a step and returns its results. If its loss or a gradient is not finite, it has
+    /// changed no weight, and [`StepOutcome::problem`] says so.
     pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
         let LaunchedStep { step, losses, update, loss } = launched;
         self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
         let losses = losses.read()?;
-        let loss = loss.map_or_else(|| self.mean_loss(&losses, counts, *step), Ok)?;
-        let norms = self.optimizer.finish(update).map_err(|source| match source {
-            OptimError::Candle(error) => StepError::Candle(error),
-            source @ OptimError::NonFinite { .. } => {
-                StepError::NonFiniteGradient { step: *step, source }
+        let loss = loss.map_or_else(|| self.mean_loss(&losses, counts), Ok)?;
+        let step = *step;
+        let norms = update.as_ref().map(|update| self.optimizer.finish(update)).transpose();
+        let (norms, problem) = match norms {
+            Err(OptimError::Candle(error)) => return Err(error.into()),
+            Err(source @ OptimError::NonFinite { .. }) => {
+                (None, Some(StepError::NonFiniteGradient { step, source }))
             }
-        })?;
+            Ok(norms) => (norms, None),
+        };
+        let problem = match loss.is_finite() {
+            true => problem,
+            false => Some(StepError::NonFiniteLoss { step, loss }),
+        };
+        let (grad_norm, squares) =
+            norms.map_or((f64::NAN, Vec::new()), |norms| (norms.total, norms.squares));
         let losses = losses.into_iter().map(|(_, losses)| losses).collect();
-        Ok(StepOutcome { loss, grad_norm: norms.total, counts, losses, squares: norms.squares })
+        Ok(StepOutcome { loss, grad_norm, counts, losses, squares, problem })
     }
 
-    /// Runs a whole step and waits for it.
+    /// Runs a whole step and waits for it. A loss or gradient that is not finite is an error.
     pub fn run(
         &self,
         micro_batches: impl Into<MicroBatches>,
@@ -362,7 +379,11 @@ impl StepRunner {
         step: u64,
     ) -> Result<StepOutcome, StepError> {
         let prepared = self.prepare(micro_batches)?;
-        self.finish(&self.launch(prepared, lr, step)?)
+        let outcome = self.finish(&self.launch(prepared, lr, step)?)?;
+        match outcome.problem {
+            None => Ok(outcome),
+            Some(problem) => Err(problem),
+        }
     }
 
     /// The mean loss of a step over all ranks, from the losses of this rank.
@@ -370,7 +391,6 @@ impl StepRunner {
         &self,
         losses: &[(usize, TargetLosses)],
         counts: StepCounts,
-        step: u64,
     ) -> Result<f64, StepError> {
         let own = losses.iter().map(|(slot, losses)| (*slot, Bits::from(losses.sum())));
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
@@ -378,7 +398,6 @@ impl StepRunner {
         sums.sort_by_key(|(slot, _)| *slot);
         // a step without targets has the loss 0
         let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
-        let loss = sums.into_iter().map(|(_, sum)| f64::from(sum)).sum::<f64>() / divisor;
-        if loss.is_finite() { Ok(loss) } else { Err(StepError::NonFiniteLoss { step, loss }) }
+        Ok(sums.into_iter().map(|(_, sum)| f64::from(sum)).sum::<f64>() / divisor)
     }
 }

@@ -7,6 +7,7 @@ mod adapter_runs;
 mod architecture;
 mod bad_input;
 mod bench;
+mod check;
 mod circles;
 mod cli;
 mod convert;
@@ -18,6 +19,7 @@ mod encoding;
 mod gpu_ranks;
 mod grounding;
 mod harness;
+mod health;
 #[cfg(feature = "hub")]
 mod hub;
 mod images;
@@ -33,6 +35,7 @@ mod parity;
 mod qlora;
 mod ranks;
 mod resume;
+mod rounding;
 mod rows;
 mod selftest;
 mod sequence;
@@ -41,6 +44,7 @@ mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
 mod urls;
+mod verify;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;

@@ -116,6 +116,8 @@ pub(super) struct TextFolder {
     pub(super) vocab_size: usize,
     /// SHA-256 of `tokenizer.json`.
     pub(super) tokenizer_fingerprint: [u8; 32],
+    /// Hash of everything that decides the tokens of a chat, except the date.
+    pub(super) undated_key: [u8; 32],
     /// Hash of everything that decides the tokens of a chat.
     pub(super) key: [u8; 32],
 }
@@ -234,6 +236,7 @@ impl TextFolder {
         let (path, source) = chat_template(folder, &tokenizer_config)?;
         let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
         key.update(format!("{source:?} {special_tokens:?} {}", media.key()));
+        let undated_key = key.clone().finalize().into();
         if source.contains("strftime_now") {
             // a template may print the date, so the hash must change with the day
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -250,6 +253,7 @@ impl TextFolder {
             pad_id,
             vocab_size,
             tokenizer_fingerprint,
+            undated_key,
             key,
         })
     }

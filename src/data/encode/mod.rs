@@ -16,10 +16,14 @@ mod targets;
 mod text_sample;
 pub(in crate::data) mod truncate;
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Once};
+
+use sha2::digest::generic_array::GenericArray;
+use sha2::{Digest, Sha256};
 
 use encoded_text::EncodedText;
 pub use folder::EncoderError;
@@ -83,6 +87,21 @@ impl Encoder {
     #[must_use]
     pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
         Self { loss_scale, ..self }
+    }
+
+    /// Digests of what this encoder reads from the model folder and from the settings of images and
+    /// videos, each with a name for messages. If they are equal, rows are encoded alike.
+    pub fn digests(&self) -> BTreeMap<String, String> {
+        let hex = |bytes: [u8; 32]| format!("{:x}", GenericArray::from(bytes));
+        let of = |text: String| hex(Sha256::digest(text.as_bytes()).into());
+        let MediaReader { images, videos } = &self.media;
+        let digests = [
+            ("tokenizer", hex(self.text.tokenizer_fingerprint)),
+            ("chat template or special tokens", hex(self.text.undated_key)),
+            ("image settings of the processor", of(images.key())),
+            ("video settings of the processor", of(videos.key())),
+        ];
+        digests.into_iter().map(|(name, digest)| (name.to_owned(), digest)).collect()
     }
 
     /// Downloads images by URL, and keeps them. Without this, such images are refused.

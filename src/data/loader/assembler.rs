@@ -309,13 +309,13 @@ impl<'a> Assembler<'a> {
     ) -> Result<Vec<Item<Option<EncodedSample>>>, Stop> {
         let mut filled = Vec::with_capacity(pack.len());
         for Item { position, length, value } in pack {
-            let dataset = value.row.dataset;
+            let row = value.row;
             let sample = match self.sample(value)? {
                 Ok(sample) => {
                     if self.share.is_none() {
                         self.send_finished()?; // its epoch continues
                     }
-                    read.sizes.push((slot, SampleSize::of(dataset, &sample)));
+                    read.sizes.push((slot, SampleSize::of(row, &sample)));
                     Some(sample)
                 }
                 Err(rejection) => {

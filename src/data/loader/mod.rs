@@ -27,8 +27,9 @@ mod workers;
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use assembler::{Assembler, Pools};
 
@@ -98,6 +99,20 @@ impl Loader {
             self.peeked = self.steps.as_ref().and_then(|steps| steps.try_recv().ok());
         }
         self.peeked.is_some()
+    }
+
+    /// Whether [`Self::next_step`] would return without waiting; waits for this for at most `limit`.
+    pub fn is_ready_within(&mut self, limit: Duration) -> bool {
+        if self.peeked.is_some() || self.failed.is_some() {
+            return true;
+        }
+        let Some(steps) = &self.steps else { return true };
+        match steps.recv_timeout(limit) {
+            Ok(step) => self.peeked = Some(step),
+            Err(RecvTimeoutError::Timeout) => return false,
+            Err(RecvTimeoutError::Disconnected) => {}
+        }
+        true
     }
 
     /// Waits for the next step. `None` after the last epoch, and after an error.

@@ -155,18 +155,18 @@ impl Drop for Over {
 }
 
 /// Finds out whether the whole process was stopped for a while, for example by SIGSTOP.
-struct Clock {
+pub(super) struct Clock {
     last: Instant,
     limit: Duration,
 }
 
 impl Clock {
-    fn new(timeout: Duration) -> Self {
+    pub(super) fn new(timeout: Duration) -> Self {
         Self { last: Instant::now(), limit: timeout / 2 }
     }
 
     /// Called at each tick. Returns the time that the process was stopped.
-    fn stopped(&mut self) -> Option<Duration> {
+    pub(super) fn stopped(&mut self) -> Option<Duration> {
         let gap = self.last.elapsed();
         self.last = Instant::now();
         Some(gap).filter(|gap| *gap > self.limit)

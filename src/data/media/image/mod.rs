@@ -112,6 +112,12 @@ impl ImageProcessor {
     }
 
     /// Downloads images by URL, which are refused otherwise.
+    /// The settings that decide the patches of an image.
+    pub(in crate::data) fn key(&self) -> String {
+        let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
+        format!("{sizes:?} {:?} {:?}", [self.min_pixels, self.max_pixels], self.normalise)
+    }
+
     pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
         self.urls = Urls::Fetched(images);
     }

@@ -79,6 +79,12 @@ impl VideoProcessor {
     }
 
     /// Downloads frames by URL, which are refused otherwise.
+    /// The settings that decide the frames and patches of a video.
+    pub(in crate::data) fn key(&self) -> String {
+        let Settings { sampling, budget, normalise, marks, limits: _ } = &self.settings;
+        format!("{sampling:?} {budget:?} {normalise:?} {marks:?}")
+    }
+
     pub(in crate::data) fn set_urls(&mut self, images: Arc<UrlImages>) {
         self.images.set_urls(images);
     }

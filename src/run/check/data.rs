@@ -1,0 +1,188 @@
+//! Checks every row of the data sets.
+
+use super::super::error::RunError;
+use super::super::inputs::{DataList, loader_options, open_data, order};
+use super::super::observer::SetupObserver;
+use super::super::plan::update_cache;
+use super::{CheckReport, Finding, Note, Topic};
+use crate::config::RunConfig;
+use crate::data::{
+    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex, plan,
+};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Number of examples of each reason.
+const NUM_EXAMPLES: usize = 3;
+
+/// The rejected rows of a data set: their number and the first ones, by reason.
+type ByReason = BTreeMap<String, (u64, Vec<String>)>;
+
+/// Opens each data set, and measures its rows.
+pub(super) fn check(
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+    report: &mut CheckReport,
+) {
+    let mut complete = true;
+    for (list, topic) in [(DataList::Train, Topic::Train), (DataList::Eval, Topic::Eval)] {
+        let sets = match list {
+            DataList::Train => &config.data.train,
+            DataList::Eval => &config.data.eval,
+        };
+        for index in 0..sets.len() {
+            // each alone, so that a broken file hides no other one
+            let mut alone = config.clone();
+            let own = match list {
+                DataList::Train => &mut alone.data.train,
+                DataList::Eval => &mut alone.data.eval,
+            };
+            *own = vec![sets[index].clone()];
+            match measure(&alone, list, encoder, observer) {
+                Ok(rows) => add_rows(config, topic, &rows, encoder, report),
+                Err(error) => {
+                    complete = false;
+                    report.error(topic, of_set(error, index));
+                }
+            }
+        }
+    }
+    if complete && let Err(error) = add_plan(config, encoder, observer, report) {
+        report.error(Topic::Plan, error);
+    }
+}
+
+/// Gives an error about the only data set of a list its index in the config.
+fn of_set(error: RunError, number: usize) -> RunError {
+    match error {
+        RunError::DataSet { list, key, problem, .. } => {
+            RunError::DataSet { list, index: number, key, problem }
+        }
+        error => error,
+    }
+}
+
+/// The rows of a data set, and a reader that has their lengths.
+struct Measured {
+    rows: Arc<JsonlRows>,
+    reader: Arc<dyn RowReader>,
+}
+
+fn measure(
+    config: &RunConfig,
+    list: DataList,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<Measured, RunError> {
+    let rows = Arc::new(open_data(config, list, encoder, observer)?);
+    let reader: Arc<dyn RowReader> = match list {
+        DataList::Train => Arc::new(update_cache(config, Arc::clone(&rows), observer)?.0),
+        DataList::Eval => Arc::clone(&rows) as Arc<dyn RowReader>,
+    };
+    Ok(Measured { rows, reader })
+}
+
+/// Adds what is known about the rows of a data set.
+fn add_rows(
+    config: &RunConfig,
+    topic: Topic,
+    measured: &Measured,
+    encoder: &Encoder,
+    report: &mut CheckReport,
+) {
+    let options = loader_options(config, encoder);
+    for set in measured.rows.sets() {
+        let file = set.path().display();
+        let (usable, tokens, rejected) = count(&*measured.reader, set, &options);
+        let rows = set.len() as u64;
+        report.fact(topic, format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"));
+        let num_rejected: u64 = rejected.values().map(|(count, _)| count).sum();
+        let is_train = topic == Topic::Train;
+        let too_many = num_rejected as f64 > config.data.max_rejected * rows as f64;
+        let stops = is_train
+            && num_rejected > 0
+            && (usable == 0 || too_many || config.data.on_error == OnError::Stop);
+        for (reason, (count, examples)) in rejected {
+            let what = if is_train { "would be rejected" } else { "cannot be scored" };
+            let note = Note {
+                message: format!("{file}: {count} of {rows} rows {what}: {reason}"),
+                examples,
+                hint: None, // each example has one
+            };
+            let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
+            report.add(topic, finding);
+        }
+    }
+}
+
+/// Number of usable rows, their tokens, and the rejected rows.
+fn count(reader: &dyn RowReader, set: &DataSet, options: &LoaderOptions) -> (u64, u64, ByReason) {
+    let rows = (0..set.len() as u32).into_par_iter();
+    let length = |row| {
+        let index = SampleIndex { dataset: 0, row };
+        let length = reader.length(index)?;
+        options.check_length(length, || reader.id(index))?;
+        Ok(length.tokens as u64)
+    };
+    let lengths: Vec<Result<u64, Rejection>> = rows.map(length).collect();
+    let mut rejected = ByReason::new();
+    let (mut usable, mut tokens) = (0, 0);
+    for length in lengths {
+        match length {
+            Ok(length) => {
+                usable += 1;
+                tokens += length;
+            }
+            Err(rejection) => {
+                let text = rejection.to_string();
+                let (count, examples) = rejected.entry(rejection.reason).or_default();
+                *count += 1;
+                if examples.len() < NUM_EXAMPLES {
+                    examples.push(text);
+                }
+            }
+        }
+    }
+    (usable, tokens, rejected)
+}
+
+/// Counts the steps of the run.
+fn add_plan(
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+    report: &mut CheckReport,
+) -> Result<(), RunError> {
+    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
+    let order = order(config, &rows)?;
+    let reader: Arc<dyn RowReader> = Arc::new(update_cache(config, rows, observer)?.0);
+    let options = loader_options(config, encoder);
+    let epochs = config.train.epoch_limit().unwrap_or(1);
+    let planned = match plan(&reader, &order, &options, epochs, &|_, _| {}) {
+        Ok(planned) => planned,
+        // the rows that cause it are reported with their data set
+        Err(_) if report.counts()[0] > 0 => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let max_steps = config.train.max_steps.map(|steps| steps.get());
+    let steps = match (max_steps, config.train.epochs) {
+        (Some(steps), None) => steps,
+        (Some(steps), Some(_)) => steps.min(planned.steps),
+        (None, _) => planned.steps,
+    };
+    let (packs, tokens) = (planned.packs, planned.tokens);
+    report.fact(
+        Topic::Plan,
+        format!("{steps} steps; {epochs} epoch(s) have {packs} packs and {tokens} tokens"),
+    );
+    if config.optim.warmup_steps.is_some_and(|warmup| warmup >= steps) {
+        let note = Note::new(
+            format!("`optim.warmup_steps` reaches the end of the {steps} steps of the run"),
+            "lower it, or use `optim.warmup_ratio`",
+        );
+        report.add(Topic::Plan, Finding::Warning(note));
+    }
+    Ok(())
+}

@@ -1,0 +1,188 @@
+//! Everything that can be known about a run before it trains: all problems at once.
+
+mod data;
+mod resources;
+
+use super::adapter::open_run_model;
+use super::error::RunError;
+use super::inputs::{encoder, param_groups};
+use super::observer::SetupObserver;
+use crate::config::RunConfig;
+use crate::ops::set_predicted_memory;
+use crate::tape::Trainable;
+use candle_core::Device;
+use resources::{GIB, LESS_DISK, LESS_MEMORY, Need};
+use std::fs;
+
+/// A part of a run that is checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Topic {
+    /// Values of the config.
+    Config,
+    /// The model folder: `config.json`, names and shapes of tensors, freeze and learning rate
+    /// patterns.
+    Model,
+    /// Tokenizer, chat template and processor.
+    Encoder,
+    /// The rows of `data.train`.
+    Train,
+    /// The rows of `data.eval`.
+    Eval,
+    /// Number of steps and packs.
+    Plan,
+    /// Predicted memory.
+    Memory,
+    /// Disk space for checkpoints.
+    Disk,
+    /// `output_dir`.
+    Output,
+}
+
+impl Topic {
+    /// Name in the report.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Config => "config",
+            Self::Model => "model",
+            Self::Encoder => "tokenizer and template",
+            Self::Train => "data.train",
+            Self::Eval => "data.eval",
+            Self::Plan => "plan",
+            Self::Memory => "memory",
+            Self::Disk => "disk",
+            Self::Output => "output_dir",
+        }
+    }
+}
+
+/// What a check found.
+#[derive(Debug)]
+pub enum Finding {
+    /// An error with which the run would stop.
+    Error(RunError),
+    /// A problem with which the run would stop: what was found, the first examples, and a fix.
+    Problem(Note),
+    /// Something that the run survives, but its user may not want.
+    Warning(Note),
+    /// A fact.
+    Fact(String),
+}
+
+/// A message with examples and a hint.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Note {
+    /// What was found.
+    pub message: String,
+    /// The first cases, with file and line.
+    pub examples: Vec<String>,
+    /// What to do.
+    pub hint: Option<String>,
+}
+
+impl Note {
+    fn new(message: impl Into<String>, hint: &str) -> Self {
+        Self { message: message.into(), examples: Vec::new(), hint: Some(hint.to_owned()) }
+    }
+}
+
+/// All findings, in the order of the topics.
+#[derive(Debug, Default)]
+pub struct CheckReport {
+    /// The findings, each with its topic.
+    pub findings: Vec<(Topic, Finding)>,
+}
+
+impl CheckReport {
+    /// Number of findings with which the run would stop, and number of warnings.
+    pub fn counts(&self) -> [usize; 2] {
+        let count = |of: fn(&Finding) -> bool| self.findings.iter().filter(|(_, f)| of(f)).count();
+        [
+            count(|finding| matches!(finding, Finding::Error(_) | Finding::Problem(_))),
+            count(|finding| matches!(finding, Finding::Warning(_))),
+        ]
+    }
+
+    fn add(&mut self, topic: Topic, finding: Finding) {
+        self.findings.push((topic, finding));
+    }
+
+    fn fact(&mut self, topic: Topic, text: impl Into<String>) {
+        self.add(topic, Finding::Fact(text.into()));
+    }
+
+    fn error(&mut self, topic: Topic, error: impl Into<RunError>) {
+        self.add(topic, Finding::Error(error.into()));
+    }
+}
+
+/// Warns if the predicted memory or the checkpoints exceed what is free.
+pub(super) fn warn_about_resources(config: &RunConfig) {
+    let Ok(need) = Need::of(config) else { return }; // loading the model reports the error
+    set_predicted_memory(need.memory as u64);
+    let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
+    if let Some([need, free]) = need.memory_lack(config) {
+        let (need, free) = (gib(need), gib(free));
+        tracing::warn!(
+            need,
+            free,
+            "the predicted memory (GiB) exceeds what is free: {LESS_MEMORY}"
+        );
+    }
+    if let Some([need, free]) = need.disk_lack(config) {
+        let (need, free) = (gib(need), gib(free));
+        tracing::warn!(
+            need,
+            free,
+            "the disk of `output_dir` lacks space (GiB) for the checkpoints: {LESS_DISK}"
+        );
+    }
+}
+
+/// Checks a config without training. It writes the length cache of `data.train`, and nothing else.
+pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckReport {
+    let mut report = CheckReport::default();
+    // If this fails, the update of the cache reports it.
+    let _ = fs::create_dir_all(config.cache_dir());
+    let values = config.problems();
+    let is_valid = values.is_empty();
+    values.into_iter().for_each(|error| report.error(Topic::Config, error));
+    if let Err(error) = config.data.validate() {
+        report.error(Topic::Config, error);
+    }
+    check_model(config, &mut report);
+    match encoder(config) {
+        Ok(encoder) => {
+            report.fact(Topic::Encoder, "the chat template can be used");
+            data::check(config, &encoder, observer, &mut report);
+        }
+        Err(error) => report.error(Topic::Encoder, error),
+    }
+    if is_valid {
+        resources::check(config, &mut report);
+    }
+    report.findings.sort_by_key(|(topic, _)| *topic);
+    report
+}
+
+/// Compares the tensors of the model folder with its config, and applies the patterns.
+fn check_model(config: &RunConfig, report: &mut CheckReport) {
+    let (open, _) = match open_run_model(config, None, &Device::Cpu) {
+        Ok(open) => open,
+        Err(error) => return report.error(Topic::Model, error),
+    };
+    match param_groups(config, &open) {
+        Err(error) => report.error(Topic::Model, error),
+        Ok(groups) => {
+            let trained = super::trainable(&groups);
+            let count = |only: bool| -> usize {
+                let specs = open.specs.iter().zip(&trained);
+                let counted = specs.filter(|(_, kind)| !only || **kind == Trainable::Yes);
+                counted.map(|(spec, _)| spec.shape.iter().product::<usize>()).sum()
+            };
+            let [all, trained] = [count(false), count(true)];
+            let tensors = open.specs.len();
+            let text = format!("{all} parameters in {tensors} tensors; {trained} are trained");
+            report.fact(Topic::Model, text);
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Memory, disk space and `output_dir`, before a run uses them.
+
+use super::super::error::RunError;
+use super::super::estimate::ModelShape;
+use super::{CheckReport, Finding, Note, Topic};
+use crate::checkpoint::Checkpointer;
+use crate::config::RunConfig;
+use crate::dist::Shard;
+use crate::metrics::{Cluster, available_memory_bytes};
+use crate::train::DeviceChoice;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The fractions of tokens of images and of supervised tokens that a prediction assumes.
+const FRACTIONS: (f64, f64) = (0.5, 0.25);
+pub(super) const GIB: f64 = 1_073_741_824.0;
+
+pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
+    let need = match Need::of(config) {
+        Ok(need) => need,
+        Err(_) => return, // the model folder cannot be used, which is reported with it
+    };
+    need.check_memory(config, report);
+    need.check_disk(config, report);
+    check_output(config, report);
+}
+
+/// Memory and disk space that a run needs.
+pub(super) struct Need {
+    /// Peak memory of the process, or of the GPU, in bytes.
+    pub(super) memory: f64,
+    /// Bytes of a checkpoint.
+    checkpoint: f64,
+}
+
+impl Need {
+    /// Predicts the needs of a run in one process from the shape of its model.
+    pub(super) fn of(config: &RunConfig) -> Result<Self, RunError> {
+        let shape = ModelShape::read(config)?;
+        let on_cpu = !matches!(config.device, DeviceChoice::Cuda(_));
+        let exact = config.distributed.exact.holds(on_cpu);
+        let cluster = Cluster { gpus: 1, nodes: 1, link: 1.0, network: 1.0, flops: 1.0 };
+        let estimate = shape.estimate(config, &cluster, (Shard::None, 1), FRACTIONS, exact)?;
+        let memory = match config.device {
+            DeviceChoice::Cuda(_) => estimate.device_bytes,
+            _ => estimate.process_bytes,
+        };
+        Ok(Self { memory, checkpoint: shape.checkpoint_bytes(config) })
+    }
+
+    fn check_memory(&self, config: &RunConfig, report: &mut CheckReport) {
+        let need = self.memory / GIB;
+        if matches!(config.device, DeviceChoice::Cuda(_)) {
+            return report.fact(Topic::Memory, format!("about {need:.1} GiB of GPU memory"));
+        }
+        match self.memory_lack(config) {
+            None => report.fact(Topic::Memory, format!("about {need:.1} GiB")),
+            Some([_, free]) => {
+                let free = free / GIB;
+                let text = format!("about {need:.1} GiB are needed, {free:.1} GiB are free");
+                report.add(Topic::Memory, Finding::Problem(Note::new(text, LESS_MEMORY)));
+            }
+        }
+    }
+
+    /// The bytes that are needed and those that are free on the disk of `output_dir`, if they do not
+    /// suffice.
+    pub(super) fn disk_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
+        let free = free_bytes(&config.output_dir).ok()?;
+        // `keep` checkpoints, and the next one before the oldest is removed
+        let checkpoints = match config.checkpoint.every_steps {
+            0 => 1.0,
+            _ => config.checkpoint.keep.get() as f64 + 1.0,
+        };
+        let own = folder_bytes(&config.output_dir.join("checkpoints")) as f64;
+        let need = checkpoints * self.checkpoint;
+        (need > free + own).then_some([need, free + own])
+    }
+
+    /// The bytes that are needed and those that are free, if the memory does not suffice.
+    pub(super) fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
+        let free = available_memory_bytes()? as f64;
+        let on_gpu = matches!(config.device, DeviceChoice::Cuda(_));
+        (!on_gpu && self.memory > free).then_some([self.memory, free])
+    }
+
+    fn check_disk(&self, config: &RunConfig, report: &mut CheckReport) {
+        let each = self.checkpoint / GIB;
+        let Some([need, free]) = self.disk_lack(config) else {
+            return report.fact(Topic::Disk, format!("a checkpoint has about {each:.2} GiB"));
+        };
+        let (need, free) = (need / GIB, free / GIB);
+        let text = format!(
+            "checkpoints of {each:.2} GiB need {need:.2} GiB on the disk of `{}`, {free:.2} GiB are free",
+            config.output_dir.display()
+        );
+        report.add(Topic::Disk, Finding::Problem(Note::new(text, LESS_DISK)));
+    }
+}
+
+/// Settings that need less memory, the cheapest first.
+pub(super) const LESS_MEMORY: &str = "set `model.recompute: full`, lower \
+    `data.packing_length`, or train an adapter (`adapter: {}`)";
+/// Settings that need less space.
+pub(super) const LESS_DISK: &str =
+    "free space, lower `checkpoint.keep`, or set `output_dir` to another disk";
+
+impl ModelShape {
+    /// Bytes of a checkpoint: saved weights and the state of the optimizer.
+    fn checkpoint_bytes(&self, config: &RunConfig) -> f64 {
+        let [parameters, trained] = self.num_parameters();
+        let saved = if config.adapter.is_some() { trained } else { parameters };
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        saved * element + trained * self.state_bytes(config)
+    }
+}
+
+/// The folder itself, or the nearest one above it that exists.
+fn existing(folder: &Path) -> PathBuf {
+    let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+    let found = absolute.ancestors().find(|folder| folder.exists());
+    found.unwrap_or(Path::new("/")).to_owned()
+}
+
+/// Bytes that this user may still write to the disk of `folder`.
+fn free_bytes(folder: &Path) -> io::Result<f64> {
+    let disk = rustix::fs::statvfs(existing(folder))?;
+    Ok(disk.f_bavail as f64 * disk.f_frsize as f64)
+}
+
+/// Bytes of the files in the folders of `folder`.
+fn folder_bytes(folder: &Path) -> u64 {
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries(folder).flat_map(|entry| entries(&entry.path()).collect::<Vec<_>>());
+    files.filter_map(|file| Some(file.metadata().ok()?.len())).sum()
+}
+
+/// Whether the run may write to `output_dir`, and what is in it.
+fn check_output(config: &RunConfig, report: &mut CheckReport) {
+    let folder = &config.output_dir;
+    let exists = existing(folder);
+    let problem = |text: String| {
+        Finding::Problem(Note::new(text, "set `output_dir` to a folder that you may write to"))
+    };
+    if !exists.is_dir() {
+        let text = format!("`{}` is a file, not a folder", exists.display());
+        return report.add(Topic::Output, problem(text));
+    }
+    if let Err(error) = rustix::fs::access(&exists, rustix::fs::Access::WRITE_OK) {
+        let text = format!("cannot write to `{}`: {}", exists.display(), io::Error::from(error));
+        return report.add(Topic::Output, problem(text));
+    }
+    let steps = Checkpointer::new(folder, &config.checkpoint).steps().unwrap_or_default();
+    let text = match steps.last() {
+        Some(step) => format!("has a run with a checkpoint of step {step}"),
+        None => "has no checkpoint: the run starts at step 0".to_owned(),
+    };
+    report.fact(Topic::Output, format!("`{}` {text}", folder.display()));
+    for change in super::super::resume::changes(config, folder) {
+        let text = format!("the run in `output_dir` would not be resumed: {change}");
+        let hint = "restore the value to resume it; its files are moved to `previous-N` otherwise";
+        report.add(Topic::Output, Finding::Warning(Note::new(text, hint)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_disk_of_a_folder_that_does_not_exist_yet_is_that_of_its_parent() {
+        let folder = tempfile::tempdir().unwrap();
+        let below = folder.path().join("not/there");
+        assert_eq!(existing(&below), folder.path());
+        assert!(free_bytes(&below).unwrap() > 0.0);
+    }
+
+    #[test]
+    fn the_files_of_checkpoints_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let step = folder.path().join("step-00000001");
+        fs::create_dir(&step).unwrap();
+        for name in ["one", "two"] {
+            fs::File::create(step.join(name)).unwrap().set_len(1000).unwrap();
+        }
+        assert_eq!(folder_bytes(folder.path()), 2000);
+        assert_eq!(folder_bytes(&folder.path().join("none")), 0);
+    }
+}

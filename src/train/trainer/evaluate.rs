@@ -1,0 +1,65 @@
+//! Evaluations during a run.
+
+use super::super::datasets::metric_keys;
+use super::super::error::TrainError;
+use super::super::eval::Evaluator;
+use super::super::rejects::write_rejects;
+use super::Observer;
+use super::Trainer;
+use crate::metrics::EvalMetrics;
+use std::cell::RefCell;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+impl Trainer {
+    /// Scores the eval rows, at most once per step. A signal ends it without a result; then this
+    /// returns `false` on all ranks.
+    pub(super) fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        let parts = &mut self.parts;
+        let step = parts.state.step;
+        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step))
+        else {
+            return Ok(true);
+        };
+        let started = Instant::now();
+        let total = rows.num_rows();
+        let evaluator = Evaluator {
+            rows,
+            max_tokens: parts.eval_max_tokens,
+            dtype: parts.runner.dtype,
+            device: &parts.runner.device,
+            ranks: &parts.runner.ranks,
+            weights: &parts.runner.weights,
+        };
+        let watch = RefCell::new(observer);
+        let stop = || parts.stop.load(Ordering::Relaxed);
+        let report = evaluator.run_until(&*parts.runner.model, &stop, &|done| {
+            watch.borrow_mut().evaluating(done, total);
+        })?;
+        let Some(report) = report else { return Ok(false) };
+        if self.evaluated_at.is_none() && !self.resumed {
+            for rejection in &report.rejected {
+                tracing::warn!(row = %rejection.message, "cannot score an eval row");
+            }
+            write_rejects(parts.rejects.as_mut(), step, &report.rejected)?;
+        }
+        self.evaluated_at = Some(step);
+        if report.samples.is_empty() {
+            // The loss of no rows would be 0, like a perfect loss.
+            tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
+            return Ok(true);
+        }
+        let time_s = started.elapsed().as_secs_f64();
+        let num_samples = report.samples.len() as u64;
+        let metrics =
+            EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
+                .with_accuracy(report.accuracy())
+                .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
+        if let Some(file) = &mut parts.metrics {
+            file.write(&metrics)?;
+        }
+        watch.into_inner().evaluated(&metrics);
+        self.last_eval = Some(report);
+        Ok(true)
+    }
+}

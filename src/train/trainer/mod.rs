@@ -1,0 +1,326 @@
+//! The training loop: steps, evaluations, checkpoints.
+
+mod evaluate;
+mod save;
+mod step;
+
+use super::audit::Audit;
+use super::config::{EvalConfig, OnNonFinite};
+use super::datasets::Rejected;
+use super::error::TrainError;
+use super::eval::EvalReport;
+use super::ranks::Ranks;
+use super::rejects::write_rejects;
+use super::sample_log::SampleLog;
+use super::state::TrainState;
+use super::step::{MicroBatches, PreparedStep, StepRunner};
+use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
+use crate::data::{JsonlRows, Loader, LoaderError, StepData};
+use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
+use crate::optim::Schedule;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Arguments of [`Trainer::new`].
+pub struct TrainerParts {
+    /// Model, gradients, optimizer.
+    pub runner: StepRunner,
+    /// Steps of data, from the position in `state` on.
+    pub loader: Loader,
+    /// Learning rate of each step.
+    pub schedule: Schedule,
+    /// Progress of the run.
+    pub state: TrainState,
+    /// Writes checkpoints and the folder `final`.
+    pub checkpointer: Checkpointer,
+    /// Maximum number of steps, even if there is more data.
+    pub max_steps: u64,
+    /// Number of steps between checkpoints; 0 writes one at the end only.
+    pub checkpoint_every: u64,
+    /// Tokenizer and processor files of the model, copied to checkpoints.
+    pub carried: CarriedFiles,
+    /// Whether checkpoints contain a model or an adapter.
+    pub layout: FolderLayout,
+    /// `config.json`, or `adapter_config.json`, of checkpoints.
+    pub config_json: serde_json::Value,
+    /// Rows of the evaluation.
+    pub eval_rows: Option<JsonlRows>,
+    /// Names of the training data sets.
+    pub dataset_names: Vec<String>,
+    /// Rejected texts of the training corpora.
+    pub rejected_texts: Rejected,
+    /// When to evaluate.
+    pub eval: EvalConfig,
+    /// Maximum number of tokens of one forward pass of an evaluation.
+    pub eval_max_tokens: usize,
+    /// `metrics.jsonl`; `None` if another rank writes it.
+    pub metrics: Option<JsonlSink>,
+    /// `rejects.jsonl`; `None` if another rank writes it.
+    pub rejects: Option<JsonlSink>,
+    /// The rows and losses of each step.
+    pub samples: SampleLog,
+    /// What to do if the loss or a gradient is not finite.
+    pub on_non_finite: OnNonFinite,
+    /// Maximum number of skipped steps in a row.
+    pub max_skipped: u64,
+    /// Whether `metrics.jsonl` has the evaluation of the step to resume from.
+    pub is_evaluated: bool,
+    /// Set by a signal handler: the run saves and stops after the current step.
+    pub stop: Arc<AtomicBool>,
+    /// Set by a signal handler: the run saves after the current step and continues.
+    pub save: Arc<AtomicBool>,
+}
+
+/// Receives the progress of a run, for example to draw a bar. `()` ignores it.
+pub trait Observer {
+    /// Called after each optimizer step.
+    fn step(&mut self, metrics: &StepMetrics, total_steps: u64);
+    /// Called during an evaluation, with the number of scored rows.
+    fn evaluating(&mut self, done: usize, total: usize);
+    /// Called after an evaluation.
+    fn evaluated(&mut self, metrics: &EvalMetrics);
+}
+
+impl Observer for () {
+    fn step(&mut self, _: &StepMetrics, _: u64) {}
+    fn evaluating(&mut self, _: usize, _: usize) {}
+    fn evaluated(&mut self, _: &EvalMetrics) {}
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// All steps are done, and the folder `final` is written.
+    Finished {
+        /// The last evaluation, if there is eval data.
+        eval: Option<EvalReport>,
+        /// `<output_dir>/final`.
+        folder: PathBuf,
+    },
+    /// A signal stopped the run. The same command resumes from the checkpoint.
+    Stopped {
+        /// The checkpoint; `None` before the first step.
+        folder: Option<PathBuf>,
+    },
+}
+
+/// A run in progress.
+pub struct Trainer {
+    parts: TrainerParts,
+    audit: Audit,
+    resumed: bool,
+    saved_at: Option<u64>,
+    evaluated_at: Option<u64>,
+    last_eval: Option<EvalReport>,
+    ahead: Option<Result<ReadyStep, TrainError>>,
+}
+
+/// The data of a step. The upload of its first micro-batch has started.
+struct ReadyStep {
+    data: StepData,
+    prepared: PreparedStep,
+    has_images: bool,
+}
+
+/// The result of waiting for the data of a step.
+enum Waited {
+    Step(Box<ReadyStep>),
+    /// A signal stops the run.
+    Stopped,
+    /// The data has ended.
+    End,
+}
+
+/// Time between two checks of the flag that a signal sets.
+const POLL: Duration = Duration::from_millis(100);
+
+impl ReadyStep {
+    fn new(runner: &StepRunner, mut data: StepData) -> Result<Self, TrainError> {
+        let batches = std::mem::take(&mut data.micro_batches);
+        let micro_batches = MicroBatches(data.slots.iter().copied().zip(batches).collect());
+        // of any rank
+        let has_images = data.samples.iter().any(|size| size.num_images + size.num_videos > 0);
+        Ok(Self { data, prepared: runner.prepare(micro_batches)?, has_images })
+    }
+}
+
+impl Trainer {
+    /// Starts or resumes a run; steps are trained by [`Self::run`].
+    pub fn new(parts: TrainerParts) -> Self {
+        let audit = match parts.state.step {
+            0 => Audit::Due,
+            _ => Audit::Done, // a resumed run was audited at its first start
+        };
+        // A run resumed from the checkpoint of another folder has no checkpoint here.
+        let step = parts.state.step;
+        let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
+        let saved_at = is_here.then_some(step);
+        Self {
+            parts,
+            audit,
+            saved_at,
+            evaluated_at: None,
+            last_eval: None,
+            resumed: step > 0,
+            ahead: None,
+        }
+    }
+
+    /// Progress of the run.
+    pub fn state(&self) -> &TrainState {
+        &self.parts.state
+    }
+
+    /// The model in training.
+    pub fn runner(&self) -> &StepRunner {
+        &self.parts.runner
+    }
+
+    /// The rows of the evaluation.
+    pub fn eval_rows(&self) -> Option<&JsonlRows> {
+        self.parts.eval_rows.as_ref()
+    }
+
+    /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
+    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        let result = self.train(observer);
+        if let Err(error) = &result {
+            self.ranks().fail(error); // before the connections close
+        }
+        result
+    }
+
+    fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        // A signal may have ended the evaluation that follows the checkpoint.
+        let is_evaluated = self.parts.is_evaluated || !self.is_first();
+        let is_missing = self.resumed && due(self.parts.state.step, self.parts.eval.every_steps);
+        if is_missing && self.ranks().gather(is_evaluated)?.contains(&false) {
+            self.evaluate(observer)?;
+        }
+        // The loader may end earlier than planned: it omits a step with only broken images.
+        while self.parts.state.step < self.parts.max_steps {
+            // a signal to one rank stops all
+            let flags = [&self.parts.stop, &self.parts.save];
+            let [stop, save] =
+                [flags[0].load(Ordering::Relaxed), flags[1].swap(false, Ordering::Relaxed)];
+            let all = self.ranks().gather([stop, save])?;
+            if all.iter().any(|[stop, _]| *stop) {
+                let folder = (self.parts.state.step > 0).then(|| self.save()).transpose()?;
+                return Ok(Outcome::Stopped { folder });
+            }
+            if all.iter().any(|[_, save]| *save) {
+                self.try_save()?;
+            }
+            self.ranks().begin_step(self.parts.state.step + 1);
+            let asked = Instant::now();
+            let ready = match self.ahead.take() {
+                Some(ready) => ready?,
+                None => match self.wait_for_step(self.parts.state.step + 1)? {
+                    Waited::Step(ready) => *ready,
+                    Waited::Stopped => continue,
+                    Waited::End => break,
+                },
+            };
+            self.step(ready, asked, observer)?;
+            let step = self.parts.state.step;
+            if due(step, self.parts.checkpoint_every) {
+                self.try_save()?;
+            }
+            if due(step, self.parts.eval.every_steps) {
+                self.evaluate(observer)?;
+            }
+        }
+        let last = self.save()?; // before the evaluation, which may fail
+        if !self.evaluate(observer)? {
+            return Ok(Outcome::Stopped { folder: Some(last) });
+        }
+        let checkpointer = &self.parts.checkpointer;
+        let folder = if self.is_first() {
+            self.ranks().during("writing `final`", || checkpointer.save_final(&last))?
+        } else {
+            checkpointer.final_folder()
+        };
+        self.finish_logs()?;
+        self.ranks().wait_for_all()?;
+        Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
+    }
+
+    /// Writes what is left of the logs, and says what went wrong in the run.
+    fn finish_logs(&mut self) -> Result<(), TrainError> {
+        if !self.is_first() {
+            return Ok(());
+        }
+        let health = &self.parts.state.health;
+        if health.skipped() > 0 {
+            let steps = health.skipped();
+            tracing::warn!(steps, "steps that changed no weight: loss or gradient was not finite");
+        }
+        if let Some(found) = health.divergence() {
+            let (first, last) = (found.first as f32, found.now as f32);
+            tracing::warn!(first, last, "the run diverged: its loss ended above its start");
+        }
+        let samples = self.parts.samples.file.as_mut();
+        for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
+            file.map_or(Ok(()), JsonlSink::sync)?;
+        }
+        Ok(())
+    }
+
+    fn ranks(&self) -> &Ranks {
+        &self.parts.runner.ranks
+    }
+
+    /// Whether this process writes the files of the run.
+    fn is_first(&self) -> bool {
+        self.ranks().rank().is_first()
+    }
+
+    /// Waits for the data of `step`, or for a signal.
+    fn wait_for_step(&mut self, step: u64) -> Result<Waited, TrainError> {
+        // Ranks that share the steps stop together, between two steps.
+        let is_alone = self.ranks().rank().world == 1;
+        while is_alone && !self.parts.loader.is_ready_within(POLL) {
+            if self.parts.stop.load(Ordering::Relaxed) {
+                return Ok(Waited::Stopped);
+            }
+        }
+        Ok(match self.next_step(step)? {
+            Some(ready) => Waited::Step(Box::new(ready)),
+            None => Waited::End,
+        })
+    }
+
+    /// Waits for the data of `step`; `None` at the end of the data.
+    fn next_step(&mut self, step: u64) -> Result<Option<ReadyStep>, TrainError> {
+        let Some(data) = self.parts.loader.next_step() else { return Ok(None) };
+        let data = data.or_else(|error| self.fail(step, error))?;
+        ReadyStep::new(&self.parts.runner, data).map(Some)
+    }
+
+    /// While the GPU computes a step, reads the next one, if its data is ready, and begins its
+    /// upload. The state does not include it: a checkpoint has the position after the last step.
+    fn look_ahead(&mut self) {
+        let parts = &mut self.parts;
+        let next = parts.state.step + 2; // the current step is not yet counted in the state
+        let is_last = next > parts.max_steps;
+        if parts.runner.device.is_cpu() || is_last || !parts.loader.is_ready() {
+            return;
+        }
+        self.ahead = self.next_step(next).transpose();
+    }
+
+    /// Writes the rows that caused the error to `rejects.jsonl` and returns the error.
+    fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
+        write_rejects(self.parts.rejects.as_mut(), step, error.unreported())?;
+        if !error.unreported().is_empty() {
+            self.ranks().wait_for_all()?; // all ranks have this error, and rank 0 writes the rows
+        }
+        Err(error.into())
+    }
+}
+
+fn due(step: u64, every: u64) -> bool {
+    every > 0 && step.is_multiple_of(every)
+}

@@ -1,0 +1,191 @@
+//! One step of a run, and what is recorded about it.
+
+use super::super::audit::audit;
+use super::super::config::OnNonFinite;
+use super::super::datasets::{SampleLoss, by_dataset, by_sample, count, metric_keys};
+use super::super::error::TrainError;
+use super::super::rejects::write_rejects;
+use super::super::sample_log::StepSamples;
+use super::super::step::{StepError, StepOutcome};
+use super::super::step_report::{StepReport, StepReports};
+use super::{Observer, ReadyStep, Trainer};
+use crate::checkpoint::FolderLayout;
+use crate::data::StepData;
+use crate::metrics::{RankMetrics, StepMetrics, peak_memory_bytes};
+use crate::ops::gpu_memory;
+use std::time::Instant;
+
+/// Number of rows that a warning about a step names.
+const NAMED_ROWS: usize = 3;
+
+impl Trainer {
+    pub(super) fn step(
+        &mut self,
+        ready: ReadyStep,
+        asked: Instant,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let data_wait_s = asked.elapsed().as_secs_f64();
+        let ReadyStep { data, prepared, has_images } = ready;
+        let step = self.parts.state.step + 1;
+        let lr = self.parts.schedule.lr(step);
+        write_rejects(self.parts.rejects.as_mut(), step, &data.rejected)?;
+        let launched = self.parts.runner.launch(prepared, lr, step)?;
+        self.look_ahead();
+        let parts = &mut self.parts;
+        let mut outcome = parts.runner.finish(&launched)?;
+        let step_time_s = asked.elapsed().as_secs_f64();
+        let sequence = parts.runner.ranks.sequence();
+        let own_samples = data.own_samples();
+        let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
+        let report = StepReport {
+            samples: by_sample(&own_samples, &outcome.losses),
+            data_wait_s,
+            tokens_per_s: own_tokens as f64 / sequence.size as f64 / step_time_s,
+            peak_memory_bytes: peak_memory_bytes(),
+        };
+        let StepReports { samples: losses, ranks } =
+            report.gather(&data.owners, &parts.runner.ranks)?;
+        let rows = self.log_samples(step, &data, &losses)?;
+        let problem = outcome.problem.take();
+        self.judge(&outcome, problem, &rows, step)?;
+        // In the first step of an adapter, `A` has no gradient because `B` is zero.
+        let is_first_of_adapter = step == 1 && self.parts.layout == FolderLayout::Adapter;
+        let is_audited = !is_first_of_adapter && !outcome.squares.is_empty();
+        if is_audited && self.audit.is_due(has_images) {
+            audit(&self.parts.runner, &outcome.squares, step, has_images);
+        }
+        self.record(data, &outcome, &losses, Times { step_time_s, data_wait_s, ranks }, observer)
+    }
+
+    /// Writes the samples of a step to `samples.jsonl`; returns the rows with the highest losses.
+    fn log_samples(
+        &mut self,
+        step: u64,
+        data: &StepData,
+        losses: &[SampleLoss],
+    ) -> Result<Vec<String>, TrainError> {
+        if !self.is_first() {
+            return Ok(Vec::new());
+        }
+        let log = &mut self.parts.samples;
+        let samples = StepSamples::new(step, &*log.reader, &data.samples, losses);
+        log.write(&samples)?;
+        let worst = samples.worst(NAMED_ROWS).into_iter();
+        Ok(worst.map(|index| samples.rows[index].clone()).collect())
+    }
+
+    /// Decides whether the run continues after a step whose loss or gradient is not finite, and warns
+    /// about values far outside of their recent range.
+    fn judge(
+        &mut self,
+        outcome: &StepOutcome,
+        problem: Option<StepError>,
+        rows: &[String],
+        step: u64,
+    ) -> Result<(), TrainError> {
+        let is_first = self.is_first();
+        let parts = &mut self.parts;
+        let rows = rows.join(", ");
+        if let Some(problem) = problem {
+            let in_a_row = parts.state.health.skip();
+            if parts.on_non_finite == OnNonFinite::Stop || in_a_row > parts.max_skipped {
+                if is_first {
+                    tracing::error!(step, rows, "the rows with the highest losses of this step");
+                }
+                return Err(problem.into());
+            }
+            if is_first {
+                tracing::warn!(step, rows, in_a_row, "skipped a step: {problem}");
+            }
+            return Ok(());
+        }
+        let spikes = parts.state.health.add(outcome.loss, outcome.grad_norm);
+        if !is_first {
+            return Ok(());
+        }
+        for spike in spikes {
+            let (value, usual) = (spike.value as f32, spike.usual as f32);
+            tracing::warn!(
+                step,
+                value,
+                usual,
+                rows,
+                "spike: {} is far above its range",
+                spike.name
+            );
+        }
+        if let Some(found) = parts.state.health.divergence().filter(|found| found.is_new) {
+            let (first, now) = (found.first as f32, found.now as f32);
+            tracing::warn!(
+                step,
+                first,
+                now,
+                "the loss has been above its start for 100 steps: the run diverges. Lower `optim.lr`, or \
+                 raise `optim.warmup_steps`"
+            );
+        }
+        Ok(())
+    }
+
+    /// Adds a step to the state and to `metrics.jsonl`.
+    fn record(
+        &mut self,
+        data: StepData,
+        outcome: &StepOutcome,
+        losses: &[SampleLoss],
+        times: Times,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let parts = &mut self.parts;
+        let Times { step_time_s, data_wait_s, ranks } = times;
+        let (state, counts) = (&mut parts.state, outcome.counts);
+        state.step += 1;
+        state.targets_seen += counts.num_targets;
+        state.tokens_seen += data.num_tokens as u64;
+        state.samples_seen += data.num_samples as u64;
+        let names = &parts.dataset_names;
+        let sets = by_dataset(names.len(), &data.samples, losses);
+        count(&mut state.datasets_seen, names, &sets);
+        state.data = data.state;
+        let rejected = parts.rejected_texts.with_rows(&state.data);
+        let device_memory = gpu_memory(&parts.runner.device);
+        let metrics = StepMetrics {
+            step: state.step,
+            epoch: data.epoch,
+            loss: outcome.loss,
+            grad_norm: outcome.grad_norm,
+            skipped: outcome.squares.is_empty(),
+            lr: parts.schedule.lr(state.step),
+            num_tokens: data.num_tokens as u64,
+            num_target_tokens: counts.num_targets,
+            target_weight: Some(counts.target_weight)
+                .filter(|weight| *weight != counts.num_targets as f64),
+            num_samples: data.num_samples as u64,
+            fill: data.fill,
+            step_time_s,
+            data_wait_s,
+            tokens_per_s: data.num_tokens as f64 / step_time_s,
+            peak_memory_bytes: peak_memory_bytes(),
+            peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
+            peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            rejected: rejected.total(),
+            rejected_by_reason: rejected.by_reason,
+            rejected_by_file: rejected.by_file,
+            ranks,
+            datasets: metric_keys(names, &sets),
+        };
+        if let Some(file) = &mut parts.metrics {
+            file.write(&metrics)?;
+        }
+        observer.step(&metrics, parts.state.total_steps);
+        Ok(())
+    }
+}
+
+/// Times of a step, and those of all ranks.
+struct Times {
+    step_time_s: f64,
+    data_wait_s: f64,
+    ranks: Option<RankMetrics>,
+}

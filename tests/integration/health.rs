@@ -1,0 +1,271 @@
+//! What a run does when something goes wrong: values that are not finite, signals, a disk that
+//! takes no more, inputs that changed.
+
+use super::harness::{Output, Place, finish, golden, without_measured, write};
+use serde_json::Value;
+use std::fs;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A folder with a tiny model, text rows, and a config of `steps` steps.
+fn place(steps: u64) -> Place {
+    let place = Place::with_model_and_rows();
+    let text = fs::read_to_string(golden("data/text.jsonl")).unwrap();
+    let rows: Vec<&str> = text.lines().filter(|line| line.len() < 420).take(12).collect();
+    place.write("rows.jsonl", &(rows.join("\n") + "\n"));
+    place.write(
+        "config.yaml",
+        &format!(
+            "output_dir: run\nmodel: {{path: model}}\ndata:\n\
+             \x20 train: [{{path: rows.jsonl}}]\n  packing_length: 256\n\
+             train: {{max_steps: {steps}}}\noptim: {{lr: 1.0e-3}}\n\
+             checkpoint: {{every_steps: 0}}\neval: {{show: 0}}\n"
+        ),
+    );
+    place
+}
+
+fn sft<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&["sft", "--config", "config.yaml"], more].concat()
+}
+
+/// Gives the row of a line a weight with which its loss overflows.
+fn break_row(place: &Place, line: usize) {
+    let text = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    let mut rows: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    rows[line - 1]["weight"] = 1e308.into();
+    let rows: Vec<String> = rows.iter().map(Value::to_string).collect();
+    place.write("rows.jsonl", &(rows.join("\n") + "\n"));
+}
+
+fn is_finite(folder: &std::path::Path) -> bool {
+    let tensors =
+        candle_core::safetensors::load(folder.join("model.safetensors"), &candle_core::Device::Cpu);
+    tensors.unwrap().values().all(|tensor| {
+        let tensor = tensor.to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap();
+        tensor.to_vec1::<f32>().unwrap().iter().all(|value| value.is_finite())
+    })
+}
+
+#[test]
+fn a_step_that_is_not_finite_ends_the_run_and_its_rows_are_named() {
+    let place = place(30);
+    break_row(&place, 5);
+    let said = place.trainer(&sft(&[])).ends_with(65).says("the loss is").says("rows.jsonl:5");
+    assert!(!said.stderr.contains("panicked"), "{}", said.stderr);
+    assert!(!place.path("run/final").exists());
+}
+
+#[test]
+fn a_step_that_is_not_finite_can_be_skipped() {
+    let place = place(30);
+    break_row(&place, 5);
+    let skip = ["--set", "train.on_non_finite=skip"];
+    place.trainer(&sft(&skip)).ends_with(0).says("skipped a step").says("rows.jsonl:5");
+    let rows = place.rows("run/metrics.jsonl");
+    let skipped: Vec<&Value> = rows.iter().filter(|row| row["skipped"] == true).collect();
+    assert!((1..20).contains(&skipped.len()), "{skipped:?}");
+    assert!(skipped.iter().all(|row| row["loss"].is_null()), "{skipped:?}");
+    let last = rows.last().unwrap();
+    assert!(last["loss"].as_f64().unwrap() < rows[0]["loss"].as_f64().unwrap(), "it still learns");
+    assert!(is_finite(&place.path("run/final")));
+
+    // `why` lists the rows of a skipped step, the broken one first.
+    let step = skipped[0]["step"].to_string();
+    let why = place.trainer(&["why", "run", "--step", &step]).ends_with(0).stdout;
+    let broken = why.lines().nth(3).unwrap();
+    assert!(broken.contains("not finite") && broken.ends_with("rows.jsonl:5"), "{why}");
+    place.trainer(&["why", "run", "--step", "999"]).ends_with(64).says("has no step 999");
+}
+
+#[test]
+fn too_many_skipped_steps_in_a_row_end_the_run() {
+    let place = place(30);
+    (1..=12).for_each(|line| break_row(&place, line));
+    let skip = ["--set", "train.on_non_finite=skip", "--set", "train.max_skipped=3"];
+    place.trainer(&sft(&skip)).ends_with(65).says("in_a_row=3").says("the loss is");
+    assert_eq!(place.rows("run/samples.jsonl").len(), 4);
+}
+
+#[test]
+fn every_sample_of_every_step_is_listed_with_its_loss() {
+    let place = place(6);
+    place.trainer(&sft(&[])).ends_with(0);
+    let metrics = place.rows("run/metrics.jsonl");
+    for (samples, row) in place.rows("run/samples.jsonl").iter().zip(&metrics) {
+        assert_eq!(samples["step"], row["step"]);
+        let list = |key: &str| samples[key].as_array().unwrap().clone();
+        assert_eq!(list("rows").len() as u64, row["num_samples"]);
+        let targets: u64 = list("num_target_tokens").iter().map(|n| n.as_u64().unwrap()).sum();
+        assert_eq!(targets, row["num_target_tokens"]);
+        let pairs = list("loss").into_iter().zip(list("num_target_tokens"));
+        let sum: f64 = pairs.map(|(loss, n)| loss.as_f64().unwrap() * n.as_f64().unwrap()).sum();
+        let loss = row["loss"].as_f64().unwrap();
+        assert!((sum / targets as f64 - loss).abs() < 1e-6 * loss, "{samples} {row}");
+    }
+    let off = ["--set", "log.samples=false", "--set", "output_dir=off"];
+    place.trainer(&sft(&off)).ends_with(0);
+    assert!(!place.path("off/samples.jsonl").exists());
+}
+
+/// Waits until `done` holds.
+fn wait_until(what: &str, child: &mut Child, done: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < Duration::from_mins(1), "no {what} in a minute");
+        assert!(child.try_wait().unwrap().is_none(), "the run ended before {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn send(signal: &str, child: &Child) {
+    let kill = format!("kill -{signal} {}", child.id());
+    assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+}
+
+fn has_step(place: &Place, step: u64) -> bool {
+    let metrics = fs::read_to_string(place.path("run/metrics.jsonl")).unwrap_or_default();
+    metrics.contains(&format!("{{\"step\":{step},"))
+}
+
+#[test]
+fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
+    let place = place(4000);
+    let mut child = place.start(&sft(&[]));
+    wait_until("step 2", &mut child, || has_step(&place, 2));
+    send("USR1", &child);
+    let saved =
+        || place.path("run/checkpoints").is_dir() && !place.names("run/checkpoints").is_empty();
+    wait_until("checkpoint", &mut child, saved);
+    let step = place.names("run/checkpoints")[0].clone();
+    let step: u64 = step.rsplit('-').next().unwrap().parse().unwrap();
+    wait_until("a later step", &mut child, || has_step(&place, step + 2));
+    // the terminal was closed
+    send("HUP", &child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    let last = place.rows("run/metrics.jsonl").last().unwrap()["step"].as_u64().unwrap();
+    assert!(place.path(&format!("run/checkpoints/step-{last:08}/manifest.json")).is_file());
+}
+
+#[test]
+fn a_run_under_nohup_survives_the_end_of_the_terminal() {
+    let place = place(4000);
+    let mut command = Command::new("nohup");
+    command.arg(env!("CARGO_BIN_EXE_trainer")).args(sft(&[])).current_dir(place.path("."));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    wait_until("step 2", &mut child, || has_step(&place, 2));
+    send("HUP", &child);
+    let step = place.rows("run/metrics.jsonl").len() as u64;
+    wait_until("a later step", &mut child, || has_step(&place, step + 3));
+    send("TERM", &child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+#[test]
+fn a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again() {
+    let place = place(4);
+    let rows = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    place.write("eval.jsonl", &rows.repeat(150));
+    let with_eval = [
+        "--set",
+        "data.eval=[{path: eval.jsonl}]",
+        "--set",
+        "eval.every_steps=2",
+        "--set",
+        "checkpoint.every_steps=2",
+    ];
+    let whole = [&with_eval[..], &["--set", "output_dir=whole"]].concat();
+    place.trainer(&sft(&whole)).ends_with(0);
+
+    let mut child = place.start(&sft(&with_eval));
+    // the checkpoint of a step is written before its evaluation
+    let saved = || place.path("run/checkpoints/step-00000002/manifest.json").is_file();
+    wait_until("checkpoint", &mut child, saved);
+    send("TERM", &child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    let is_eval = |row: &&Value| row["eval"] == true;
+    assert_eq!(place.rows("run/metrics.jsonl").iter().filter(is_eval).count(), 0);
+    place.trainer(&sft(&with_eval)).ends_with(0).says("resume from_step=2");
+    let rows = |run: &str| without_measured(place.rows(&format!("{run}/metrics.jsonl")));
+    assert_eq!(rows("run"), rows("whole"));
+}
+
+/// Runs the program with a limit of the shell, such as `ulimit -f 100`.
+fn limited(place: &Place, limit: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new("sh");
+    let script = format!("{limit}; exec \"$0\" \"$@\"");
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_trainer")]).args(arguments);
+    finish(command.current_dir(place.path(".")))
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_does_not_end_the_run() {
+    let place = place(6);
+    let often = sft(&["--set", "checkpoint.every_steps=2"]);
+    // 1 MiB a file: enough for the logs, not for the weights
+    let said = limited(&place, "ulimit -f 2048", &often);
+    let said = said.ends_with(73).says("no checkpoint was written, and training continues");
+    assert_eq!(said.stderr.matches("no checkpoint was written").count(), 3, "{}", said.stderr);
+    assert_eq!(place.rows("run/metrics.jsonl").len(), 6, "every step was trained");
+    assert!(!place.path("run/final").exists());
+    assert!(place.names("run/checkpoints").is_empty());
+    place.trainer(&often).ends_with(0);
+}
+
+#[test]
+fn a_resumed_run_notices_that_an_input_changed() {
+    let place = place(4);
+    let brief = sft(&["--set", "train.max_steps=2"]);
+    place.trainer(&brief).ends_with(0);
+    let change = |file: &str, from: &str, to: &str, said: &str| {
+        let path = place.path(&format!("model/{file}"));
+        let before = fs::read_to_string(&path).unwrap();
+        assert!(before.contains(from), "{file}");
+        write(&path, before.replacen(from, to, 1).as_bytes());
+        place.trainer(&sft(&[])).ends_with(65).says("changed since").says(said).says("hint: ");
+        write(&path, before.as_bytes());
+    };
+    change("chat_template.jinja", "user", "User", "chat template");
+    change("preprocessor_config.json", "0.5", "0.25", "image settings");
+    let state = "run/checkpoints/step-00000002/trainer_state.json";
+    assert!(String::from_utf8(place.read(state)).unwrap().contains("\"tokenizer\""));
+    place.trainer(&sft(&[])).ends_with(0).says("resume from_step=2");
+}
+
+#[test]
+fn a_run_that_is_not_resumed_says_which_settings_changed() {
+    let place = place(2);
+    place.trainer(&sft(&[])).ends_with(0);
+    let other = sft(&["--set", "optim.lr=5e-4", "--set", "data.workers=2"]);
+    let said = place.trainer(&other).ends_with(0).says("WARN").says("optim.lr");
+    assert!(said.stderr.contains("0.001") && said.stderr.contains("0.0005"), "{}", said.stderr);
+    assert!(!said.stderr.contains("data.workers"), "{}", said.stderr);
+    let from = ["--resume", "run/previous-1/checkpoints/step-00000002", "--set", "seed=1"];
+    place.trainer(&sft(&from)).ends_with(64).says("`seed` was 42 and is 1");
+}
+
+#[test]
+fn the_same_path_in_another_spelling_is_the_same_run() {
+    let place = place(4);
+    place.trainer(&sft(&["--set", "train.max_steps=2"])).ends_with(0);
+    let other =
+        sft(&["--set", "data.train=[{path: ./rows.jsonl}]", "--set", "model.path=./model/"]);
+    place.trainer(&other).ends_with(0).says("resume from_step=2");
+}
+
+#[test]
+fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
+    let place = place(4);
+    // 300 MB of addresses: the program starts, but a step of this length does not fit
+    let text = "word ".repeat(30_000);
+    let row = format!(
+        "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}},\
+         {{\"role\":\"assistant\",\"content\":\"{text}\"}}]}}\n"
+    );
+    place.write("rows.jsonl", &row);
+    let long = sft(&["--set", "data.packing_length=100000", "--set", "data.packing=false"]);
+    let said = limited(&place, "ulimit -v 900000", &long);
+    said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
+}
