@@ -139,9 +139,10 @@ if mount -t tmpfs -o size=100m tmpfs "$disk" 2>/dev/null; then
       [ -e "$disk/run/checkpoints/step-00000003" ] && break
       sleep 0.01
     done
-    mount -o remount,size="$(df --output=used -k "$disk" | tail -n 1 | tr -d ' ')k" "$disk"
+    # Until the disk is full.
+    dd if=/dev/zero of="$disk/fill" bs=4k 2>/dev/null || true
     sleep 0.3
-    mount -o remount,size=100m "$disk"
+    rm "$disk/fill"
   ) &
   steps_before=$steps
   steps=300
@@ -150,6 +151,7 @@ if mount -t tmpfs -o size=100m tmpfs "$disk" 2>/dev/null; then
   wait
   code=$(cat "$folder/code")
   [ "$code" = 0 ] || failed "a disk that is full for 0.3 s: exit code $code, expected that the run continues"
+  grep -q 'No space left' "$folder/log" || failed "a disk that is full for 0.3 s: the log has no warning"
   # Read-only, from the start.
   for phase in new resumed; do
     rm -rf "$disk"/*
