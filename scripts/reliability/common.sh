@@ -55,10 +55,6 @@ sum() { # output_dir, last step
     sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl | sha256sum
   ) 2>&1 | sha256sum
 }
-# 101: a Rust panic; 134, 135, 136, 139: SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
-is_crash() { # exit code
-  case $1 in 101 | 132 | 134 | 135 | 136 | 139) return 0 ;; *) return 1 ;; esac
-}
 # Exits with 0 if nothing has failed.
 finish() { # summary
   echo "$name: $*, $failures failures"

@@ -5,7 +5,7 @@
     python3 scripts/reliability/faults.py trained FOLDER OUTPUT_DIR  # of one epoch
     python3 scripts/reliability/faults.py measured FOLDER OUTPUT     # of `cache`
 
-5 % of the rows have a fault, each of KINDS as often as the others.
+5 % of the rows have a fault, each of KINDS as often as the others. good.jsonl has the other rows.
 """
 
 import collections
@@ -113,8 +113,10 @@ def write(folder, rows, seed):
     faults = rows // 20
     kinds = sorted(KINDS)
     planted = {line: kinds[n % len(kinds)] for n, line in enumerate(draw.sample(range(1, rows + 1), faults))}
-    with open(folder / "rows.jsonl", "wb") as out:
+    with open(folder / "rows.jsonl", "wb") as out, open(folder / "good.jsonl", "w") as good_rows:
         for line in range(1, rows + 1):
+            if line not in planted:
+                good_rows.write(json.dumps(good(line)) + "\n")
             row = KINDS[planted[line]][1](line) if line in planted else good(line)
             out.write((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
     (folder / "planted.json").write_text(json.dumps({"rows": rows, "planted": planted}))
