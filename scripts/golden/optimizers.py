@@ -1,4 +1,4 @@
-"""The optimizers of the reference: AdamW, AdamW of bitsandbytes in 8 bits, and Muon."""
+"""The optimizers of the reference: AdamW, AdamW of bitsandbytes in 8 bits, Muon and Adafactor."""
 
 import torch
 
@@ -71,6 +71,8 @@ def make(named, args):
 
         use_nearest_codes()
         return bitsandbytes.optim.AdamW8bit(groups(parameters, args.weight_decay), **betas)
+    if args.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups(parameters, args.weight_decay), lr=args.lr)
     from torch.optim import _muon
 
     _muon._zeropower_via_newtonschulz = zeropower

@@ -145,7 +145,7 @@ def make_parser():
     parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm; 0: no clipping")
     parser.add_argument("--adapter", help="folder of a PEFT adapter; only its values are trained")
     parser.add_argument("--rslora", action="store_true", help="multiply the adapter's output by alpha / sqrt(r)")
-    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "muon", "adafactor"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
     return parser

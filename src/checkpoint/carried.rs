@@ -1,7 +1,6 @@
 //! The files of a model folder that checkpoints copy unchanged: tokenizer, template, processor.
 
-use super::CheckpointError;
-use std::fs;
+use super::{CheckpointError, regular};
 use std::io;
 use std::path::Path;
 
@@ -45,8 +44,11 @@ impl CarriedFiles {
         let mut files = Vec::new();
         for name in COPIED_FILES {
             let path = folder.join(name);
-            match fs::read(&path) {
-                Ok(bytes) => files.push((name, bytes)),
+            match regular::read(&path) {
+                Ok(bytes) => {
+                    check_inside(folder, &path)?;
+                    files.push((name, bytes));
+                }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(CheckpointError::read(&path)(error)),
             }
@@ -59,10 +61,32 @@ impl CarriedFiles {
     }
 }
 
+/// Fails if a file that would be copied is a link to a place outside of the model folder.
+///
+/// Publishing `final/` would publish that file, and a model folder that comes from others may
+/// name any file of this machine. Links to `blobs` of the same repository are how the cache of the
+/// Hugging Face Hub stores all files: `models--ORG--NAME/snapshots/COMMIT/FILE`.
+fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {
+    let real = |path: &Path| path.canonicalize().map_err(CheckpointError::read(path));
+    let (folder, target) = (real(folder)?, real(path)?);
+    let of_cache = || {
+        let snapshots = folder.parent()?;
+        let is_snapshot = snapshots.file_name()? == "snapshots";
+        is_snapshot.then(|| snapshots.parent().map(|repository| repository.join("blobs")))?
+    };
+    if target.starts_with(&folder) || of_cache().is_some_and(|blobs| target.starts_with(blobs)) {
+        return Ok(());
+    }
+    Err(CheckpointError::OutsideLink { path: path.to_owned(), target })
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::regular::make_pipe;
     use super::*;
     use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
+    use std::fs;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn files_deleted_after_the_start_of_the_run_are_still_written() {
@@ -84,6 +108,47 @@ mod tests {
         assert_eq!(fs::read(to.path().join("tokenizer.json")).unwrap(), b"tokenizer.json");
         assert!(to.path().join("merges.txt").exists());
         assert!(!to.path().join("model.safetensors").exists(), "weights are not copied");
+    }
+
+    #[test]
+    fn links_are_copied_within_the_folder_and_the_hub_cache_only() {
+        let place = tempfile::tempdir().unwrap();
+        let repository = place.path().join("models--a--b");
+        let snapshot = repository.join("snapshots/c0ffee");
+        for folder in [snapshot.join("sub"), repository.join("blobs")] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        for name in ["secret", "models--a--b/blobs/b10b", "models--a--b/snapshots/c0ffee/sub/f"] {
+            write_atomically(&place.path().join(name), name.as_bytes()).unwrap();
+        }
+        let vocab = snapshot.join("vocab.json");
+        let read = |target: &str| {
+            let _ = fs::remove_file(&vocab);
+            symlink(target, &vocab).unwrap();
+            CarriedFiles::read(&snapshot)
+        };
+        for (target, content) in [("../../blobs/b10b", "blobs/b10b"), ("sub/f", "sub/f")] {
+            let files = read(target).unwrap();
+            let bytes = files.files().next().unwrap().1;
+            assert!(bytes.ends_with(content.as_bytes()), "{target}");
+        }
+        for target in ["../../../secret", place.path().join("secret").to_str().unwrap()] {
+            let error = read(target).unwrap_err();
+            assert!(error.to_string().contains("secret`, outside of its folder"), "{error}");
+        }
+        // a link to the whole folder is no link out of it
+        read("sub/f").unwrap();
+        let alias = place.path().join("alias");
+        symlink(&snapshot, &alias).unwrap();
+        CarriedFiles::read(&alias).unwrap();
+    }
+
+    #[test]
+    fn a_pipe_is_an_error_and_not_a_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        make_pipe(&folder.path().join("tokenizer.json"));
+        let error = CarriedFiles::read(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json"), "{error}");
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use super::atomic::{
     NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
 };
+use super::hf::{INDEX, SINGLE};
 use super::manifest::{Entry, MANIFEST, Manifest, damaged};
+use super::peft::ADAPTER_WEIGHTS;
 use super::pieces::Piece;
 use super::tensors::{SavedTensor, TensorFile};
 use super::together::{Together, agree, causes, exchange};
@@ -85,11 +87,13 @@ pub struct Found {
     pub step: u64,
     /// Content of `trainer_state.json`.
     pub state: Value,
+    manifest: Manifest,
 }
 
 impl Found {
     /// Opens `optimizer.safetensors`. Tensors are read on demand.
     pub fn optimizer(&self) -> Result<WeightFiles, CheckpointError> {
+        self.manifest.check_lists(&self.dir, &[OPTIMIZER])?;
         WeightFiles::open_file(&self.dir.join(OPTIMIZER))
     }
 
@@ -296,9 +300,10 @@ impl Checkpointer {
         Ok(found)
     }
 
-    /// Removes the oldest checkpoints beyond `keep`. The new one is durable by now, so a failure to
-    /// delete is a warning and not an error.
-    fn remove_old(&self, newest: u64) {
+    /// Removes the oldest checkpoints beyond `keep` up to step `newest`, which is durable by now: a
+    /// failure to delete is a warning and not an error. A run that resumes from `newest` calls this,
+    /// because the run before may have been killed between a save and the deletion.
+    pub fn remove_old(&self, newest: u64) {
         let removed = self.by_step().and_then(|mut all| {
             all.retain(|&(step, _)| step <= newest);
             let num_old = all.len().saturating_sub(self.keep.get());
@@ -329,6 +334,9 @@ fn read_candidate(
     if found.step != step {
         return Err(damaged(dir, MANIFEST, format!("is of step {}", found.step)));
     }
+    let weights = [INDEX, SINGLE, ADAPTER_WEIGHTS];
+    let weights = weights.into_iter().find(|name| manifest.files.contains_key(*name));
+    manifest.check_lists(dir, &[OPTIMIZER, weights.unwrap_or(SINGLE)])?;
     manifest.check_sizes(dir)?;
     Ok(Some((manifest, found)))
 }
@@ -361,7 +369,8 @@ fn read_state(dir: &Path) -> Result<(Manifest, Found), CheckpointError> {
     let manifest = Manifest::read(dir)?;
     let state = serde_json::from_slice(&manifest.read_checked(dir, STATE)?)
         .map_err(|error| damaged(dir, STATE, format!("is not JSON: {error}")))?;
-    let found = Found { dir: dir.to_owned(), step: manifest.step, state };
+    let found =
+        Found { dir: dir.to_owned(), step: manifest.step, state, manifest: manifest.clone() };
     Ok((manifest, found))
 }
 

@@ -89,6 +89,45 @@ pub enum CheckpointError {
         /// Its dtype.
         dtype: String,
     },
+    /// A tensor of a file has a value that is infinite or not a number.
+    #[error(
+        "tensor `{tensor}` in `{}` is not finite: its element {element} is {value}", .path.display()
+    )]
+    NonFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The first such element, in row-major order.
+        element: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// A tensor to be saved has a value that is infinite or not a number.
+    #[error(
+        "tensor `{tensor}` is not finite: its element {element} is {value}; `{file}` was not saved"
+    )]
+    NonFiniteSaved {
+        /// Name of the file.
+        file: String,
+        /// The tensor.
+        tensor: String,
+        /// The first such element that this rank holds, in row-major order.
+        element: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// A file that checkpoints would copy is a link to a place outside of its folder.
+    #[error(
+        "`{}` is a link to `{}`, outside of its folder, and checkpoints would contain a copy of it",
+        .path.display(), .target.display()
+    )]
+    OutsideLink {
+        /// The link.
+        path: PathBuf,
+        /// What it stands for.
+        target: PathBuf,
+    },
     /// A tensor could not be copied from or to its device.
     #[error("cannot copy tensor `{tensor}` between its device and the disk")]
     Tensor {
@@ -159,6 +198,17 @@ impl CheckpointError {
             Self::Dtype { .. } => {
                 "quantised weights cannot be trained: use the unquantised model".to_owned()
             }
+            Self::NonFinite { .. } => {
+                "copy the file again; if a run wrote it, resume from an older \
+                                       checkpoint with `--resume DIR`"
+                    .to_owned()
+            }
+            Self::NonFiniteSaved { .. } => {
+                "an update overflowed: lower `optim.lr`; all checkpoints \
+                                            on disk are finite, and the run resumes from the newest"
+                    .to_owned()
+            }
+            Self::OutsideLink { .. } => "replace the link by a copy of the file".to_owned(),
             Self::Tensor { .. } => "see the cause; the device may be out of memory".to_owned(),
             Self::Parts { .. } | Self::OtherTensors { .. } => {
                 "this is an error of the program: please report it".to_owned()

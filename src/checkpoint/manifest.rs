@@ -1,8 +1,8 @@
 //! The manifest of a checkpoint: the size and checksums of each file, written last.
 
-use super::CheckpointError;
 use super::atomic::write_synced;
 use super::pieces::{BUFFER_BYTES, Piece};
+use super::{CheckpointError, regular};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -115,10 +115,8 @@ impl Manifest {
     /// Reads the manifest of a checkpoint.
     pub(super) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
-        let text = std::fs::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => damaged(folder, MANIFEST, "is missing"),
-            _ => CheckpointError::read(&path)(error),
-        })?;
+        let text =
+            regular::read(&path).map_err(|error| unreadable(folder, MANIFEST, &path, error))?;
         let manifest: Self = serde_json::from_slice(&text)
             .map_err(|error| damaged(folder, MANIFEST, format!("is not a manifest: {error}")))?;
         for (name, entry) in &manifest.files {
@@ -134,6 +132,19 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// The manifest of a model folder that this program wrote; `None` for other folders.
+    pub(super) fn of_folder(folder: &Path) -> Option<Self> {
+        Self::read(folder).ok()
+    }
+
+    /// Fails unless the manifest lists each of `names`.
+    pub(super) fn check_lists(&self, folder: &Path, names: &[&str]) -> Result<(), CheckpointError> {
+        match names.iter().find(|name| !self.files.contains_key(**name)) {
+            Some(name) => Err(not_listed(folder, name)),
+            None => Ok(()),
+        }
+    }
+
     /// Checksum of the manifest, to compare those of several ranks.
     pub(super) fn digest(&self) -> String {
         let text = serde_json::to_vec(self).expect("a manifest has plain values");
@@ -145,6 +156,9 @@ impl Manifest {
         for (name, entry) in &self.files {
             let path = folder.join(name);
             let found = match std::fs::metadata(&path) {
+                Ok(metadata) if !metadata.is_file() => {
+                    return Err(damaged(folder, name, "is not a regular file"));
+                }
                 Ok(metadata) => metadata.len(),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     return Err(damaged(folder, name, "is missing"));
@@ -214,6 +228,20 @@ impl Manifest {
     }
 }
 
+/// The error for a file that the program needs and the manifest does not list.
+pub(super) fn not_listed(folder: &Path, name: &str) -> CheckpointError {
+    damaged(folder, name, format!("is not listed in `{MANIFEST}`"))
+}
+
+/// The error for a file of a checkpoint that cannot be opened.
+fn unreadable(folder: &Path, name: &str, path: &Path, error: io::Error) -> CheckpointError {
+    match error.kind() {
+        io::ErrorKind::NotFound => damaged(folder, name, "is missing"),
+        io::ErrorKind::InvalidInput => damaged(folder, name, "is not a regular file"),
+        _ => CheckpointError::read(path)(error),
+    }
+}
+
 pub(super) fn damaged(folder: &Path, file: &str, problem: impl Into<String>) -> CheckpointError {
     CheckpointError::Damaged {
         folder: folder.to_owned(),
@@ -236,10 +264,7 @@ fn copy_piece(
     (target, mut to): (&Path, impl Write),
 ) -> Result<(), CheckpointError> {
     let path = folder.join(name);
-    let mut file = File::open(&path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => damaged(folder, name, "is missing"),
-        _ => CheckpointError::read(&path)(error),
-    })?;
+    let mut file = regular::open(&path).map_err(|error| unreadable(folder, name, &path, error))?;
     file.seek(SeekFrom::Start(piece.offset)).map_err(CheckpointError::read(&path))?;
     let (mut hash, mut left) = (Sha256::new(), piece.bytes);
     let mut buffer = vec![0; BUFFER_BYTES.min(usize::try_from(left).unwrap_or(BUFFER_BYTES))];

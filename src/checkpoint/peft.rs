@@ -1,10 +1,9 @@
 //! `adapter_config.json` of a folder in PEFT's layout.
 
-use super::CheckpointError;
+use super::{CheckpointError, regular};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 /// Name of the config in the folder of an adapter.
@@ -74,7 +73,7 @@ impl PeftConfig {
     /// Reads `adapter_config.json` of `folder`.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(ADAPTER_CONFIG);
-        let text = fs::read(&path).map_err(CheckpointError::read(&path))?;
+        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
         serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(&path, &error))
     }
 

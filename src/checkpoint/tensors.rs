@@ -5,8 +5,9 @@
 //! second copy of the model in memory.
 
 use super::CheckpointError;
+use super::finite::{Value as Finite, first_non_finite};
 use super::pieces::{Piece, PieceWriter};
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,7 +17,7 @@ use std::sync::Arc;
 
 /// Alignment of the tensor data in bytes, so that a memory map can be read as any dtype.
 const ALIGNMENT: usize = 8;
-/// Maximum number of elements that are converted to bytes at once.
+/// Maximum number of elements that are checked and converted to bytes at once.
 const CHUNK_ELEMENTS: usize = 1 << 16;
 /// Maximum number of elements that are copied from a device at once.
 const HOST_ELEMENTS: usize = 1 << 22;
@@ -154,6 +155,8 @@ struct Span<'a> {
     values: Option<&'a Tensor>,
     /// Elements of `values`.
     range: Range<usize>,
+    /// Number of the first of them in the tensor.
+    first: usize,
 }
 
 impl<'a> TensorFile<'a> {
@@ -223,8 +226,8 @@ impl<'a> TensorFile<'a> {
             let size = tensor.dtype.size_in_bytes();
             let mut push = |range: Range<usize>, values, own: Range<usize>| {
                 if !range.is_empty() {
-                    let at = at + (range.start * size) as u64;
-                    spans.push(Span { at, tensor, values, range: own });
+                    let (first, at) = (range.start, at + (range.start * size) as u64);
+                    spans.push(Span { at, tensor, values, range: own, first });
                 }
             };
             match &tensor.held {
@@ -352,40 +355,64 @@ fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(),
     for start in span.range.clone().step_by(step) {
         let len = step.min(span.range.end - start);
         let chunk = flat.narrow(0, start, len).and_then(|chunk| chunk.to_device(&Device::Cpu));
-        write_values(out, &chunk.map_err(fault)?).map_err(CheckpointError::write(path))?;
+        let first = span.first + start - span.range.start;
+        write_values(out, &chunk.map_err(fault)?, path, |at, value| {
+            CheckpointError::NonFiniteSaved {
+                file: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                tensor: span.tensor.name.clone(),
+                element: first + at,
+                value,
+            }
+        })?;
     }
     Ok(())
 }
 
-/// Writes the values of a flat tensor on the CPU.
-fn write_values(out: &mut PieceWriter, flat: &Tensor) -> std::io::Result<()> {
+/// Writes the values of a flat tensor on the CPU. The place and value of one that is not finite become
+/// an error by `non_finite`.
+fn write_values(
+    out: &mut PieceWriter,
+    flat: &Tensor,
+    path: &Path,
+    non_finite: impl Fn(usize, f32) -> CheckpointError,
+) -> Result<(), CheckpointError> {
     let (storage, layout) = flat.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + flat.elem_count();
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => convert(out, &values[range], f32::to_le_bytes),
+        Storage::Cpu(CpuStorage::F32(values)) => {
+            convert(out, &values[range], f32::to_le_bytes, path, non_finite)
+        }
         Storage::Cpu(CpuStorage::BF16(values)) => {
-            convert(out, &values[range], half::bf16::to_le_bytes)
+            convert(out, &values[range], half::bf16::to_le_bytes, path, non_finite)
         }
         Storage::Cpu(CpuStorage::F16(values)) => {
-            convert(out, &values[range], half::f16::to_le_bytes)
+            convert(out, &values[range], half::f16::to_le_bytes, path, non_finite)
         }
-        Storage::Cpu(CpuStorage::U8(values)) => out.write(&values[range]),
+        Storage::Cpu(CpuStorage::U8(codes)) => {
+            out.write(&codes[range]).map_err(CheckpointError::write(path))
+        }
         _ => unreachable!("the header accepts four dtypes, and the tensor is on the CPU"),
     }
 }
 
-fn convert<T: Copy, const N: usize>(
+/// Checks, hashes and writes a chunk of values after the other, each while it is in the cache.
+fn convert<T: Finite + WithDType, const N: usize>(
     out: &mut PieceWriter,
     values: &[T],
     bytes: impl Fn(T) -> [u8; N],
-) -> std::io::Result<()> {
+    path: &Path,
+    non_finite: impl Fn(usize, f32) -> CheckpointError,
+) -> Result<(), CheckpointError> {
     let mut buffer = vec![0; N * CHUNK_ELEMENTS.min(values.len())];
-    for chunk in values.chunks(CHUNK_ELEMENTS) {
+    for (start, chunk) in (0..).step_by(CHUNK_ELEMENTS).zip(values.chunks(CHUNK_ELEMENTS)) {
+        if let Some((at, value)) = first_non_finite(chunk, T::DTYPE) {
+            return Err(non_finite(start + at, value));
+        }
         let filled = &mut buffer[..N * chunk.len()];
         for (slot, &value) in filled.chunks_exact_mut(N).zip(chunk) {
             slot.copy_from_slice(&bytes(value));
         }
-        out.write(filled)?;
+        out.write(filled).map_err(CheckpointError::write(path))?;
     }
     Ok(())
 }

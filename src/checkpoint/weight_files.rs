@@ -1,20 +1,17 @@
 //! The tensors of a model folder or of one safetensors file, read on demand.
 //!
 //! Files are memory-mapped, so that a folder larger than memory opens at once.
-#![expect(unsafe_code, reason = "memory maps")]
 
-use super::CheckpointError;
 use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
-use super::manifest::is_plain_name;
+use super::manifest::{MANIFEST, Manifest, not_listed};
+use super::shard::Shard;
+use super::{CheckpointError, regular};
 use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
-use half::{bf16, f16};
-use memmap2::Mmap;
-use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorInfo};
-use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
-use std::io;
+use safetensors::tensor::{Dtype, TensorInfo};
+use std::collections::BTreeMap;
+use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -31,22 +28,28 @@ pub struct WeightFiles {
     quantized: BTreeMap<String, QuantState>,
 }
 
-#[derive(Debug)]
-struct Shard {
-    map: Mmap,
-    data_start: usize,
-    tensors: HashMap<String, TensorInfo>,
-}
-
 impl WeightFiles {
     /// Opens the weights of a model folder: the shards of `model.safetensors.index.json` if it
     /// exists, otherwise `model.safetensors`. Checks headers and file sizes.
+    ///
+    /// In a folder with a manifest of this program, the manifest decides: an index that it does not
+    /// list is ignored with a warning, and a file of weights that it does not list is an error.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let manifest = Manifest::of_folder(folder);
+        let is_listed =
+            |name: &str| manifest.as_ref().is_none_or(|manifest| manifest.files.contains_key(name));
         if folder.join(INDEX).exists() {
-            return Self::open_index(folder);
+            if is_listed(INDEX) {
+                return Self::open_index(folder, is_listed);
+            }
+            let path = folder.join(INDEX).display().to_string();
+            tracing::warn!(path, "ignored an index of weights that {MANIFEST} does not list");
         }
         let single = folder.join(SINGLE);
         if single.exists() {
+            if !is_listed(SINGLE) {
+                return Err(not_listed(folder, SINGLE));
+            }
             return Self::open_file(&single);
         }
         fs::read_dir(folder).map_err(CheckpointError::read(folder))?;
@@ -60,13 +63,16 @@ impl WeightFiles {
         Self::new(path, vec![shard], by_name)
     }
 
-    fn open_index(folder: &Path) -> Result<Self, CheckpointError> {
+    fn open_index(
+        folder: &Path,
+        is_listed: impl Fn(&str) -> bool,
+    ) -> Result<Self, CheckpointError> {
         #[derive(serde::Deserialize)]
         struct Index {
             weight_map: BTreeMap<String, String>,
         }
         let path = folder.join(INDEX);
-        let text = fs::read(&path).map_err(CheckpointError::read(&path))?;
+        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
         let Index { weight_map } = serde_json::from_slice(&text)
             .map_err(|error| CheckpointError::invalid(&path, &error))?;
 
@@ -76,7 +82,11 @@ impl WeightFiles {
             let index = if let Some(&index) = opened.get(&name) {
                 index
             } else {
-                shards.push(Shard::open_named(folder, &path, &name)?);
+                let shard = Shard::open_named(folder, &path, &name)?;
+                if !is_listed(&name) {
+                    return Err(not_listed(folder, &name));
+                }
+                shards.push(shard);
                 opened.insert(name.clone(), shards.len() - 1);
                 shards.len() - 1
             };
@@ -198,31 +208,9 @@ impl WeightFiles {
             let values = values.and_then(|values| values.to_dtype(dtype)?.to_device(device));
             return values.map_err(copied);
         }
-        let (data, cpu) = (shard.data(info), &Device::Cpu);
-        let tensor = match info.dtype {
-            Dtype::F32 => {
-                Tensor::from_vec(decode(data, &range, f32::from_le_bytes), range.len(), cpu)
-            }
-            Dtype::BF16 => {
-                Tensor::from_vec(decode(data, &range, bf16::from_le_bytes), range.len(), cpu)
-            }
-            Dtype::F16 => {
-                Tensor::from_vec(decode(data, &range, f16::from_le_bytes), range.len(), cpu)
-            }
-            // codes, which have no meaning as numbers
-            Dtype::U8 if dtype == DType::U8 => {
-                Tensor::from_vec(data[range.clone()].to_vec(), range.len(), cpu)
-            }
-            other => {
-                return Err(CheckpointError::Dtype {
-                    place: self.place.clone(),
-                    tensor: name.to_owned(),
-                    dtype: format!("{other:?}"),
-                });
-            }
-        };
-        tensor
-            .and_then(|tensor| tensor.to_dtype(dtype))
+        shard
+            .elements(name, info, &range, dtype)?
+            .to_dtype(dtype)
             .and_then(|tensor| tensor.to_device(device))
             .map_err(copied)
     }
@@ -263,6 +251,11 @@ impl WeightFiles {
             ),
             offset: state.offset,
         };
+        let state_is_finite = state.offset.is_finite();
+        if !state_is_finite || parts.ranges.iter().any(|range| !range.is_finite()) {
+            let problem = "has scales that are not finite: download the model again".to_owned();
+            return Err(CheckpointError::Parts { tensor: name.to_owned(), problem });
+        }
         Nf4::new(parts)
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
     }
@@ -279,57 +272,6 @@ impl WeightFiles {
     fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
         let shard = &self.shards[*self.by_name.get(name)?];
         Some((shard, shard.tensors.get(name)?))
-    }
-}
-
-impl Shard {
-    fn open_named(folder: &Path, index: &Path, name: &str) -> Result<Self, CheckpointError> {
-        if !is_plain_name(name) {
-            let problem = format!("shard `{name}` is not a plain file name");
-            return Err(CheckpointError::invalid(index, &problem));
-        }
-        match Self::open(&folder.join(name)) {
-            Err(CheckpointError::Read { source, .. })
-                if source.kind() == io::ErrorKind::NotFound =>
-            {
-                Err(CheckpointError::ShardMissing {
-                    index: index.to_owned(),
-                    shard: name.to_owned(),
-                })
-            }
-            opened => opened,
-        }
-    }
-
-    fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let file = File::open(path).map_err(CheckpointError::read(path))?;
-        // SAFETY: the map is read-only, and this program never changes a weight file in place: it
-        // writes files under a temporary name and renames them. The doc comment of `WeightFiles`
-        // requires the same of other programs.
-        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::read(path))?;
-        let (header_bytes, header) =
-            SafeTensors::read_metadata(&map).map_err(|error| match error {
-                SafeTensorError::MetadataIncompleteBuffer => {
-                    let problem = format!("its size of {} bytes contradicts its header", map.len());
-                    CheckpointError::invalid(path, &problem)
-                }
-                error => CheckpointError::invalid(path, &error),
-            })?;
-        let data_start = 8 + header_bytes;
-        // The check in `read_metadata` adds without a test for overflow, so that offsets near
-        // `usize::MAX` would pass it.
-        if data_start.checked_add(header.data_len()) != Some(map.len()) {
-            return Err(CheckpointError::invalid(path, &"its size contradicts its header"));
-        }
-        let tensors =
-            header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
-        Ok(Self { map, data_start, tensors })
-    }
-
-    /// The bytes of a tensor. In bounds, because `open` compared the header with the file size.
-    fn data(&self, info: &TensorInfo) -> &[u8] {
-        let (start, end) = info.data_offsets;
-        &self.map[self.data_start + start..self.data_start + end]
     }
 }
 

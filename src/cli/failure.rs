@@ -14,6 +14,8 @@ pub(super) enum Exit {
     Usage = 64,
     /// Bad data, a damaged file, or a loss or gradient that is not finite.
     Data = 65,
+    /// Memory or another resource of the process is used up.
+    Resources = 71,
     /// A file cannot be written.
     CannotWrite = 73,
     /// A rank was lost or hung.
@@ -30,8 +32,10 @@ pub(super) enum Exit {
 impl Exit {
     /// The exit code of another process of this program.
     pub(super) fn from_code(code: i32) -> Self {
-        use Exit::{CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Stopped, Unknown, Usage};
-        let all = [Usage, Data, CannotWrite, Ranks, Stopped, Interrupted, ClosedPipe];
+        use Exit::{
+            CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Resources, Stopped, Unknown, Usage,
+        };
+        let all = [Usage, Data, Resources, CannotWrite, Ranks, Stopped, Interrupted, ClosedPipe];
         all.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Unknown)
     }
 }

@@ -66,9 +66,9 @@ pub(super) fn launch(
 pub(super) enum Forwarded {
     /// Unchanged: the processes are the ranks.
     Unchanged,
-    /// As SIGUSR1 to `mpirun`, which passes it on to the ranks. On SIGINT and SIGTERM, `mpirun` ends
+    /// As SIGUSR2 to `mpirun`, which passes it on to the ranks. On SIGINT and SIGTERM, `mpirun` ends
     /// the ranks before they can save.
-    AsUsr1,
+    AsUsr2,
 }
 
 fn watch(
@@ -91,7 +91,7 @@ fn watch(
             forwarded.push(signal);
             ranks.kill(match how {
                 // a second signal ends the ranks at once
-                Forwarded::AsUsr1 if is_first => Signal::USR1,
+                Forwarded::AsUsr2 if is_first => Signal::USR2,
                 _ => signal,
             });
         }
@@ -192,7 +192,7 @@ impl End {
             (Some(code), _) if code == Exit::Stopped as i32 => Self::Stopped,
             // A rank that had not yet prepared for the signal, under `mpirun`.
             (Some(code), _)
-                if code == SIGNALLED + Signal::USR1.as_raw() && !forwarded.is_empty() =>
+                if code == SIGNALLED + Signal::USR2.as_raw() && !forwarded.is_empty() =>
             {
                 Self::Failed(Exit::Interrupted)
             }

@@ -28,6 +28,7 @@ mod selftest;
 mod sft;
 mod signals;
 mod stdout;
+mod verify;
 mod why;
 
 use self::failure::{Exit, Failure};
@@ -66,6 +67,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
     Plan(plan::PlanArgs),
+    /// Compute rows in every layout, and compare losses and gradients
+    Verify(verify::VerifyArgs),
     /// List the rows of a step of a run, with their losses
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
@@ -85,6 +88,7 @@ pub fn main() -> ExitCode {
             };
         }
     };
+    crate::ops::exit_when_out_of_memory(Exit::Resources as i32);
     // The stack size of a main thread. An error means that the pool already exists.
     let _ = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global();
     // The command runs on a worker of the pool: from any other thread, each of the hundreds of
@@ -113,6 +117,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Convert(args) => convert::run(args),
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
+        Command::Verify(args) => verify::run(args, &logging),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
     }

@@ -160,7 +160,7 @@ fn choices(cluster: &Cluster, kind: Kind) -> Vec<(Shard, usize)> {
     let world = cluster.world();
     let mut choices = vec![(Shard::None, world)];
     let groups = if cluster.nodes > 1 { vec![cluster.gpus, world] } else { vec![world] };
-    for group in groups.into_iter().filter(|_| world > 1 && kind != Kind::Muon) {
+    for group in groups.into_iter().filter(|_| world > 1 && kind.divides_state()) {
         for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
             choices.push((shard, group));
         }

@@ -47,7 +47,7 @@ pub(super) fn started_ranks(
         }
         Start::Mpirun => {
             tracing::info!(ranks = world, "starting `mpirun`");
-            (vec![mpirun(world, &arguments)?], Forwarded::AsUsr1)
+            (vec![mpirun(world, &arguments)?], Forwarded::AsUsr2)
         }
     };
     launch(commands, &signals, forwarded)?;

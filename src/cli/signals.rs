@@ -1,7 +1,7 @@
-//! Signals that ask a run to save or to stop.
+//! Signals that make a run save or stop.
 
 use super::failure::Exit;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
 use std::fs;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 
-/// What signals have asked for.
+/// What the signals so far require.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Requests {
     /// Save a checkpoint and stop.
@@ -23,13 +23,14 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// From now on, SIGINT, SIGTERM, SIGHUP and SIGXCPU stop the run after the current step, and
-    /// SIGUSR1 saves a checkpoint. A second SIGINT ends the process.
+    /// From now on, SIGINT, SIGTERM, SIGHUP, SIGXCPU and SIGUSR2 (which `mpirun` passes on to the
+    /// ranks) stop the run after the current step, and SIGUSR1 saves a checkpoint. A second SIGINT
+    /// ends the process.
     pub(super) fn listen() -> io::Result<Self> {
         let requests = Self::default();
         // SIGXFSZ: without a handler, a file beyond the size limit would kill the process. With it,
         // the write fails with an error.
-        let mut handled = vec![SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ];
+        let mut handled = vec![SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ];
         if !is_ignored(SIGHUP, &fs::read_to_string("/proc/self/status").unwrap_or_default()) {
             handled.push(SIGHUP);
         }

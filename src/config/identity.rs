@@ -14,12 +14,13 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 5] = [
+const LATER_DEFAULTS: [&str; 6] = [
     ",\"offload\":\"none\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
     ",\"samples\":true",
+    ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];
 
 /// A setting with different values in two configs.
@@ -176,7 +177,9 @@ mod tests {
                 load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
             config.fingerprint()
         };
-        for setting in ["optim.kind=muon", "optim.master=none", "adapter={}"] {
+        let settings =
+            ["optim.kind=muon", "optim.kind=adafactor", "optim.master=none", "adapter={}"];
+        for setting in settings {
             assert_ne!(set(setting), config.fingerprint(), "{setting}");
         }
         assert_eq!(set("model.offload=frozen"), config.fingerprint());

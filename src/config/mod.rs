@@ -23,7 +23,7 @@ pub(crate) use tree::{Node, Value as NodeValue};
 use crate::checkpoint::CheckpointConfig;
 use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
-use crate::optim::{Kind, Moments, OptimConfig, ScheduleConfig};
+use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
     TrainConfig,
@@ -120,6 +120,8 @@ const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
+/// Maximum learning rate, weight decay and factor of a learning rate.
+const MAX_LR: f64 = 1e6;
 /// Maximum number of loader threads.
 const MAX_WORKERS: usize = 1024;
 
@@ -210,19 +212,66 @@ impl RunConfig {
     /// Checks the settings that `optim.kind` does not support.
     fn check_optimizer(&self) -> Result<(), ValueError> {
         let (kind, moments) = (self.optim.kind, self.optim.moments);
-        let (is_adamw, is_muon) = (kind == Kind::Adamw, kind == Kind::Muon);
         let shard = self.distributed.shard;
-        let (key, found, expected) = if moments == Moments::Bf16 && !is_adamw {
+        let (key, found, expected) = if moments == Moments::Bf16 && kind != Kind::Adamw {
             ("optim.moments", "bf16", "`bf16` only with `optim.kind: adamw`")
-        } else if moments == Moments::Host && is_muon {
-            ("optim.moments", "host", "`f32` with `optim.kind: muon`")
-        } else if shard != Shard::None && is_muon {
-            let expected = "`none` with `optim.kind: muon`, which needs whole matrices";
+        } else if moments == Moments::Host && !kind.divides_state() {
+            let expected = "`f32` with `optim.kind: muon` and `adafactor`";
+            ("optim.moments", "host", expected)
+        } else if shard != Shard::None && !kind.divides_state() {
+            let expected = match kind {
+                Kind::Muon => "`none` with `optim.kind: muon`, which needs whole matrices",
+                _ => "`none` with `optim.kind: adafactor`, which needs whole parameters",
+            };
             ("distributed.shard", shard.name(), expected)
+        } else {
+            self.check_rates()?;
+            return self.check_adafactor();
+        };
+        Err(ValueError { key, found: found.to_owned(), expected })
+    }
+
+    /// Checks that the scalars of an update are finite in `f32`, with which it computes.
+    fn check_rates(&self) -> Result<(), ValueError> {
+        let optim = &self.optim;
+        let invalid = |key, found: &dyn ToString, expected| {
+            Err(ValueError { key, found: found.to_string(), expected })
+        };
+        if optim.lr > MAX_LR {
+            return invalid("optim.lr", &optim.lr, "a number from 0 to 1e6");
+        }
+        if optim.eps as f32 == 0.0 {
+            return invalid("optim.eps", &optim.eps, "1e-45 or more, which f32 can represent");
+        }
+        if optim.weight_decay > MAX_LR {
+            return invalid("optim.weight_decay", &optim.weight_decay, "a number from 0 to 1e6");
+        }
+        match optim.lr_multipliers.values().find(|factor| **factor > MAX_LR) {
+            Some(factor) => invalid("optim.lr_multipliers", factor, "numbers from 0 to 1e6"),
+            None => Ok(()),
+        }
+    }
+
+    fn check_adafactor(&self) -> Result<(), ValueError> {
+        let settings = self.optim.adafactor;
+        let AdafactorConfig { beta2_decay, eps: [eps1, eps2], d } = settings;
+        let square = (eps1 * eps1) as f32; // as the update uses it
+        let (key, found, expected) = if !(beta2_decay.is_finite() && beta2_decay <= 0.0) {
+            ("optim.adafactor.beta2_decay", beta2_decay, "a finite number of 0 or less")
+        } else if !(square.is_finite() && square > 0.0) {
+            ("optim.adafactor.eps.0", eps1, "a number from 1e-22 to 1e19")
+        } else if !(eps2.is_finite() && eps2 >= 0.0) {
+            ("optim.adafactor.eps.1", eps2, "a finite number of 0 or more")
+        } else if !(d.is_finite() && d >= 1.0) {
+            ("optim.adafactor.d", d, "a finite number of 1 or more")
+        } else if self.optim.kind != Kind::Adafactor && settings != AdafactorConfig::default() {
+            let (key, found) = ("optim.adafactor", "not the default".to_owned());
+            let expected = "no value unless `optim.kind` is `adafactor`";
+            return Err(ValueError { key, found, expected });
         } else {
             return Ok(());
         };
-        Err(ValueError { key, found: found.to_owned(), expected })
+        Err(ValueError { key, found: found.to_string(), expected })
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.

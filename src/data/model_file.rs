@@ -55,9 +55,13 @@ impl ModelFileError {
     }
 }
 
-/// The bytes of a file.
+/// The bytes of a regular file. Opening a named pipe would wait for a writer.
 pub(in crate::data) fn read(path: &Path) -> Result<Vec<u8>, ModelFileError> {
-    std::fs::read(path).map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
+    let read = || match std::fs::metadata(path)?.is_file() {
+        true => std::fs::read(path),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    };
+    read().map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
 }
 
 /// A parsed JSON file.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Maximum time between two looks at the last report.
+/// Maximum time between two checks of the last report.
 const TICK: Duration = Duration::from_secs(1);
 
 /// The last report and its time; `None` before the first one.

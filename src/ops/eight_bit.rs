@@ -98,19 +98,21 @@ kernels! {
         }
     }
 
+    /// The largest absolute value; NaN if one is NaN. The bits of positive floats have their order,
+    /// and NaN follows infinity.
     fn largest(values: &[f32]) -> f32 {
-        let mut lanes = [0f32; 32];
+        let mut lanes = [0u32; 32];
         for values in values.chunks(32) {
             for (lane, value) in lanes.iter_mut().zip(values) {
-                let value = value.abs();
+                let value = value.to_bits() & 0x7fff_ffff;
                 *lane = if value > *lane { value } else { *lane };
             }
         }
-        let mut largest = 0.0;
+        let mut largest = 0;
         for lane in lanes {
             largest = if lane > largest { lane } else { largest };
         }
-        largest
+        f32::from_bits(largest)
     }
 
     fn encode_block(map: &DynamicMap, absmax: f32, values: &[f32], codes: &mut [u8]) {
@@ -126,7 +128,9 @@ kernels! {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{bits, device, values, with_threads};
-    use super::super::{AdamW, AdamWTensors, AdamWUpdate, clipped_update, sums_of_squares};
+    use super::super::{
+        AdamW, AdamWTensors, AdamWUpdate, adamw_step, clipped_update, sums_of_squares,
+    };
     use super::*;
     use candle_core::{DType, Device, Tensor};
     use std::collections::HashMap;
@@ -214,6 +218,45 @@ mod tests {
                 }
             }
         });
+    }
+
+    #[test]
+    fn a_block_with_nan_decodes_to_nan_and_others_keep_their_bits() {
+        let n = 3 * EIGHT_BIT_BLOCK - 5;
+        let run = |at: Option<usize>| {
+            let zeros = |n: usize, dtype| Tensor::zeros(n, dtype, &device()).unwrap();
+            let mut grad = vec![0.5f32; n];
+            if let Some(at) = at {
+                grad[at] = f32::NAN;
+            }
+            let grad = Tensor::from_vec(grad, n, &device()).unwrap();
+            let (weight, m, v) = (zeros(n, DType::F32), zeros(n, DType::U8), zeros(n, DType::U8));
+            let scales = [zeros(3, DType::F32), zeros(3, DType::F32)];
+            let absmax = Some(scales.each_ref());
+            let tensors = AdamWTensors {
+                weight: &weight,
+                master: None,
+                exp_avg: &m,
+                exp_avg_sq: &v,
+                absmax,
+                grad: &grad,
+            };
+            let hyper = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };
+            adamw_step(&hyper, &tensors, 1e-2, 0.0, 1, 1.0).unwrap();
+            (codes(&m), scales.map(|scales| values(&scales)))
+        };
+        let (codes, scales) = run(None);
+        for at in [0, 256, 2 * 256 + 7, n - 1] {
+            let (found, with_nan) = run(Some(at));
+            for (scales, with_nan) in scales.iter().zip(with_nan) {
+                for (block, scale) in with_nan.into_iter().enumerate() {
+                    let is_hit = block == at / EIGHT_BIT_BLOCK;
+                    assert!(if is_hit { scale.is_nan() } else { scale == scales[block] });
+                }
+            }
+            let other = if at < 256 { 256..512 } else { 0..256 };
+            assert_eq!(found[other.clone()], codes[other]);
+        }
     }
 
     #[test]

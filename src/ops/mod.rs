@@ -29,6 +29,7 @@ macro_rules! return_if_on_gpu {
     };
 }
 
+mod adafactor;
 mod adamw;
 mod attention;
 mod bytes;
@@ -55,6 +56,7 @@ mod swiglu;
 mod testing;
 mod vision_rope;
 
+pub use adafactor::{Adafactor, AdafactorUpdate, SecondMoment, adafactor_step};
 pub use adamw::{
     AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clip_scale, clipped_update,
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
@@ -68,7 +70,10 @@ pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
 #[cfg(test)]
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
-pub use cpu::{CachingAllocator, RecomputeInput, SimdError, SimdLevel, simd_level};
+pub use cpu::{
+    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory,
+    set_predicted_memory, simd_level,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
 pub use dropout::{DropoutMask, dropout, dropout_add};

@@ -37,10 +37,14 @@ pub(super) fn tensor_seed(step_seed: u32, index: usize) -> u32 {
 }
 
 /// Stochastic rounding: returns one of the two `bf16` neighbours of `x`, the nearer one with the
-/// higher probability. `random` is uniform in 16 bits.
+/// higher probability. `random` is uniform in 16 bits. Not a number stays so: the sum would make a
+/// zero of the NaN of a GPU, whose bits are all ones.
 #[inline(always)]
 fn round_at_random(x: f32, random: u32) -> bf16 {
-    bf16::from_bits((x.to_bits().wrapping_add(random) >> 16) as u16)
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(random) >> 16) as u16;
+    let nan = (bits >> 16) as u16 | 0x0040;
+    bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded })
 }
 
 /// The value of an element that random numbers round.
@@ -107,6 +111,21 @@ mod tests {
             let mean = sum / f64::from(count);
             let bound = if x.abs() < 1e-38 { 1e-3 } else { 1e-4 }; // subnormals
             assert!((mean / f64::from(x) - 1.0).abs() < bound, "{x}: {mean}");
+        }
+    }
+
+    #[test]
+    fn stochastic_rounding_makes_no_number_of_nan_and_infinity() {
+        for bits in [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0xff80_0001, 0x7fc0_0000] {
+            let x = Tensor::full(f32::from_bits(bits), 300, &device()).unwrap();
+            let y = Tensor::zeros(300, DType::BF16, &device()).unwrap();
+            let seed = Seed { seed: 1, first: 0 };
+            super::super::muon::combine("test", (1.0, &x), (0.0, &y), Some(seed)).unwrap();
+            assert!(values(&y).iter().all(|y| y.is_nan()), "{bits:x}");
+        }
+        for random in [0, 1, 0xffff] {
+            assert_eq!(round_at_random(f32::INFINITY, random), bf16::INFINITY);
+            assert_eq!(round_at_random(f32::NEG_INFINITY, random), bf16::NEG_INFINITY);
         }
     }
 

@@ -16,6 +16,7 @@ use super::{linear, linear_backward_input, linear_backward_weight};
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
+const OP: &str = "muon_step";
 const MOMENTUM: f64 = 0.95;
 const STEPS: usize = 5;
 /// Coefficients of `x`, `(x x^T) x` and `(x x^T)^2 x` in a Newton-Schulz step.
@@ -47,21 +48,21 @@ pub fn muon_step(update: &MuonUpdate<'_>, step: u64, grad_scale: f32) -> Result<
     let &MuonUpdate { weight, master, momentum, grad, index, lr, weight_decay } = update;
     let (rows, columns) = weight.dims2()?;
     let new = (1.0 - MOMENTUM) as f32 * grad_scale;
-    combine((new, grad), (MOMENTUM as f32, momentum), None)?;
+    combine(OP, (new, grad), (MOMENTUM as f32, momentum), None)?;
     let next = momentum.copy()?;
-    combine((new, grad), (MOMENTUM as f32, &next), None)?;
+    combine(OP, (new, grad), (MOMENTUM as f32, &next), None)?;
     let norm = sum_of_squares(&next)?.sqrt().max(EPS);
     let direction = Tensor::zeros((rows, columns), weight.dtype(), weight.device())?;
-    combine(((1.0 / norm) as f32, &next), (0.0, &direction), None)?;
+    combine(OP, ((1.0 / norm) as f32, &next), (0.0, &direction), None)?;
     drop(next);
     let direction = orthogonal(direction)?;
     let size = -lr * 0.2 * (rows.max(columns) as f64).sqrt();
     let seed = Seed { seed: tensor_seed(step_seed(step), index), first: 0 };
     let keep = (1.0 - lr * weight_decay) as f32;
     let exact = master.unwrap_or(weight);
-    combine((size as f32, &direction), (keep, exact), Some(seed))?;
+    combine(OP, (size as f32, &direction), (keep, exact), Some(seed))?;
     match master {
-        Some(master) => combine((1.0, master), (0.0, weight), None),
+        Some(master) => combine(OP, (1.0, master), (0.0, weight), None),
         None => Ok(()),
     }
 }
@@ -80,21 +81,25 @@ fn orthogonal(x: Tensor) -> Result<Tensor> {
             gram.to_dtype(x.dtype())? // [C, C]
         };
         let square = linear(&gram, &gram, None)?; // it is symmetric
-        combine((c, &square), (b, &gram), None)?;
+        combine(OP, (c, &square), (b, &gram), None)?;
         let product = if rows <= columns {
             linear_backward_input(&gram, &x)? // [R, C]
         } else {
             linear_backward_input(&x, &gram)? // [R, C]
         };
-        combine((1.0, &product), (a, &x), None)?;
+        combine(OP, (1.0, &product), (a, &x), None)?;
     }
     Ok(x)
 }
 
 /// Overwrites `y` with `a x + b y`. Both may be `f32` or `bf16`, with any shape of the same number of
 /// elements. A `bf16` result is rounded to nearest, or at random with a `seed`.
-fn combine((a, x): (f32, &Tensor), (b, y): (f32, &Tensor), seed: Option<Seed>) -> Result<()> {
-    let op = "muon_step";
+pub(super) fn combine(
+    op: &'static str,
+    (a, x): (f32, &Tensor),
+    (b, y): (f32, &Tensor),
+    seed: Option<Seed>,
+) -> Result<()> {
     for (name, tensor) in [("x", x), ("y", y)] {
         compute_dtype(op, &[(name, tensor)])?;
     }
@@ -116,7 +121,7 @@ fn combine((a, x): (f32, &Tensor), (b, y): (f32, &Tensor), seed: Option<Seed>) -
             y.load(0..len, &mut values);
             combine_block(a, &x, b, &mut values);
             let seed = seed.unwrap_or_default();
-            y.store(0..len, &values, Seed { first: seed.first + start as u32, ..seed });
+            y.store(0..len, &values, Seed { first: seed.first.wrapping_add(start as u32), ..seed });
         });
         Ok(())
     })
@@ -125,7 +130,9 @@ fn combine((a, x): (f32, &Tensor), (b, y): (f32, &Tensor), seed: Option<Seed>) -
 kernels! {
     fn combine_block(a: f32, x: &[f32], b: f32, y: &mut [f32]) {
         for (y, x) in y.iter_mut().zip(x) {
-            *y = a.mul_add(*x, b * *y);
+            // a value that is not finite does not stay if it is overwritten
+            let kept = if b == 0.0 { 0.0 } else { b * *y };
+            *y = a.mul_add(*x, kept);
         }
     }
 }
@@ -178,6 +185,25 @@ mod tests {
                 assert_close("muon", got, &want.to_dtype(DType::F32)?, Tolerance::F32);
             }
         }
+        Ok(())
+    }
+
+    #[test]
+    fn a_rounded_copy_that_is_not_finite_becomes_that_of_its_master() -> Result<()> {
+        let shape = [8, 8];
+        let weight = Tensor::full(f32::INFINITY, &shape, &device())?.to_dtype(DType::BF16)?;
+        let (master, momentum) = (random(1, &shape), Tensor::zeros(&shape, DType::F32, &device())?);
+        let update = MuonUpdate {
+            weight: &weight,
+            master: Some(&master),
+            momentum: &momentum,
+            grad: &random(2, &shape),
+            index: 0,
+            lr: 1e-2,
+            weight_decay: 0.0,
+        };
+        muon_step(&update, 1, 1.0)?;
+        assert_eq!(bits(&weight), bits(&master.to_dtype(DType::BF16)?));
         Ok(())
     }
 

@@ -42,6 +42,8 @@ pub struct OptimConfig {
     pub moments: Moments,
     /// Whether `bf16` weights have master copies in `f32`; `f32` by default.
     pub master: Master,
+    /// Settings of `kind: adafactor`.
+    pub adafactor: AdafactorConfig,
     /// Factors of the learning rate by component (`vision`, `merger`, `llm`) or by glob over
     /// parameter names. If several match, the last one applies.
     pub lr_multipliers: IndexMap<String, f64>,
@@ -60,6 +62,35 @@ pub enum Kind {
     /// `Muon` for the matrices between hidden states, `AdamW` for the other parameters.
     #[serde(rename = "muon")]
     Muon,
+    /// `Adafactor`: second moments of rows and columns only.
+    #[serde(rename = "adafactor")]
+    Adafactor,
+}
+
+impl Kind {
+    /// Whether the state of a parameter can be divided among ranks.
+    pub fn divides_state(self) -> bool {
+        matches!(self, Self::Adamw | Self::Adamw8bit)
+    }
+}
+
+/// Settings of `Adafactor`, with the names and defaults of PyTorch.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdafactorConfig {
+    /// The second moments of step `t` keep `1 - t^beta2_decay` of their value; -0.8 by default.
+    pub beta2_decay: f64,
+    /// Minimum root of the second moment, 2^-23 by default, and minimum root mean square of a
+    /// weight that its step is in proportion to, 1e-3 by default.
+    pub eps: [f64; 2],
+    /// Maximum root mean square of a direction before it is multiplied by the step; 1 by default.
+    pub d: f64,
+}
+
+impl Default for AdafactorConfig {
+    fn default() -> Self {
+        Self { beta2_decay: -0.8, eps: [f64::from(f32::EPSILON), 1e-3], d: 1.0 }
+    }
 }
 
 /// Master copies of `bf16` weights.
@@ -104,6 +135,7 @@ impl Default for OptimConfig {
             min_lr: 0.0,
             moments: Moments::F32,
             master: Master::F32,
+            adafactor: AdafactorConfig::default(),
             lr_multipliers: IndexMap::new(),
         }
     }

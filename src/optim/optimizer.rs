@@ -1,10 +1,13 @@
 //! The optimizer of all trained parameters: state, gradient norm, and the clipped update.
 
 use super::state::{MASTER, Rule, kinds};
-use super::{Moments, OptimConfig, OwnedPart, ParamGroup, ParamGroups, ParamState, StateKind};
+use super::{
+    AdafactorConfig, Moments, OptimConfig, OwnedPart, ParamGroup, ParamGroups, ParamState,
+    StateKind,
+};
 use crate::ops;
 use crate::tape::Param;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -12,6 +15,7 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Optimizer {
     hyper: ops::AdamW,
+    adafactor: ops::Adafactor,
     max_grad_norm: f64,
     place: Place,
     trained: Vec<Param>,
@@ -122,10 +126,12 @@ impl Optimizer {
         let states = states.collect::<Result<_>>()?;
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
+        let AdafactorConfig { beta2_decay, eps, d } = config.adafactor;
+        let adafactor = ops::Adafactor { beta2_decay, eps, d };
         let trained: Vec<Param> = trained.into_iter().map(|index| params[index].clone()).collect();
         let kinds_of = |param: &Param| kinds(config, param, groups[param.index()]);
         let kinds = trained.iter().map(kinds_of).collect();
-        Ok(Self { hyper, max_grad_norm, place, trained, kinds, states })
+        Ok(Self { hyper, adafactor, max_grad_norm, place, trained, kinds, states })
     }
 
     /// The trained parameters, in order.
@@ -180,19 +186,20 @@ impl Optimizer {
         let weights: Vec<Tensor> =
             self.states.iter().map(ParamState::weight).collect::<Result<_>>()?;
         let updates = || self.states.iter().zip(&weights).zip(&grads);
-        let is_muon = |state: &ParamState| state.rule == Rule::Muon;
-        let adamw = updates().filter(|((state, _), _)| !is_muon(state));
+        let is_adamw = |state: &ParamState| matches!(state.rule, Rule::AdamW(_));
+        let adamw = updates().filter(|((state, _), _)| is_adamw(state));
         let adamw = adamw.map(|((state, weight), grad)| adamw_update(state, weight, grad, lr));
         let adamw: Vec<_> = adamw.collect();
         ops::clipped_update(&self.hyper, &adamw, step, &squares, self.max_grad_norm)?;
-        let mut muon = updates().filter(|((state, _), _)| is_muon(state)).peekable();
-        let scale = match muon.peek() {
+        let mut others = updates().filter(|((state, _), _)| !is_adamw(state)).peekable();
+        let scale = match others.peek() {
             Some(_) => ops::clip_scale(&squares, self.max_grad_norm)?,
             None => None,
         };
         if let Some(scale) = scale {
-            muon.try_for_each(|((state, weight), grad)| {
-                muon_update(state, weight, grad, lr, (step, scale))
+            others.try_for_each(|((state, weight), grad)| match state.rule {
+                Rule::Adafactor => self.adafactor_update(state, weight, grad, lr, (step, scale)),
+                _ => muon_update(state, weight, grad, lr, (step, scale)),
             })?;
         }
         for (state, weight) in self.states.iter().zip(&weights) {
@@ -202,6 +209,32 @@ impl Optimizer {
             }
         }
         Ok(Update { squares })
+    }
+
+    /// Updates a parameter with `Adafactor`; `scale` is the factor of its gradient.
+    fn adafactor_update(
+        &self,
+        state: &ParamState,
+        weight: &Tensor,
+        grad: &Tensor,
+        lr: f64,
+        (step, scale): (u64, f32),
+    ) -> Result<()> {
+        let shape = whole_shape(state, "Adafactor needs whole parameters")?;
+        let second = match ["row_var", "col_var", "variance"].map(|name| state.tensor(name)) {
+            [Some(rows), Some(columns), _] => ops::SecondMoment::Factored([rows, columns]),
+            [.., full] => ops::SecondMoment::Full(full.expect("`Rule::kinds` has the kind")),
+        };
+        let update = ops::AdafactorUpdate {
+            weight: &weight.reshape(shape)?,
+            master: state.tensor(MASTER),
+            second,
+            grad,
+            index: state.index,
+            lr: lr * state.lr_multiplier,
+            weight_decay: state.weight_decay,
+        };
+        ops::adafactor_step(&self.adafactor, &update, step, scale)
     }
 
     /// The gradient norm. Waits for a GPU. Fails if a gradient was not finite; the update then
@@ -235,7 +268,7 @@ fn adamw_update<'a>(
     let tensor = |name| state.tensor(name).expect("`Rule::kinds` has the kind");
     let absmax = match state.rule {
         Rule::AdamW(DType::U8) => Some(["exp_avg_absmax", "exp_avg_sq_absmax"].map(tensor)),
-        Rule::AdamW(_) | Rule::Muon => None,
+        _ => None,
     };
     ops::AdamWUpdate {
         tensors: ops::AdamWTensors {
@@ -261,12 +294,9 @@ fn muon_update(
     lr: f64,
     (step, scale): (u64, f32),
 ) -> Result<()> {
-    let shape = state.param.shape();
-    if state.elements.len() != shape.elem_count() {
-        candle_core::bail!("`{}` is divided, but Muon needs whole matrices", state.param.name());
-    }
+    let shape = whole_shape(state, "Muon needs whole matrices")?;
     let update = ops::MuonUpdate {
-        weight: &weight.reshape(&shape)?,
+        weight: &weight.reshape(shape)?,
         master: state.tensor(MASTER),
         momentum: state.tensor("momentum_buffer").expect("`Rule::kinds` has the kind"),
         grad,
@@ -275,6 +305,15 @@ fn muon_update(
         weight_decay: state.weight_decay,
     };
     ops::muon_step(&update, step, scale)
+}
+
+/// The shape of a parameter, which must not be divided.
+fn whole_shape(state: &ParamState, needs: &str) -> Result<Shape> {
+    let shape = state.param.shape();
+    if state.elements.len() != shape.elem_count() {
+        candle_core::bail!("`{}` is divided, but {needs}", state.param.name());
+    }
+    Ok(shape)
 }
 
 /// All elements of all trained parameters.
@@ -297,109 +336,4 @@ fn on_host(t: &Tensor) -> Result<Tensor> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::{Kind, Master, Named, state_bytes_per_weight};
-    use super::*;
-
-    const SHAPES: [[usize; 2]; 3] = [[3, 5], [64, 9], [5, 1000]];
-
-    fn random(seed: u64, shape: [usize; 2], dtype: DType) -> Tensor {
-        let count = shape[0] * shape[1];
-        let values =
-            (0..count as u64).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0);
-        let t = Tensor::from_vec(values.collect::<Vec<f32>>(), &shape, &Device::Cpu).unwrap();
-        t.to_dtype(dtype).unwrap()
-    }
-
-    /// Weights and moments after some steps.
-    fn trained(place: Place, dtype: DType, config: &OptimConfig) -> Vec<Vec<f32>> {
-        let params: Vec<Param> = (0..)
-            .zip(SHAPES)
-            .map(|(i, shape)| Param::new(format!("p{i}"), i, random(i as u64, shape, dtype)))
-            .collect();
-        let named: Vec<_> =
-            params.iter().map(|p| Named { name: p.name(), component: "llm", rank: 2 }).collect();
-        let groups = ParamGroups::new(&named, &[], []).unwrap();
-        let config = OptimConfig { weight_decay: 0.1, ..config.clone() };
-        let master = |param: &Param, _: Range<usize>, _: &Device| {
-            param.tensor().flatten_all()?.to_dtype(DType::F32)
-        };
-        let (all, owned) = ((&params[..], &groups), whole(&params, &groups));
-        let adamw = Optimizer::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
-        for step in 1..=5 {
-            let grad = |(param, shape): (&Param, [usize; 2])| {
-                let grad = random(100 * step + param.index() as u64, shape, DType::F32);
-                grad.flatten_all().unwrap()
-            };
-            let norm = adamw.norm(params.iter().zip(SHAPES).map(grad).collect()).unwrap();
-            adamw.finish(&adamw.update(norm, 1e-2, step).unwrap()).unwrap();
-        }
-        let state = adamw.states().iter().flat_map(|state| {
-            let tensors = state.tensors().map(|(_, tensor)| tensor.clone());
-            let weight = state.param.tensor().flatten_all().unwrap();
-            let values = |t: Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
-            [weight].into_iter().chain(tensors).map(values).collect::<Vec<_>>()
-        });
-        state.collect()
-    }
-
-    fn moments(moments: Moments) -> OptimConfig {
-        OptimConfig { moments, ..OptimConfig::default() }
-    }
-
-    #[test]
-    fn state_on_the_host_gives_the_same_bits() {
-        for dtype in [DType::F32, DType::BF16] {
-            for kind in [Kind::Adamw, Kind::Adamw8bit] {
-                for master in [Master::F32, Master::None] {
-                    let on = |place, moments| {
-                        let config = OptimConfig { kind, moments, master, ..Default::default() };
-                        trained(place, dtype, &config)
-                    };
-                    let device = on(Place::Device, Moments::F32);
-                    assert_eq!(on(Place::Host, Moments::Host), device);
-                    assert_eq!(on(Place::Device, Moments::Host), device);
-                    let before = random(0, SHAPES[0], dtype).to_dtype(DType::F32).unwrap();
-                    let before = before.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                    assert_ne!(device[0], before);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn narrow_moments_follow_those_in_f32() {
-        let wide = trained(Place::Device, DType::F32, &moments(Moments::F32));
-        let narrow = trained(Place::Device, DType::F32, &moments(Moments::Bf16));
-        let config = OptimConfig { kind: Kind::Adamw8bit, ..OptimConfig::default() };
-        let codes = trained(Place::Device, DType::F32, &config);
-        assert_ne!(wide[1], narrow[1]);
-        assert_eq!(wide[..3], codes[..3], "a small parameter");
-        // weights of the parameter with 8-bit codes, whose steps have size 1e-2
-        let (from, to) = (&wide[wide.len() - 3], &codes[codes.len() - 5]);
-        assert_ne!(from, to);
-        for (wide, narrow) in wide.iter().zip(&narrow).chain([(from, to)]) {
-            for (wide, narrow) in wide.iter().zip(narrow) {
-                assert!((wide - narrow).abs() < 0.02 * (0.1 + wide.abs()), "{wide} {narrow}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_weight_has_the_bytes_of_its_state() {
-        let bytes = |dtype: DType, config: OptimConfig| {
-            let tensor = Tensor::zeros(1 << 16, dtype, &Device::Cpu).unwrap();
-            let params = [Param::new("p".to_owned(), 0, tensor)];
-            let named = [Named { name: "p", component: "llm", rank: 1 }];
-            let groups = ParamGroups::new(&named, &[], []).unwrap();
-            state_bytes_per_weight(&config, &params, &groups)
-        };
-        let bare = || OptimConfig { master: Master::None, ..OptimConfig::default() };
-        assert_eq!(bytes(DType::F32, OptimConfig::default()), 8.0);
-        assert_eq!(bytes(DType::F32, bare()), 8.0);
-        assert_eq!(bytes(DType::BF16, OptimConfig::default()), 12.0);
-        assert_eq!(bytes(DType::BF16, bare()), 8.0);
-        assert_eq!(bytes(DType::BF16, OptimConfig { moments: Moments::Bf16, ..bare() }), 4.0);
-        assert_eq!(bytes(DType::BF16, OptimConfig { kind: Kind::Adamw8bit, ..bare() }), 2.03125);
-    }
-}
+mod tests;

@@ -16,20 +16,35 @@ pub struct StateKind {
     pub name: &'static str,
     /// Its dtype.
     pub dtype: DType,
-    /// Number of elements of the parameter for each element of the tensor.
-    per: usize,
+    extent: Extent,
+}
+
+/// The number of elements of a state tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// One for each of this number of elements of the parameter.
+    Per(usize),
+    /// This number, for a parameter that is not divided.
+    Whole(usize),
 }
 
 impl StateKind {
     /// Elements of the tensor that belong to these elements of the parameter. Parts of a parameter
     /// begin at multiples of [`crate::tape::BUCKET_ALIGNMENT`].
     pub fn elements(&self, of_param: &Range<usize>) -> Range<usize> {
-        of_param.start / self.per..of_param.end.div_ceil(self.per)
+        match self.extent {
+            Extent::Per(count) => of_param.start / count..of_param.end.div_ceil(count),
+            Extent::Whole(count) => 0..count,
+        }
     }
 
     /// Shape of the tensor of a whole parameter.
     pub fn shape(&self, param: &Shape) -> Shape {
-        if self.per == 1 { param.clone() } else { param.elem_count().div_ceil(self.per).into() }
+        match self.extent {
+            Extent::Per(1) => param.clone(),
+            Extent::Per(count) => param.elem_count().div_ceil(count).into(),
+            Extent::Whole(count) => count.into(),
+        }
     }
 
     fn zeros(&self, of_param: &Range<usize>, device: &Device) -> Result<Tensor> {
@@ -44,12 +59,15 @@ pub(super) enum Rule {
     AdamW(DType),
     /// `Muon`.
     Muon,
+    /// `Adafactor`.
+    Adafactor,
 }
 
 impl Rule {
     fn of(config: &OptimConfig, param: &Param, group: &ParamGroup) -> Self {
         match config.kind {
             Kind::Muon if group.hidden_matrix => Self::Muon,
+            Kind::Adafactor => Self::Adafactor,
             Kind::Adamw8bit if param.shape().elem_count() >= SMALLEST_IN_8_BITS => {
                 Self::AdamW(DType::U8)
             }
@@ -59,9 +77,10 @@ impl Rule {
     }
 
     /// The tensors that an update reads and overwrites, without a master weight.
-    fn kinds(self) -> Vec<StateKind> {
-        let each = |name, dtype| StateKind { name, dtype, per: 1 };
-        let scales = |name| StateKind { name, dtype: DType::F32, per: EIGHT_BIT_BLOCK };
+    fn kinds(self, param: &Shape) -> Vec<StateKind> {
+        let each = |name, dtype| StateKind { name, dtype, extent: Extent::Per(1) };
+        let f32s = |name, extent| StateKind { name, dtype: DType::F32, extent };
+        let scales = |name| f32s(name, Extent::Per(EIGHT_BIT_BLOCK));
         match self {
             Self::AdamW(dtype) => {
                 let mut kinds = vec![each("exp_avg", dtype), each("exp_avg_sq", dtype)];
@@ -71,15 +90,26 @@ impl Rule {
                 kinds
             }
             Self::Muon => vec![each("momentum_buffer", DType::F32)],
+            Self::Adafactor => match param.dims() {
+                [others @ .., rows, columns] => {
+                    let matrices: usize = others.iter().product();
+                    vec![
+                        f32s("row_var", Extent::Whole(matrices * rows)),
+                        f32s("col_var", Extent::Whole(matrices * columns)),
+                    ]
+                }
+                _ => vec![each("variance", DType::F32)],
+            },
         }
     }
 }
 
 /// The kinds of state tensors of a trained parameter; the master weight is the last.
 pub(super) fn kinds(config: &OptimConfig, param: &Param, group: &ParamGroup) -> Vec<StateKind> {
-    let mut kinds = Rule::of(config, param, group).kinds();
+    let mut kinds = Rule::of(config, param, group).kinds(&param.shape());
     if param.dtype() != DType::F32 && config.master == Master::F32 {
-        kinds.push(StateKind { name: MASTER, dtype: DType::F32, per: 1 });
+        let extent = Extent::Per(1);
+        kinds.push(StateKind { name: MASTER, dtype: DType::F32, extent });
     }
     kinds
 }

@@ -72,7 +72,7 @@ pub struct RunOptions<'a> {
     pub resume: Resume,
     /// When set, training saves a checkpoint after the current step and stops.
     pub stop: Arc<AtomicBool>,
-    /// When set, training saves a checkpoint after the current step and goes on.
+    /// When set, training saves a checkpoint after the current step and continues.
     pub save: Arc<AtomicBool>,
     /// Receives what the training loop does, for a run in one process; ignored by default. Several
     /// ranks use that of their [`Group`].

@@ -229,6 +229,16 @@ impl OpenModel {
         Ok(LoadedModel { model, params, dropout, open: self })
     }
 
+    /// Builds the model with these parameters and another attention.
+    pub(super) fn build(
+        &self,
+        params: &[Param],
+        attention: &Arc<dyn AttentionBackend>,
+    ) -> Result<Box<dyn Model>, SetupError> {
+        let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
+        Ok(self.config.build(params, attention, adapters.as_ref())?)
+    }
+
     /// Loads elements of the flat parameter `index`.
     pub(super) fn load_part(
         &self,

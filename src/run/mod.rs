@@ -23,6 +23,7 @@ mod resume;
 mod runner;
 mod sequence;
 mod stored_weights;
+pub mod verify;
 
 pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};

@@ -30,8 +30,10 @@ pub(super) fn take_over(
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
     let output_dir = config.output_dir.as_path();
+    remove_empty_asides(output_dir);
     if let Some(found) = found.filter(|found| lies_in(output_dir, found)) {
         set_later_aside(output_dir, checkpointer, found.step)?;
+        checkpointer.remove_old(found.step);
     } else {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let model = real(&config.model.path);
@@ -65,6 +67,19 @@ fn set_later_aside(
     }
     tracing::info!(folder = %aside.display(), ?later, "moved the checkpoints of later steps");
     Ok(())
+}
+
+/// Removes empty folders `previous-N`, which a killed process has created before it moved files.
+fn remove_empty_asides(output_dir: &Path) {
+    let entries = fs::read_dir(output_dir).into_iter().flatten().flatten();
+    for folder in entries.map(|entry| entry.path()) {
+        let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let number = name.strip_prefix("previous-").map(str::parse::<u64>);
+        if matches!(number, Some(Ok(_))) {
+            // Fails unless the folder is empty.
+            let _ = fs::remove_dir(folder);
+        }
+    }
 }
 
 /// Creates the next free folder `previous-N`.

@@ -66,12 +66,12 @@ impl StepError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NonFiniteLoss { step: 1, .. } => Some(
-                "no step was trained yet: the weights of the model folder have values that are not \
-                 finite; copy them from the published model again",
+                "no step was trained yet: the weights of the model folder are finite, but too large; \
+                 copy them from the published model again",
             ),
             Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
                 "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
-                 and their checkpoints are intact",
+                 and checkpoints never contain values that are not finite",
             ),
             Self::Ranks(_) | Self::Candle(_) => None,
         }
@@ -159,8 +159,8 @@ impl Losses {
         Ok(self.read()?.iter().map(|(_, losses)| losses.sum()).sum())
     }
 
-    /// The loss of each target. Waits for a GPU.
-    fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
+    /// The slot of each micro-batch with targets, and the loss of each target. Waits for a GPU.
+    pub fn read(&self) -> candle_core::Result<Vec<(usize, TargetLosses)>> {
         let read = |(slot, nll, targets): &(usize, Option<Tensor>, OwnTargets)| {
             let nll = nll.as_ref().map_or(Ok(Vec::new()), Tensor::to_vec1)?;
             Ok((*slot, targets.losses(nll)))

@@ -55,6 +55,7 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
             "config",
             "data",
             "dist",
+            "loss",
             "metrics",
             "models",
             "net",

@@ -130,7 +130,7 @@ fn has_step(place: &Place, step: u64) -> bool {
 }
 
 #[test]
-fn a_signal_of_a_scheduler_saves_and_the_run_goes_on() {
+fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
     let place = place(4000);
     let mut child = place.start(&sft(&[]));
     wait_until("step 2", &mut child, || has_step(&place, 2));
@@ -253,4 +253,19 @@ fn the_same_path_in_another_spelling_is_the_same_run() {
     let other =
         sft(&["--set", "data.train=[{path: ./rows.jsonl}]", "--set", "model.path=./model/"]);
     place.trainer(&other).ends_with(0).says("resume from_step=2");
+}
+
+#[test]
+fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
+    let place = place(4);
+    // 300 MB of addresses: the program starts, but a step of this length does not fit
+    let text = "word ".repeat(30_000);
+    let row = format!(
+        "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}},\
+         {{\"role\":\"assistant\",\"content\":\"{text}\"}}]}}\n"
+    );
+    place.write("rows.jsonl", &row);
+    let long = sft(&["--set", "data.packing_length=100000", "--set", "data.packing=false"]);
+    let said = limited(&place, "ulimit -v 900000", &long);
+    said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
 }

@@ -35,6 +35,7 @@ mod parity;
 mod qlora;
 mod ranks;
 mod resume;
+mod rounding;
 mod rows;
 mod selftest;
 mod sequence;
@@ -43,6 +44,7 @@ mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
 mod urls;
+mod verify;
 mod video;
 #[cfg(feature = "video")]
 mod video_files;

@@ -15,7 +15,7 @@ use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
 };
-use trainer::optim::{Kind, OptimConfig, Optimizer};
+use trainer::optim::{Kind, Master, OptimConfig, Optimizer};
 use trainer::run::{OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
@@ -25,7 +25,7 @@ use trainer::train::{
 
 const SAMPLES_A_STEP: usize = 8;
 const SMALL: &str = "small-tied";
-const TEXT_ONLY: &str = "qwen3-text";
+pub(crate) const TEXT_ONLY: &str = "qwen3-text";
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -56,7 +56,7 @@ pub(crate) const PLAIN: Variant = Variant {
 };
 
 impl Variant {
-    fn micro_batches(self, samples: &[EncodedSample]) -> Vec<VarlenBatch> {
+    pub(crate) fn micro_batches(self, samples: &[EncodedSample]) -> Vec<VarlenBatch> {
         let per_micro_batch = samples.len() / self.micro_batches;
         let lay_out = |samples: &[EncodedSample]| {
             let rows = samples.chunks(self.samples_a_row);
@@ -129,7 +129,10 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
     let kind = curve["args"]
         .get("optimizer")
         .map_or(Kind::Adamw, |kind| serde_json::from_value(kind.clone()).unwrap());
-    let optim = OptimConfig { lr: 1e-3, kind, ..OptimConfig::default() };
+    let master = curve["args"]
+        .get("master")
+        .map_or(Master::F32, |master| serde_json::from_value(master.clone()).unwrap());
+    let optim = OptimConfig { lr: 1e-3, kind, master, ..OptimConfig::default() };
     let groups = loaded.open.groups(&[], &optim.lr_multipliers).unwrap();
     let master = |param: &Param, part, device: &Device| loaded.open.master(param, part, device);
     let optimizer =
@@ -165,12 +168,13 @@ fn curve_of(
     let (model, data) = (golden["model"].as_str().unwrap(), golden["data"].as_str().unwrap());
     let rows = rows_for(model, data.trim_end_matches(".jsonl"));
     let runner = runner_of(golden, variant, precision);
+    let lr = golden["args"].get("lr").map_or(1e-3, |lr| lr.as_f64().unwrap());
     let all: Vec<SampleIndex> = rows.rows().collect();
     let mut next = all.iter().cycle();
     let run = |step: u64| {
         let samples = next.by_ref().take(SAMPLES_A_STEP).map(|row| rows.read(*row).unwrap());
         let samples: Vec<EncodedSample> = samples.collect();
-        runner.run(variant.micro_batches(&samples), 1e-3, step).unwrap()
+        runner.run(variant.micro_batches(&samples), lr, step).unwrap()
     };
     (1..=steps).map(run).collect()
 }
@@ -230,7 +234,7 @@ pub(crate) fn assert_all_variants_follow(golden: &Value) {
 #[test]
 fn other_optimizers_follow_the_reference() {
     let golden = golden_json("optimizers.json");
-    for (name, bound) in [("muon", 1e-5), ("adamw_8bit", 1e-4)] {
+    for (name, bound) in [("muon", 1e-5), ("adafactor", 1e-5), ("adamw_8bit", 1e-4)] {
         let loss = numbers(&golden[name]["loss"]);
         let found = curve_of(&golden[name], PLAIN, Precision::F32, loss.len() as u64);
         let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());

@@ -182,7 +182,8 @@ fn bf16_with_master_weights_continues_equal_to_the_bit() {
 
 #[test]
 fn lean_optimizers_continue_equal_to_the_bit() {
-    for optim in ["master: none", "master: none, kind: adamw_8bit", "kind: muon"] {
+    for optim in ["master: none", "master: none, kind: adamw_8bit", "kind: muon", "kind: adafactor"]
+    {
         let place = place();
         let config = String::from_utf8(place.read("config.yaml")).unwrap();
         let config = config.replace("path: model}", "path: model, precision: bf16}");

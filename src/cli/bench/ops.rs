@@ -7,12 +7,12 @@ use super::table::Table;
 use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Nf4, Qkv, RecomputeInput,
-    RopeTable, Segments, adamw_step, embedding, embedding_backward, fill_zero, gelu, gelu_backward,
-    gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
-    linear_backward_weight, linear_cross_entropy_backward, nf4_bytes, qk_norm_rope,
-    qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
-    vision_rope_merge_backward, vision_rope_split,
+    Adafactor, AdafactorUpdate, AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Nf4,
+    Qkv, RecomputeInput, RopeTable, SecondMoment, Segments, adafactor_step, adamw_step, embedding,
+    embedding_backward, fill_zero, gelu, gelu_backward, gpu_memory, layer_norm,
+    layer_norm_backward, linear, linear_backward_input, linear_backward_weight,
+    linear_cross_entropy_backward, nf4_bytes, qk_norm_rope, qk_norm_rope_backward, rms_norm,
+    rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward, vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -322,7 +322,39 @@ impl Bench {
         let hyper = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };
         let bytes = 7.0 * (4 * count) as f64 + written;
         let name = format!("adamw {:.1}M", count as f64 / 1e6);
-        time(case(&name, Work::Bytes(bytes), || adamw_step(&hyper, &tensors, 1e-4, 0.1, 1, 1.0)))
+        time(case(&name, Work::Bytes(bytes), || adamw_step(&hyper, &tensors, 1e-4, 0.1, 1, 1.0)))?;
+        self.adafactor(&weight, master.as_ref(), &grad, time)
+    }
+
+    fn adafactor(
+        &self,
+        weight: &Tensor,
+        master: Option<&Tensor>,
+        grad: &Tensor,
+        time: &mut Time<'_>,
+    ) -> anyhow::Result<()> {
+        let rows = 1 << (weight.elem_count().ilog2() / 2);
+        let columns = weight.elem_count() / rows;
+        let [row_var, col_var] = [self.zeros(&[rows])?, self.zeros(&[columns])?];
+        let matrix = |t: &Tensor| t.narrow(0, 0, rows * columns)?.reshape((rows, columns));
+        let (weight, grad) = (matrix(weight)?, matrix(grad)?);
+        let master = master.map(matrix).transpose()?;
+        let update = AdafactorUpdate {
+            weight: &weight,
+            master: master.as_ref(),
+            second: SecondMoment::Factored([&row_var, &col_var]),
+            grad: &grad,
+            index: 0,
+            lr: 1e-2,
+            weight_decay: 0.1,
+        };
+        let hyper = Adafactor { beta2_decay: -0.8, eps: [1.2e-7, 1e-3], d: 1.0 };
+        // The gradient three times; the direction twice after it is written; the weight twice, and
+        // once after it is written.
+        let written = if master.is_some() { 3.0 * self.bytes(&[rows, columns]) } else { 0.0 };
+        let bytes = 9.0 * (4 * rows * columns) as f64 + written;
+        let name = format!("adafactor {rows}x{columns}");
+        time(case(&name, Work::Bytes(bytes), || adafactor_step(&hyper, &update, 1, 1.0)))
     }
 }
 

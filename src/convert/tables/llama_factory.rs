@@ -11,7 +11,7 @@ const FREEZE: &str = "has no effect without `finetuning_type: freeze`";
 const QUANTISED: &str =
     "quantised weights are NF4 with double quantisation, as bitsandbytes makes them";
 const OBJECTIVE: &str = "only supervised fine-tuning of a language model is supported";
-const OPTIMIZER: &str = "set `optim.kind` to `adamw`, `adamw_8bit` or `muon`";
+const OPTIMIZER: &str = "set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`";
 const GENERATION: &str = "generation has no part in training";
 const TRACKER: &str = "every step is in `metrics.jsonl`; there is no tracker";
 const PROMPT: &str =

@@ -195,7 +195,11 @@ pub(super) const ROWS: &[Row] = &[
     row("lr_scheduler_type", "cosine", Is(Role::Schedule)),
     row("weight_decay", "0.1", Copy(Number)),
     row("adam_beta2", "0.95", Is(Role::Beta2)),
-    row("optimizer", "", Refuse("set `optim.kind` to `adamw`, `adamw_8bit` or `muon`")),
+    row(
+        "optimizer",
+        "",
+        Refuse("set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`"),
+    ),
     row("max_epochs", "", Refuse("use `num_train_epochs`")),
     row("logging_steps", "5", Is(Role::LogSteps)),
     row("eval_strategy", "", Is(Role::EvalStrategy)),

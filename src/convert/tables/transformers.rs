@@ -42,7 +42,11 @@ pub(super) const ROWS: &[Row] = &[
     row("lr_scheduler_kwargs", "", Is(Role::ScheduleArgs)),
     row("warmup_ratio", "", Is(Role::WarmupRatio)),
     row("warmup_steps", "", Is(Role::WarmupSteps)),
-    row("optim", "", Only(ADAMW, "set `optim.kind` to `adamw`, `adamw_8bit` or `muon`")),
+    row(
+        "optim",
+        "",
+        Only(ADAMW, "set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`"),
+    ),
     row("optim_args", "", Refuse("the optimizers here have the keys of `optim`")),
     row("optim_target_modules", "", Refuse("GaLore and APOLLO are not supported")),
     row("adafactor", "", Refuse("for little memory set `optim.kind: adamw_8bit`")),

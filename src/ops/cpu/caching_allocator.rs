@@ -10,6 +10,7 @@
 
 #![expect(unsafe_code, reason = "an allocator returns raw memory")]
 
+use super::out_of_memory::record_failed_allocation;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
@@ -177,6 +178,28 @@ impl FreeLists {
     }
 }
 
+impl FreeLists {
+    /// Unmaps all free blocks.
+    fn release_all(&mut self) {
+        for class in 0..NUM_CLASSES {
+            let size = size_of_class(class);
+            while let Some(block) = self.take(class, size) {
+                // SAFETY: the block was allocated with the size of its class and is no longer in a
+                // list.
+                unsafe { source::release(block, size) };
+            }
+        }
+    }
+}
+
+/// Records a failed allocation of the system.
+fn checked(block: *mut u8, size: usize) -> *mut u8 {
+    if block.is_null() {
+        record_failed_allocation(size);
+    }
+    block
+}
+
 fn size_of_class(class: usize) -> usize {
     let power = (SMALLEST / 2) << (class / STEPS);
     power + (class % STEPS + 1) * (power / STEPS)
@@ -208,8 +231,14 @@ impl CachingAllocator {
         }
         lists.trim(layout.size(), size);
         drop(lists);
-        let block = source::get(size);
-        if !block.is_null() {
+        let mut block = source::get(size);
+        if block.is_null() {
+            self.lock().release_all();
+            block = source::get(size);
+        }
+        if block.is_null() {
+            record_failed_allocation(size);
+        } else {
             self.lock().add_live(layout.size());
         }
         (block, true)
@@ -228,7 +257,7 @@ unsafe impl GlobalAlloc for CachingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_ours(layout) {
             // SAFETY: guaranteed by the caller of this function.
-            return unsafe { System.alloc(layout) };
+            return checked(unsafe { System.alloc(layout) }, layout.size());
         }
         self.block(layout).0
     }
@@ -236,7 +265,7 @@ unsafe impl GlobalAlloc for CachingAllocator {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if !is_ours(layout) {
             // SAFETY: guaranteed by the caller of this function.
-            return unsafe { System.alloc_zeroed(layout) };
+            return checked(unsafe { System.alloc_zeroed(layout) }, layout.size());
         }
         let (block, fresh) = self.block(layout);
         if !fresh && !block.is_null() {
@@ -261,8 +290,10 @@ unsafe impl GlobalAlloc for CachingAllocator {
         // SAFETY: the alignment is that of an existing block, and the caller bounds the size.
         let new_layout = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
         match (is_ours(layout), is_ours(new_layout)) {
-            // SAFETY: guaranteed by the caller of this function.
-            (false, false) => return unsafe { System.realloc(block, layout, new_size) },
+            (false, false) => {
+                // SAFETY: guaranteed by the caller of this function.
+                return checked(unsafe { System.realloc(block, layout, new_size) }, new_size);
+            }
             (true, true) if class(layout.size()) == class(new_size) => {
                 let mut lists = self.lock();
                 lists.live -= layout.size();

@@ -8,6 +8,7 @@ pub(in crate::ops) mod column_sums;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
 mod memory;
+mod out_of_memory;
 pub(in crate::ops) mod panels;
 pub(in crate::ops) mod simd;
 pub(crate) mod simd_level;
@@ -21,4 +22,5 @@ pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, write,
 };
+pub use out_of_memory::{exit_when_out_of_memory, set_predicted_memory};
 pub use simd_level::{SimdError, SimdLevel, simd_level};

@@ -6,6 +6,7 @@
 //! thread, and the same launch code takes CPU tensors, so that tests need no GPU. If the
 //! environment variable `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
 
+pub(super) mod adafactor;
 mod adamw;
 mod attention;
 #[cfg(feature = "cuda")]

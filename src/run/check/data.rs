@@ -64,7 +64,7 @@ fn of_set(error: RunError, number: usize) -> RunError {
     }
 }
 
-/// The rows of a data set, and a reader that knows their lengths.
+/// The rows of a data set, and a reader that has their lengths.
 struct Measured {
     rows: Arc<JsonlRows>,
     reader: Arc<dyn RowReader>,

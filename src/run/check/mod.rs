@@ -8,6 +8,7 @@ use super::error::RunError;
 use super::inputs::{encoder, param_groups};
 use super::observer::SetupObserver;
 use crate::config::RunConfig;
+use crate::ops::set_predicted_memory;
 use crate::tape::Trainable;
 use candle_core::Device;
 use resources::{GIB, LESS_DISK, LESS_MEMORY, Need};
@@ -117,6 +118,7 @@ impl CheckReport {
 /// Warns if the predicted memory or the checkpoints exceed what is free.
 pub(super) fn warn_about_resources(config: &RunConfig) {
     let Ok(need) = Need::of(config) else { return }; // loading the model reports the error
+    set_predicted_memory(need.memory as u64);
     let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
     if let Some([need, free]) = need.memory_lack(config) {
         let (need, free) = (gib(need), gib(free));

@@ -29,7 +29,7 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
 /// Memory and disk space that a run needs.
 pub(super) struct Need {
     /// Peak memory of the process, or of the GPU, in bytes.
-    memory: f64,
+    pub(super) memory: f64,
     /// Bytes of a checkpoint.
     checkpoint: f64,
 }

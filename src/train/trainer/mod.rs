@@ -69,7 +69,7 @@ pub struct TrainerParts {
     pub is_evaluated: bool,
     /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
-    /// Set by a signal handler: the run saves after the current step and goes on.
+    /// Set by a signal handler: the run saves after the current step and continues.
     pub save: Arc<AtomicBool>,
 }
 
@@ -127,13 +127,13 @@ struct ReadyStep {
 /// The result of waiting for the data of a step.
 enum Waited {
     Step(Box<ReadyStep>),
-    /// A signal asks to stop.
+    /// A signal stops the run.
     Stopped,
     /// The data has ended.
     End,
 }
 
-/// Time between two looks at the flag that a signal sets.
+/// Time between two checks of the flag that a signal sets.
 const POLL: Duration = Duration::from_millis(100);
 
 impl ReadyStep {

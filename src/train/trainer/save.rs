@@ -24,7 +24,7 @@ impl Trainer {
     }
 
     /// As [`Self::save`]. If the checkpoint cannot be written, for example because the disk is full,
-    /// this is logged, and the run goes on.
+    /// this is logged, and the run continues.
     pub(super) fn try_save(&mut self) -> Result<(), TrainError> {
         let Err(error) = self.save() else { return Ok(()) };
         // an error of one rank is one of all

@@ -75,7 +75,7 @@ impl Trainer {
         Ok(worst.map(|index| samples.rows[index].clone()).collect())
     }
 
-    /// Decides whether the run goes on after a step whose loss or gradient is not finite, and warns
+    /// Decides whether the run continues after a step whose loss or gradient is not finite, and warns
     /// about values far outside of their recent range.
     fn judge(
         &mut self,

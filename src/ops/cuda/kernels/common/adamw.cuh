@@ -35,8 +35,13 @@ __device__ __forceinline__ void update(Element &e, float grad, const Scalars &s,
   e.weight = decayed - __fdividef(step_size * e.exp_avg, denominator);
 }
 
-// Stochastic rounding to one of the two neighbours of x; `random` is uniform in 16 bits.
-__device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) { return bf16{uint16_t((float_to_bits(x) + random) >> 16)}; }
+// Stochastic rounding to one of the two neighbours of x; `random` is uniform in 16 bits. Not a number
+// stays so: the sum would make a zero of 0x7FFFFFFF.
+__device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) {
+  uint32_t bits = float_to_bits(x);
+  bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  return bf16{uint16_t(is_nan ? bits >> 16 | 0x40u : (bits + random) >> 16)};
+}
 
 // A weight rounded at random; `element` is its index in the parameter.
 __device__ __forceinline__ bf16 random_weight(float x, uint32_t seed, uint32_t element) { return round_at_random(x, mix(mix(seed ^ element)) & 0xFFFFu); }

@@ -40,12 +40,16 @@ __device__ __forceinline__ uint8_t nearest(const float *map, float x) {
   return uint8_t(low);
 }
 
-// Stores the codes and the scale of a moment.
+// Stores the codes and the scale of a moment. The scale is NaN if a value is, which fmaxf ignores.
 __device__ __forceinline__ void store_codes(const float *map, const float (&x)[EACH], uint8_t *codes, float *scale, int count) {
-  float largest = 0;
+  float largest = 0, nans = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) largest = fmaxf(largest, fabsf(x[i]));
+  for (int i = 0; i < EACH; i++) {
+    largest = fmaxf(largest, fabsf(x[i]));
+    if ((float_to_bits(x[i]) & 0x7FFFFFFFu) > 0x7F800000u) nans++;
+  }
   largest = warp_max(largest);
+  if (warp_sum(nans) > 0) largest = bits_to_float(0x7FC00000u);
   if (lane() == 0) *scale = largest;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {

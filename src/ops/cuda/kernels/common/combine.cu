@@ -23,7 +23,9 @@ __device__ __forceinline__ void store(bf16 *y, float value, bool at_random, uint
     long long start = (long long)blockIdx.x * THREADS * EACH + threadIdx.x;                                                                     \
     for (int i = 0; i < EACH; i++) {                                                                                                           \
       long long at = start + i * THREADS;                                                                                                      \
-      if (at < n) store(y + at, fmaf(a, widen(x[at]), b * widen(y[at])), at_random != 0, seed.seed, seed.first + uint32_t(at));                 \
+      if (at >= n) continue;                                                                                                                  \
+      float kept = b == 0 ? 0 : b * widen(y[at]); /* a value that is not finite does not stay */                                              \
+      store(y + at, fmaf(a, widen(x[at]), kept), at_random != 0, seed.seed, seed.first + uint32_t(at));                                       \
     }                                                                                                                                          \
   }                                                                                                                                            \
   EXPORT(combine_##x_name##_##y_name)

@@ -1,0 +1,140 @@
+//! A safetensors file that is mapped into memory.
+#![expect(unsafe_code, reason = "memory maps")]
+
+use super::finite::{Value, first_non_finite};
+use super::manifest::is_plain_name;
+use super::{CheckpointError, regular};
+use candle_core::{DType, Device, Tensor, WithDType};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorInfo};
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Number of values that are decoded and checked at once; they stay in the cache meanwhile.
+const CHUNK: usize = 1 << 14;
+
+#[derive(Debug)]
+pub(super) struct Shard {
+    path: PathBuf,
+    map: Mmap,
+    data_start: usize,
+    pub(super) tensors: HashMap<String, TensorInfo>,
+}
+
+impl Shard {
+    /// Opens a file that an index names.
+    pub(super) fn open_named(
+        folder: &Path,
+        index: &Path,
+        name: &str,
+    ) -> Result<Self, CheckpointError> {
+        if !is_plain_name(name) {
+            let problem = format!("shard `{name}` is not a plain file name");
+            return Err(CheckpointError::invalid(index, &problem));
+        }
+        if Path::new(name).extension().is_none_or(|ending| ending != "safetensors") {
+            let problem = format!(
+                "it names `{name}`, expected files in the format safetensors (`save_pretrained` of \
+                 transformers writes them)"
+            );
+            return Err(CheckpointError::invalid(index, &problem));
+        }
+        match Self::open(&folder.join(name)) {
+            Err(CheckpointError::Read { source, .. })
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                Err(CheckpointError::ShardMissing {
+                    index: index.to_owned(),
+                    shard: name.to_owned(),
+                })
+            }
+            opened => opened,
+        }
+    }
+
+    pub(super) fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let file = regular::open(path).map_err(CheckpointError::read(path))?;
+        // SAFETY: the map is read-only, and this program never changes a weight file in place: it
+        // writes files under a temporary name and renames them. The doc comment of `WeightFiles`
+        // requires the same of other programs.
+        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::read(path))?;
+        let (header_bytes, header) =
+            SafeTensors::read_metadata(&map).map_err(|error| match error {
+                SafeTensorError::MetadataIncompleteBuffer => {
+                    let problem = format!("its size of {} bytes contradicts its header", map.len());
+                    CheckpointError::invalid(path, &problem)
+                }
+                error => CheckpointError::invalid(path, &error),
+            })?;
+        let data_start = 8 + header_bytes;
+        // The check in `read_metadata` adds without a test for overflow, so that offsets near
+        // `usize::MAX` would pass it.
+        if data_start.checked_add(header.data_len()) != Some(map.len()) {
+            return Err(CheckpointError::invalid(path, &"its size contradicts its header"));
+        }
+        let tensors =
+            header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        Ok(Self { path: path.to_owned(), map, data_start, tensors })
+    }
+
+    /// The bytes of a tensor. In bounds, because `open` compared the header with the file size.
+    pub(super) fn data(&self, info: &TensorInfo) -> &[u8] {
+        let (start, end) = info.data_offsets;
+        &self.map[self.data_start + start..self.data_start + end]
+    }
+
+    /// Elements of the tensor `name`, as the file has them. They must be finite as `dtype`.
+    pub(super) fn elements(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        range: &Range<usize>,
+        dtype: DType,
+    ) -> Result<Tensor, CheckpointError> {
+        let data = self.data(info);
+        let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+        match info.dtype {
+            Dtype::F32 => self.decoded(name, (data, range, dtype), f32::from_le_bytes),
+            Dtype::BF16 => self.decoded(name, (data, range, dtype), bf16::from_le_bytes),
+            Dtype::F16 => self.decoded(name, (data, range, dtype), f16::from_le_bytes),
+            // codes, which have no meaning as numbers
+            Dtype::U8 if dtype == DType::U8 => {
+                let codes = data[range.clone()].to_vec();
+                Tensor::from_vec(codes, range.len(), &Device::Cpu).map_err(copied)
+            }
+            other => Err(CheckpointError::Dtype {
+                place: self.path.clone(),
+                tensor: name.to_owned(),
+                dtype: format!("{other:?}"),
+            }),
+        }
+    }
+
+    fn decoded<T: Value + WithDType, const N: usize>(
+        &self,
+        name: &str,
+        (data, range, dtype): (&[u8], &Range<usize>, DType),
+        value: impl Fn([u8; N]) -> T,
+    ) -> Result<Tensor, CheckpointError> {
+        let (elements, _) = data.as_chunks::<N>();
+        let mut values = Vec::with_capacity(range.len());
+        for chunk in elements[range.clone()].chunks(CHUNK) {
+            let start = values.len();
+            values.extend(chunk.iter().map(|&bytes| value(bytes)));
+            if let Some((at, found)) = first_non_finite(&values[start..], dtype) {
+                return Err(self.non_finite(name, range.start + start + at, found));
+            }
+        }
+        Tensor::from_vec(values, range.len(), &Device::Cpu)
+            .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    /// The error for an element that is not finite.
+    pub(super) fn non_finite(&self, tensor: &str, element: usize, value: f32) -> CheckpointError {
+        let (path, tensor) = (self.path.clone(), tensor.to_owned());
+        CheckpointError::NonFinite { path, tensor, element, value }
+    }
+}

@@ -1,0 +1,57 @@
+//! `trainer verify`: computes rows of `data.train` in every layout and compares losses and gradients.
+
+use super::args::ConfigArgs;
+use super::failure::{Exit, Failure};
+use super::logging::Logging;
+use super::progress::SetupBars;
+use super::stdout::stdout;
+use crate::run::verify::{Outcome, RunPipeline, VerifyError, VerifyOptions, verify};
+use clap::Args;
+use std::io::Write as _;
+use std::num::NonZeroUsize;
+
+/// Arguments of `verify`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  trainer verify --config configs/quickstart.yaml\n  \
+    trainer verify --config configs/quickstart.yaml --rows 4 --set model.precision=bf16\n\n\
+    The exit code is 0 if all checks pass, and 65 if one fails. docs/verify.md explains the checks.")]
+pub(super) struct VerifyArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Number of rows: the first ones in the order of training that are not rejected
+    #[arg(long, default_value = "16")]
+    rows: NonZeroUsize,
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the report. A failed check is an error.
+pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
+    let config = args.config.load(logging)?;
+    let output_dir = Some(&config.output_dir).filter(|folder| folder.is_dir());
+    let options = VerifyOptions {
+        rows: args.rows,
+        folder: output_dir.cloned().unwrap_or_else(std::env::temp_dir),
+        observer: &SetupBars(logging),
+    };
+    let report = verify(&config, &options, &RunPipeline).map_err(|error| match error {
+        VerifyError::Run(error) => args.config.located(error),
+        error => error.into(),
+    })?;
+    if args.json {
+        writeln!(stdout(), "{}", serde_json::to_string(&report)?)?;
+    } else {
+        writeln!(stdout(), "{report}")?;
+    }
+    if report.passed {
+        return Ok(());
+    }
+    let failed = report.count(Outcome::Failed);
+    let first = report.checks.iter().find(|check| check.outcome == Outcome::Failed);
+    let first = first.map_or("", |check| check.name.as_str());
+    let message = format!("{failed} of {} checks failed, first: {first}", report.checks.len());
+    Err(Failure::new(Exit::Data, message)
+        .hint("docs/verify.md says what a failure of each check means; please report it with the config")
+        .into())
+}

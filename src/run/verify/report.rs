@@ -1,0 +1,133 @@
+//! The result of a verification.
+
+use serde::Serialize;
+
+/// The result of [`verify`](super::verify).
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Whether no check failed.
+    pub passed: bool,
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of rejected rows before the last one.
+    pub rejected: usize,
+    /// Number of tokens of the rows.
+    pub tokens: usize,
+    /// Number of supervised targets of the rows.
+    pub targets: usize,
+    /// Number of images and videos of the rows.
+    pub media: usize,
+    /// Precision of the config.
+    pub precision: &'static str,
+    /// Device of the config.
+    pub device: String,
+    /// Layouts; the first one is the reference.
+    pub layouts: Vec<LayoutReport>,
+    /// Stages of the model, in the order of forward.
+    pub stages: Vec<StageReport>,
+    /// Checks, in the order in which they ran.
+    pub checks: Vec<Check>,
+}
+
+/// Losses of the rows in one layout.
+#[derive(Debug, Clone, Serialize)]
+pub struct LayoutReport {
+    /// Name of the layout.
+    pub name: String,
+    /// Number of micro-batches.
+    pub micro_batches: usize,
+    /// Number of tokens that the model computes, padding included.
+    pub tokens: usize,
+    /// Mean loss.
+    pub loss: f64,
+    /// Difference from the loss of the reference, relative to it, or to 1 if it is below 1.
+    pub difference: f64,
+    /// The largest difference of the mean loss of a row, relative in the same way.
+    pub row_difference: f64,
+    /// The row with this difference.
+    pub row: String,
+    /// Bound of both differences.
+    pub bound: f64,
+}
+
+/// Gradients of the parameters of a stage.
+#[derive(Debug, Clone, Serialize)]
+pub struct StageReport {
+    /// Name of the module.
+    pub name: String,
+    /// Component that the stage belongs to.
+    pub component: &'static str,
+    /// Number of trained tensors.
+    pub trained: usize,
+    /// Number of frozen tensors.
+    pub frozen: usize,
+    /// Norm of the gradient in the reference.
+    pub norm: f64,
+    /// Differences in each layout but the reference.
+    pub differences: Vec<Difference>,
+    /// Bound of the differences.
+    pub bound: f64,
+    /// The tensor with the largest difference relative to its norm.
+    pub worst_tensor: String,
+    /// That difference.
+    pub worst_difference: f64,
+}
+
+/// The difference of the gradient of a stage from that of the reference.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Difference {
+    /// Norm of the difference, relative to the norm of the reference.
+    pub relative: f64,
+    /// 1 minus the cosine of the angle between the two.
+    pub one_minus_cosine: f64,
+}
+
+/// A property that was checked.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// The property.
+    pub name: String,
+    /// Whether it holds.
+    pub outcome: Outcome,
+    /// What was compared, the first problem, or the reason why it was skipped.
+    pub detail: String,
+}
+
+/// The outcome of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// The property holds.
+    Passed,
+    /// The property does not hold.
+    Failed,
+    /// The rows or the config do not have what the check needs.
+    Skipped,
+}
+
+impl Check {
+    /// A failed check if there is a problem.
+    pub(super) fn of(
+        name: impl Into<String>,
+        problem: Option<String>,
+        detail: impl FnOnce() -> String,
+    ) -> Self {
+        let name = name.into();
+        match problem {
+            Some(detail) => Self { name, outcome: Outcome::Failed, detail },
+            None => Self { name, outcome: Outcome::Passed, detail: detail() },
+        }
+    }
+
+    /// A check that cannot be made.
+    pub(super) fn skipped(name: &str, reason: &str) -> Self {
+        Self { name: name.to_owned(), outcome: Outcome::Skipped, detail: reason.to_owned() }
+    }
+}
+
+impl Report {
+    /// Number of checks with this outcome.
+    pub fn count(&self, outcome: Outcome) -> usize {
+        self.checks.iter().filter(|check| check.outcome == outcome).count()
+    }
+}

@@ -1,0 +1,146 @@
+//! The model of a verification: that of the config, without optimizer state.
+
+use super::super::adapter::open_run_model;
+use super::super::inputs::param_groups;
+use super::super::load_model::trainable;
+use super::super::runner::{rank_model, step_runner};
+use super::error::VerifyError;
+use super::pipeline::Pipeline;
+use crate::config::RunConfig;
+use crate::models::Model;
+use crate::nn::{AdapterTensor, Inputs, ParamSpec, random_part};
+use crate::run::RunError;
+use crate::tape::{Param, Trainable};
+use crate::train::{AttentionChoice, Ranks, StepRunner};
+use candle_core::{DType, Device};
+
+/// Standard deviation of the values of an adapter's `B`, which is zero at the start of training.
+const ADAPTER_DEVIATION: f64 = 0.02;
+
+/// A model that can compute steps, and the same weights with another attention kernel.
+pub(super) struct Subject {
+    pub(super) runner: StepRunner,
+    /// The model with the attention of [`Self::other_attention`]; `None` on a GPU.
+    other: Option<Box<dyn Model>>,
+    pub(super) other_attention: &'static str,
+    pub(super) specs: Vec<ParamSpec>,
+    pub(super) trainable: Vec<Trainable>,
+}
+
+impl Subject {
+    /// Loads the model. The `B` of a new adapter gets random values: with zeros, `A` would have no
+    /// gradient.
+    pub(super) fn load(
+        config: &RunConfig,
+        device: &Device,
+        pipeline: &dyn Pipeline,
+    ) -> Result<Self, VerifyError> {
+        let (open, _) = open_run_model(config, None, device)?;
+        let groups = param_groups(config, &open)?;
+        let trainable = trainable(&groups);
+        let mut model = rank_model(config, open, &groups, &Ranks::alone(), device)?;
+        model.owned = Some(Vec::new()); // no update: no state
+        let specs = model.loaded.open.specs.clone();
+        for (param, spec) in model.loaded.params.iter().zip(&specs) {
+            if matches!(AdapterTensor::of(&spec.name), Some((AdapterTensor::B, _))) {
+                fill(param, spec, config.seed)?;
+            }
+        }
+        let (choice, other_attention) = match config.model.attention {
+            AttentionChoice::Masked => (AttentionChoice::Flash, "flash"),
+            _ => (AttentionChoice::Masked, "masked"),
+        };
+        let params = model.loaded.params.clone();
+        let other = device
+            .is_cpu()
+            .then(|| model.loaded.open.build(&params, &choice.backend()))
+            .transpose()
+            .map_err(RunError::from)?
+            .map(|other| pipeline.model(other, &params));
+        let mut runner = step_runner(config, model, &groups, None, device)?;
+        runner.model = pipeline.model(runner.model, &params);
+        Ok(Self { runner, other, other_attention, specs, trainable })
+    }
+
+    /// Exchanges the model and that with the other attention. Returns false if there is no other.
+    pub(super) fn exchange(&mut self) -> bool {
+        let Some(other) = &mut self.other else { return false };
+        std::mem::swap(&mut self.runner.model, other);
+        true
+    }
+
+    /// Whether the parameter is trained.
+    pub(super) fn is_trained(&self, index: usize) -> bool {
+        self.trainable[index] == Trainable::Yes
+    }
+
+    /// Whether only rows with images or videos give the parameter a gradient.
+    pub(super) fn needs_media(&self, index: usize) -> bool {
+        self.specs[index].component.inputs == Inputs::Media
+    }
+
+    /// The parameters of each stage in the order of forward, with a name.
+    pub(super) fn stages(&self) -> Vec<(String, Vec<usize>)> {
+        let mut stages = self.runner.model.stages();
+        stages.reverse();
+        let stage = |params: Vec<&Param>| {
+            let names: Vec<&str> = params.iter().map(|param| module(param.name())).collect();
+            (stage_name(&names), params.iter().map(|param| param.index()).collect())
+        };
+        stages.into_iter().map(stage).collect()
+    }
+}
+
+/// Sets an adapter's `B` to random values, unless it has been trained.
+fn fill(param: &Param, spec: &ParamSpec, seed: u64) -> candle_core::Result<()> {
+    let tensor = param.tensor();
+    let sum = tensor.to_dtype(DType::F32)?.sqr()?.sum_all()?.to_scalar::<f32>()?;
+    if sum > 0.0 {
+        return Ok(());
+    }
+    let all = 0..tensor.elem_count();
+    let values = random_part(spec, ADAPTER_DEVIATION, seed, all, tensor.device())?;
+    param.set_tensor(values.to_dtype(tensor.dtype())?.reshape(tensor.shape())?)
+}
+
+/// The name of the layer of an adapter's tensor, or of the parameter itself.
+fn module(name: &str) -> &str {
+    AdapterTensor::of(name).map_or(name, |(_, module)| module)
+}
+
+/// The common beginning of the names of a stage's parameters.
+fn stage_name(names: &[&str]) -> String {
+    let parts: Vec<Vec<&str>> = names.iter().map(|name| name.split('.').collect()).collect();
+    let Some(first) = parts.first() else { return String::new() };
+    let is_common = |at: &usize| parts.iter().all(|name| name.get(*at) == first.get(*at));
+    let mut common = (0..first.len()).take_while(is_common).count();
+    if common < 3 {
+        common = 3; // patch and position embeddings have no module in common
+    }
+    let name = first[..common.min(first.len())].join(".");
+    name.strip_suffix(".weight").unwrap_or(&name).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_has_the_name_of_its_module() {
+        for (names, expected) in [
+            (
+                &["model.visual.blocks.3.attn.qkv.weight", "model.visual.blocks.3.norm1.bias"][..],
+                "model.visual.blocks.3",
+            ),
+            (
+                &["model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"],
+                "model.visual.patch_embed",
+            ),
+            (&["lm_head.weight"], "lm_head"),
+            (&["model.language_model.embed_tokens.weight"], "model.language_model.embed_tokens"),
+            (&["model.language_model.norm.weight"], "model.language_model.norm"),
+        ] {
+            assert_eq!(stage_name(names), expected);
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! The order of the comparisons.
+
+use super::super::device::device_name;
+use super::super::inputs::check;
+use super::super::observer::SetupObserver;
+use super::difference::{Measured, Sums, copy_gradients, differences, measure, rms};
+use super::effects::Effects;
+use super::error::VerifyError;
+use super::layouts::{LaidOut, Layout, lay_out, layouts};
+use super::pipeline::Pipeline;
+use super::report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};
+use super::resume::{RESUMED, resumed};
+use super::rows::Rows;
+use super::subject::Subject;
+use crate::config::RunConfig;
+use crate::dist::Distributed;
+use crate::run::RunError;
+use crate::train::Precision;
+use candle_core::{Device, Tensor};
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bound of differences in f32.
+const BOUND: f64 = 1e-5;
+
+/// Options of [`verify`].
+pub struct VerifyOptions<'a> {
+    /// Number of rows.
+    pub rows: NonZeroUsize,
+    /// A temporary folder is made here, and removed at the end.
+    pub folder: PathBuf,
+    /// Receives the progress of reading the data.
+    pub observer: &'a dyn SetupObserver,
+}
+
+/// Verifies the first rows of a config's training data, in the order of a run: [`compare`], and a
+/// short run that is stopped and resumed.
+///
+/// Writes below [`VerifyOptions::folder`] only.
+pub fn verify(
+    config: &RunConfig,
+    options: &VerifyOptions<'_>,
+    pipeline: &dyn Pipeline,
+) -> Result<Report, VerifyError> {
+    let mut report = compare(config, options, pipeline)?;
+    if report.passed {
+        tracing::info!("stopping and resuming a run");
+        let folder = TemporaryFolder::create(&options.folder)?;
+        report.checks.push(resumed(&in_one_process(config, &folder.0), &folder.0)?);
+    } else {
+        report.checks.push(Check::skipped(RESUMED, "a check above failed"));
+    }
+    report.passed = report.count(Outcome::Failed) == 0;
+    Ok(report)
+}
+
+/// Computes rows in every layout, and compares losses and gradients; without the resumed run of
+/// [`verify`].
+pub fn compare(
+    config: &RunConfig,
+    options: &VerifyOptions<'_>,
+    pipeline: &dyn Pipeline,
+) -> Result<Report, VerifyError> {
+    check(config).map_err(VerifyError::Run)?;
+    let folder = TemporaryFolder::create(&options.folder)?;
+    let config = &in_one_process(config, &folder.0);
+    let device = config.device.open().map_err(RunError::from)?;
+    let rows = Rows::first(config, options.rows.get(), options.observer)?;
+    let mut verification = Verification::new(config, pipeline, &rows, &device)?;
+    verification.compare(config, &device)?;
+    let mut report = verification.report;
+    report.passed = report.count(Outcome::Failed) == 0;
+    Ok(report)
+}
+
+/// The config of a run in one process that writes to `folder` only.
+fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
+    let mut config = config.clone();
+    let Distributed { exact, .. } = config.distributed;
+    config.distributed = Distributed { exact, ..Distributed::default() };
+    // A tokenised corpus is read where it is; all other caches are small.
+    let cache = config.cache_dir();
+    let has_corpus = config.data.train.iter().any(|set| set.corpus.is_some());
+    config.data.cache_dir = (has_corpus && cache.is_dir()).then_some(cache);
+    config.output_dir = folder.to_owned();
+    config
+}
+
+/// The config without dropout, whose masks depend on the place of a row.
+fn without_dropout(config: &RunConfig) -> RunConfig {
+    let mut config = config.clone();
+    if let Some(adapter) = &mut config.adapter {
+        adapter.dropout = 0.0;
+    }
+    config.train.gradient_accumulation_steps = NonZeroUsize::MIN; // one gradient buffer
+    config
+}
+
+/// A verification in progress.
+pub(super) struct Verification<'a> {
+    pub(super) pipeline: &'a dyn Pipeline,
+    pub(super) rows: &'a Rows,
+    one_by_one: Vec<LaidOut>,
+    /// The layouts to compare; the first one is that of the config.
+    pub(super) others: Vec<(Layout, Vec<LaidOut>)>,
+    pub(super) report: Report,
+}
+
+/// Losses and gradients of the reference, and the bounds of differences from it.
+pub(super) struct Reference {
+    pub(super) measured: Measured,
+    pub(super) gradients: Vec<Option<Tensor>>,
+    pub(super) loss_bound: f64,
+    /// Of each stage.
+    gradient_bounds: Vec<f64>,
+    stages: Vec<(String, Vec<usize>)>,
+}
+
+impl<'a> Verification<'a> {
+    fn new(
+        config: &RunConfig,
+        pipeline: &'a dyn Pipeline,
+        rows: &'a Rows,
+        device: &Device,
+    ) -> Result<Self, VerifyError> {
+        let samples = &rows.samples;
+        let targets = samples.iter().map(crate::batch::EncodedSample::num_targets).sum();
+        if targets == 0 {
+            return Err(VerifyError::NoTargets { rows: samples.len() });
+        }
+        let lay_out = |layout| -> Result<Vec<LaidOut>, VerifyError> {
+            let laid_out = lay_out(layout, samples, rows, config.data.packing_length)?;
+            let (batches, places): (Vec<_>, Vec<_>) =
+                laid_out.into_iter().map(|of| (of.batch, of.places)).unzip();
+            let batches = pipeline.batches(layout, batches).into_iter();
+            Ok(batches.zip(places).map(|(batch, places)| LaidOut { batch, places }).collect())
+        };
+        let others =
+            layouts(&rows.options).into_iter().map(|layout| Ok((layout, lay_out(layout)?)));
+        let report = Report {
+            passed: false,
+            rows: samples.len(),
+            rejected: rows.rejected,
+            tokens: samples.iter().map(crate::batch::EncodedSample::len).sum(),
+            targets,
+            media: samples.iter().map(|sample| sample.media.len()).sum(),
+            precision: config.model.precision.hf_name(),
+            device: device_name(device),
+            layouts: Vec::new(),
+            stages: Vec::new(),
+            checks: Vec::new(),
+        };
+        let one_by_one = lay_out(Layout::OneByOne)?;
+        let others = others.collect::<Result<_, VerifyError>>()?;
+        Ok(Self { pipeline, rows, one_by_one, others, report })
+    }
+
+    fn compare(&mut self, config: &RunConfig, device: &Device) -> Result<(), VerifyError> {
+        let config = without_dropout(config);
+        let (mut subject, reference) = self.reference(&config, device)?;
+        self.check_gradients(&subject, &reference)?;
+        let others = std::mem::take(&mut self.others);
+        for (layout, laid_out) in &others {
+            self.check_places(*layout, laid_out);
+            self.layout(layout.name(), &subject, laid_out, &reference)?;
+        }
+        if subject.exchange() {
+            let (_, laid_out) = &others[0];
+            self.layout(subject.other_attention, &subject, laid_out, &reference)?;
+            subject.exchange();
+        }
+        let packing_length = config.data.packing_length;
+        let (pipeline, rows) = (self.pipeline, self.rows);
+        tracing::info!("changing rows, pixels and stages");
+        let effects = Effects { pipeline, rows, subject: &subject, packing_length };
+        self.report.checks.extend(effects.checks()?);
+        if !device.is_cpu() {
+            drop(subject);
+            let on_cpu = Subject::load(&config, &Device::Cpu, self.pipeline)?;
+            let one_by_one = std::mem::take(&mut self.one_by_one);
+            self.layout("cpu", &on_cpu, &one_by_one, &reference)?;
+        }
+        Ok(())
+    }
+
+    /// Computes the reference. In bf16, the same model in f32 gives the bounds and the derivatives.
+    fn reference(
+        &mut self,
+        config: &RunConfig,
+        device: &Device,
+    ) -> Result<(Subject, Reference), VerifyError> {
+        let in_f32 = {
+            let mut config = config.clone();
+            config.model.precision = Precision::F32;
+            config
+        };
+        let subject = Subject::load(&in_f32, device, self.pipeline)?;
+        let measured = self.one_by_one(&subject)?;
+        let gradients = copy_gradients(&subject.runner)?;
+        self.check_slopes(&subject, &gradients, measured.loss)?;
+        let stages = subject.stages();
+        let mut reference = Reference {
+            gradient_bounds: vec![BOUND; stages.len()],
+            loss_bound: BOUND,
+            measured,
+            gradients,
+            stages,
+        };
+        let mut subject = subject;
+        if config.model.precision == Precision::Bf16 {
+            drop(subject);
+            subject = Subject::load(config, device, self.pipeline)?;
+            let measured = self.one_by_one(&subject)?;
+            let rounding = differences(&reference.gradients, &subject.runner)?;
+            let bound = |(_, params): &(String, Vec<usize>)| {
+                joined(params, &rounding).relative().max(BOUND)
+            };
+            reference.gradient_bounds = reference.stages.iter().map(bound).collect();
+            reference.loss_bound = BOUND.max(rms(&reference.measured, &measured));
+            reference.gradients.clear(); // before the copy: two sets at a time
+            reference.gradients = copy_gradients(&subject.runner)?;
+            reference.measured = measured;
+        }
+        self.report.stages = self.empty_stages(&subject, &reference)?;
+        let tokens = self.one_by_one.iter().map(|of| of.batch.input_ids.len()).sum();
+        self.report.layouts.push(LayoutReport {
+            name: Layout::OneByOne.name().to_owned(),
+            micro_batches: self.one_by_one.len(),
+            tokens,
+            loss: reference.measured.loss,
+            difference: 0.0,
+            row_difference: 0.0,
+            row: String::new(),
+            bound: reference.loss_bound,
+        });
+        Ok((subject, reference))
+    }
+
+    fn one_by_one(&self, subject: &Subject) -> Result<Measured, VerifyError> {
+        tracing::info!(dtype = ?subject.runner.dtype, "computing the rows one by one");
+        measure(self.pipeline, &subject.runner, &self.one_by_one, self.rows.samples.len())
+    }
+
+    /// The lines of the stages, without a difference.
+    fn empty_stages(
+        &self,
+        subject: &Subject,
+        reference: &Reference,
+    ) -> Result<Vec<StageReport>, VerifyError> {
+        let sums = differences(&reference.gradients, &subject.runner)?;
+        let stage = |((name, params), bound): (&(String, Vec<usize>), &f64)| StageReport {
+            name: name.clone(),
+            component: params.first().map_or("", |index| subject.specs[*index].component.name),
+            trained: params.iter().filter(|index| subject.is_trained(**index)).count(),
+            frozen: params.iter().filter(|index| !subject.is_trained(**index)).count(),
+            norm: joined(params, &sums).reference.sqrt(),
+            differences: Vec::new(),
+            bound: *bound,
+            worst_tensor: String::new(),
+            worst_difference: 0.0,
+        };
+        Ok(reference.stages.iter().zip(&reference.gradient_bounds).map(stage).collect())
+    }
+
+    /// Computes all rows in a layout, and compares losses and gradients.
+    fn layout(
+        &mut self,
+        name: &str,
+        subject: &Subject,
+        laid_out: &[LaidOut],
+        reference: &Reference,
+    ) -> Result<(), VerifyError> {
+        tracing::info!(layout = name, "computing the rows");
+        let num_samples = self.rows.samples.len();
+        let measured = measure(self.pipeline, &subject.runner, laid_out, num_samples)?;
+        let sums = differences(&reference.gradients, &subject.runner)?;
+        self.check_losses(name, laid_out, &measured, reference);
+        let mut worst: Option<(f64, String)> = None;
+        for ((_, params), stage) in reference.stages.iter().zip(&mut self.report.stages) {
+            let of_stage = joined(params, &sums);
+            let difference = Difference {
+                relative: of_stage.relative(),
+                one_minus_cosine: of_stage.one_minus_cosine(),
+            };
+            stage.differences.push(difference);
+            for index in params {
+                let relative = sums[*index].map_or(0.0, |sums| sums.relative());
+                if relative > stage.worst_difference {
+                    stage.worst_difference = relative;
+                    subject.specs[*index].name.clone_into(&mut stage.worst_tensor);
+                }
+            }
+            let used = difference.relative / stage.bound;
+            if !(used <= 1.0) && worst.as_ref().is_none_or(|(most, _)| used > *most) {
+                let Difference { relative, .. } = difference;
+                let text =
+                    format!("{}: off by {relative:.1e}, bound {:.1e}", stage.name, stage.bound);
+                worst = Some((used, text));
+            }
+        }
+        let num_stages = reference.stages.len();
+        let check = format!("{name}: the gradient of every stage");
+        let problem = worst.map(|(_, text)| text);
+        self.report.checks.push(Check::of(check, problem, || format!("{num_stages} stages")));
+        Ok(())
+    }
+}
+
+/// The sums over the parameters of a stage.
+fn joined(params: &[usize], sums: &[Option<Sums>]) -> Sums {
+    let mut joined = Sums::default();
+    params.iter().filter_map(|index| sums[*index]).for_each(|sums| joined += sums);
+    joined
+}
+
+/// A folder that is removed with its contents when the value is dropped.
+struct TemporaryFolder(PathBuf);
+
+impl TemporaryFolder {
+    fn create(parent: &Path) -> Result<Self, VerifyError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!(".trainer-verify-{}-{number}", std::process::id());
+        let folder = parent.join(name);
+        match fs::create_dir(&folder) {
+            Ok(()) => Ok(Self(folder)),
+            Err(problem) => Err(VerifyError::Folder { folder, problem }),
+        }
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            tracing::warn!(folder = %self.0.display(), %error, "cannot remove a temporary folder");
+        }
+    }
+}

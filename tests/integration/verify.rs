@@ -1,0 +1,408 @@
+//! `trainer verify` passes on every family, and notices planted faults.
+
+use super::harness::{Place, golden};
+use candle_core::{DType, Device, Result, Tensor};
+use serde_json::Value;
+use std::fs;
+use std::num::NonZeroU32;
+use std::path::Path;
+use trainer::batch::{CuSeqlens, VarlenBatch};
+use trainer::config::{self, RunConfig};
+use trainer::metrics::{ActivationMemory, PartWork};
+use trainer::models::{Model, ModelInput, RecomputePolicy, Tape, config_from_json};
+use trainer::nn::{KvCache, ParamSpec};
+use trainer::ops::Flash;
+use trainer::run::verify::{
+    Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyError, VerifyOptions,
+    compare, run_step,
+};
+use trainer::tape::{GradSink, Param};
+use trainer::train::StepRunner;
+
+const ROWS: &str = "rows.jsonl";
+const FEATURES: &str = "model.visual.deepstack_merger_list.1";
+
+/// Rows with and without images, of different lengths.
+fn place() -> Place {
+    let place = Place::empty();
+    let mut rows = Vec::new();
+    let text = |question: &str, answer: &str| {
+        let turn =
+            |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+        serde_json::json!({"messages": [turn("user", question), turn("assistant", answer)]})
+    };
+    let digits = fs::read_to_string(golden("data/digits_test.jsonl")).unwrap();
+    for (line, (question, answer)) in
+        digits.lines().zip([("1 + 1", "two"), ("Name a colour.", "Blue, or red.")])
+    {
+        rows.extend([serde_json::from_str(line).unwrap(), text(question, answer)]);
+    }
+    let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+    place.write(ROWS, &(lines.join("\n") + "\n"));
+    let texts: Vec<String> = [("1 + 1", "two"), ("A colour?", "Blue, or red."), ("b", "c d e")]
+        .map(|(question, answer)| text(question, answer).to_string())
+        .into();
+    place.write("text.jsonl", &(texts.join("\n") + "\n"));
+    place
+}
+
+fn yaml(place: &Place, model: &str) -> String {
+    let rows = place.path(if model == "qwen3-text" { "text.jsonl" } else { ROWS });
+    format!(
+        "output_dir: {}\nmodel: {{path: {}}}\ndata:\n  train: [{{path: {}, image_root: {}}}]\n  \
+         shuffle: false\n  packing_length: 128\ntrain: {{max_steps: 8}}\n",
+        place.path("run").display(),
+        golden("models").join(model).display(),
+        rows.display(),
+        golden("data").display()
+    )
+}
+
+fn load(place: &Place, model: &str, overrides: &[&str]) -> RunConfig {
+    place.write("config.yaml", &yaml(place, model));
+    let overrides: Vec<String> = overrides.iter().map(|set| (*set).to_owned()).collect();
+    config::load(&place.path("config.yaml"), &overrides).unwrap()
+}
+
+fn report(model: &str, overrides: &[&str], pipeline: &dyn Pipeline) -> Report {
+    let place = place();
+    let config = load(&place, model, overrides);
+    let rows = 4.try_into().unwrap();
+    let options = VerifyOptions { rows, folder: place.path("."), observer: &() };
+    let report = compare(&config, &options, pipeline).unwrap();
+    assert_eq!(report.rejected, 0);
+    report
+}
+
+/// Asserts that one of the checks that failed has this name.
+#[track_caller]
+fn assert_caught(report: &Report, name: &str) {
+    let failed = |check: &&trainer::run::verify::Check| check.outcome == Outcome::Failed;
+    let failed: Vec<&str> =
+        report.checks.iter().filter(failed).map(|check| check.name.as_str()).collect();
+    assert!(failed.contains(&name), "`{name}` is not among {failed:?}\n{report}");
+    assert!(!report.passed);
+}
+
+/// A faulty model.
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    /// All tokens of a micro-batch attend to all earlier ones.
+    Leak,
+    /// The vision encoder receives no gradient.
+    Frozen,
+    /// A deepstack feature is not added.
+    Deepstack,
+    /// Attention ends at the samples, although targets do not.
+    Targets,
+    /// Backward multiplies by 0.9.
+    Backward,
+}
+
+struct Faulty {
+    fault: Fault,
+    real: Box<dyn Model>,
+    /// The model with one deepstack feature less.
+    without: Option<Box<dyn Model>>,
+}
+
+impl Faulty {
+    fn computing(&self) -> &dyn Model {
+        self.without.as_deref().unwrap_or(&*self.real)
+    }
+}
+
+/// Hides the buffers of the vision encoder.
+struct WithoutVision<'a>(&'a dyn GradSink);
+
+impl GradSink for WithoutVision<'_> {
+    fn buffer(&self, param: &Param) -> Option<&Tensor> {
+        self.0.buffer(param).filter(|_| !param.name().contains("visual.blocks"))
+    }
+
+    fn finished(&self, params: &[&Param]) {
+        self.0.finished(params);
+    }
+}
+
+impl Model for Faulty {
+    fn param_specs(&self) -> Vec<ParamSpec> {
+        self.real.param_specs()
+    }
+
+    fn lm_head(&self) -> &Param {
+        self.real.lm_head()
+    }
+
+    fn embedding(&self) -> &Param {
+        self.real.embedding()
+    }
+
+    fn stages(&self) -> Vec<Vec<&Param>> {
+        self.real.stages()
+    }
+
+    fn merge_size(&self) -> NonZeroU32 {
+        self.real.merge_size()
+    }
+
+    fn head_dims(&self) -> Vec<(&'static str, usize)> {
+        self.real.head_dims()
+    }
+
+    fn upload(&self, mut batch: VarlenBatch, dtype: DType, device: &Device) -> Result<ModelInput> {
+        let tokens = batch.input_ids.len();
+        let restarts = (1..tokens).filter(|at| batch.position_ids[*at] == [0; 3]);
+        let starts: Vec<usize> = [0].into_iter().chain(restarts).chain([tokens]).collect();
+        let lengths: Vec<u32> = starts.windows(2).map(|ends| (ends[1] - ends[0]) as u32).collect();
+        match self.fault {
+            Fault::Leak => batch.cu_seqlens = batch.mask_boundaries.clone(),
+            Fault::Targets => batch.cu_seqlens = CuSeqlens::from_lengths(&lengths).unwrap(),
+            _ => {}
+        }
+        self.computing().upload(batch, dtype, device)
+    }
+
+    fn forward(
+        &self,
+        input: &ModelInput,
+        recompute: RecomputePolicy,
+        grads: &dyn GradSink,
+    ) -> Result<(Tensor, Tape)> {
+        match self.fault {
+            Fault::Frozen => self.real.forward(input, recompute, &WithoutVision(grads)),
+            _ => self.computing().forward(input, recompute, grads),
+        }
+    }
+
+    fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
+        self.computing().hidden(input)
+    }
+
+    fn backward(
+        &self,
+        tape: Tape,
+        d_hidden: Tensor,
+        input: &ModelInput,
+        grads: &dyn GradSink,
+    ) -> Result<()> {
+        let d_hidden = if self.fault == Fault::Backward { (d_hidden * 0.9)? } else { d_hidden };
+        match self.fault {
+            Fault::Frozen => self.real.backward(tape, d_hidden, input, &WithoutVision(grads)),
+            _ => self.computing().backward(tape, d_hidden, input, grads),
+        }
+    }
+
+    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+        self.real.decode(input, cache)
+    }
+
+    fn work(&self) -> Vec<PartWork> {
+        self.real.work()
+    }
+
+    fn activation_memory(
+        &self,
+        element: f64,
+        recompute: RecomputePolicy,
+        grads: &dyn GradSink,
+    ) -> ActivationMemory {
+        self.real.activation_memory(element, recompute, grads)
+    }
+}
+
+/// The model `untied` without its second deepstack feature, with the same parameters.
+fn without_deepstack(params: &[Param]) -> Box<dyn Model> {
+    let path = golden("models/untied/config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let indexes = json["vision_config"]["deepstack_visual_indexes"].as_array_mut().unwrap();
+    assert_eq!(indexes.len(), 2);
+    indexes.pop();
+    let attention: std::sync::Arc<dyn trainer::ops::AttentionBackend> = std::sync::Arc::new(Flash);
+    config_from_json(&json).unwrap().build(params, &attention, None).unwrap()
+}
+
+impl Pipeline for Fault {
+    fn model(&self, real: Box<dyn Model>, params: &[Param]) -> Box<dyn Model> {
+        let without = (*self == Self::Deepstack).then(|| without_deepstack(params));
+        Box::new(Faulty { fault: *self, real, without })
+    }
+
+    fn batches(&self, _: Layout, mut batches: Vec<VarlenBatch>) -> Vec<VarlenBatch> {
+        if *self == Self::Targets {
+            for batch in &mut batches {
+                batch.cu_seqlens = batch.mask_boundaries.clone();
+            }
+        }
+        batches
+    }
+}
+
+#[test]
+fn every_check_passes_for_every_family_and_precision_and_for_adapters() {
+    let lora = "adapter={rank: 2, dropout: 0.3, parts: [llm, vision, merger]}";
+    let dora = "adapter={kind: dora, rank: 2}";
+    for (model, overrides) in [
+        ("untied", &[][..]),
+        ("untied", &["model.precision=bf16"]),
+        ("untied", &["model.freeze=[vision, merger]", "model.use_rmpad=false"]),
+        ("untied", &["data.packing=false", "train.batch_size=3", "model.attention=masked"]),
+        ("untied", &[lora]),
+        ("untied", &[lora, "model.precision=bf16"]),
+        ("sharded-bf16", &["model.precision=bf16", "train.gradient_accumulation_steps=2"]),
+        ("qwen3-text", &[]),
+        ("qwen3-text", &[dora, "model.recompute=full"]),
+    ] {
+        let report = report(model, overrides, &RunPipeline);
+        assert!(report.passed, "{model} {overrides:?}\n{report}");
+        assert!(report.count(Outcome::Passed) >= 14, "{report}");
+    }
+}
+
+#[test]
+fn attention_that_leaks_between_samples_is_caught() {
+    let report = report("qwen3-text", &[], &Fault::Leak);
+    assert_caught(&report, "packed: the loss, and that of every row");
+    assert_caught(&report, "packed: the gradient of every stage");
+    assert_caught(&report, "a row does not affect other rows of its pack");
+}
+
+#[test]
+fn a_frozen_part_that_should_train_is_caught() {
+    let report = report("untied", &[], &Fault::Frozen);
+    assert_caught(&report, "every trained tensor has a gradient, and no frozen one");
+}
+
+#[test]
+fn a_dropped_deepstack_feature_is_caught_also_where_it_is_frozen() {
+    let affects = "every stage of the model affects the loss";
+    let trained = report("untied", &[], &Fault::Deepstack);
+    assert_caught(&trained, affects);
+    assert_caught(&trained, "every trained tensor has a gradient, and no frozen one");
+    let frozen = report("untied", &["model.freeze=[vision, merger]"], &Fault::Deepstack);
+    assert_caught(&frozen, affects);
+    assert!(frozen.to_string().contains(&format!("no effect: {FEATURES}")), "{frozen}");
+}
+
+#[test]
+fn targets_that_cross_samples_are_caught() {
+    let report = report("qwen3-text", &[], &Fault::Targets);
+    assert_caught(&report, "no target crosses rows, with every token supervised");
+}
+
+#[test]
+fn a_wrong_backward_is_caught() {
+    let report = report("qwen3-text", &[], &Fault::Backward);
+    assert_caught(&report, "gradients are derivatives of the loss, in f32");
+}
+
+/// Positions that go on in the next sample of a pack.
+struct Positions;
+
+impl Pipeline for Positions {
+    fn batches(&self, layout: Layout, mut batches: Vec<VarlenBatch>) -> Vec<VarlenBatch> {
+        if layout == Layout::Packed {
+            for batch in &mut batches {
+                let positions = (0..).zip(&mut batch.position_ids);
+                positions.for_each(|(at, position)| *position = [at; 3]);
+            }
+        }
+        batches
+    }
+}
+
+#[test]
+fn positions_that_do_not_restart_are_caught() {
+    let report = report("qwen3-text", &[], &Positions);
+    assert_caught(&report, "packed: tokens, labels, positions and segments of every row");
+}
+
+/// Labels that are shifted by one token over the whole micro-batch.
+struct Labels;
+
+impl Pipeline for Labels {
+    fn batches(&self, layout: Layout, mut batches: Vec<VarlenBatch>) -> Vec<VarlenBatch> {
+        if layout == Layout::Packed {
+            batches.iter_mut().for_each(|batch| batch.labels.rotate_right(1));
+        }
+        batches
+    }
+}
+
+#[test]
+fn shifted_labels_are_caught() {
+    let report = report("qwen3-text", &[], &Labels);
+    assert_caught(&report, "packed: tokens, labels, positions and segments of every row");
+    assert_caught(&report, "packed: the loss, and that of every row");
+    assert_caught(&report, "packed: the gradient of every stage");
+}
+
+/// Each micro-batch is divided by its own number of targets.
+struct MeanOfMeans;
+
+impl Pipeline for MeanOfMeans {
+    fn step(
+        &self,
+        runner: &StepRunner,
+        batches: Vec<VarlenBatch>,
+    ) -> std::result::Result<StepLosses, VerifyError> {
+        let count = batches.len() as f64;
+        let mut all = StepLosses { loss: 0.0, micro_batches: Vec::new() };
+        let mut sums: Vec<Tensor> = Vec::new();
+        for batch in batches {
+            let mut step = run_step(runner, vec![batch])?;
+            all.loss += step.loss / count;
+            all.micro_batches.append(&mut step.micro_batches);
+            let grads = runner.grads().iter().flatten();
+            let own = grads.map(|grad| grad / count).collect::<Result<Vec<_>>>()?;
+            sums = match sums.is_empty() {
+                true => own,
+                false => sums.iter().zip(&own).map(|(x, y)| x + y).collect::<Result<_>>()?,
+            };
+        }
+        for (grad, sum) in runner.grads().iter().flatten().zip(&sums) {
+            grad.slice_set(sum, 0, 0)?;
+        }
+        Ok(all)
+    }
+}
+
+#[test]
+fn a_mean_of_the_means_of_micro_batches_is_caught() {
+    let report = report("qwen3-text", &[], &MeanOfMeans);
+    assert_caught(&report, "split: the loss, and that of every row");
+    assert_caught(&report, "split: the gradient of every stage");
+}
+
+#[test]
+fn the_command_prints_a_report_and_leaves_no_file() {
+    let place = place();
+    place.write("config.yaml", &yaml(&place, "qwen3-text"));
+    fs::create_dir(place.path("run")).unwrap();
+    place.write("run/notes.txt", "kept");
+    let before = (place.names("."), place.names("run"));
+    let arguments = ["verify", "--config", "config.yaml", "--rows", "3"];
+    let output = place.trainer(&arguments).ends_with(0);
+    assert!(output.stdout.contains("stopped after 2"), "{}", output.stdout);
+    assert!(output.stdout.contains("\npassed: "), "{}", output.stdout);
+    let output = place.trainer(&[&arguments[..], &["--json", "--rows", "2"]].concat());
+    let report: Value = serde_json::from_str(&output.ends_with(64).stdout).unwrap_or_default();
+    assert_eq!(report, Value::Null, "`--rows` may be given once");
+    assert_eq!((place.names("."), place.names("run")), before);
+}
+
+#[test]
+fn weights_that_are_not_finite_end_with_65() {
+    let place = place();
+    let model = place.path("model");
+    super::harness::copy_folder(&golden("models/qwen3-text"), &model);
+    let file = model.join("model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    super::harness::write(&file, &bytes);
+    place.write("config.yaml", &yaml(&place, "qwen3-text"));
+    let set = format!("model.path={}", model.display());
+    place.trainer(&["verify", "--config", "config.yaml", "--set", &set, "--json"]).ends_with(65);
+    assert!(!Path::new(&place.path("run")).exists());
+}
