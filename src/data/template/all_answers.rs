@@ -137,21 +137,33 @@ impl Chat<'_> {
     }
 }
 
-/// The marks of a turn. With thoughts only if the turn brings some, as `reasoning_content` or within
-/// its content.
+/// The marks of a turn; with one for thoughts only if the turn has some. An empty thinking block is
+/// part of the header, as the template writes it.
 fn mark(turn: usize, original: &Message, with_thoughts: bool) -> Marked {
     let [first, last] = MARK;
     let thoughts = format!("{first}t{turn}{last}");
     let content = format!("{first}c{turn}{last}");
-    let is_inline = |part: &Part| matches!(part, Part::Text(text) if text.contains("</think>"));
-    let brings = original.reasoning_content.is_some()
-        || match &original.content {
-            Content::Text(text) => text.contains("</think>"),
-            Content::Parts(parts) => parts.iter().any(is_inline),
-        };
     let message = Message {
-        reasoning_content: (with_thoughts && brings).then(|| thoughts.clone()),
+        reasoning_content: (with_thoughts && has_thoughts(original)).then(|| thoughts.clone()),
         ..probe_turn(("assistant", &content))
     };
     Marked { turn, message: message_value(&message), thoughts, content }
+}
+
+/// Whether a turn has thoughts that are not empty, as `reasoning_content` or within its content.
+fn has_thoughts(message: &Message) -> bool {
+    let is_inline = |text: &str| match text.split_once("</think>") {
+        Some((before, _)) => {
+            let thoughts = before.rsplit_once("<think>").map_or(before, |(_, thoughts)| thoughts);
+            !thoughts.trim().is_empty()
+        }
+        None => false,
+    };
+    match (&message.reasoning_content, &message.content) {
+        (Some(thoughts), _) => !thoughts.trim().is_empty(),
+        (None, Content::Text(text)) => is_inline(text),
+        (None, Content::Parts(parts)) => {
+            parts.iter().any(|part| matches!(part, Part::Text(text) if is_inline(text)))
+        }
+    }
 }

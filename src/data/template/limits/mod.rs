@@ -9,6 +9,7 @@ mod filters;
 mod source;
 #[cfg(test)]
 mod tests;
+mod tokens;
 
 use std::io::{self, Write};
 

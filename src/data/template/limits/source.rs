@@ -9,10 +9,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::tokens::{SourceError, Token, end_of_raw, next_tag, tokens};
+
 /// Longest source in bytes.
 const MAX_BYTES: usize = 1 << 20;
-/// Most tokens between the delimiters of one tag: parser and compiler recurse for each operator.
-const MAX_TOKENS: usize = 512;
 /// Most `elif` in a template; each is nested in the one before it.
 const MAX_ELIF: usize = 500;
 /// Longest text between tags whose output is not counted.
@@ -39,16 +39,6 @@ pub(super) const BYTES: &str = "__bytes";
 const WORDS: [&str; 9] = ["and", "or", "not", "in", "is", "if", "else", "recursive", "as"];
 /// Operators that read both operands.
 const READING: [&str; 8] = ["~", "+", "==", "!=", "<", ">", "<=", ">="];
-
-/// What is wrong, and in which line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SourceError {
-    pub(super) what: String,
-    pub(super) line: usize,
-}
-
-/// A token within a tag, as bytes of the source.
-type Token = Range<usize>;
 
 /// What precedes a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,7 +87,7 @@ pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
             at = source[start..].find("#}").map_or(source.len(), |end| start + end + 2);
             continue;
         }
-        let (tokens, end) = scan.tokens(start + 2, if is_block { "%}" } else { "}}" })?;
+        let (tokens, end) = tokens(source, start + 2, if is_block { "%}" } else { "}}" })?;
         let name = tokens.first().filter(|_| is_block).map_or("", |token| &source[token.clone()]);
         num_elif += usize::from(name == "elif");
         if num_elif > MAX_ELIF {
@@ -117,28 +107,6 @@ pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
     Ok(scan.finish())
 }
 
-/// The start of the next tag or comment.
-fn next_tag(source: &str, from: usize) -> Option<usize> {
-    let mut at = from;
-    loop {
-        let start = at + source[at..].find('{')?;
-        if matches!(source.as_bytes().get(start + 1), Some(b'{' | b'%' | b'#')) {
-            return Some(start);
-        }
-        at = start + 1;
-    }
-}
-
-/// The start of the `endraw` tag; the parser reports a missing one.
-fn end_of_raw(source: &str, from: usize) -> usize {
-    let is_end = |at: &usize| {
-        let rest = source[at + 2..].trim_start_matches(['-', '+']).trim_start();
-        rest.starts_with("endraw")
-    };
-    let mut tags = source[from..].match_indices("{%").map(|(at, _)| from + at);
-    tags.find(is_end).unwrap_or(source.len())
-}
-
 struct Scan<'a> {
     source: &'a str,
     /// Texts to add at bytes of the source: after the token that ends there, and before the one that
@@ -148,7 +116,7 @@ struct Scan<'a> {
 
 impl Scan<'_> {
     fn error(&self, at: usize, what: String) -> SourceError {
-        SourceError { what, line: 1 + self.source[..at].matches('\n').count() }
+        SourceError::new(self.source, at, what)
     }
 
     fn after(&mut self, at: usize, filter: &str, close: &str) {
@@ -198,79 +166,6 @@ impl Scan<'_> {
             return Err(self.error(text.start, what));
         }
         Ok(())
-    }
-
-    /// The tokens up to the delimiter `end`, and the end of the tag.
-    fn tokens(&self, from: usize, end: &str) -> Result<(Vec<Token>, usize), SourceError> {
-        let source = self.source;
-        let mut tokens: Vec<Token> = Vec::new();
-        let mut at = from + usize::from(source[from..].starts_with(['-', '+']));
-        let mut depth = 0_usize;
-        loop {
-            at += source[at..].len() - source[at..].trim_start().len();
-            let rest = &source[at..];
-            let Some(first) = rest.chars().next() else {
-                return Ok((tokens, source.len())); // the parser reports the missing delimiter
-            };
-            if depth == 0 {
-                let sign = usize::from(rest.starts_with(['-', '+']));
-                if rest[sign..].starts_with(end) {
-                    return Ok((tokens, at + sign + end.len()));
-                }
-            }
-            let length = self.token_length(at, first, tokens.last());
-            match first {
-                '(' | '[' | '{' => depth += 1,
-                ')' | ']' | '}' => depth = depth.saturating_sub(1),
-                '*' => {
-                    let what = "the operator `*` is not supported in chat templates";
-                    return Err(self.error(at, what.to_owned()));
-                }
-                _ => {}
-            }
-            tokens.push(at..at + length);
-            if tokens.len() > MAX_TOKENS {
-                let what = format!("a tag has more than {MAX_TOKENS} names and operators");
-                return Err(self.error(at, what));
-            }
-            at += length;
-        }
-    }
-
-    fn token_length(&self, at: usize, first: char, last: Option<&Token>) -> usize {
-        let rest = &self.source[at..];
-        let is_word = |c: char| c.is_alphanumeric() || c == '_';
-        match first {
-            '\'' | '"' => {
-                let mut escaped = false;
-                let closing = rest.char_indices().skip(1).find(|(_, c)| {
-                    let closes = !escaped && *c == first;
-                    escaped = !escaped && *c == '\\';
-                    closes
-                });
-                closing.map_or(rest.len(), |(end, _)| end + 1)
-            }
-            '0'..='9' => {
-                let word = |from: usize| {
-                    let rest = &rest[from..];
-                    from + rest.len() - rest.trim_start_matches(is_word).len()
-                };
-                let mut end = word(0);
-                let after_dot = last.is_some_and(|last| &self.source[last.clone()] == ".");
-                let digit = |at: usize| rest.as_bytes().get(at).is_some_and(u8::is_ascii_digit);
-                if !after_dot && rest[end..].starts_with('.') && digit(end + 1) {
-                    end = word(end + 1);
-                }
-                let has_exponent = !rest.starts_with("0x") && rest[..end].ends_with(['e', 'E']);
-                if has_exponent && rest[end..].starts_with(['+', '-']) && digit(end + 1) {
-                    end = word(end + 1);
-                }
-                end
-            }
-            c if is_word(c) => rest.len() - rest.trim_start_matches(is_word).len(),
-            _ if ["==", "!=", "<=", ">=", "//"].iter().any(|two| rest.starts_with(two)) => 2,
-            c => c.len_utf8(),
-        }
     }
 
     /// Adds the filters of one tag; `name` is empty for an output.
