@@ -230,8 +230,8 @@ impl CheckpointError {
                     .to_owned()
             }
             Self::NotSafetensors { .. } => {
-                "load the model in transformers and write it again with \
-                                            `save_pretrained`, or download its safetensors files"
+                "download its safetensors files, or write the model again with `save_pretrained` of \
+                 transformers"
                     .to_owned()
             }
             Self::OutsideLink { .. } => "replace the link by a copy of the file".to_owned(),
