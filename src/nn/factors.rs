@@ -66,7 +66,7 @@ fn principal(weight: &Tensor, rank: usize, scale: f64, subspace: usize) -> Resul
     let n = wide.dim(0)?;
     let width = subspace.max(2 * rank).min(n);
     let small = if width == n { wide.clone() } else { left_vectors(&wide, width)? }; // [width, len]
-    let mut vectors = right_vectors(rows(&small)?); // each times its singular value
+    let mut vectors = right_vectors(&rows(&small)?); // each times its singular value
     vectors.truncate(rank);
     let values: Vec<f64> = vectors.iter().map(|row| norm(row)).collect();
     for (row, value) in vectors.iter_mut().zip(&values) {
@@ -103,8 +103,8 @@ fn left_vectors(wide: &Tensor, width: usize) -> Result<Tensor> {
 
 /// The right singular vectors of a matrix, each times its singular value, from the largest on.
 /// Rotates pairs of rows until all rows are orthogonal (one-sided Jacobi).
-fn right_vectors(matrix: Rows) -> Rows {
-    let mut basis = matrix.clone();
+fn right_vectors(matrix: &[Vec<f64>]) -> Rows {
+    let mut basis = matrix.to_vec();
     orthonormalise(&mut basis);
     // The rows in the coordinates of the basis are shorter.
     let mut small: Rows =
@@ -175,8 +175,8 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
     let (y, y_rest) = y.as_chunks::<8>();
     let mut sums = [0.0; 8];
     for (x, y) in x.iter().zip(y) {
-        for i in 0..8 {
-            sums[i] += x[i] * y[i];
+        for ((sum, x), y) in sums.iter_mut().zip(x).zip(y) {
+            *sum += x * y;
         }
     }
     let rest: f64 = x_rest.iter().zip(y_rest).map(|(x, y)| x * y).sum();
@@ -193,7 +193,7 @@ fn rows(matrix: &Tensor) -> Result<Rows> {
     matrix.to_dtype(DType::F64)?.to_vec2()
 }
 
-fn tensor(rows: &Rows) -> Result<Tensor> {
+fn tensor(rows: &[Vec<f64>]) -> Result<Tensor> {
     let columns = rows.first().map_or(0, Vec::len);
     let values = rows.iter().flatten().map(|x| *x as f32).collect();
     Tensor::from_vec(values, (rows.len(), columns), &Device::Cpu)
@@ -221,7 +221,7 @@ mod tests {
     }
 
     fn product(left: &[Vec<f64>], right: &[Vec<f64>]) -> Tensor {
-        let (left, right) = (tensor(&left.to_vec()).unwrap(), tensor(&right.to_vec()).unwrap());
+        let (left, right) = (tensor(left).unwrap(), tensor(right).unwrap());
         left.t().unwrap().matmul(&right).unwrap()
     }
 
