@@ -32,8 +32,8 @@ type Rows = Vec<Vec<f64>>;
 const SUBSPACE: usize = 256;
 /// Number of products with `W W^T` that turn the subspace to the largest singular values.
 const PASSES: usize = 8;
-/// Two rows whose cosine is below this are orthogonal.
-const ORTHOGONAL: f64 = 1e-12;
+/// Two rows whose cosine is at most this are orthogonal.
+const ORTHOGONAL: f64 = 1e-10;
 /// Maximum number of rotations of each pair of rows.
 const SWEEPS: usize = 40;
 
@@ -111,10 +111,15 @@ fn right_vectors(matrix: &[Vec<f64>]) -> Rows {
         matrix.iter().map(|row| basis.iter().map(|unit| dot(row, unit)).collect()).collect();
     for _ in 0..SWEEPS {
         let mut is_done = true;
-        for i in 1..small.len() {
-            let (before, from) = small.split_at_mut(i);
-            for row in before {
-                is_done &= !rotate(row, &mut from[0]);
+        let mut squares: Vec<f64> = small.iter().map(|row| dot(row, row)).collect();
+        for j in 1..small.len() {
+            let (before, from) = small.split_at_mut(j);
+            for (i, row) in before.iter_mut().enumerate() {
+                let change = rotate(row, &mut from[0], [squares[i], squares[j]]);
+                is_done &= change.is_none();
+                let change = change.unwrap_or(0.0);
+                squares[i] -= change;
+                squares[j] += change;
             }
         }
         if is_done {
@@ -130,11 +135,12 @@ fn right_vectors(matrix: &[Vec<f64>]) -> Rows {
     small.iter().map(whole).collect()
 }
 
-/// Makes two rows orthogonal. Returns whether they were not.
-fn rotate(x: &mut [f64], y: &mut [f64]) -> bool {
-    let (xx, yy, xy) = (dot(x, x), dot(y, y), dot(x, y));
-    if xy.abs() <= ORTHOGONAL * (xx * yy).sqrt() {
-        return false;
+/// Makes two rows with these squares of their lengths orthogonal. Returns what moves from the first
+/// square to the second; `None` if the rows were orthogonal.
+fn rotate(x: &mut [f64], y: &mut [f64], [xx, yy]: [f64; 2]) -> Option<f64> {
+    let xy = dot(x, y);
+    if xy.abs() <= ORTHOGONAL * (xx * yy).max(0.0).sqrt() {
+        return None;
     }
     let zeta = (yy - xx) / (2.0 * xy);
     let tangent = zeta.signum() / (zeta.abs() + zeta.hypot(1.0));
@@ -143,7 +149,7 @@ fn rotate(x: &mut [f64], y: &mut [f64]) -> bool {
     for (x, y) in x.iter_mut().zip(y) {
         (*x, *y) = (cosine * *x - sine * *y, sine * *x + cosine * *y);
     }
-    true
+    Some(tangent * xy)
 }
 
 /// Makes rows orthonormal, one after the other. A row that depends on earlier ones becomes 0.
