@@ -32,8 +32,8 @@ type Rows = Vec<Vec<f64>>;
 const SUBSPACE: usize = 256;
 /// Number of products with `W W^T` that turn the subspace to the largest singular values.
 const PASSES: usize = 8;
-/// Two rows whose cosine is below this are orthogonal.
-const ORTHOGONAL: f64 = 1e-12;
+/// Two rows whose cosine is at most this are orthogonal.
+const ORTHOGONAL: f64 = 1e-10;
 /// Maximum number of rotations of each pair of rows.
 const SWEEPS: usize = 40;
 
@@ -66,7 +66,7 @@ fn principal(weight: &Tensor, rank: usize, scale: f64, subspace: usize) -> Resul
     let n = wide.dim(0)?;
     let width = subspace.max(2 * rank).min(n);
     let small = if width == n { wide.clone() } else { left_vectors(&wide, width)? }; // [width, len]
-    let mut vectors = right_vectors(rows(&small)?); // each times its singular value
+    let mut vectors = right_vectors(&rows(&small)?); // each times its singular value
     vectors.truncate(rank);
     let values: Vec<f64> = vectors.iter().map(|row| norm(row)).collect();
     for (row, value) in vectors.iter_mut().zip(&values) {
@@ -103,18 +103,23 @@ fn left_vectors(wide: &Tensor, width: usize) -> Result<Tensor> {
 
 /// The right singular vectors of a matrix, each times its singular value, from the largest on.
 /// Rotates pairs of rows until all rows are orthogonal (one-sided Jacobi).
-fn right_vectors(matrix: Rows) -> Rows {
-    let mut basis = matrix.clone();
+fn right_vectors(matrix: &[Vec<f64>]) -> Rows {
+    let mut basis = matrix.to_vec();
     orthonormalise(&mut basis);
     // The rows in the coordinates of the basis are shorter.
     let mut small: Rows =
         matrix.iter().map(|row| basis.iter().map(|unit| dot(row, unit)).collect()).collect();
     for _ in 0..SWEEPS {
         let mut is_done = true;
-        for i in 1..small.len() {
-            let (before, from) = small.split_at_mut(i);
-            for row in before {
-                is_done &= !rotate(row, &mut from[0]);
+        let mut squares: Vec<f64> = small.iter().map(|row| dot(row, row)).collect();
+        for j in 1..small.len() {
+            let (before, from) = small.split_at_mut(j);
+            for (i, row) in before.iter_mut().enumerate() {
+                let change = rotate(row, &mut from[0], [squares[i], squares[j]]);
+                is_done &= change.is_none();
+                let change = change.unwrap_or(0.0);
+                squares[i] -= change;
+                squares[j] += change;
             }
         }
         if is_done {
@@ -130,11 +135,12 @@ fn right_vectors(matrix: Rows) -> Rows {
     small.iter().map(whole).collect()
 }
 
-/// Makes two rows orthogonal. Returns whether they were not.
-fn rotate(x: &mut [f64], y: &mut [f64]) -> bool {
-    let (xx, yy, xy) = (dot(x, x), dot(y, y), dot(x, y));
-    if xy.abs() <= ORTHOGONAL * (xx * yy).sqrt() {
-        return false;
+/// Makes two rows with these squares of their lengths orthogonal. Returns what moves from the first
+/// square to the second; `None` if the rows were orthogonal.
+fn rotate(x: &mut [f64], y: &mut [f64], [xx, yy]: [f64; 2]) -> Option<f64> {
+    let xy = dot(x, y);
+    if xy.abs() <= ORTHOGONAL * (xx * yy).max(0.0).sqrt() {
+        return None;
     }
     let zeta = (yy - xx) / (2.0 * xy);
     let tangent = zeta.signum() / (zeta.abs() + zeta.hypot(1.0));
@@ -143,7 +149,7 @@ fn rotate(x: &mut [f64], y: &mut [f64]) -> bool {
     for (x, y) in x.iter_mut().zip(y) {
         (*x, *y) = (cosine * *x - sine * *y, sine * *x + cosine * *y);
     }
-    true
+    Some(tangent * xy)
 }
 
 /// Makes rows orthonormal, one after the other. A row that depends on earlier ones becomes 0.
@@ -175,8 +181,8 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
     let (y, y_rest) = y.as_chunks::<8>();
     let mut sums = [0.0; 8];
     for (x, y) in x.iter().zip(y) {
-        for i in 0..8 {
-            sums[i] += x[i] * y[i];
+        for ((sum, x), y) in sums.iter_mut().zip(x).zip(y) {
+            *sum += x * y;
         }
     }
     let rest: f64 = x_rest.iter().zip(y_rest).map(|(x, y)| x * y).sum();
@@ -193,7 +199,7 @@ fn rows(matrix: &Tensor) -> Result<Rows> {
     matrix.to_dtype(DType::F64)?.to_vec2()
 }
 
-fn tensor(rows: &Rows) -> Result<Tensor> {
+fn tensor(rows: &[Vec<f64>]) -> Result<Tensor> {
     let columns = rows.first().map_or(0, Vec::len);
     let values = rows.iter().flatten().map(|x| *x as f32).collect();
     Tensor::from_vec(values, (rows.len(), columns), &Device::Cpu)
@@ -221,7 +227,7 @@ mod tests {
     }
 
     fn product(left: &[Vec<f64>], right: &[Vec<f64>]) -> Tensor {
-        let (left, right) = (tensor(&left.to_vec()).unwrap(), tensor(&right.to_vec()).unwrap());
+        let (left, right) = (tensor(left).unwrap(), tensor(right).unwrap());
         left.t().unwrap().matmul(&right).unwrap()
     }
 

@@ -6,7 +6,9 @@ use super::ranks::{config, place, train};
 use serde_json::Value;
 
 fn setting(kind: &str, init: &str) -> String {
-    format!("adapter={{kind: {kind}, init: {init}, rank: 4, dropout: 0.2, parts: [llm, merger]}}")
+    // few layers, because an unoptimised build takes a second for each
+    let few = "target: ['*.layers.1.*.[kv]_proj', '*.merger.linear_fc2'], parts: [llm, merger]";
+    format!("adapter={{kind: {kind}, init: {init}, rank: 4, dropout: 0.2, {few}}}")
 }
 
 #[test]
@@ -37,7 +39,7 @@ fn the_adapter_of_a_run_that_starts_from_a_part_of_the_weights_fits_the_original
     let place = place();
     for (kind, init) in [("lora", "pissa"), ("dora", "pissa"), ("lora", "olora")] {
         let output = format!("{kind}-{init}");
-        let once = ["optim.lr=1.0e-2", "eval.every_steps=0", "eval.show=0"];
+        let once = ["optim.lr=1.0e-2", "adapter.dropout=0", "eval.every_steps=0", "eval.show=0"];
         let of_run =
             config(&place, &output, &[&[setting(kind, init).as_str()], &once[..]].concat());
         train(&of_run, 1, None);
@@ -58,7 +60,7 @@ fn the_adapter_of_a_run_that_starts_from_a_part_of_the_weights_fits_the_original
             1,
             None,
         );
-        assert!((losses(&place, &plain)[0] - first).abs() < 0.02, "dropout only");
+        assert!((losses(&place, &plain)[0] - first).abs() < 1e-4, "{output}: {first}");
     }
 }
 
