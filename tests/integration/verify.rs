@@ -386,9 +386,9 @@ fn the_command_prints_a_report_and_leaves_no_file() {
     let output = place.trainer(&arguments).ends_with(0);
     assert!(output.stdout.contains("stopped after 2"), "{}", output.stdout);
     assert!(output.stdout.contains("\npassed: "), "{}", output.stdout);
-    let output = place.trainer(&[&arguments[..], &["--json", "--rows", "2"]].concat());
-    let report: Value = serde_json::from_str(&output.ends_with(64).stdout).unwrap_or_default();
-    assert_eq!(report, Value::Null, "`--rows` may be given once");
+    let output = place.trainer(&[&arguments[..4], &["2", "--json"]].concat()).ends_with(0);
+    let report: Value = serde_json::from_str(&output.stdout).unwrap();
+    assert_eq!((report["passed"].as_bool(), report["rows"].as_u64()), (Some(true), Some(2)));
     assert_eq!((place.names("."), place.names("run")), before);
 }
 
