@@ -61,7 +61,7 @@ impl Health {
     pub fn add(&mut self, loss: f64, grad_norm: f64) -> Vec<Spike> {
         self.skipped_in_a_row = 0;
         let values = [
-            ("loss", loss, &mut self.losses, Limit { spread: 8.0, factor: 1.5, floor: 0.05 }),
+            ("loss", loss, &mut self.losses, Limit { spread: 8.0, factor: 1.5, floor: 0.2 }),
             (
                 "grad_norm",
                 grad_norm,
