@@ -131,7 +131,7 @@ impl RunConfig {
         let sets = &mut same.data.train;
         let paths = sets.iter_mut().flat_map(|set| {
             let roots = set.image_root.as_mut();
-            set.path.paths_mut().into_iter().chain(roots)
+            set.path.paths_mut().iter_mut().chain(roots)
         });
         paths.chain([&mut same.model.path]).for_each(|path| *path = tidy(path));
         same

@@ -57,9 +57,11 @@ impl ModelFileError {
 
 /// The bytes of a regular file. Opening a named pipe would wait for a writer.
 pub(in crate::data) fn read(path: &Path) -> Result<Vec<u8>, ModelFileError> {
-    let read = || match std::fs::metadata(path)?.is_file() {
-        true => std::fs::read(path),
-        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    let read = || {
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+        }
+        std::fs::read(path)
     };
     read().map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
 }

@@ -188,7 +188,7 @@ mod tests {
     fn rows_that_cannot_be_written_are_written_later() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        std::fs::write(&path, "").unwrap();
+        File::create(&path).unwrap();
         // a file that is open for reading only stands for a full disk
         let file = File::open(&path).unwrap();
         let mut sink = JsonlSink { path: path.clone(), file, unwritten: Vec::new() };

@@ -70,7 +70,9 @@ fn principal(weight: &Tensor, rank: usize, scale: f64, subspace: usize) -> Resul
     vectors.truncate(rank);
     let values: Vec<f64> = vectors.iter().map(|row| norm(row)).collect();
     for (row, value) in vectors.iter_mut().zip(&values) {
-        row.iter_mut().for_each(|x| *x /= value.max(f64::MIN_POSITIVE));
+        for x in row.iter_mut() {
+            *x /= value.max(f64::MIN_POSITIVE);
+        }
     }
     let right = tensor(&vectors)?; // [r, len]
     let left = ops::linear(&right, &wide, None)?; // [r, n], each times its singular value
@@ -167,7 +169,9 @@ fn orthonormalise(rows: &mut [Vec<f64>]) {
         }
         let rest = norm(row);
         let factor = if rest > 1e-10 * length { rest.recip() } else { 0.0 };
-        row.iter_mut().for_each(|x| *x *= factor);
+        for x in row.iter_mut() {
+            *x *= factor;
+        }
     }
 }
 
@@ -221,7 +225,9 @@ mod tests {
         };
         let mut left = random(1, m);
         for (row, value) in left.iter_mut().zip(values) {
-            row.iter_mut().for_each(|x| *x *= value);
+            for x in row.iter_mut() {
+                *x *= value;
+            }
         }
         [left, random(2, k)]
     }

@@ -186,7 +186,9 @@ fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
                 add_squares(scale, row, sums);
             }
         });
-        sums.iter_mut().for_each(|sum| *sum /= rows as f32);
+        for sum in &mut sums {
+            *sum /= rows as f32;
+        }
         sums
     };
     let of_columns: Vec<Vec<f32>> = values.par_chunks(rows * columns).map(of_columns).collect();

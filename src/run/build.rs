@@ -17,7 +17,7 @@ use super::sequence::{check_world, share_attention};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader,
+    BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader, RowReader,
 };
 use crate::dist::{Group, Monitor, Rank, fail};
 use crate::metrics::{JsonlSink, StepRows};
@@ -201,39 +201,12 @@ impl Run {
             None => ranks,
         };
         log_start(config, &runner, &rows, &state);
-        let Sinks { metrics, mut rejects, samples, is_evaluated } = match is_first {
-            true => open_sinks(config, &state)?,
-            false => Sinks::default(),
-        };
-        if state.step == 0 {
-            write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
-        }
-        let samples = SampleLog { reader: Arc::clone(&reader), file: samples };
-        let trainer = Trainer::new(TrainerParts {
-            loader: Loader::start_shared(reader, order, loader_options, state.data.clone(), share),
-            schedule: schedule(&config.optim, total_steps),
-            checkpointer,
-            max_steps,
-            checkpoint_every: config.checkpoint.every_steps,
-            carried,
-            layout,
-            config_json,
-            eval_rows,
-            eval: config.eval.clone(),
-            eval_max_tokens: config.data.packing_length.get() as usize,
-            metrics,
-            rejects,
-            dataset_names: rows.names().to_vec(),
-            rejected_texts: Rejected::of_texts(rows.rejected_texts()),
-            samples,
-            on_non_finite: config.train.on_non_finite,
-            max_skipped: config.train.max_skipped,
-            is_evaluated,
-            stop: options.stop.clone(),
-            save: options.save.clone(),
-            runner,
-            state,
-        });
+        let loader =
+            Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
+        let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
+        let data = RunData { loader, reader, rows, eval_rows };
+        let steps = [max_steps, total_steps];
+        let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
         Ok(Self { trainer, background, _lock: lock })
     }
 
@@ -248,6 +221,66 @@ impl Run {
     pub fn trainer(&self) -> &Trainer {
         &self.trainer
     }
+}
+
+/// What checkpoints contain besides the state.
+struct CheckpointFolder {
+    checkpointer: Checkpointer,
+    carried: CarriedFiles,
+    layout: FolderLayout,
+    config_json: serde_json::Value,
+}
+
+/// The rows of a run.
+struct RunData {
+    loader: Loader,
+    reader: Arc<dyn RowReader>,
+    rows: Arc<JsonlRows>,
+    eval_rows: Option<JsonlRows>,
+}
+
+/// Opens the logs and begins the training loop.
+fn trainer(
+    config: &RunConfig,
+    options: &RunOptions<'_>,
+    folder: CheckpointFolder,
+    data: RunData,
+    [max_steps, total_steps]: [u64; 2],
+    (runner, state): (StepRunner, TrainState),
+) -> Result<Trainer, RunError> {
+    let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
+    let RunData { loader, reader, rows, eval_rows } = data;
+    let is_first = runner.ranks.rank().is_first();
+    let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
+    let Sinks { metrics, mut rejects, samples, is_evaluated } = sinks;
+    if state.step == 0 {
+        write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
+    }
+    Ok(Trainer::new(TrainerParts {
+        loader,
+        schedule: schedule(&config.optim, total_steps),
+        checkpointer,
+        max_steps,
+        checkpoint_every: config.checkpoint.every_steps,
+        carried,
+        layout,
+        config_json,
+        eval_rows,
+        eval: config.eval.clone(),
+        eval_max_tokens: config.data.packing_length.get() as usize,
+        metrics,
+        rejects,
+        dataset_names: rows.names().to_vec(),
+        rejected_texts: Rejected::of_texts(rows.rejected_texts()),
+        samples: SampleLog { reader, file: samples },
+        on_non_finite: config.train.on_non_finite,
+        max_skipped: config.train.max_skipped,
+        is_evaluated,
+        stop: options.stop.clone(),
+        save: options.save.clone(),
+        runner,
+        state,
+    }))
 }
 
 /// Opens the data sets of `data.train` and `data.eval`.

@@ -362,10 +362,8 @@ impl StepRunner {
             }
             Ok(norms) => (norms, None),
         };
-        let problem = match loss.is_finite() {
-            true => problem,
-            false => Some(StepError::NonFiniteLoss { step, loss }),
-        };
+        let problem =
+            if loss.is_finite() { problem } else { Some(StepError::NonFiniteLoss { step, loss }) };
         let (grad_norm, squares) =
             norms.map_or((f64::NAN, Vec::new()), |norms| (norms.total, norms.squares));
         let losses = losses.into_iter().map(|(_, losses)| losses).collect();

@@ -263,7 +263,7 @@ impl TextFolder {
             key.update((now.as_secs() / 86_400).to_le_bytes());
         }
         let key = key.finalize().into();
-        let template = ChatTemplate::new(source, special_tokens)
+        let template = ChatTemplate::new(&source, special_tokens)
             .map_err(|cause| EncoderError::Template { path: path.clone(), cause })?;
         check_end_mark(&path, template.end_mark(), &tokenizer, &stop_ids)?;
         Ok(Self {

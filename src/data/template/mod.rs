@@ -164,7 +164,7 @@ impl ChatTemplate {
     /// Compiles `source` with the settings and functions of transformers, and checks it on a short
     /// conversation. `special_tokens` become variables of the template, such as `bos_token`.
     pub(in crate::data) fn new(
-        source: String,
+        source: &str,
         special_tokens: Vec<(&'static str, String)>,
     ) -> Result<Self, TemplateError> {
         let mut env = Environment::new();
@@ -176,7 +176,7 @@ impl ChatTemplate {
         env.add_function("raise_exception", raise_exception);
         let loaded = SystemTime::now(); // the date must not change within a run
         env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
-        limits::add_template(&mut env, NAME, &source)
+        limits::add_template(&mut env, NAME, source)
             .map_err(|problem| TemplateError::Compile { problem })?;
         let mut this = Self { env, special_tokens, end_mark: String::new(), before_thoughts: None };
         this.probe()?;

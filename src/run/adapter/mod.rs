@@ -75,7 +75,9 @@ impl OpenAdapter {
             AdapterInit::Pissa | AdapterInit::Olora => Source::Weights,
         };
         let split = Split::of(config);
-        split.as_ref().map_or(Ok(()), |split| split.check(&modules, specs))?;
+        if split.is_some() {
+            Split::check(&modules, specs)?;
+        }
         let peft = peft::config(config, &modules, &also_trained, specs);
         Ok(Self {
             specs: targets::adapter_specs(&modules, specs),

@@ -45,7 +45,6 @@ impl Split {
 
     /// Fails if a layer has fewer inputs or outputs than the rank.
     pub(super) fn check(
-        &self,
         modules: &[AdapterModule],
         specs: &[ParamSpec],
     ) -> std::result::Result<(), AdapterError> {
@@ -139,7 +138,7 @@ impl OpenAdapter {
             module.scale = config.scale(); // to the bit
         }
         self.specs = super::targets::adapter_specs(&self.modules, specs);
-        split.check(&self.modules, specs)?;
+        Split::check(&self.modules, specs)?;
         self.split = Some(split);
         Ok(())
     }

@@ -11,6 +11,7 @@ use crate::data::{
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// Number of examples of each reason.
@@ -32,14 +33,14 @@ pub(super) fn check(
             DataList::Train => &config.data.train,
             DataList::Eval => &config.data.eval,
         };
-        for index in 0..sets.len() {
+        for (index, set) in sets.iter().enumerate() {
             // each alone, so that a broken file hides no other one
             let mut alone = config.clone();
             let own = match list {
                 DataList::Train => &mut alone.data.train,
                 DataList::Eval => &mut alone.data.eval,
             };
-            *own = vec![sets[index].clone()];
+            *own = vec![set.clone()];
             match measure(&alone, list, encoder, observer) {
                 Ok(rows) => add_rows(config, topic, &rows, encoder, report),
                 Err(error) => {
@@ -166,7 +167,7 @@ fn add_plan(
         Err(_) if report.counts()[0] > 0 => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    let max_steps = config.train.max_steps.map(|steps| steps.get());
+    let max_steps = config.train.max_steps.map(NonZeroU64::get);
     let steps = match (max_steps, config.train.epochs) {
         (Some(steps), None) => steps,
         (Some(steps), Some(_)) => steps.min(planned.steps),

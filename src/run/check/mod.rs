@@ -145,7 +145,9 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     let _ = fs::create_dir_all(config.cache_dir());
     let values = config.problems();
     let is_valid = values.is_empty();
-    values.into_iter().for_each(|error| report.error(Topic::Config, error));
+    for error in values {
+        report.error(Topic::Config, error);
+    }
     if let Err(error) = config.data.validate() {
         report.error(Topic::Config, error);
     }

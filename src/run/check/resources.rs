@@ -17,10 +17,8 @@ const FRACTIONS: (f64, f64) = (0.5, 0.25);
 pub(super) const GIB: f64 = 1_073_741_824.0;
 
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
-    let need = match Need::of(config) {
-        Ok(need) => need,
-        Err(_) => return, // the model folder cannot be used, which is reported with it
-    };
+    // Otherwise the model folder cannot be used, which is reported with it.
+    let Ok(need) = Need::of(config) else { return };
     need.check_memory(config, report);
     need.check_disk(config, report);
     check_output(config, report);

@@ -6,6 +6,7 @@ use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
 use crate::checkpoint::{Contents, ModelFiles};
 use crate::dist::DistError;
+use crate::metrics::JsonlSink;
 use std::error::Error;
 use std::iter::successors;
 use std::path::PathBuf;
@@ -52,7 +53,7 @@ impl Trainer {
     fn sync_logs(&mut self) {
         let samples = self.parts.samples.file.as_mut();
         for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
-            if let Some(Err(error)) = file.map(|file| file.sync()) {
+            if let Some(Err(error)) = file.map(JsonlSink::sync) {
                 tracing::warn!("{}", causes(&error));
             }
         }

@@ -48,6 +48,7 @@ impl Trainer {
             report.gather(&data.owners, &parts.runner.ranks)?;
         let rows = self.log_samples(step, &data, &losses)?;
         let problem = outcome.problem.take();
+        let skipped = problem.is_some();
         self.judge(&outcome, problem, &rows, step)?;
         // In the first step of an adapter, `A` has no gradient because `B` is zero.
         let is_first_of_adapter = step == 1 && self.parts.layout == FolderLayout::Adapter;
@@ -55,7 +56,13 @@ impl Trainer {
         if is_audited && self.audit.is_due(has_images) {
             audit(&self.parts.runner, &outcome.squares, step, has_images);
         }
-        self.record(data, &outcome, &losses, Times { step_time_s, data_wait_s, ranks }, observer)
+        self.record(
+            data,
+            &outcome,
+            &losses,
+            Done { skipped, step_time_s, data_wait_s, ranks },
+            observer,
+        )
     }
 
     /// Writes the samples of a step to `samples.jsonl`; returns the rows with the highest losses.
@@ -134,11 +141,11 @@ impl Trainer {
         data: StepData,
         outcome: &StepOutcome,
         losses: &[SampleLoss],
-        times: Times,
+        done: Done,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
         let parts = &mut self.parts;
-        let Times { step_time_s, data_wait_s, ranks } = times;
+        let Done { skipped, step_time_s, data_wait_s, ranks } = done;
         let (state, counts) = (&mut parts.state, outcome.counts);
         state.step += 1;
         state.targets_seen += counts.num_targets;
@@ -155,7 +162,7 @@ impl Trainer {
             epoch: data.epoch,
             loss: outcome.loss,
             grad_norm: outcome.grad_norm,
-            skipped: outcome.squares.is_empty(),
+            skipped,
             lr: parts.schedule.lr(state.step),
             num_tokens: data.num_tokens as u64,
             num_target_tokens: counts.num_targets,
@@ -183,8 +190,10 @@ impl Trainer {
     }
 }
 
-/// Times of a step, and those of all ranks.
-struct Times {
+/// Whether a step was skipped, its times, and those of all ranks.
+#[derive(Clone, Copy)]
+struct Done {
+    skipped: bool,
     step_time_s: f64,
     data_wait_s: f64,
     ranks: Option<RankMetrics>,

@@ -35,17 +35,13 @@ pub(super) fn budget(bytes: usize) -> u64 {
 
 /// Counts `cost`.
 pub(super) fn count(cost: usize) -> Result<(), Error> {
-    match LEFT.get().checked_sub(cost as u64) {
-        Some(left) => {
-            LEFT.set(left);
-            Ok(())
-        }
-        None => {
-            LEFT.set(0);
-            let message = "it makes or reads more text than a conversation of this size needs";
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        }
+    if let Some(left) = LEFT.get().checked_sub(cost as u64) {
+        LEFT.set(left);
+        return Ok(());
     }
+    LEFT.set(0);
+    let message = "it makes or reads more text than a conversation of this size needs";
+    Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
 /// Counts `number` items.

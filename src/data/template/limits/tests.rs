@@ -10,7 +10,7 @@ use crate::data::template::{ChatTemplate, GenerationPrompt};
 const PUBLISHED: &str = include_str!("../../../../data/quickstart/model/chat_template.jinja");
 
 fn compiled(source: &str) -> Result<ChatTemplate, String> {
-    ChatTemplate::new(source.to_owned(), Vec::new()).map_err(|error| error.to_string())
+    ChatTemplate::new(source, Vec::new()).map_err(|error| error.to_string())
 }
 
 /// The first line of each file has the expected error as a comment; the second line is hostile.
