@@ -323,7 +323,9 @@ struct Labels;
 impl Pipeline for Labels {
     fn batches(&self, layout: Layout, mut batches: Vec<VarlenBatch>) -> Vec<VarlenBatch> {
         if layout == Layout::Packed {
-            batches.iter_mut().for_each(|batch| batch.labels.rotate_right(1));
+            for batch in &mut batches {
+                batch.labels.rotate_right(1);
+            }
         }
         batches
     }

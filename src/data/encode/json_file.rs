@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::folder::EncoderError;
+use super::error::EncoderError;
 use crate::data::model_file::{ModelFileError, read_json, read_json_if_there};
 use crate::data::template::tokenizer::TextTokenizer;
 

@@ -6,6 +6,7 @@
 //! lie inside a target.
 
 mod encoded_text;
+mod error;
 mod folder;
 mod grounding;
 mod json_file;
@@ -27,7 +28,7 @@ use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
 use encoded_text::{EncodedText, expand, spans};
-pub use folder::EncoderError;
+pub use error::EncoderError;
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
 pub use grounding::{ImageBox, image_boxes};
