@@ -14,13 +14,13 @@ use super::ranks::SetupRanks;
 use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
+use super::sinks::{Sinks, open_sinks};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
     BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader, RowReader,
 };
 use crate::dist::{Group, Monitor, Rank, fail};
-use crate::metrics::{JsonlSink, StepRows};
 use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
@@ -30,7 +30,6 @@ use crate::train::{
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
-use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -346,50 +345,6 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
     };
     let decay = Span::Ratio(optim.decay_ratio.unwrap_or(0.1));
     Schedule::new(optim.schedule, [optim.lr, optim.min_lr], [warmup, decay], total_steps)
-}
-
-/// The logs of a run, on rank 0.
-#[derive(Default)]
-struct Sinks {
-    metrics: Option<JsonlSink>,
-    rejects: Option<JsonlSink>,
-    samples: Option<JsonlSink>,
-    /// Whether the metrics have the evaluation of the step to resume from.
-    is_evaluated: bool,
-}
-
-const METRICS: &str = "metrics.jsonl";
-
-/// Opens the logs, and removes the lines of steps after `state`.
-fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
-    let all_done = state.step > 0 && state.step >= state.total_steps;
-    if all_done {
-        tracing::info!(
-            step = state.step,
-            "all steps of this run are done: there is nothing to train"
-        );
-    }
-    let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
-    let sink = |name: &str| {
-        JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
-            let Some(step) = row["step"].as_u64() else { return true };
-            let is_eval = step == state.step && row["eval"] == true;
-            is_evaluated.set(is_evaluated.get() || is_eval);
-            if name == METRICS && step <= state.step {
-                step_rows.borrow_mut().push(row);
-            }
-            // A finished run is evaluated once more, which writes the last row again.
-            step <= state.step && !(all_done && is_eval)
-        })
-    };
-    let (metrics, rejects) = (sink(METRICS)?, sink("rejects.jsonl")?);
-    if let Some(steps) = step_rows.take().finish(state.step) {
-        let file = config.output_dir.join(METRICS);
-        tracing::warn!(file = %file.display(), "rows of the steps before the checkpoint are {steps}");
-    }
-    let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
-    let is_evaluated = is_evaluated.get() && !all_done;
-    Ok(Sinks { metrics: Some(metrics), rejects: Some(rejects), samples, is_evaluated })
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.

@@ -23,6 +23,7 @@ mod resume;
 mod runner;
 mod sequence;
 mod setup_error;
+mod sinks;
 mod stored_weights;
 pub mod verify;
 
