@@ -40,7 +40,10 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
     let [errors, warnings] = [count(Kind::Error), count(Kind::Warning)];
     print(&lines, args.json)?;
     if errors > 0 {
-        let message = format!("{errors} problems would stop this run");
+        let message = match errors {
+            1 => "one problem would stop this run".to_owned(),
+            _ => format!("{errors} problems would stop this run"),
+        };
         return Err(Failure::new(Exit::Data, message).into());
     }
     tracing::info!(warnings, "nothing was found that would stop this run");

@@ -7,7 +7,8 @@ use super::super::plan::update_cache;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex, plan,
+    CacheError, DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader,
+    SampleIndex, plan,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -78,11 +79,26 @@ fn measure(
     observer: &dyn SetupObserver,
 ) -> Result<Measured, RunError> {
     let rows = Arc::new(open_data(config, list, encoder, observer)?);
-    let reader: Arc<dyn RowReader> = match list {
-        DataList::Train => Arc::new(update_cache(config, Arc::clone(&rows), observer)?.0),
+    let reader = match list {
+        DataList::Train => cached(config, &rows, observer)?,
         DataList::Eval => Arc::clone(&rows) as Arc<dyn RowReader>,
     };
     Ok(Measured { rows, reader })
+}
+
+/// The rows with cached lengths; without, if the cache cannot be written.
+fn cached(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    observer: &dyn SetupObserver,
+) -> Result<Arc<dyn RowReader>, RunError> {
+    match update_cache(config, Arc::clone(rows), observer) {
+        Ok((cached, _)) => Ok(Arc::new(cached)),
+        Err(RunError::Cache(CacheError::Write { .. })) => {
+            Ok(Arc::clone(rows) as Arc<dyn RowReader>)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Adds what is known about the rows of a data set.
@@ -158,7 +174,7 @@ fn add_plan(
 ) -> Result<(), RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
     let order = order(config, &rows)?;
-    let reader: Arc<dyn RowReader> = Arc::new(update_cache(config, rows, observer)?.0);
+    let reader = cached(config, &rows, observer)?;
     let options = loader_options(config, encoder);
     let epochs = config.train.epoch_limit().unwrap_or(1);
     let planned = match plan(&reader, &order, &options, epochs, &|_, _| {}) {
