@@ -34,7 +34,8 @@ impl Trainer {
             TrainError::Ranks(DistError::Failed { .. }) => true,
             _ => false,
         };
-        if !is_write || self.ranks().gather(is_write)?.contains(&false) {
+        let all = self.ranks().gather(is_write)?; // by all ranks, also by one with another error
+        if all.contains(&false) {
             return Err(error);
         }
         if self.is_first() {
