@@ -32,10 +32,9 @@ impl Trainer {
         let is_write = match &error {
             TrainError::Checkpoint(error) => error.is_write(),
             TrainError::Ranks(DistError::Failed { .. }) => true,
-            _ => false,
+            _ => return Err(error), // of this rank alone, or of the connections
         };
-        let all = self.ranks().gather(is_write)?; // by all ranks, also by one with another error
-        if all.contains(&false) {
+        if self.ranks().gather(is_write)?.contains(&false) {
             return Err(error);
         }
         if self.is_first() {
