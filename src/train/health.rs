@@ -66,7 +66,7 @@ impl Health {
                 "grad_norm",
                 grad_norm,
                 &mut self.grad_norms,
-                Limit { spread: 12.0, factor: 5.0, floor: 0.0 },
+                Limit { spread: 12.0, factor: 5.0, floor: 1.0 },
             ),
         ];
         let mut spikes = Vec::new();
