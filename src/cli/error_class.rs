@@ -17,7 +17,7 @@ use crate::net::hub::HubError;
 use crate::nn::WeightError;
 use crate::optim::{GroupError, OptimError};
 use crate::run::verify::VerifyError;
-use crate::run::{AdapterError, DeviceError, RunError, SetupError};
+use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
 use crate::train::{EvalError, StepError, TrainError};
 use std::error::Error;
 
@@ -57,6 +57,13 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 
 /// Returns the error inside a variant that only wraps another error.
 fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'static)> {
+    if let Some(error) = error.downcast_ref::<ReplayError>() {
+        return match error {
+            ReplayError::Run(error) => Some(error),
+            ReplayError::Train(error) => Some(error),
+            ReplayError::NoStep { .. } => None,
+        };
+    }
     Some(if let Some(error) = error.downcast_ref::<TrainError>() {
         match error {
             TrainError::Data(error) => error,
@@ -155,6 +162,8 @@ fn run(error: &RunError) -> Option<ErrorClass> {
 fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     let hint = if let Some(error) = error.downcast_ref::<ConfigError>() {
         error.hint()
+    } else if let Some(ReplayError::NoStep { .. }) = error.downcast_ref() {
+        "metrics.jsonl of the run has its steps".to_owned()
     } else if let Some(error) = error.downcast_ref::<ValueError>() {
         error.hint()
     } else if let Some(error) = error.downcast_ref::<DataConfigError>() {

@@ -25,6 +25,7 @@ mod panics;
 mod plan;
 mod progress;
 mod ranks;
+mod replay;
 mod report;
 mod selftest;
 mod sft;

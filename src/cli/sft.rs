@@ -6,6 +6,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
+use super::replay;
 use super::report;
 use super::signals::Requests;
 use crate::config::RunConfig;
@@ -30,11 +31,18 @@ pub(super) struct SftArgs {
     /// `never`: start from step 0; DIR: resume from this checkpoint
     #[arg(long, value_name = "auto|never|DIR", default_value = "auto")]
     resume: String,
+    /// Train this step again from the checkpoint before it, and print its losses and gradient norms;
+    /// no file of the run changes
+    #[arg(long, value_name = "N", conflicts_with = "resume")]
+    replay_step: Option<u64>,
 }
 
 /// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = args.config.load(logging)?;
+    if let Some(step) = args.replay_step {
+        return replay::run(&args.config, &config, step, logging);
+    }
     let check =
         |world| run::check_world(&config, world).map_err(|error| args.config.located(error));
     if started_ranks(&config.distributed, config.device, check)? {

@@ -6,7 +6,7 @@ use crate::train::StepSamples;
 use clap::Args;
 use serde_json::Value;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `why`.
@@ -57,6 +57,12 @@ pub(super) fn run(args: &WhyArgs) -> anyhow::Result<()> {
         samples.rows.len(),
         if skipped { ", skipped" } else { "" }
     )?;
+    show_samples(&samples, &mut out)?;
+    Ok(())
+}
+
+/// Prints the rows of a step, those with the highest losses first.
+pub(super) fn show_samples(samples: &StepSamples, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{:>12}  {:>7}  row", "loss", "targets")?;
     let order = samples.worst(usize::MAX);
     let without = (0..samples.rows.len()).filter(|index| samples.num_target_tokens[*index] == 0);
@@ -74,7 +80,7 @@ pub(super) fn run(args: &WhyArgs) -> anyhow::Result<()> {
 
 /// The first line of a file for which `wanted` returns a value.
 fn find<T>(path: &Path, wanted: impl Fn(&str) -> Option<T>) -> anyhow::Result<Option<T>> {
-    let unreadable = |error: std::io::Error| {
+    let unreadable = |error: io::Error| {
         let hint = "pass the `output_dir` of a run; with `log.samples: false` a run does not write \
                     samples.jsonl";
         Failure::new(Exit::Usage, format!("cannot read `{}`: {error}", path.display())).hint(hint)

@@ -237,24 +237,39 @@ impl Optimizer {
         ops::adafactor_step(&self.adafactor, &update, step, scale)
     }
 
-    /// The gradient norm. Waits for a GPU. Fails if a gradient was not finite; the update then
-    /// changed nothing.
-    pub fn finish(&self, update: &Update) -> std::result::Result<Norms, OptimError> {
-        let squares = update.squares.to_vec1::<f64>()?;
-        let total = squares.iter().sum::<f64>().sqrt();
-        if total.is_finite() {
-            return Ok(Norms { total, squares });
+    /// The gradient norm, and the reason why the update changed nothing, if a gradient was not
+    /// finite. Waits for a GPU.
+    pub fn finish(&self, update: &Update) -> Result<(Norms, Option<OptimError>)> {
+        let norms = Norms::of(update.squares.to_vec1::<f64>()?);
+        if norms.total.is_finite() {
+            return Ok((norms, None));
         }
-        let bad: Vec<&Param> = squares
+        let bad: Vec<&Param> = norms
+            .squares
             .iter()
             .zip(&self.trained)
             .filter_map(|(square, param)| (!square.is_finite()).then_some(param))
             .collect();
-        Err(OptimError::NonFinite {
+        let problem = OptimError::NonFinite {
             count: bad.len(),
             total: self.trained.len(),
             first: bad.first().map_or_else(String::new, |param| param.name().to_owned()),
-        })
+        };
+        Ok((norms, Some(problem)))
+    }
+}
+
+impl Norms {
+    /// From the sum of the squares of each gradient.
+    pub fn of(squares: Vec<f64>) -> Self {
+        Self { total: squares.iter().sum::<f64>().sqrt(), squares }
+    }
+}
+
+impl GradNorm {
+    /// Sum of the squares of each gradient. Waits for a GPU.
+    pub fn squares(&self) -> Result<Vec<f64>> {
+        self.squares.to_vec1()
     }
 }
 

@@ -216,6 +216,11 @@ impl Run {
         outcome
     }
 
+    /// Trains until `step` is done, as [`Trainer::train_to`].
+    pub fn train_to(&mut self, step: u64, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        self.trainer.train_to(step, observer)
+    }
+
     /// The model, the eval rows and the state of the run.
     pub fn trainer(&self) -> &Trainer {
         &self.trainer

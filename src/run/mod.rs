@@ -19,12 +19,15 @@ mod observer;
 mod output_dir;
 mod plan;
 mod ranks;
+mod replay;
 mod resume;
 mod runner;
 mod sequence;
 mod setup_error;
 mod sinks;
+mod stages;
 mod stored_weights;
+mod temporary;
 pub mod verify;
 
 pub use adapter::{AdapterError, OpenAdapter};
@@ -38,6 +41,7 @@ pub use export::{Exported, Onto, export_adapter, export_model};
 pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, load_model, trainable};
 pub use observer::{SetupObserver, SetupWork};
+pub use replay::{Replay, ReplayError, StageNorm, replay};
 pub use resume::Resume;
 pub use setup_error::SetupError;
 

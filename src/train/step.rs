@@ -10,7 +10,7 @@ use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::nn::{Dropout, DropoutPlace};
-use crate::optim::{OptimError, Optimizer, Update};
+use crate::optim::{Norms, OptimError, Optimizer, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -28,8 +28,7 @@ pub struct StepOutcome {
     pub counts: StepCounts,
     /// Losses of the targets of each micro-batch of this rank that has targets.
     pub losses: Vec<TargetLosses>,
-    /// Sum of the squares of the gradient of each trained parameter, before clipping; empty if the
-    /// loss is not finite.
+    /// Sum of the squares of the gradient of each trained parameter, before clipping.
     pub squares: Vec<f64>,
     /// Why the weights were not updated: the loss or a gradient is not finite.
     pub problem: Option<StepError>,
@@ -170,12 +169,18 @@ impl Losses {
     }
 }
 
+/// The update of a step.
+enum Queued {
+    Update(Update),
+    /// The loss is not finite: there is none. The sum of the squares of each gradient.
+    None(Vec<f64>),
+}
+
 /// A step whose work is queued on the device.
 pub struct LaunchedStep {
     step: u64,
     losses: Losses,
-    /// `None`: the loss is not finite.
-    update: Option<Update>,
+    update: Queued,
     /// The loss of the step, if it is known already.
     loss: Option<f64>,
 }
@@ -329,9 +334,6 @@ impl StepRunner {
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts)?),
             _ => None,
         };
-        if loss.is_some_and(|loss| !loss.is_finite()) {
-            return Ok(LaunchedStep { step: number, losses, update: None, loss });
-        }
         let gradients = std::mem::take(&mut losses.gradients);
         let norm = match &self.gradients {
             GradientSums::Shared(sums) if sums.is_sharded() => {
@@ -340,9 +342,13 @@ impl StepRunner {
             }
             _ => self.optimizer.norm(gradients)?,
         };
-        let update = self.optimizer.update(norm, lr, number)?;
+        if loss.is_some_and(|loss| !loss.is_finite()) {
+            let update = Queued::None(norm.squares()?);
+            return Ok(LaunchedStep { step: number, losses, update, loss });
+        }
+        let update = Queued::Update(self.optimizer.update(norm, lr, number)?);
         self.weights.updated()?;
-        Ok(LaunchedStep { step: number, losses, update: Some(update), loss })
+        Ok(LaunchedStep { step: number, losses, update, loss })
     }
 
     /// Waits for a step and returns its results. If its loss or a gradient is not finite, it has
@@ -354,18 +360,17 @@ impl StepRunner {
         let losses = losses.read()?;
         let loss = loss.map_or_else(|| self.mean_loss(&losses, counts), Ok)?;
         let step = *step;
-        let norms = update.as_ref().map(|update| self.optimizer.finish(update)).transpose();
-        let (norms, problem) = match norms {
-            Err(OptimError::Candle(error)) => return Err(error.into()),
-            Err(source @ OptimError::NonFinite { .. }) => {
-                (None, Some(StepError::NonFiniteGradient { step, source }))
-            }
-            Ok(norms) => (norms, None),
+        let (norms, problem) = match update {
+            Queued::None(squares) => (Norms::of(squares.clone()), None),
+            Queued::Update(update) => self.optimizer.finish(update)?,
         };
-        let problem =
-            if loss.is_finite() { problem } else { Some(StepError::NonFiniteLoss { step, loss }) };
-        let (grad_norm, squares) =
-            norms.map_or((f64::NAN, Vec::new()), |norms| (norms.total, norms.squares));
+        let non_finite = |source| StepError::NonFiniteGradient { step, source };
+        let problem = if loss.is_finite() {
+            problem.map(non_finite)
+        } else {
+            Some(StepError::NonFiniteLoss { step, loss })
+        };
+        let Norms { total: grad_norm, squares } = norms;
         let losses = losses.into_iter().map(|(_, losses)| losses).collect();
         Ok(StepOutcome { loss, grad_norm, counts, losses, squares, problem })
     }

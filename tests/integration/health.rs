@@ -256,3 +256,36 @@ fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     let said = limited(&place, "ulimit -v 900000", &long);
     said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
 }
+
+#[test]
+fn a_step_that_is_trained_again_has_the_same_loss_and_changes_no_file() {
+    let place = place(8);
+    let often = ["--set", "checkpoint.every_steps=3"];
+    place.trainer(&sft(&often)).ends_with(0);
+    let metrics = place.read("run/metrics.jsonl");
+    let (files, checkpoints) = (place.names("run"), place.names("run/checkpoints"));
+    let again = place.trainer(&sft(&[&often[..], &["--replay-step", "5"]].concat()));
+    let shown = again.ends_with(0).stdout;
+    let loss = place.rows("run/metrics.jsonl")[4]["loss"].as_f64().unwrap();
+    let head = format!("step 5, from the checkpoint of step 3: loss {loss}, grad_norm ");
+    assert!(shown.starts_with(&head), "{head} in {shown}");
+    assert!(shown.contains("model.language_model.layers.0"), "{shown}");
+    let why = place.trainer(&["why", "run", "--step", "5"]).ends_with(0).stdout;
+    let rows = |text: &str| text[text.find("targets  row").unwrap()..].to_owned();
+    assert_eq!(rows(&shown), rows(&why));
+    assert_eq!((place.names("run"), place.names("run/checkpoints")), (files, checkpoints));
+    assert!(place.read("run/metrics.jsonl") == metrics);
+    let beyond = sft(&[&often[..], &["--replay-step", "99"]].concat());
+    place.trainer(&beyond).ends_with(64).says("no step 99");
+}
+
+#[test]
+fn the_gradients_of_a_step_that_is_not_finite_are_shown() {
+    let place = place(8);
+    let skip = ["--set", TOO_HIGH, "--set", "train.on_non_finite=skip"];
+    place.trainer(&sft(&skip)).ends_with(0);
+    let again = place.trainer(&sft(&[&skip[..], &["--replay-step", "2"]].concat()));
+    let shown = again.ends_with(0).says("skipped a step").stdout;
+    assert!(shown.contains("loss NaN") && shown.contains("not finite"), "{shown}");
+    assert!(shown.contains("NaN  model."), "{shown}");
+}

@@ -4,6 +4,7 @@ use super::super::adapter::open_run_model;
 use super::super::inputs::param_groups;
 use super::super::load_model::trainable;
 use super::super::runner::{rank_model, step_runner};
+use super::super::stages::stages;
 use super::error::VerifyError;
 use super::pipeline::Pipeline;
 use crate::config::RunConfig;
@@ -81,13 +82,7 @@ impl Subject {
 
     /// The parameters of each stage in the order of forward, with a name.
     pub(super) fn stages(&self) -> Vec<(String, Vec<usize>)> {
-        let mut stages = self.runner.model.stages();
-        stages.reverse();
-        let stage = |params: Vec<&Param>| {
-            let names: Vec<&str> = params.iter().map(|param| module(param.name())).collect();
-            (stage_name(&names), params.iter().map(|param| param.index()).collect())
-        };
-        stages.into_iter().map(stage).collect()
+        stages(&*self.runner.model)
     }
 }
 
@@ -101,46 +96,4 @@ fn fill(param: &Param, spec: &ParamSpec, seed: u64) -> candle_core::Result<()> {
     let all = 0..tensor.elem_count();
     let values = random_part(spec, ADAPTER_DEVIATION, seed, all, tensor.device())?;
     param.set_tensor(values.to_dtype(tensor.dtype())?.reshape(tensor.shape())?)
-}
-
-/// The name of the layer of an adapter's tensor, or of the parameter itself.
-fn module(name: &str) -> &str {
-    AdapterTensor::of(name).map_or(name, |(_, module)| module)
-}
-
-/// The common beginning of the names of a stage's parameters.
-fn stage_name(names: &[&str]) -> String {
-    let parts: Vec<Vec<&str>> = names.iter().map(|name| name.split('.').collect()).collect();
-    let Some(first) = parts.first() else { return String::new() };
-    let is_common = |at: &usize| parts.iter().all(|name| name.get(*at) == first.get(*at));
-    let mut common = (0..first.len()).take_while(is_common).count();
-    if common < 3 {
-        common = 3; // patch and position embeddings have no module in common
-    }
-    let name = first[..common.min(first.len())].join(".");
-    name.strip_suffix(".weight").unwrap_or(&name).to_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_stage_has_the_name_of_its_module() {
-        for (names, expected) in [
-            (
-                &["model.visual.blocks.3.attn.qkv.weight", "model.visual.blocks.3.norm1.bias"][..],
-                "model.visual.blocks.3",
-            ),
-            (
-                &["model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"],
-                "model.visual.patch_embed",
-            ),
-            (&["lm_head.weight"], "lm_head"),
-            (&["model.language_model.embed_tokens.weight"], "model.language_model.embed_tokens"),
-            (&["model.language_model.norm.weight"], "model.language_model.norm"),
-        ] {
-            assert_eq!(stage_name(names), expected);
-        }
-    }
 }

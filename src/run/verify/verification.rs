@@ -3,6 +3,7 @@
 use super::super::device::device_name;
 use super::super::inputs::check;
 use super::super::observer::SetupObserver;
+use super::super::temporary::TemporaryFolder;
 use super::difference::{Measured, Sums, copy_gradients, differences, measure, rms};
 use super::effects::Effects;
 use super::error::VerifyError;
@@ -17,10 +18,8 @@ use crate::dist::Distributed;
 use crate::run::RunError;
 use crate::train::Precision;
 use candle_core::{Device, Tensor};
-use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bound of differences in f32.
 const BOUND: f64 = 1e-5;
@@ -44,12 +43,12 @@ pub fn verify(
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
 ) -> Result<Report, VerifyError> {
-    let folder = TemporaryFolder::create(&options.folder)?;
-    let config = in_one_process(config, &folder.0);
+    let folder = temporary_folder(&options.folder)?;
+    let config = in_one_process(config, folder.path());
     let mut report = compare_in_folder(&config, options, pipeline)?;
     if report.passed {
         tracing::info!("stopping and resuming a run");
-        report.checks.push(resumed(&config, &folder.0)?);
+        report.checks.push(resumed(&config, folder.path())?);
     } else {
         report.checks.push(Check::skipped(RESUMED, "a check above failed"));
     }
@@ -64,8 +63,8 @@ pub fn compare(
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
 ) -> Result<Report, VerifyError> {
-    let folder = TemporaryFolder::create(&options.folder)?;
-    compare_in_folder(&in_one_process(config, &folder.0), options, pipeline)
+    let folder = temporary_folder(&options.folder)?;
+    compare_in_folder(&in_one_process(config, folder.path()), options, pipeline)
 }
 
 /// As [`compare`], for a config whose `output_dir` is temporary.
@@ -321,26 +320,7 @@ fn joined(params: &[usize], sums: &[Option<Sums>]) -> Sums {
     joined
 }
 
-/// A folder that is removed with its contents when the value is dropped.
-struct TemporaryFolder(PathBuf);
-
-impl TemporaryFolder {
-    fn create(parent: &Path) -> Result<Self, VerifyError> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!(".trainer-verify-{}-{number}", std::process::id());
-        let folder = parent.join(name);
-        match fs::create_dir(&folder) {
-            Ok(()) => Ok(Self(folder)),
-            Err(problem) => Err(VerifyError::Folder { folder, problem }),
-        }
-    }
-}
-
-impl Drop for TemporaryFolder {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            tracing::warn!(folder = %self.0.display(), %error, "cannot remove a temporary folder");
-        }
-    }
+fn temporary_folder(parent: &Path) -> Result<TemporaryFolder, VerifyError> {
+    TemporaryFolder::create(parent)
+        .map_err(|(folder, problem)| VerifyError::Folder { folder, problem })
 }

@@ -115,6 +115,7 @@ pub struct Trainer {
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
     ahead: Option<Result<ReadyStep, TrainError>>,
+    squares: Vec<f64>,
 }
 
 /// The data of a step. The upload of its first micro-batch has started.
@@ -165,6 +166,7 @@ impl Trainer {
             last_eval: None,
             resumed: step > 0,
             ahead: None,
+            squares: Vec::new(),
         }
     }
 
@@ -176,6 +178,25 @@ impl Trainer {
     /// The model in training.
     pub fn runner(&self) -> &StepRunner {
         &self.parts.runner
+    }
+
+    /// Sum of the squares of the gradient of each trained parameter in the last step, before
+    /// clipping; their parameters are those of [`Optimizer::trained`](crate::optim::Optimizer::trained).
+    pub fn gradient_squares(&self) -> &[f64] {
+        &self.squares
+    }
+
+    /// Trains until `step` is done, and writes no checkpoint; returns whether the data suffices. For a
+    /// run in one process.
+    pub fn train_to(&mut self, step: u64, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        while self.parts.state.step < step.min(self.parts.max_steps) {
+            let asked = Instant::now();
+            match self.next_step(self.parts.state.step + 1)? {
+                Some(ready) => self.step(ready, asked, observer)?,
+                None => break,
+            }
+        }
+        Ok(self.parts.state.step == step)
     }
 
     /// The rows of the evaluation.

@@ -52,17 +52,14 @@ impl Trainer {
         self.judge(&outcome, problem, &rows, step)?;
         // In the first step of an adapter, `A` has no gradient because `B` is zero.
         let is_first_of_adapter = step == 1 && self.parts.layout == FolderLayout::Adapter;
-        let is_audited = !is_first_of_adapter && !outcome.squares.is_empty();
+        let is_audited = !is_first_of_adapter && !skipped;
         if is_audited && self.audit.is_due(has_images) {
             audit(&self.parts.runner, &outcome.squares, step, has_images);
         }
-        self.record(
-            data,
-            &outcome,
-            &losses,
-            Done { skipped, step_time_s, data_wait_s, ranks },
-            observer,
-        )
+        let done = Done { skipped, step_time_s, data_wait_s, ranks };
+        self.record(data, &outcome, &losses, done, observer)?;
+        self.squares = outcome.squares;
+        Ok(())
     }
 
     /// Writes the samples of a step to `samples.jsonl`; returns the rows with the highest losses.

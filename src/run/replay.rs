@@ -1,0 +1,116 @@
+//! Trains one step of a run again.
+
+use super::build::{Run, RunOptions};
+use super::error::RunError;
+use super::observer::SetupObserver;
+use super::resume::Resume;
+use super::stages::stages;
+use super::temporary::TemporaryFolder;
+use crate::checkpoint::Checkpointer;
+use crate::config::RunConfig;
+use crate::dist::Distributed;
+use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::train::{Observer, OnNonFinite, StepSamples, TrainError};
+use serde::Serialize;
+use std::fs;
+
+/// A step that was trained again.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Replay {
+    /// The checkpoint that it was trained from; 0: the beginning of the run.
+    pub from_step: u64,
+    /// Its metrics.
+    pub metrics: StepMetrics,
+    /// Its rows and their losses.
+    pub samples: StepSamples,
+    /// The gradient of each stage, in the order of forward.
+    pub stages: Vec<StageNorm>,
+}
+
+/// Norm of the gradient of a stage.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StageNorm {
+    /// Common beginning of the names of its parameters.
+    pub name: String,
+    /// L2 norm before clipping; `null` as JSON if it is not finite.
+    pub grad_norm: f64,
+}
+
+/// The reason why a step cannot be trained again.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// The run cannot be assembled.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// A step failed.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// The run has no such step.
+    #[error("the run has no step {step}")]
+    NoStep {
+        /// The number.
+        step: u64,
+    },
+}
+
+/// Trains `step` of the run of `config` again, from the newest checkpoint before it. Changes no file of
+/// the run.
+pub fn replay(
+    config: &RunConfig,
+    step: u64,
+    observer: &dyn SetupObserver,
+) -> Result<Replay, ReplayError> {
+    let checkpoints = Checkpointer::new(&config.output_dir, &config.checkpoint);
+    let steps = checkpoints.steps().map_err(RunError::from)?;
+    let from = steps.into_iter().filter(|from| *from < step).max();
+    let resume = from.map_or(Resume::Never, |from| Resume::From(checkpoints.step_folder(from)));
+    let folder = TemporaryFolder::create(&config.output_dir)
+        .map_err(|(path, problem)| RunError::OutputFile { action: "create", path, problem })?;
+    let mut config = config.clone();
+    config.data.cache_dir = Some(config.cache_dir());
+    folder.path().clone_into(&mut config.output_dir);
+    config.data.eval.clear();
+    let Distributed { exact, .. } = config.distributed;
+    config.distributed = Distributed { exact, ..Distributed::default() };
+    config.log.samples = true;
+    // a step that is not finite is the usual reason for a replay
+    (config.train.on_non_finite, config.train.max_skipped) = (OnNonFinite::Skip, u64::MAX);
+    let options = RunOptions { resume, observer, ..RunOptions::default() };
+    let mut run = Run::with_options(&config, &options)?;
+    let mut last = Last(None);
+    let exists = run.train_to(step, &mut last)?;
+    let samples = fs::read_to_string(folder.path().join("samples.jsonl")).unwrap_or_default();
+    let samples = samples.lines().last().and_then(|line| serde_json::from_str(line).ok());
+    let done = last.0.zip(samples).filter(|_| exists);
+    let (metrics, samples) = done.ok_or(ReplayError::NoStep { step })?;
+    Ok(Replay { from_step: from.unwrap_or(0), metrics, samples, stages: stage_norms(&run) })
+}
+
+/// The norms of the gradients of the last step.
+fn stage_norms(run: &Run) -> Vec<StageNorm> {
+    let runner = run.trainer().runner();
+    let trained = runner.optimizer.trained();
+    let squares = run.trainer().gradient_squares();
+    let square = |index: &usize| {
+        let at = trained.iter().position(|param| param.index() == *index);
+        at.and_then(|at| squares.get(at)).copied()
+    };
+    let norm = |(name, params): (String, Vec<usize>)| StageNorm {
+        name,
+        grad_norm: params.iter().filter_map(square).sum::<f64>().sqrt(),
+    };
+    stages(&*runner.model).into_iter().map(norm).collect()
+}
+
+/// Keeps the metrics of the last step.
+struct Last(Option<StepMetrics>);
+
+impl Observer for Last {
+    fn step(&mut self, metrics: &StepMetrics, _: u64) {
+        self.0 = Some(metrics.clone());
+    }
+
+    fn evaluating(&mut self, _: usize, _: usize) {}
+
+    fn evaluated(&mut self, _: &EvalMetrics) {}
+}
