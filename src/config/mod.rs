@@ -163,7 +163,7 @@ impl RunConfig {
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more");
         let min_lr = optim.min_lr;
         rule(
-            finite(min_lr) && min_lr <= optim.lr,
+            finite(min_lr) && (min_lr <= optim.lr || !finite(optim.lr)),
             "optim.min_lr",
             &min_lr,
             "a number from 0 to `optim.lr`",
@@ -252,7 +252,7 @@ impl RunConfig {
         if optim.lr > MAX_LR {
             return invalid("optim.lr", &optim.lr, "a number from 0 to 1e6");
         }
-        if optim.eps as f32 == 0.0 {
+        if optim.eps > 0.0 && optim.eps as f32 == 0.0 {
             return invalid("optim.eps", &optim.eps, "1e-45 or more, which f32 can represent");
         }
         if optim.weight_decay > MAX_LR {

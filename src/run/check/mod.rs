@@ -162,6 +162,7 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     if is_valid {
         resources::check(config, &mut report);
     }
+    resources::check_output(config, &mut report);
     report.findings.sort_by_key(|(topic, _)| *topic);
     report
 }

@@ -21,7 +21,6 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     let Ok(need) = Need::of(config) else { return };
     need.check_memory(config, report);
     need.check_disk(config, report);
-    check_output(config, report);
 }
 
 /// Memory and disk space that a run needs.
@@ -135,7 +134,7 @@ fn folder_bytes(folder: &Path) -> u64 {
 }
 
 /// Whether the run may write to `output_dir`, and what is in it.
-fn check_output(config: &RunConfig, report: &mut CheckReport) {
+pub(super) fn check_output(config: &RunConfig, report: &mut CheckReport) {
     let folder = &config.output_dir;
     let exists = existing(folder);
     let problem = |text: String| {
