@@ -59,8 +59,8 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'static)> {
     if let Some(error) = error.downcast_ref::<ReplayError>() {
         return match error {
-            ReplayError::Run(error) => Some(error),
-            ReplayError::Train(error) => Some(error),
+            ReplayError::Run(error) => Some(error.as_ref()),
+            ReplayError::Train(error) => Some(error.as_ref()),
             ReplayError::NoStep { .. } => None,
         };
     }

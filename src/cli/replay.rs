@@ -17,7 +17,7 @@ pub(super) fn run(
     logging: &Logging,
 ) -> anyhow::Result<()> {
     let done = replay(config, step, &SetupBars(logging)).map_err(|error| match error {
-        ReplayError::Run(error) => args.located(error),
+        ReplayError::Run(error) => args.located(*error),
         error => error.into(),
     })?;
     let Replay { from_step, metrics, samples, stages } = done;

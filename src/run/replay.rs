@@ -41,16 +41,28 @@ pub struct StageNorm {
 pub enum ReplayError {
     /// The run cannot be assembled.
     #[error(transparent)]
-    Run(#[from] RunError),
+    Run(Box<RunError>),
     /// A step failed.
     #[error(transparent)]
-    Train(#[from] TrainError),
+    Train(Box<TrainError>),
     /// The run has no such step.
     #[error("the run has no step {step}")]
     NoStep {
         /// The number.
         step: u64,
     },
+}
+
+impl From<RunError> for ReplayError {
+    fn from(error: RunError) -> Self {
+        Self::Run(Box::new(error))
+    }
+}
+
+impl From<TrainError> for ReplayError {
+    fn from(error: TrainError) -> Self {
+        Self::Train(Box::new(error))
+    }
 }
 
 /// Trains `step` of the run of `config` again, from the newest checkpoint before it. Changes no file of
