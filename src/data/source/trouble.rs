@@ -17,6 +17,10 @@ pub enum Trouble {
     Disk,
 }
 
+/// What a network file system that is gone returns.
+const NETWORK_DISK: [Errno; 6] =
+    [Errno::STALE, Errno::NOTCONN, Errno::TIMEDOUT, Errno::HOSTDOWN, Errno::REMOTEIO, Errno::NODEV];
+
 impl Trouble {
     /// The trouble that an error of a row comes from.
     pub fn of(error: &SampleError) -> Option<Self> {
@@ -34,7 +38,7 @@ impl Trouble {
     fn of_code(code: Errno) -> Option<Self> {
         if [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN].contains(&code) {
             Some(Self::Resources)
-        } else if [Errno::IO, Errno::STALE].contains(&code) {
+        } else if NETWORK_DISK.contains(&code) || code == Errno::IO {
             Some(Self::Disk)
         } else {
             None
@@ -83,6 +87,7 @@ mod tests {
             (Errno::AGAIN, Some(Trouble::Resources)),
             (Errno::IO, Some(Trouble::Disk)),
             (Errno::STALE, Some(Trouble::Disk)),
+            (Errno::NOTCONN, Some(Trouble::Disk)),
             (Errno::NOENT, None),
             (Errno::ACCESS, None),
         ] {

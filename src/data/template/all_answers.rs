@@ -106,7 +106,13 @@ impl Chat<'_> {
         for (index, Marked { turn, .. }) in marked.iter().enumerate() {
             rest = rest.strip_prefix(all.texts[index])?;
             let start = text.len() - rest.len();
-            rest = rest.get(length(index)?..)?;
+            let (answer, after) = rest.split_at_checked(length(index)?)?;
+            // A template that writes an empty block of thoughts before an answer with inline thoughts:
+            // the block is part of the header, and is located turn by turn.
+            if all.with_thoughts[index] && answer.trim_start().starts_with("</think>") {
+                return None;
+            }
+            rest = after;
             let end = text.len() - rest.len();
             if !all.texts[index + 1].starts_with(end_mark) {
                 return None;

@@ -110,7 +110,7 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;
-    check_size(id, &messages)?;
+    check_size(id, &messages, tools.as_ref())?;
     for message in &mut messages {
         message.weight *= weight;
         // outside of these limits, sums of weights are not exact
@@ -130,7 +130,11 @@ const MAX_TEXT_BYTES: usize = 8 << 20;
 const MAX_TURNS: usize = 100_000;
 
 /// Rejects a row that would take the memory or the time of many others.
-fn check_size(id: &SampleId, messages: &[Message]) -> Result<(), SampleError> {
+fn check_size(
+    id: &SampleId,
+    messages: &[Message],
+    tools: Option<&Value>,
+) -> Result<(), SampleError> {
     let of_content = |content: &Content| match content {
         Content::Text(text) => text.len(),
         Content::Parts(parts) => {
@@ -144,9 +148,12 @@ fn check_size(id: &SampleId, messages: &[Message]) -> Result<(), SampleError> {
     let bytes: usize = messages
         .iter()
         .map(|message| {
-            of_content(&message.content) + message.reasoning_content.as_ref().map_or(0, String::len)
+            let thoughts = message.reasoning_content.as_ref().map_or(0, String::len);
+            let calls = message.tool_calls.as_ref().map_or(0, bytes_of_texts);
+            of_content(&message.content) + thoughts + calls
         })
         .sum();
+    let bytes = bytes + tools.map_or(0, bytes_of_texts);
     for (what, found, most) in
         [("turns", messages.len(), MAX_TURNS), ("bytes of text", bytes, MAX_TEXT_BYTES)]
     {
@@ -155,6 +162,18 @@ fn check_size(id: &SampleId, messages: &[Message]) -> Result<(), SampleError> {
         }
     }
     Ok(())
+}
+
+/// The bytes of all keys and texts of a JSON value.
+fn bytes_of_texts(value: &Value) -> usize {
+    match value {
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+        Value::String(text) => text.len(),
+        Value::Array(values) => values.iter().map(bytes_of_texts).sum(),
+        Value::Object(entries) => {
+            entries.iter().map(|(key, value)| key.len() + bytes_of_texts(value)).sum()
+        }
+    }
 }
 
 /// Parses the tools of a row: a list of definitions, or a string with JSON of one.

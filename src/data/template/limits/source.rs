@@ -151,10 +151,12 @@ impl Scan<'_> {
         if inner.len() <= UNCOUNTED {
             return Ok(());
         }
-        let letters = |pair: &[u8]| pair.iter().all(u8::is_ascii_alphanumeric);
-        if let Some(at) = inner.as_bytes().windows(2).position(letters) {
+        let mut pairs = inner.char_indices().zip(inner.chars().skip(1));
+        let letters = pairs.find(|((_, a), b)| a.is_alphanumeric() && b.is_alphanumeric());
+        if let Some(((at, first), _)) = letters {
             let tag = format!("{{{{{}|{BYTES}}}}}", inner.len());
-            self.added.entry(text.start + at + 1).or_default()[0].push_str(&tag);
+            let between = text.start + at + first.len_utf8();
+            self.added.entry(between).or_default()[0].push_str(&tag);
             return Ok(());
         }
         let before = &self.source[..text.start];
@@ -338,6 +340,11 @@ fn operand_end<'a>(
         at = match text(at + 1) {
             "." => at + 2,
             "[" | "(" => *pairs.get(&(at + 1))?,
+            // a filter binds tighter than an operator, which reads its result
+            "|" => match text(at + 3) {
+                "(" => *pairs.get(&(at + 3))?,
+                _ => at + 2,
+            },
             _ => return Some(at.min(num_tokens - 1)),
         };
     }
@@ -351,9 +358,10 @@ mod tests {
     fn operands_that_an_instruction_reads_are_counted() {
         for (source, expected) in [
             ("{{ a ~ b }}", "{{ a|__read ~ b|__read }}"),
+            ("{{ a == b|length - 1 }}", "{{ a|__read == b|length|__read - 1 }}"),
             (
                 "{{- a.b[0] + f(x) | upper -}}",
-                "{{- (a.b|__indexed)[0]|__size + f(x)|__size | upper -}}",
+                "{{- (a.b|__indexed)[0]|__size + f(x) | upper|__size -}}",
             ),
             ("{% if 'a' not in b %}", "{% if 'a'|__read not in b|__read %}"),
             (
@@ -396,6 +404,9 @@ mod tests {
         let long = format!("  {}", "ab ".repeat(30));
         let counted = with_counters(&long).unwrap();
         assert_eq!(counted.replacen("{{92|__bytes}}", "", 1), long);
+        let chinese = "你是一个助手".repeat(30);
+        let counted = with_counters(&chinese).unwrap();
+        assert_eq!(counted.replacen("{{540|__bytes}}", "", 1), chinese);
     }
 
     #[test]
