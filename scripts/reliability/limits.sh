@@ -51,6 +51,10 @@ attempt() { # what, output_dir
     grep -q '^error: ' "$folder/log" || failed "$1: exit code $code without an error"
     ;;
   75) ended=$((ended + 1)) ;;
+  127) # the system cannot even load the program
+    grep -q 'error while loading shared libraries' "$folder/log" || failed "$1: exit code $code"
+    ended=$((ended + 1))
+    ;;
   *) failed "$1: exit code $code" ;;
   esac
   if ! after=$(python3 $tools/verify_checkpoints.py "$2" 2>"$folder/verify"); then

@@ -10,6 +10,7 @@ use super::error_class::classify;
 use super::escaped::escaped;
 use super::failure::Exit;
 use super::stdout::is_closed_pipe;
+use rustix::io::Errno;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -29,16 +30,32 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     for cause in error.chain().skip(1) {
         text.extend(["caused by: ", &cause.to_string(), "\n"]);
     }
-    if let Some(hint) = error.chain().find_map(|error| classify(error)?.hint) {
+    let hint = if lacks_resources(error) {
+        Some("raise the limit of open files (`ulimit -n`), or free memory".to_owned())
+    } else {
+        error.chain().find_map(|error| classify(error)?.hint)
+    };
+    if let Some(hint) = hint {
         text.extend(["hint: ", &hint, "\n"]);
     }
     escaped(&text).into_owned()
 }
 
-/// The exit code of the outermost error in the chain that has a class.
+/// The exit code of the outermost error in the chain that has a class. If the process lacks memory or
+/// open files, this is the cause of all others.
 pub(super) fn exit(error: &anyhow::Error) -> Exit {
+    if lacks_resources(error) {
+        return Exit::Resources;
+    }
     error.chain().find_map(classify).map_or(Exit::Unknown, |class| class.exit)
 }
+
+fn lacks_resources(error: &anyhow::Error) -> bool {
+    let codes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    codes.filter_map(Errno::from_io_error).any(|code| RESOURCES.contains(&code))
+}
+
+const RESOURCES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
 
 #[cfg(test)]
 mod tests {
@@ -47,6 +64,17 @@ mod tests {
     use crate::cli::failure::Failure;
     use anyhow::Context;
     use std::path::Path;
+
+    #[test]
+    fn a_process_without_open_files_has_its_own_exit_code_wherever_this_is_noticed() {
+        let cause: io::Error = Errno::MFILE.into();
+        let error = anyhow::Error::new(cause).context("cannot read `checkpoints`");
+        assert_eq!(exit(&error), Exit::Resources);
+        assert!(
+            text(&error)
+                .ends_with("hint: raise the limit of open files (`ulimit -n`), or free memory\n")
+        );
+    }
 
     #[test]
     fn an_error_is_printed_with_its_causes_and_a_hint() {
