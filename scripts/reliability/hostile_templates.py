@@ -139,7 +139,7 @@ def templates():
 
     # Misleading: the text of the turns does not occur as it is.
     yield "misleading_upper", TURNS.replace("{{- message.content }}", "{{- message.content | upper }}")
-    yield "misleading_parts", (
+    yield "ok_text_of_contents", (  # the rows of the script have no parts
         "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + (message.content | string) + '<|im_end|>\\n' }}"
         "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
