@@ -33,6 +33,7 @@ mod limits;
 mod memory;
 mod output_dir;
 mod parity;
+mod plan;
 mod qlora;
 mod ranks;
 mod resume;
