@@ -3,6 +3,7 @@
 # configs that differ. Prints a table; fails if an error exceeds 10 %. Takes minutes.
 #   scripts/bench/plan_memory.sh [NAME..]      example: scripts/bench/plan_memory.sh images lora
 # TRAINER=FILE   another binary
+# STEPS=20       steps of each run; those with images are small, and always have 40
 # Needs a build: cargo build --release
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -34,7 +35,7 @@ measure() {
   local name=$1 config=$2
   shift 2
   [ "$names" = "  " ] || [ "${names#* "$name" }" != "$names" ] || return 0
-  local set=(--set "output_dir=$work/run" --set device=cpu --set train.max_steps=4 --set 'data.eval=[]')
+  local set=(--set "output_dir=$work/run" --set device=cpu --set train.max_steps=${STEPS:-4} --set 'data.eval=[]')
   for key in "$@"; do set+=(--set "$key"); done
   rm -rf "$work/run"
   "$trainer" plan --json --config "$config" "${set[@]}" 2>"$work/log" >"$work/plan" || { cat "$work/log" >&2; exit 1; }
@@ -57,8 +58,8 @@ PY
 
 echo "| config | settings | peak MiB | predicted | error |"
 echo "|---|---|---|---|---|"
-measure images configs/quickstart.yaml data.packing_length=4160
-measure frozen configs/quickstart.yaml data.packing_length=4160 'model.freeze=[vision]' model.recompute=full
+STEPS=40 measure images configs/quickstart.yaml data.packing_length=4160
+STEPS=40 measure frozen configs/quickstart.yaml data.packing_length=4160 'model.freeze=[vision]' model.recompute=full
 measure bf16 "$work/text.yaml" model.precision=bf16
 measure lora "$work/text.yaml" 'adapter={}'
 measure qlora "$work/text.yaml" 'adapter={quantize: nf4}' model.precision=bf16
