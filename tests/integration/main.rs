@@ -17,6 +17,7 @@ mod corpora;
 mod doc_commands;
 mod docs;
 mod encoding;
+mod generate;
 mod gpu_ranks;
 mod grounding;
 mod harness;
