@@ -125,8 +125,8 @@ impl<'a> Generator<'a> {
 }
 
 impl Past {
-    /// Number of tokens at the start of a prompt that the cache has. The cache never has all of them:
-    /// the last one must be computed to continue. It has all tokens of a medium, or none.
+    /// Number of tokens at the start of a prompt that are taken from the cache: at most all but the
+    /// last one, whose hidden state continues the prompt. All tokens of a medium, or none.
     fn common(&self, ids: &[u32], media: &[MediumTokens]) -> usize {
         let equal = self.ids.iter().zip(ids).take_while(|(past, id)| past == id).count();
         let common = equal.min(ids.len().saturating_sub(1));

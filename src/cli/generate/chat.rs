@@ -50,8 +50,8 @@ fn parse(line: &str) -> Result<Line<'_>, Failure> {
     }
 }
 
-/// Answers turns until `/exit` or the end of stdin. On a terminal, an error is printed and the
-/// conversation goes on; otherwise it ends the command.
+/// Answers turns until `/exit` or the end of stdin. On a terminal, an error is printed, and
+/// the next line is read; otherwise it ends the command.
 pub(super) fn run(session: &mut Session<'_>, mut conversation: Conversation) -> anyhow::Result<()> {
     let is_terminal = io::stdin().is_terminal();
     if is_terminal {

@@ -35,7 +35,7 @@ pub(super) fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<Found
     Ok(Found { model: base.into(), adapter: Some(folder) })
 }
 
-/// The folder with weights of a run, or `model` itself if it is no run.
+/// The folder with weights of a run; for all other paths, `model` itself.
 fn of_run(model: &Path) -> anyhow::Result<PathBuf> {
     let is_weights = |folder: &Path| {
         ["config.json", ADAPTER_CONFIG].iter().any(|name| folder.join(name).exists())
