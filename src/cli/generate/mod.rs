@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  trainer generate --model runs/demo --image cat.png \
+#[command(after_help = "Example:\n  trainer generate --model runs/demo --image cat.png \
     --prompt 'What is this?' --max-new-tokens 64\n  trainer generate --model runs/demo --chat")]
 pub(super) struct GenerateArgs {
     /// Model folder in the transformers layout, hub id, or folder of a run: its `final`, or else its
