@@ -145,6 +145,14 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
             estimate.tokens_per_s,
         )?;
     }
+    let copy = shape.copy_bytes(&config);
+    if world == 1 && copy > 0.0 {
+        let copy = copy / GIB;
+        writeln!(
+            out,
+            "\nwhile a checkpoint is written: {copy:.2} GiB more of host memory for a copy"
+        )?;
+    }
     let advice = match best {
         Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
         None => "nothing fits: use more GPUs, `optim.kind: adamw_8bit`, `optim.master: none`, \

@@ -70,7 +70,7 @@ pub struct StepMetrics {
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
     /// Seconds between the step before and this one in which training waited for a checkpoint; absent
-    /// if none was begun.
+    /// if there was none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub save_hold_s: Option<f64>,
     /// Seconds that it took to write a checkpoint; absent if none was completed since the step before.

@@ -120,10 +120,8 @@ impl Trainer {
             return Ok(false);
         }
         let contents = self.contents()?;
-        // The next steps need some of what is free now.
         let (need, free) = (contents.changing_bytes(), available_memory_bytes());
-        let fits = free.is_none_or(|free| need <= free / 2);
-        let copy = if fits { contents.copy()? } else { None };
+        let copy = if copy_fits(need, free) { contents.copy()? } else { None };
         let Some(copy) = copy else {
             if !std::mem::replace(&mut self.saves.lacks_memory, true) {
                 let mib = |bytes: u64| bytes >> 20;
@@ -237,6 +235,11 @@ impl Trainer {
     }
 }
 
+/// Whether a copy of `need` bytes may be made: the next steps need some of what is free now.
+fn copy_fits(need: u64, free: Option<u64>) -> bool {
+    free.is_none_or(|free| need <= free / 2)
+}
+
 /// The messages of an error and of its causes.
 fn causes(error: &(dyn Error + 'static)) -> String {
     let messages = successors(Some(error), |error| {
@@ -244,4 +247,15 @@ fn causes(error: &(dyn Error + 'static)) -> String {
         error.source()
     });
     messages.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_takes_at_most_half_of_the_free_memory() {
+        assert!(copy_fits(50, Some(100)) && copy_fits(50, None));
+        assert!(!copy_fits(51, Some(100)) && !copy_fits(1, Some(0)));
+    }
 }
