@@ -129,7 +129,7 @@ fn a_fixed_tensor_needs_no_copy() {
 #[test]
 fn an_error_of_the_thread_is_returned_and_leaves_no_folder() {
     let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("checkpoints"), b"a file").unwrap();
+    fs::File::create(folder.path().join("checkpoints")).unwrap();
     let start = || {
         let copy = contents(&tensors()).copy().unwrap().unwrap();
         BackgroundSave::start(checkpointer(folder.path()), 1, copy).unwrap()
