@@ -6,6 +6,7 @@ mod adapter_parity;
 mod adapter_runs;
 mod adapter_start;
 mod architecture;
+mod background_saves;
 mod bad_input;
 mod bench;
 mod check;
