@@ -40,8 +40,7 @@ impl Trainer {
         if self.is_first() {
             tracing::warn!(
                 step = self.parts.state.step,
-                "no checkpoint was written, and training continues; the next one is tried when it is \
-                 due: {}",
+                "cannot write a checkpoint; training continues until the next one is due: {}",
                 causes(&error)
             );
         }
@@ -80,7 +79,7 @@ impl Trainer {
             self.ranks(),
         )?;
         if self.is_first() {
-            tracing::info!(step, folder = %folder.display(), "checkpoint");
+            tracing::info!(step, folder = %folder.display(), "saved a checkpoint");
             log_datasets(&parts.state.datasets_seen);
         }
         Ok(())
