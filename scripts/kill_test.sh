@@ -4,14 +4,16 @@
 #
 #   scripts/kill_test.sh 50
 #
-# Prints one summary line and exits with 0 if all runs are equal. SEED=n sets the seed of the random
-# waits.
+# Prints one summary line and exits with 0 if all runs are equal. TRAINER=path selects the binary;
+# otherwise a release build is made. SEED=n sets the seed of the random waits.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kills=${1:-50}
 RANDOM=${SEED:-1}
-cargo build --release --quiet
-trainer=$PWD/target/release/trainer
+if [ -z "${TRAINER:-}" ]; then
+    cargo build --release --quiet
+fi
+trainer=${TRAINER:-$PWD/target/release/trainer}
 folder=$(mktemp -d)
 child=
 cleanup() {
