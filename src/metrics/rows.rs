@@ -106,17 +106,17 @@ pub struct StepMetrics {
 impl StepMetrics {
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
+        // the share of the step in which no data was ready
+        let wait = 100.0 * self.data_wait_s / self.step_time_s.max(f64::MIN_POSITIVE);
         tracing::info!(
             step = self.step,
-            epoch = %format_args!("{:.3}", self.epoch),
+            epoch = %format_args!("{:.2}", self.epoch),
             loss = %format_args!("{:.4}", self.loss),
-            grad_norm = %format_args!("{:.3}", self.grad_norm),
-            lr = %format_args!("{:.3e}", self.lr),
-            fill = %format_args!("{:.3}", self.fill),
-            tokens_per_s = %format_args!("{:.0}", self.tokens_per_s),
-            step_time_s = %format_args!("{:.3}", self.step_time_s),
-            data_wait_s = %format_args!("{:.3}", self.data_wait_s),
-            rejected = self.rejected,
+            grad = %format_args!("{:.2}", self.grad_norm),
+            lr = %format_args!("{:.2e}", self.lr),
+            "tok/s" = %format_args!("{:.0}", self.tokens_per_s),
+            wait = %format_args!("{wait:.0}%"),
+            rejected = Some(self.rejected).filter(|rejected| *rejected > 0),
             "train"
         );
     }
@@ -184,10 +184,10 @@ impl EvalMetrics {
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
-            accuracy = self.accuracy,
-            num_target_tokens = self.num_target_tokens,
-            num_samples = self.num_samples,
-            time_s = %format_args!("{:.3}", self.time_s),
+            accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
+            rows = self.num_samples,
+            targets = self.num_target_tokens,
+            seconds = %format_args!("{:.1}", self.time_s),
             "eval"
         );
     }

@@ -33,6 +33,7 @@ mod length_cache_passes;
 mod length_laws;
 mod limits;
 mod memory;
+mod new_config;
 mod output_dir;
 mod parity;
 mod qlora;

@@ -115,7 +115,7 @@ impl Trainer {
                 value,
                 usual,
                 rows,
-                "spike: {} is far above its range",
+                "spike: {} is far above its usual range",
                 spike.name
             );
         }
