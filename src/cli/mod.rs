@@ -26,6 +26,7 @@ mod output;
 mod panics;
 mod paths;
 mod plan;
+mod plan_report;
 mod progress;
 mod ranks;
 mod replay;
@@ -74,7 +75,7 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
-    /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
+    /// Predict memory, steps and time of a config, and find the settings with which it fits
     Plan(plan::PlanArgs),
     /// Compute rows in every layout, and compare losses and gradients
     Verify(verify::VerifyArgs),
