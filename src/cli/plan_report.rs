@@ -124,7 +124,14 @@ fn print_parts(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "{name:24} {:>12} {on_gpu:>12}", memory_text(on_cpu))?;
     }
     let all = [cpu.process(), gpu.device() + RESERVED].map(memory_text);
-    writeln!(out, "{:24} {:>12} {:>12}", "all", all[0], all[1])
+    writeln!(out, "{:24} {:>12} {:>12}", "all", all[0], all[1])?;
+    // several ranks save without a copy
+    let copy = if report.world == 1 { report.shape.copy_bytes(report.config) } else { 0.0 };
+    if copy > 0.0 {
+        let copy = memory_text(copy);
+        writeln!(out, "\nwhile a checkpoint is written: {copy} more of host memory for a copy")?;
+    }
+    Ok(())
 }
 
 fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {

@@ -70,6 +70,13 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
+    /// Seconds between the step before and this one in which training waited for a checkpoint; absent
+    /// if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_hold_s: Option<f64>,
+    /// Seconds that it took to write a checkpoint; absent if none was completed since the step before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
@@ -110,17 +117,17 @@ impl StepMetrics {
 
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
+        // the share of the step in which no data was ready
+        let wait = 100.0 * self.data_wait_s / self.step_time_s.max(f64::MIN_POSITIVE);
         tracing::info!(
             step = self.step,
-            epoch = %format_args!("{:.3}", self.epoch),
+            epoch = %format_args!("{:.2}", self.epoch),
             loss = %format_args!("{:.4}", self.loss),
-            grad_norm = %format_args!("{:.3}", self.grad_norm),
-            lr = %format_args!("{:.3e}", self.lr),
-            fill = %format_args!("{:.3}", self.fill),
-            tokens_per_s = %format_args!("{:.0}", self.tokens_per_s),
-            step_time_s = %format_args!("{:.3}", self.step_time_s),
-            data_wait_s = %format_args!("{:.3}", self.data_wait_s),
-            rejected = self.rejected,
+            grad = %format_args!("{:.2}", self.grad_norm),
+            lr = %format_args!("{:.2e}", self.lr),
+            "tok/s" = %format_args!("{:.0}", self.tokens_per_s),
+            wait = %format_args!("{wait:.0}%"),
+            rejected = Some(self.rejected).filter(|rejected| *rejected > 0),
             "train"
         );
     }
@@ -188,10 +195,10 @@ impl EvalMetrics {
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
-            accuracy = self.accuracy,
-            num_target_tokens = self.num_target_tokens,
-            num_samples = self.num_samples,
-            time_s = %format_args!("{:.3}", self.time_s),
+            accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
+            rows = self.num_samples,
+            targets = self.num_target_tokens,
+            seconds = %format_args!("{:.1}", self.time_s),
             "eval"
         );
     }
@@ -216,6 +223,8 @@ mod tests {
             fill: 0.9,
             step_time_s: 1.5,
             data_wait_s: 0.1,
+            save_hold_s: None,
+            save_s: None,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,

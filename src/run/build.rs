@@ -271,6 +271,7 @@ fn trainer(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
+        save_in_background: config.checkpoint.background,
         carried,
         layout,
         config_json,
@@ -378,8 +379,7 @@ fn log_share(config: &RunConfig, rank: Rank) {
         micro_batches_of_each = micro_batches * sequence / rank.world,
         sequence,
         batch_size = train.batch_size,
-        "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
-         run, while other trainers count it per device"
+        "the ranks share the micro-batches of each step; other trainers count them per device"
     );
 }
 
@@ -410,18 +410,21 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
         path = %config.model.path.display(),
         parameters = count(&mut runner.params.iter()),
         trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        precision = config.model.precision.hf_name(),
-        attention = attention_kernels(config, runner),
-        device = device_name(&runner.device),
+        "model"
+    );
+    tracing::info!(
+        device = %device_name(&runner.device),
         threads = rayon::current_num_threads(),
         simd = simd_level().ok().map(tracing::field::display),
-        "model"
+        precision = %config.model.precision.hf_name(),
+        attention = %attention_kernels(config, runner),
+        "compute"
     );
     tracing::info!(
         from_step = state.step,
         steps = state.total_steps,
         rows = rows.num_rows(),
-        fingerprint = state.fingerprint,
+        fingerprint = %state.fingerprint,
         "{}",
         if state.step == 0 { "start" } else { "resume" }
     );
