@@ -10,6 +10,7 @@ mod memory_model;
 mod model_flops;
 mod rows;
 mod step_rows;
+mod tensorboard;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
@@ -18,3 +19,4 @@ pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes}
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;
+pub use tensorboard::{EventFile, scalars};

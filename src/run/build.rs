@@ -15,6 +15,8 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
+use super::starts;
+use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
@@ -64,6 +66,7 @@ use std::sync::atomic::AtomicBool;
 pub struct Run {
     trainer: Trainer,
     background: Option<BackgroundCacheWriter>,
+    trackers: Trackers,
     _lock: Option<File>, // rank 0 has it
 }
 
@@ -205,13 +208,17 @@ impl Run {
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
         let data = RunData { loader, reader, rows, eval_rows };
         let steps = [max_steps, total_steps];
+        let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
+        if is_first {
+            starts::log_start(config, state.step, rank.world);
+        }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
-        Ok(Self { trainer, background, _lock: lock })
+        Ok(Self { trainer, background, trackers, _lock: lock })
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        let outcome = self.trainer.run(observer);
+        let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
         self.background = None;
         outcome
     }

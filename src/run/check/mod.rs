@@ -11,6 +11,7 @@ use crate::config::RunConfig;
 use crate::ops::set_predicted_memory;
 use crate::tape::Trainable;
 use candle_core::Device;
+pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, LESS_MEMORY, Need};
 use std::fs;
 
