@@ -4,14 +4,16 @@
 #
 #   scripts/kill_test.sh 50
 #
-# Prints one summary line and exits with 0 if all runs are equal. SEED=n sets the seed of the random
-# waits.
+# Prints one summary line and exits with 0 if all runs are equal. TRAINER=path selects the binary;
+# otherwise a release build is made. SEED=n sets the seed of the random waits.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kills=${1:-50}
 RANDOM=${SEED:-1}
-cargo build --release --quiet
-trainer=$PWD/target/release/trainer
+if [ -z "${TRAINER:-}" ]; then
+    cargo build --release --quiet
+fi
+trainer=${TRAINER:-$PWD/target/release/trainer}
 folder=$(mktemp -d)
 child=
 cleanup() {
@@ -31,7 +33,7 @@ sum() { # output_dir
     (
         cd "$folder/$1"
         sha256sum final/model.safetensors checkpoints/step-00000060/{optimizer.safetensors,trainer_state.json}
-        sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes)":[^,}]*//g' metrics.jsonl | sha256sum
+        sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl eval.jsonl | sha256sum
         # Lists hidden files and folders, that is, leftovers of incomplete writes.
         find . checkpoints -maxdepth 1 -name '.?*'
     ) | sha256sum

@@ -203,11 +203,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         };
         ErrorClass::new(exit, error.hint())
     } else if let Some(error) = error.downcast_ref::<CacheError>() {
-        let trouble = match error {
-            CacheError::Exhausted { source } => Trouble::of(source),
-            _ => None,
-        };
-        let exit = trouble.map_or(Exit::CannotWrite, trouble_exit);
+        let exit = error.trouble().map_or(Exit::CannotWrite, trouble_exit);
         ErrorClass::new(exit, error.hint().to_owned())
     } else if let Some(LoaderError::Ranks(error)) = error.downcast_ref() {
         return classify(error);

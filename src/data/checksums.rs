@@ -18,6 +18,8 @@ const MAGIC: [u8; 8] = *b"trnrsums";
 /// Bytes of that record: the mark, the number of bytes before the checksums, the checksum of these
 /// two and of the checksums, and that of the footer.
 const RECORD: u64 = 24;
+/// Bytes of the record of a flush: the number of bytes before it, and their checksum.
+const FLUSH: usize = size_of::<u64>() + SUM as usize;
 /// The end of an Arrow file: the length of the footer, and the magic number.
 const ARROW_END: u64 = 10;
 const ARROW_MAGIC: [u8; 6] = *b"ARROW1";
@@ -97,6 +99,66 @@ fn arrow_footer(file: &File, size: u64) -> io::Result<Vec<u8>> {
     let length = length.map(|length| length + ARROW_END).filter(|length| *length <= size);
     let length = length.ok_or_else(no_end)?;
     read_at(file, size - length, length)
+}
+
+/// A file that is written from its start. Each flush appends the number of bytes before it and their
+/// checksum to a second file, so that [`checked_bytes`] finds what a killed process wrote.
+#[derive(Debug)]
+pub(in crate::data) struct SummedFile {
+    file: File,
+    sums: File,
+    crc: Crc,
+    num_bytes: u64,
+}
+
+impl SummedFile {
+    /// `file` and `sums` are empty.
+    pub(in crate::data) fn new(file: File, sums: File) -> Self {
+        Self { file, sums, crc: Crc::new(), num_bytes: 0 }
+    }
+
+    pub(in crate::data) fn into_inner(self) -> File {
+        self.file
+    }
+}
+
+impl Write for SummedFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let num_written = self.file.write(bytes)?;
+        self.crc.update(&bytes[..num_written]);
+        self.num_bytes += num_written as u64;
+        Ok(num_written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let mut record = self.num_bytes.to_le_bytes().to_vec();
+        record.extend(self.crc.sum().to_le_bytes());
+        self.sums.write_all(&record)
+    }
+}
+
+/// The number of bytes at the start of `file` that a [`SummedFile`] wrote, up to the last flush before
+/// the first damaged byte. `sums` is the path of its checksums.
+pub(in crate::data) fn checked_bytes(file: &File, sums: &Path) -> io::Result<u64> {
+    let sums = fs::read(sums)?;
+    let (mut crc, mut position) = (Crc::new(), 0);
+    for record in sums.chunks_exact(FLUSH) {
+        let (end, sum) = record.split_at(FLUSH - SUM as usize);
+        let end = end.try_into().map_or(0, u64::from_le_bytes);
+        let mut next = position;
+        while next < end {
+            let Ok(bytes) = read_at(file, next, BLOCK.min(end - next)) else {
+                return Ok(position);
+            };
+            crc.update(&bytes);
+            next += bytes.len() as u64;
+        }
+        if next != end || crc.sum().to_le_bytes() != sum {
+            break;
+        }
+        position = end;
+    }
+    Ok(position)
 }
 
 /// Reads an Arrow file with checksums. A damaged byte is an error before it is returned.
@@ -240,6 +302,28 @@ mod tests {
             file.write_all_at(&[byte], at).unwrap();
         }
         assert!(read_all(&file, num_bytes as usize).is_ok());
+    }
+
+    #[test]
+    fn what_was_written_before_the_last_flush_is_used_up_to_the_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, sums] = ["a", "a.sums"].map(|name| folder.path().join(name));
+        let mut file = SummedFile::new(File::create(&path).unwrap(), File::create(&sums).unwrap());
+        for length in [10, 300_000, 1] {
+            file.write_all(&vec![7; length]).unwrap();
+            file.flush().unwrap();
+        }
+        file.write_all(b"not flushed").unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        assert_eq!(checked_bytes(&file, &sums).unwrap(), 300_011);
+        for (at, expected) in [(300_010, 300_010), (290_000, 10), (9, 0)] {
+            file.write_all_at(&[3], at).unwrap();
+            assert_eq!(checked_bytes(&file, &sums).unwrap(), expected, "byte {at}");
+        }
+        file.write_all_at(&vec![7; 300_011], 0).unwrap();
+        file.set_len(200_000).unwrap();
+        assert_eq!(checked_bytes(&file, &sums).unwrap(), 10);
+        assert!(checked_bytes(&file, &folder.path().join("none")).is_err());
     }
 
     #[test]

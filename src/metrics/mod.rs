@@ -1,6 +1,7 @@
 //! Metrics of a run: one row per optimizer step and one per evaluation.
 //!
-//! Rows are written to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and logged by `log`.
+//! Rows are written to `metrics.jsonl` and `eval.jsonl` in the `output_dir` through [`JsonlSink`], and
+//! logged by `log`.
 //! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
 
 mod collective_time;

@@ -181,7 +181,8 @@ impl Section<'_> {
     /// Fails if a layer of `num_layers` has attention over a window.
     fn expect_full_attention(&self, num_layers: usize) -> Result<(), ModelConfigError> {
         let first = self.value["max_window_layers"].as_u64(); // layers from this one on have a window
-        if first.is_none_or(|first| first < num_layers as u64) {
+        let is_unbounded = self.value.get("sliding_window").is_some_and(Value::is_null);
+        if !is_unbounded && first.is_none_or(|first| first < num_layers as u64) {
             self.expect("use_sliding_window", &Value::Bool(false), "`false`")?;
         }
         let mut kinds = self.value["layer_types"].as_array().into_iter().flatten();

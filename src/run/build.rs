@@ -263,7 +263,7 @@ fn trainer(
     let RunData { loader, reader, rows, eval_rows } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, mut rejects, samples, is_evaluated } = sinks;
+    let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
     if state.step == 0 {
         write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
     }
@@ -280,6 +280,7 @@ fn trainer(
         eval: config.eval.clone(),
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
+        evals,
         rejects,
         dataset_names: rows.names().to_vec(),
         rejected_texts: Rejected::of_texts(rows.rejected_texts()),

@@ -284,6 +284,27 @@ fn a_killed_update_is_continued_and_a_damaged_cache_is_rebuilt() {
 }
 
 #[test]
+fn damaged_batches_of_a_killed_update_are_measured_again() {
+    let encoder = encoder(&max_tokens(6));
+    let rows: Vec<Value> = (0..9000).map(|i| chat(&format!("{i}"), "yes")).collect();
+    let place = Place::new(&rows);
+    let progress = |done| assert!(done < 8000, "killed");
+    let update =
+        || CachedRows::update(place.rows(&encoder), &place.path("cache"), &progress).map(drop);
+    assert!(catch_unwind(AssertUnwindSafe(update)).is_err());
+    let is_left = |path: &PathBuf| path.extension().is_some_and(|ending| ending == "tmp");
+    let entries = std::fs::read_dir(place.path("cache")).unwrap();
+    let left = entries.map(|entry| entry.unwrap().path()).find(is_left).unwrap();
+    let mut bytes = std::fs::read(&left).unwrap();
+    let middle = bytes.len() * 3 / 4; // in the second batch
+    bytes[middle] ^= 4;
+    std::fs::write(&left, &bytes).unwrap();
+    let (cached, work) = place.update(&encoder);
+    assert_eq!(work, CacheWork { measured: 9000 - 4096, reused: 4096 });
+    assert_as_measured(&cached, &place.rows(&encoder));
+}
+
+#[test]
 fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
     let encoder = encoder(&max_tokens(6));
     let rows: Vec<Value> = (0..13_000).map(|i| chat(&format!("{i}"), "yes")).collect();

@@ -274,7 +274,10 @@ impl Encoder {
             .render_with_answers(messages, tools.as_ref(), |turn| {
                 self.loss_scale.needs_answer(messages, turn)
             })
-            .and_then(|chat| check_turns(messages, &chat).map(|()| chat))
+            .and_then(|chat| {
+                let keeps_parts = self.text.template.keeps_parts();
+                check_turns(messages, &chat, keeps_parts).map(|()| chat)
+            })
             .map_err(|cause| template_error(id, cause))?;
         self.check_placeholders(id, &chat.text, media)?;
         let has_thoughts = |message: &Message| message.reasoning_content.is_some();

@@ -19,8 +19,13 @@ const SHOWN: usize = 60;
 /// Fails with the first turn whose text is not in `chat`, after that of the turns before it.
 ///
 /// The text of a located answer must be in its range. The texts of the turns before it must precede
-/// it. The system turn may be anywhere.
-pub(super) fn check_turns(messages: &[Message], chat: &RenderedChat) -> Result<(), TemplateError> {
+/// it. The system turn may be anywhere. `keeps_parts` is false if the template writes no text of a
+/// list of parts; a short text of such a turn may be found in the template's own words.
+pub(super) fn check_turns(
+    messages: &[Message],
+    chat: &RenderedChat,
+    keeps_parts: bool,
+) -> Result<(), TemplateError> {
     let text = chat.text.as_str();
     let mut answers = chat.answers.iter().peekable();
     let mut at = 0; // end of the last text that was found
@@ -36,15 +41,22 @@ pub(super) fn check_turns(messages: &[Message], chat: &RenderedChat) -> Result<(
             within = 0..text.len();
         }
         let is_list = matches!(message.content, Content::Parts(_));
+        let mut part_end = None; // a part may itself end with what precedes a printed one
         for piece in pieces(message) {
-            let Some(found) = position(text, within.clone(), piece, &message.role) else {
+            let found = position(text, within.clone(), piece, &message.role);
+            let Some(found) = found.filter(|_| keeps_parts || !is_list) else {
                 return Err(TemplateError::TurnText { turn, missing: shown(piece) });
             };
             let before = text[..found.start].trim_end();
-            if is_list && PRINTED.iter().any(|printed| before.ends_with(printed.trim_end())) {
+            let follows = part_end == Some(before.len());
+            if is_list
+                && !follows
+                && PRINTED.iter().any(|printed| before.ends_with(printed.trim_end()))
+            {
                 return Err(TemplateError::PrintedParts { turn });
             }
             within.start = found.end;
+            part_end = Some(found.end);
         }
         if message.role != "system" {
             at = at.max(within.start);
@@ -114,7 +126,18 @@ mod tests {
 
     /// Checks turns against a rendering without located answers.
     fn check(messages: &[Message], rendered: &str) -> Result<(), TemplateError> {
-        check_turns(messages, &RenderedChat { text: rendered.to_owned(), answers: Vec::new() })
+        let chat = RenderedChat { text: rendered.to_owned(), answers: Vec::new() };
+        check_turns(messages, &chat, true)
+    }
+
+    #[test]
+    fn the_text_of_a_list_is_missing_if_the_template_drops_lists() {
+        let parts = [message("user", Content::Parts(vec![Part::Text("hi".to_owned())]))];
+        let chat = RenderedChat { text: "<think>: hi".to_owned(), answers: Vec::new() };
+        assert_eq!(check_turns(&parts, &chat, true), Ok(()));
+        let missing = TemplateError::TurnText { turn: 0, missing: "hi".to_owned() };
+        assert_eq!(check_turns(&parts, &chat, false), Err(missing));
+        assert_eq!(check_turns(&[text("user", "hi")], &chat, false), Ok(()));
     }
 
     #[test]
@@ -152,7 +175,7 @@ mod tests {
         let answers = vec![Answer { turn: 1, range: 5..12 }];
         let chat = RenderedChat { text: "yes? NO<end> yes".to_owned(), answers };
         let missing = TemplateError::TurnText { turn: 1, missing: "yes".to_owned() };
-        assert_eq!(check_turns(&messages, &chat), Err(missing));
+        assert_eq!(check_turns(&messages, &chat, true), Err(missing));
     }
 
     #[test]

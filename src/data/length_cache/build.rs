@@ -11,10 +11,11 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use rustix::process::{Resource, getrlimit};
 
-use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place, Writer};
+use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place};
 use super::measure::{Batch, Checked, Done, Measurer, lengths};
 use super::rows::{Lengths, Rows};
 use super::table::LengthCache;
+use super::writer::Writer;
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
 use crate::data::source::RowFile;

@@ -6,6 +6,7 @@
 //! - `.train-<key>.arrow.tmp`: a cache being written
 //! - `.train-<key>.arrow.partial`: the batches that a killed process wrote
 //! - `.train-<key>.arrow.rank-<n>`: the batches that rank `n` has measured
+//! - the three before with `.sums` after their name: checksums of their batches
 //! - `.train-<key>.arrow.lock`: locked while a process writes
 //! - `.train-<key>.arrow.wanted`: locked while another process waits for that lock
 //!
@@ -13,19 +14,17 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
-use std::io::{self, BufReader, BufWriter, Seek, SeekFrom};
+use std::io;
 use std::path::{Path, PathBuf, absolute};
 
 use arrow_array::UInt64Array;
-use arrow_ipc::MetadataVersion;
-use arrow_ipc::reader::{FileReader, StreamReader};
-use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
+use arrow_ipc::reader::FileReader;
 use arrow_schema::ArrowError;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::rows::{INDEX_COLUMNS, Rows, column, schema};
-use crate::data::checksums::{CheckedArrow, seal_arrow};
+use super::rows::{INDEX_COLUMNS, Rows, column};
+use crate::data::checksums::CheckedArrow;
 use crate::data::encode::Encoder;
 use crate::data::source::files::{KnownIndex, RowIndex, Shard};
 use crate::data::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
@@ -34,10 +33,8 @@ use crate::data::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
 const VERSION: u32 = 3;
 /// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
-/// Alignment of buffers in bytes, and offset of the first message after the magic number.
-const ALIGNMENT: usize = 64;
 /// Key of the metadata in the footer.
-const METADATA: &str = "trainer";
+pub(super) const METADATA: &str = "trainer";
 
 /// The reason why a length cache cannot be built.
 #[derive(Debug, thiserror::Error)]
@@ -79,13 +76,27 @@ pub enum CacheError {
 }
 
 impl CacheError {
+    /// The trouble of the process or of a disk that the error comes from.
+    pub fn trouble(&self) -> Option<Trouble> {
+        match self {
+            Self::Exhausted { source } => Trouble::of(source),
+            Self::Write { source, .. } => {
+                Trouble::of_io(source).filter(|trouble| *trouble == Trouble::Resources)
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
+        if let Some(trouble) = self.trouble() {
+            return trouble.hint();
+        }
         match self {
             Self::Write { .. } | Self::Format { .. } => {
                 "check free space and permissions, or set `data.cache_dir` to another folder"
             }
-            Self::Exhausted { source } => Trouble::of(source).map_or("run again", Trouble::hint),
+            Self::Exhausted { .. } => "run again",
             Self::Lost { .. } => "run the command again: it measures the missing rows",
             Self::DataChanged { .. } => {
                 "run the command again when the file is complete: it reuses the rows measured so far"
@@ -97,7 +108,7 @@ impl CacheError {
         |source| Self::Write { path: path.to_owned(), source }
     }
 
-    fn format(path: &Path) -> impl FnOnce(ArrowError) -> Self {
+    pub(super) fn format(path: &Path) -> impl FnOnce(ArrowError) -> Self {
         |source| Self::Format { path: path.to_owned(), source }
     }
 }
@@ -266,20 +277,6 @@ impl Place {
         self.or_warn(read()).unwrap_or_default()
     }
 
-    /// The complete batches of killed processes, the newer ones last.
-    pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
-        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
-        let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
-        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
-        if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
-            // keep the longer of the two; if this fails, its rows are measured again
-            let _ = fs::rename(&temporary, &partial);
-        }
-        found.extend(newer);
-        found.extend(self.of_ranks().iter().flat_map(|path| read_stream(path)));
-        found
-    }
-
     fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
         let file = match File::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -352,77 +349,6 @@ impl Iterator for Batches {
     fn next(&mut self) -> Option<Rows> {
         let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
         self.place.or_warn(rows.map(Some))
-    }
-}
-
-/// The complete batches of a file whose writer was killed.
-pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
-    let Ok(mut file) = File::open(path) else { return Vec::new() };
-    if file.seek(SeekFrom::Start(ALIGNMENT as u64)).is_err() {
-        return Vec::new();
-    }
-    let Ok(reader) = StreamReader::try_new(BufReader::new(&file), None) else {
-        return Vec::new();
-    };
-    reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()
-}
-
-/// Writes a cache.
-pub(super) struct Writer {
-    place: Place,
-    temporary: PathBuf,
-    file: FileWriter<BufWriter<File>>,
-}
-
-impl Writer {
-    pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
-        Self::at(place, place.beside(".tmp"))
-    }
-
-    pub(super) fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
-        // `seal_arrow` reads what was written
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(true);
-        let file = options.open(&temporary).map_err(CacheError::write(&temporary))?;
-        let file = BufWriter::with_capacity(1 << 20, file);
-        let format = || {
-            let options = IpcWriteOptions::try_new(ALIGNMENT, false, MetadataVersion::V5)?;
-            FileWriter::try_new_with_options(file, &schema(), options)
-        };
-        let file = format().map_err(CacheError::format(&temporary))?;
-        Ok(Self { place: place.clone(), temporary, file })
-    }
-
-    /// Writes a batch. It is kept if the process is killed afterwards.
-    pub(super) fn write(&mut self, rows: &Rows) -> Result<(), CacheError> {
-        let mut write = || {
-            self.file.write(&rows.to_batch()?)?;
-            self.file.flush()
-        };
-        write().map_err(CacheError::format(&self.temporary))
-    }
-
-    /// Completes the file and replaces the previous cache.
-    pub(super) fn finish(self, footer: &Footer) -> Result<(), CacheError> {
-        let Self { place, temporary, mut file } = self;
-        let text = serde_json::to_string(footer).expect("plain values");
-        file.write_metadata(METADATA, text);
-        let finish = || {
-            file.finish()?;
-            file.into_inner()
-        };
-        let file = finish().map_err(CacheError::format(&temporary))?;
-        let sync = || {
-            let mut file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
-            seal_arrow(&mut file)?;
-            file.sync_all()?;
-            fs::rename(&temporary, &place.path)?;
-            File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
-        };
-        sync().map_err(CacheError::write(&temporary))?;
-        // the new file has all of its rows
-        place.remove_left_behind();
-        Ok(())
     }
 }
 

@@ -18,7 +18,7 @@ use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
 use crate::data::row::Rejection;
 use crate::data::source::files::RowContent;
-use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble};
+use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
 
 /// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;
@@ -202,7 +202,7 @@ impl<'a> Measurer<'a> {
         if !self.goes_on() {
             return None;
         }
-        let content = self.file.content(row);
+        let content = with_patience(Trouble::of, || self.file.content(row));
         let hash = content.as_ref().map_or([0; HASH_BYTES], hash);
         let (line, offset) = (self.file.id(row).line, self.file.offset(row));
         if let Some((rows, found)) = self.known.get(hash).filter(|_| content.is_ok())
@@ -221,9 +221,11 @@ impl<'a> Measurer<'a> {
     fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
         let measure = |content: RowContent| {
             let sample = self.file.parse(row, content)?;
-            let (images, videos) = files(&sample);
-            let measured = self.encoder.measure(&sample)?;
-            Ok(Outcome::Measured { measured, images, videos })
+            with_patience(Trouble::of, || {
+                let (images, videos) = files(&sample);
+                let measured = self.encoder.measure(&sample)?;
+                Ok(Outcome::Measured { measured, images, videos })
+            })
         };
         let measured = catch_unwind(AssertUnwindSafe(|| content.and_then(measure)));
         let measured = measured.unwrap_or_else(|panic| {

@@ -15,6 +15,7 @@ mod part;
 mod rows;
 mod stamps;
 mod table;
+mod writer;
 
 use std::path::{Path, PathBuf};
 

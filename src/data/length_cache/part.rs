@@ -1,14 +1,16 @@
 //! Ranks measure the rows of a data set together: each writes the rows of its part to a file of its
 //! own, from which the next update completes the cache.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::build::{num_threads, threads};
-use super::file::{BATCH_ROWS, CacheError, LEFT_BEHIND, Place, Writer, read_stream};
+use super::file::{BATCH_ROWS, CacheError, LEFT_BEHIND, Lock, Place};
 use super::measure::{Batch, Measurer, lengths};
 use super::rows::Rows;
 use super::table::LengthCache;
+use super::writer::{SUMS, Writer, read_stream, sums_of};
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
 use crate::data::source::RowFile;
@@ -18,6 +20,21 @@ use crate::dist::Rank;
 const OF_RANK: &str = ".rank-";
 
 impl Place {
+    /// The complete batches of killed processes, the newer ones last.
+    pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
+        let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
+        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
+        if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
+            // keep the longer of the two; if this fails, its rows are measured again
+            let _ = fs::rename(sums_of(&temporary), sums_of(&partial));
+            let _ = fs::rename(&temporary, &partial);
+        }
+        found.extend(newer);
+        found.extend(self.of_ranks().iter().flat_map(|path| read_stream(path)));
+        found
+    }
+
     /// The complete batches of killed processes and of ranks, without the lock.
     pub(super) fn left_behind(&self) -> Vec<Rows> {
         self.files_left_behind().iter().flat_map(|path| read_stream(path)).collect()
@@ -26,6 +43,7 @@ impl Place {
     /// Removes the files of killed processes and of ranks. The cache has all of their rows.
     pub(super) fn remove_left_behind(&self) {
         for path in self.files_left_behind() {
+            let _ = fs::remove_file(sums_of(&path));
             let _ = fs::remove_file(path);
         }
     }
@@ -42,7 +60,8 @@ impl Place {
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();
         let is_of_rank = |path: &PathBuf| {
             let [name, start] = [path, &start].map(|path| path.file_name().unwrap_or_default());
-            name.as_encoded_bytes().starts_with(start.as_encoded_bytes())
+            let [name, start] = [name, start].map(OsStr::as_encoded_bytes);
+            name.starts_with(start) && !name.ends_with(SUMS.as_bytes())
         };
         entries.map(|entry| entry.path()).filter(is_of_rank).collect()
     }

@@ -38,6 +38,7 @@ use crate::data::dataset::order::Order;
 use crate::data::dataset::row_reader::{Prefetched, RowReader};
 use crate::data::loader::workers::{Limits, Workers, panic_message};
 use crate::data::row::{Length, Rejection, SampleIndex};
+use crate::data::source::with_patience;
 
 pub(in crate::data) use crate::data::loader::error::LoaderError;
 use crate::data::loader::share::LoaderShare;
@@ -157,7 +158,8 @@ impl Loader {
         let rows = rows_from(order, &from, options.epochs);
         let rows = rows.map(|row| (row, ()));
         let prefetcher = Arc::clone(&reader);
-        let prefetch = move |row, ()| with_patience(|| prefetcher.prefetch(row));
+        let prefetch =
+            move |row, ()| with_patience(Rejection::trouble, || prefetcher.prefetch(row));
         let size = |row: &Result<Prefetched, _>| row.as_ref().map_or(0, Prefetched::bytes);
         let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
         let completer = Arc::clone(&reader);
@@ -225,24 +227,8 @@ fn load_pixels(
 ) -> Result<EncodedSample, Rejection> {
     let length = prefetched.length();
     let mut first = Some(prefetched); // later attempts read the whole row
-    let sample = with_patience(|| {
+    let sample = with_patience(Rejection::trouble, || {
         reader.load_pixels(row, first.take().unwrap_or(Prefetched::Length(length)))
     })?;
     length.check_unchanged(Length::of(&sample), || reader.id(row)).map(|()| sample)
-}
-
-/// Waits between attempts to read a row, in milliseconds.
-const WAITS_MS: [u64; 4] = [20, 80, 320, 1280];
-
-/// Reads a row again after a wait if the process lacks files or memory, or a disk failed.
-fn with_patience<T>(mut read: impl FnMut() -> Result<T, Rejection>) -> Result<T, Rejection> {
-    for wait in WAITS_MS {
-        match read() {
-            Err(rejection) if rejection.trouble().is_some() => {
-                thread::sleep(Duration::from_millis(wait));
-            }
-            result => return result,
-        }
-    }
-    read()
 }

@@ -24,3 +24,4 @@ pub use source_error::SourceError;
 pub(in crate::data) use stamp::{ImageStamp, Stamp};
 pub(in crate::data) use texts::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};
 pub use trouble::Trouble;
+pub(in crate::data) use trouble::with_patience;

@@ -1,12 +1,15 @@
 //! Trouble of the process or of a disk, which is not the fault of the row at which it was found.
 
 use std::error::Error;
-use std::{io, iter};
+use std::time::Duration;
+use std::{io, iter, thread};
 
 use rustix::io::Errno;
 
 use super::error::SampleError;
+use crate::data::media::image::ImageError;
 use crate::data::media::video::VideoError;
+use crate::net::UrlError;
 
 /// What failed. The row may be valid, so it must not be rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,13 +27,29 @@ const NETWORK_DISK: [Errno; 6] =
 impl Trouble {
     /// The trouble that an error of a row comes from.
     pub fn of(error: &SampleError) -> Option<Self> {
-        let cause: &(dyn Error + 'static) = match error {
-            SampleError::Read { cause, .. } => cause,
+        match error {
+            SampleError::Read { cause, .. }
+            | SampleError::Video { cause: VideoError::Read { cause, .. }, .. } => {
+                Self::of_io(cause)
+            }
             SampleError::Image { cause, .. }
-            | SampleError::Video { cause: VideoError::Frame { cause, .. }, .. } => cause,
-            _ => return None,
-        };
-        iter::successors(Some(cause), |error| (**error).source())
+            | SampleError::Video { cause: VideoError::Frame { cause, .. }, .. } => match cause {
+                // a full disk is not the fault of the image
+                ImageError::Url { cause: UrlError::Store { .. }, .. } => Some(Self::Disk),
+                ImageError::Url { cause, .. } => Self::of_causes(cause),
+                cause => Self::of_causes(cause),
+            },
+            _ => None,
+        }
+    }
+
+    /// The trouble that an error of the operating system stands for.
+    pub(in crate::data) fn of_io(error: &io::Error) -> Option<Self> {
+        Self::of_causes(error)
+    }
+
+    fn of_causes(error: &(dyn Error + 'static)) -> Option<Self> {
+        iter::successors(Some(error), |error| (**error).source())
             .filter_map(|error| Errno::from_io_error(error.downcast_ref::<io::Error>()?))
             .find_map(Self::of_code)
     }
@@ -69,11 +88,27 @@ impl Trouble {
     }
 }
 
+/// Waits between attempts to read a row, in milliseconds.
+const WAITS_MS: [u64; 4] = [20, 80, 320, 1280];
+
+/// Reads a row again after a wait if `trouble` finds that the process or a disk failed.
+pub(in crate::data) fn with_patience<T, E>(
+    trouble: impl Fn(&E) -> Option<Trouble>,
+    mut read: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    for wait in WAITS_MS {
+        match read() {
+            Err(error) if trouble(&error).is_some() => thread::sleep(Duration::from_millis(wait)),
+            result => return result,
+        }
+    }
+    read()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::batch::SampleId;
-    use crate::data::media::image::ImageError;
     use std::path::Path;
 
     #[test]
@@ -91,11 +126,13 @@ mod tests {
             (Errno::NOENT, None),
             (Errno::ACCESS, None),
         ] {
+            let video = VideoError::Read { path: "a.mp4".into(), cause: code.into() };
             let frame = VideoError::Frame { frame: 1, cause: image(code) };
             for error in [
                 SampleError::Read { id: id(), cause: code.into() },
                 SampleError::Image { id: id(), index: 1, cause: image(code) },
                 SampleError::Video { id: id(), index: 1, cause: frame },
+                SampleError::Video { id: id(), index: 1, cause: video },
             ] {
                 assert_eq!(Trouble::of(&error), expected, "{error}");
             }

@@ -7,7 +7,7 @@ use minijinja::Value;
 use super::{
     Chat, ChatTemplate, GenerationPrompt, PROBE, TemplateError, message_value, probe_turn,
 };
-use crate::batch::Message;
+use crate::batch::{Content, Message, Part};
 
 /// The text that a template writes around the answer of a turn.
 struct Around {
@@ -54,7 +54,14 @@ impl ChatTemplate {
             }
             None => None,
         };
+        // without an assistant turn, so that only the user turn can fail
+        let parts = Content::Parts(vec![Part::Text(PROBE[0].to_owned())]);
+        let parts = [Message { content: parts, ..probe_turn(("user", "")) }];
+        let with_parts = Chat::new(self, &parts, None).render(1, GenerationPrompt::Omit);
+        // rows with lists report the error of a template that fails on them
+        let drops_parts = with_parts.is_ok_and(|text| !text.contains(PROBE[0]));
         end_mark.clone_into(&mut self.end_mark);
+        self.keeps_parts = !drops_parts;
         self.before_thoughts = before_thoughts;
         Ok(())
     }

@@ -40,6 +40,8 @@ pub(in crate::data) struct ChatTemplate {
     /// Text that the template writes between the generation prompt and the thoughts of a turn, such
     /// as `"<think>\n"`; `None` if it does not render thoughts.
     before_thoughts: Option<String>,
+    /// Whether the texts of a user turn that is a list of parts are written.
+    keeps_parts: bool,
 }
 
 /// Whether to append the header of an assistant turn, so that the model answers.
@@ -178,7 +180,13 @@ impl ChatTemplate {
         env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
         limits::add_template(&mut env, NAME, source)
             .map_err(|problem| TemplateError::Compile { problem })?;
-        let mut this = Self { env, special_tokens, end_mark: String::new(), before_thoughts: None };
+        let mut this = Self {
+            env,
+            special_tokens,
+            end_mark: String::new(),
+            before_thoughts: None,
+            keeps_parts: true,
+        };
         this.probe()?;
         Ok(this)
     }
@@ -237,6 +245,11 @@ impl ChatTemplate {
     /// The mark after the content of an assistant turn, such as `<|im_end|>`.
     pub(in crate::data) fn end_mark(&self) -> &str {
         &self.end_mark
+    }
+
+    /// Whether the template writes the texts of a user turn that is a list of parts, or fails on it.
+    pub(in crate::data) fn keeps_parts(&self) -> bool {
+        self.keeps_parts
     }
 
     /// Whether the template renders the thoughts (`reasoning_content`) of any turn.

@@ -57,6 +57,8 @@ pub struct TrainerParts {
     pub eval_max_tokens: usize,
     /// `metrics.jsonl`; `None` if another rank writes it.
     pub metrics: Option<JsonlSink>,
+    /// `eval.jsonl`; `None` if another rank writes it.
+    pub evals: Option<JsonlSink>,
     /// `rejects.jsonl`; `None` if another rank writes it.
     pub rejects: Option<JsonlSink>,
     /// The rows and losses of each step.
@@ -65,7 +67,7 @@ pub struct TrainerParts {
     pub on_non_finite: OnNonFinite,
     /// Maximum number of skipped steps in a row.
     pub max_skipped: u64,
-    /// Whether `metrics.jsonl` has the evaluation of the step to resume from.
+    /// Whether `eval.jsonl` has the evaluation of the step to resume from.
     pub is_evaluated: bool,
     /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
@@ -282,11 +284,15 @@ impl Trainer {
             let (first, last) = (found.first as f32, found.now as f32);
             tracing::warn!(first, last, "the run diverged: its loss ended above its start");
         }
-        let samples = self.parts.samples.file.as_mut();
-        for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
-            file.map_or(Ok(()), JsonlSink::sync)?;
-        }
-        Ok(())
+        Ok(self.logs().try_for_each(JsonlSink::sync)?)
+    }
+
+    /// The files that the run appends rows to.
+    fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
+        let parts = &mut self.parts;
+        let files =
+            [&mut parts.metrics, &mut parts.evals, &mut parts.rejects, &mut parts.samples.file];
+        files.into_iter().flatten()
     }
 
     fn ranks(&self) -> &Ranks {

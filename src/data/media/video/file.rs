@@ -14,6 +14,7 @@ use ffmpeg_next::format::context::Input;
 use ffmpeg_next::software::scaling;
 use ffmpeg_next::{Dictionary, Error, Packet, Rational, codec, decoder, format, frame, log, media};
 use image::metadata::Orientation;
+use rustix::io::Errno;
 
 use super::{Limits, VideoError};
 use crate::data::media::image::{MAX_PIXELS, Rgb, resolve, swaps_sides, upright};
@@ -239,6 +240,13 @@ fn failure(path: &Path, deadline: Deadline, error: Error) -> VideoError {
     let path = path.to_owned();
     if deadline.is_over() {
         return VideoError::Timeout { path, seconds: deadline.limit.as_secs_f64() };
+    }
+    if let Error::Other { errno } = error {
+        // The file may be sound. FFmpeg returns most other codes for damaged files, too.
+        let code = Errno::from_raw_os_error(errno);
+        if [Errno::MFILE, Errno::NFILE, Errno::STALE].contains(&code) {
+            return VideoError::Read { path, cause: code.into() };
+        }
     }
     VideoError::Broken { path, problem: error.to_string() }
 }

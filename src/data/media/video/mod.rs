@@ -17,6 +17,7 @@ mod file;
 mod sampling;
 mod smart_resize;
 
+use std::io;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -284,12 +285,12 @@ pub enum VideoError {
         root: PathBuf,
     },
     /// The file cannot be read.
-    #[error("cannot read video `{}`: {problem}", .path.display())]
+    #[error("cannot read video `{}`: {cause}", .path.display())]
     Read {
         /// Path as written in the row.
         path: PathBuf,
         /// Error of the operating system.
-        problem: String,
+        cause: io::Error,
     },
     /// The file is damaged, or is not a video.
     #[error("video `{}` is damaged or not a video: {problem}", .path.display())]
@@ -395,8 +396,8 @@ impl VideoError {
         match cause {
             ImageError::Missing { root, .. } => Self::Missing { path, root },
             ImageError::EscapesRoot { root, .. } => Self::EscapesRoot { path, root },
-            ImageError::Read { source, .. } => Self::Read { path, problem: source.to_string() },
-            other => Self::Read { path, problem: other.to_string() },
+            ImageError::Read { source, .. } => Self::Read { path, cause: source },
+            other => Self::Read { path, cause: io::Error::other(other.to_string()) },
         }
     }
 
