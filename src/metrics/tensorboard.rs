@@ -170,7 +170,9 @@ mod tests {
         for time in [1_700_000_000.5, 1_700_000_000.9, 1_600_000_000.0] {
             EventFile::create(folder.path(), 1, time).unwrap();
         }
-        let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let names = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<_> = names.collect();
         names.sort();
         let seconds = ["1700000000", "1700000001", "1700000002"];

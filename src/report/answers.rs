@@ -1,5 +1,6 @@
 //! Held-out answers with their pictures.
 
+use super::chart::number;
 use super::folder::{ReportError, RunFolder};
 use super::html::{escaped, push};
 use super::tables::short;
@@ -12,6 +13,8 @@ use std::collections::BTreeMap;
 const MAX_ANSWERS: usize = 24;
 /// Maximum number of pixels of all pictures of a page: at most 700 kB as PNG in text.
 const PAGE_PIXELS: u64 = 150_000;
+/// Keys of an answer that are no scores.
+const KNOWN: [&str; 2] = ["step", "num_media"];
 /// Maximum number of pictures of an answer.
 const MAX_PICTURES: usize = 4;
 
@@ -62,11 +65,12 @@ pub(super) fn answers(
                 short(&text(answer, "answered"))
             ),
         );
-        for (name, score) in answer["scores"].as_object().into_iter().flatten() {
-            push(
-                &mut html,
-                format_args!("<dt>{}</dt><dd>{}</dd>", escaped(name), escaped(&score.to_string())),
-            );
+        // the other numbers are scores
+        for (name, score) in answer.as_object().into_iter().flatten() {
+            if let (Some(score), false) = (score.as_f64(), KNOWN.contains(&name.as_str())) {
+                let score = number(score);
+                push(&mut html, format_args!("<dt>{}</dt><dd>{score}</dd>", escaped(name)));
+            }
         }
         html.push_str("</dl>\n</article>\n");
     }

@@ -153,8 +153,8 @@ impl RunFolder {
     /// Steps after which another process continued the run.
     pub(super) fn restarts(&self) -> Vec<u64> {
         if !self.starts.is_empty() {
-            let later = self.starts.iter().skip(1);
-            return later.filter_map(|start| start["after_step"].as_u64()).collect();
+            let steps = self.starts.iter().filter_map(|start| start["after_step"].as_u64());
+            return steps.filter(|step| *step > 0).collect(); // 0: no step was trained before
         }
         // Older versions did not list them. The peak of a process never falls.
         let Some(Series(peaks)) = self.train("peak_memory_bytes") else { return Vec::new() };

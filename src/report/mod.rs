@@ -10,10 +10,12 @@ mod html;
 mod page;
 mod series;
 mod tables;
+#[cfg(test)]
+mod tests;
 mod thumbnail;
 
 pub use folder::{ReportError, RunFolder};
 pub use page::report;
 
 pub(crate) use html::{document, escaped, push, with_specials};
-pub(crate) use thumbnail::{Thumbnail, thumbnail};
+pub(crate) use thumbnail::thumbnail;
