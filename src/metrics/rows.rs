@@ -227,10 +227,10 @@ mod tests {
     fn a_step_row_has_the_documented_keys_in_order() {
         let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
-        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
-                        target_weight num_samples fill step_time_s data_wait_s tokens_per_s \
+        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens target_weight \
+                        num_samples fill step_time_s data_wait_s save_hold_s save_s tokens_per_s \
                         peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
-                        rejected rejected_by_reason rejected_by_file ranks";
+                        predicted_memory_bytes rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
     }
