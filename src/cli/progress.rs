@@ -128,6 +128,8 @@ pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
         fill: 0.97,
         step_time_s: 2.0,
         data_wait_s: 0.1,
+        save_hold_s: None,
+        save_s: None,
         tokens_per_s: 12345.6,
         peak_memory_bytes: 0,
         peak_device_memory_bytes: None,

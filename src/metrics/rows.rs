@@ -69,6 +69,13 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
+    /// Seconds between the step before and this one in which training waited for a checkpoint; absent
+    /// if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_hold_s: Option<f64>,
+    /// Seconds that it took to write a checkpoint; absent if none was completed since the step before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
@@ -206,6 +213,8 @@ mod tests {
             fill: 0.9,
             step_time_s: 1.5,
             data_wait_s: 0.1,
+            save_hold_s: None,
+            save_s: None,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,

@@ -266,6 +266,7 @@ fn trainer(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
+        save_in_background: config.checkpoint.background,
         carried,
         layout,
         config_json,

@@ -4,6 +4,7 @@ mod evaluate;
 mod save;
 mod step;
 
+use self::save::Saves;
 use super::audit::Audit;
 use super::config::{EvalConfig, OnNonFinite};
 use super::datasets::Rejected;
@@ -39,6 +40,8 @@ pub struct TrainerParts {
     pub max_steps: u64,
     /// Number of steps between checkpoints; 0 writes one at the end only.
     pub checkpoint_every: u64,
+    /// Whether training continues while a checkpoint is written, if memory suffices for a copy.
+    pub save_in_background: bool,
     /// Tokenizer and processor files of the model, copied to checkpoints.
     pub carried: CarriedFiles,
     /// Whether checkpoints contain a model or an adapter.
@@ -111,7 +114,7 @@ pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
     resumed: bool,
-    saved_at: Option<u64>,
+    saves: Saves,
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
     ahead: Option<Result<ReadyStep, TrainError>>,
@@ -157,11 +160,10 @@ impl Trainer {
         // A run resumed from the checkpoint of another folder has no checkpoint here.
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
-        let saved_at = is_here.then_some(step);
         Self {
             parts,
             audit,
-            saved_at,
+            saves: Saves::new(is_here.then_some(step)),
             evaluated_at: None,
             last_eval: None,
             resumed: step > 0,
@@ -208,6 +210,7 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let result = self.train(observer);
         if let Err(error) = &result {
+            self.end_saves();
             self.ranks().fail(error); // before the connections close
         }
         result
@@ -222,6 +225,7 @@ impl Trainer {
         }
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
+            self.poll_save()?;
             // a signal to one rank stops all
             let flags = [&self.parts.stop, &self.parts.save];
             let [stop, save] =
