@@ -1,6 +1,7 @@
 //! Metrics of a run: one row per optimizer step and one per evaluation.
 //!
-//! Rows are written to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and logged by `log`.
+//! Rows are written to `metrics.jsonl` and `eval.jsonl` in the `output_dir` through [`JsonlSink`], and
+//! logged by `log`.
 //! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
 
 mod collective_time;
@@ -10,11 +11,15 @@ mod memory_model;
 mod model_flops;
 mod rows;
 mod step_rows;
+mod tensorboard;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
-pub use memory::{available_memory_bytes, cpu_seconds, peak_memory_bytes};
-pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
+pub use memory::{
+    available_memory_bytes, cpu_seconds, memory_text, peak_memory_bytes, resident_memory_bytes,
+};
+pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;
+pub use tensorboard::{EventFile, scalars};

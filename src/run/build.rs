@@ -10,11 +10,14 @@ use super::load_model::OpenModel;
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
+use super::plan_forecast::forecast;
 use super::ranks::SetupRanks;
 use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
+use super::starts;
+use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
@@ -64,6 +67,7 @@ use std::sync::atomic::AtomicBool;
 pub struct Run {
     trainer: Trainer,
     background: Option<BackgroundCacheWriter>,
+    trackers: Trackers,
     _lock: Option<File>, // rank 0 has it
 }
 
@@ -182,10 +186,12 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, background } = ranks
+        let RunPlan { planned, reader, packs, background } = ranks
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
+        let place = (rank.world, device.is_cpu());
+        let predicted = forecast(config, &rows, packs.as_ref(), place);
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
@@ -203,15 +209,19 @@ impl Run {
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
-        let data = RunData { loader, reader, rows, eval_rows };
+        let data = RunData { loader, reader, rows, eval_rows, predicted };
         let steps = [max_steps, total_steps];
+        let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
+        if is_first {
+            starts::log_start(config, state.step, rank.world);
+        }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
-        Ok(Self { trainer, background, _lock: lock })
+        Ok(Self { trainer, background, trackers, _lock: lock })
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        let outcome = self.trainer.run(observer);
+        let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
         self.background = None;
         outcome
     }
@@ -241,6 +251,8 @@ struct RunData {
     reader: Arc<dyn RowReader>,
     rows: Arc<JsonlRows>,
     eval_rows: Option<JsonlRows>,
+    /// Predicted peak memory in bytes.
+    predicted: Option<u64>,
 }
 
 /// Opens the logs and begins the training loop.
@@ -253,10 +265,10 @@ fn trainer(
     (runner, state): (StepRunner, TrainState),
 ) -> Result<Trainer, RunError> {
     let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
-    let RunData { loader, reader, rows, eval_rows } = data;
+    let RunData { loader, reader, rows, eval_rows, predicted } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, mut rejects, samples, is_evaluated } = sinks;
+    let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
     if state.step == 0 {
         write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
     }
@@ -274,6 +286,8 @@ fn trainer(
         eval: config.eval.clone(),
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
+        predicted_memory_bytes: predicted,
+        evals,
         rejects,
         dataset_names: rows.names().to_vec(),
         rejected_texts: Rejected::of_texts(rows.rejected_texts()),

@@ -225,18 +225,17 @@ impl Trainer {
     /// Makes the rows of the logs durable before the checkpoint, so that a run that resumes from it
     /// has the rows of all earlier steps.
     fn sync_logs(&mut self) {
-        let samples = self.parts.samples.file.as_mut();
-        for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
-            if let Some(Err(error)) = file.map(JsonlSink::sync) {
+        for file in self.logs() {
+            if let Err(error) = file.sync() {
                 tracing::warn!("{}", causes(&error));
             }
         }
     }
 }
 
-                step,
-                "cannot write a checkpoint; training continues until the next one is due: {}",
-                causes(error)
+/// Whether a copy of `need` bytes may be made: the next steps need some of what is free now.
+fn copy_fits(need: u64, free: Option<u64>) -> bool {
+    free.is_none_or(|free| need <= free / 2)
 }
 
 /// The messages of an error and of its causes.

@@ -164,8 +164,7 @@ impl Trainer {
             lr: parts.schedule.lr(state.step),
             num_tokens: data.num_tokens as u64,
             num_target_tokens: counts.num_targets,
-            target_weight: Some(counts.target_weight)
-                .filter(|weight| *weight != counts.num_targets as f64),
+            target_weight: counts.target_weight,
             num_samples: data.num_samples as u64,
             fill: data.fill,
             step_time_s,
@@ -176,6 +175,7 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            predicted_memory_bytes: parts.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
