@@ -10,7 +10,7 @@ use crate::optim::Kind;
 use crate::run::{Estimate, ModelShape, check_world};
 use crate::train::DeviceChoice;
 use clap::Args;
-use std::io::Write as _;
+use std::io::Write;
 use std::num::NonZeroUsize;
 
 const GIB: f64 = 1_073_741_824.0;
