@@ -1,5 +1,6 @@
 //! The rows of `metrics.jsonl`.
 
+use super::memory::memory_text;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -87,6 +88,9 @@ pub struct StepMetrics {
     /// the CPU. This is the memory that the GPU must have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_device_reserved_bytes: Option<u64>,
+    /// Predicted peak: of the tensors on a GPU, otherwise of the process; absent if it is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predicted_memory_bytes: Option<u64>,
     /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,
     /// `rejected` by reason; absent if nothing was rejected.
@@ -104,19 +108,26 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
+    /// The peak memory so far and the predicted one as a sentence; `None` without a prediction.
+    pub fn memory(&self) -> Option<String> {
+        let predicted = memory_text(self.predicted_memory_bytes? as f64);
+        let peak = self.peak_device_memory_bytes.unwrap_or(self.peak_memory_bytes);
+        Some(format!("memory: {} at the peak, {predicted} predicted", memory_text(peak as f64)))
+    }
+
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
+        // the share of the step in which no data was ready
+        let wait = 100.0 * self.data_wait_s / self.step_time_s.max(f64::MIN_POSITIVE);
         tracing::info!(
             step = self.step,
-            epoch = %format_args!("{:.3}", self.epoch),
+            epoch = %format_args!("{:.2}", self.epoch),
             loss = %format_args!("{:.4}", self.loss),
-            grad_norm = %format_args!("{:.3}", self.grad_norm),
-            lr = %format_args!("{:.3e}", self.lr),
-            fill = %format_args!("{:.3}", self.fill),
-            tokens_per_s = %format_args!("{:.0}", self.tokens_per_s),
-            step_time_s = %format_args!("{:.3}", self.step_time_s),
-            data_wait_s = %format_args!("{:.3}", self.data_wait_s),
-            rejected = self.rejected,
+            grad = %format_args!("{:.2}", self.grad_norm),
+            lr = %format_args!("{:.2e}", self.lr),
+            "tok/s" = %format_args!("{:.0}", self.tokens_per_s),
+            wait = %format_args!("{wait:.0}%"),
+            rejected = Some(self.rejected).filter(|rejected| *rejected > 0),
             "train"
         );
     }
@@ -184,10 +195,10 @@ impl EvalMetrics {
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
-            accuracy = self.accuracy,
-            num_target_tokens = self.num_target_tokens,
-            num_samples = self.num_samples,
-            time_s = %format_args!("{:.3}", self.time_s),
+            accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
+            rows = self.num_samples,
+            targets = self.num_target_tokens,
+            seconds = %format_args!("{:.1}", self.time_s),
             "eval"
         );
     }
@@ -197,9 +208,8 @@ impl EvalMetrics {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_step_row_has_the_documented_keys_in_order() {
-        let row = StepMetrics {
+    fn step_row() -> StepMetrics {
+        StepMetrics {
             step: 3,
             epoch: 0.5,
             loss: f64::NAN,
@@ -219,18 +229,34 @@ mod tests {
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
             peak_device_reserved_bytes: None,
+            predicted_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
             ranks: None,
             datasets: BTreeMap::new(),
-        };
-        let row = serde_json::to_value(&row).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_step_row_has_the_documented_keys_in_order() {
+        let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let contract = "step epoch loss grad_norm lr num_tokens num_target_tokens num_samples fill \
                         step_time_s data_wait_s tokens_per_s peak_memory_bytes rejected";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
+    }
+
+    #[test]
+    fn the_peak_is_compared_with_the_prediction() {
+        let mut row = step_row();
+        assert_eq!(row.memory(), None);
+        row.predicted_memory_bytes = Some(3 << 29);
+        let text = "memory: 1.00 GiB at the peak, 1.50 GiB predicted";
+        assert_eq!(row.memory().as_deref(), Some(text));
+        row.peak_device_memory_bytes = Some(5 << 20);
+        assert!(row.memory().is_some_and(|text| text.starts_with("memory: 5 MiB")));
     }
 
     #[test]

@@ -347,7 +347,7 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
         tracing::warn!(
             count = surprising,
             first = unused.iter().find(|name| **name != "lm_head.weight"),
-            "ignoring tensors of the model folder that this model does not use; checkpoints will not contain them"
+            "the model folder has tensors that this model does not use; checkpoints will not contain them"
         );
     }
     Ok(files)

@@ -58,6 +58,8 @@ pub struct TrainerParts {
     pub eval: EvalConfig,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
+    /// Predicted peak memory of this process, or of the tensors on its GPU, in bytes.
+    pub predicted_memory_bytes: Option<u64>,
     /// `metrics.jsonl`; `None` if another rank writes it.
     pub metrics: Option<JsonlSink>,
     /// `rejects.jsonl`; `None` if another rank writes it.
@@ -280,11 +282,18 @@ impl Trainer {
         let health = &self.parts.state.health;
         if health.skipped() > 0 {
             let steps = health.skipped();
-            tracing::warn!(steps, "steps that changed no weight: loss or gradient was not finite");
+            tracing::warn!(
+                steps,
+                "these steps changed no weight, because their loss or gradient was not finite"
+            );
         }
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
-            tracing::warn!(first, last, "the run diverged: its loss ended above its start");
+            tracing::warn!(
+                first,
+                last,
+                "the loss ended above its first values: the run has diverged"
+            );
         }
         let samples = self.parts.samples.file.as_mut();
         for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {

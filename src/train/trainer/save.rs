@@ -192,7 +192,7 @@ impl Trainer {
                 folder = %folder.display(),
                 time_s = %format_args!("{time_s:.3}"),
                 hold_s = %format_args!("{hold_s:.3}"),
-                "checkpoint"
+                "saved a checkpoint"
             );
             log_datasets(datasets);
         }

@@ -115,7 +115,7 @@ impl Trainer {
                 value,
                 usual,
                 rows,
-                "spike: {} is far above its range",
+                "spike: {} is far above its usual range",
                 spike.name
             );
         }
@@ -176,6 +176,7 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            predicted_memory_bytes: parts.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
