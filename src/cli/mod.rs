@@ -31,6 +31,7 @@ mod progress;
 mod ranks;
 mod replay;
 mod report;
+mod run_report;
 mod selftest;
 mod sft;
 mod signals;
@@ -79,6 +80,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Compute rows in every layout, and compare losses and gradients
     Verify(verify::VerifyArgs),
+    /// Write a page with the curves, answers and settings of runs
+    Report(run_report::ReportArgs),
     /// List the rows of a step of a run, with their losses
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
@@ -153,6 +156,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
         Command::Verify(args) => verify::run(args, &logging),
+        Command::Report(args) => run_report::run(args, &logging),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
         Command::Completions(args) => completions::completions(args),

@@ -123,7 +123,7 @@ pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
         lr: 1e-5,
         num_tokens: 1000,
         num_target_tokens: 100,
-        target_weight: None,
+        target_weight: 100.0,
         num_samples: 2,
         fill: 0.97,
         step_time_s: 2.0,

@@ -9,6 +9,7 @@ use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use super::replay;
 use super::report;
+use super::run_report::write_report;
 use super::signals::Requests;
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
@@ -93,6 +94,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             tracing::warn!("cannot show answers: {error:#}");
         }
     }
+    write_report(&config, run.trainer().eval_rows());
     let base = config.adapter.as_ref().map(|_| config.model.path.as_path());
     print_next_steps(&args.config.config, &folder, base);
     Ok(())

@@ -1,6 +1,7 @@
 //! Metrics of a run: one row per optimizer step and one per evaluation.
 //!
-//! Rows are written to `<output_dir>/metrics.jsonl` through [`JsonlSink`] and logged by `log`.
+//! Rows are written to `metrics.jsonl` and `eval.jsonl` in the `output_dir` through [`JsonlSink`], and
+//! logged by `log`.
 //! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
 
 mod collective_time;
@@ -10,6 +11,7 @@ mod memory_model;
 mod model_flops;
 mod rows;
 mod step_rows;
+mod tensorboard;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
@@ -20,3 +22,4 @@ pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, Mic
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;
+pub use tensorboard::{EventFile, scalars};

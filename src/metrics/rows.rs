@@ -1,4 +1,4 @@
-//! The rows of `metrics.jsonl`.
+//! The rows of `metrics.jsonl` and `eval.jsonl`. All rows of a file have the same keys.
 
 use super::memory::memory_text;
 use serde::Serialize;
@@ -47,9 +47,7 @@ pub struct StepMetrics {
     pub loss: f64,
     /// L2 norm of the gradient over all trained parameters, before clipping.
     pub grad_norm: f64,
-    /// Whether the step changed no weight because its loss or a gradient is not finite; absent if it
-    /// did.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    /// Whether the step changed no weight because its loss or a gradient is not finite.
     pub skipped: bool,
     /// Learning rate of this step, before the multipliers of parameter groups.
     pub lr: f64,
@@ -57,10 +55,9 @@ pub struct StepMetrics {
     pub num_tokens: u64,
     /// Number of supervised targets. The divisor of the loss, unless rows have weights.
     pub num_target_tokens: u64,
-    /// Sum of the weights of the targets, the divisor of the loss; absent if it equals
-    /// `num_target_tokens`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub target_weight: Option<f64>,
+    /// Sum of the weights of the targets, the divisor of the loss. It equals `num_target_tokens`
+    /// unless rows have weights.
+    pub target_weight: f64,
     /// Number of samples.
     pub num_samples: u64,
     /// Packing efficiency: real tokens / (packs * `packing_length`), or real tokens / padded tokens
@@ -70,37 +67,29 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
-    /// Seconds between the step before and this one in which training waited for a checkpoint; absent
-    /// if there was none.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Seconds between the step before and this one in which training waited for a checkpoint;
+    /// `None` if none was due.
     pub save_hold_s: Option<f64>,
-    /// Seconds that it took to write a checkpoint; absent if none was completed since the step before.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Seconds that it took to write a checkpoint; `None` if none was completed since the step before.
     pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
     pub peak_memory_bytes: u64,
-    /// Peak GPU memory in use by tensors so far, in bytes; absent on the CPU.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Peak GPU memory in use by tensors so far, in bytes; `None` on the CPU.
     pub peak_device_memory_bytes: Option<u64>,
-    /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; absent on
-    /// the CPU. This is the memory that the GPU must have.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; `None`
+    /// on the CPU. This is the memory that the GPU must have.
     pub peak_device_reserved_bytes: Option<u64>,
-    /// Predicted peak: of the tensors on a GPU, otherwise of the process; absent if it is not known.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Predicted peak: of the tensors on a GPU, otherwise of the process; `None` if it is not known.
     pub predicted_memory_bytes: Option<u64>,
     /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,
-    /// `rejected` by reason; absent if nothing was rejected.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    /// `rejected` by reason.
     pub rejected_by_reason: BTreeMap<String, u64>,
-    /// `rejected` by data file and reason; absent if nothing was rejected.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    /// `rejected` by data file and reason.
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Speed and memory of the ranks; absent in a run of one process.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Speed and memory of the ranks; `None` in a run of one process.
     pub ranks: Option<RankMetrics>,
     /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
@@ -133,11 +122,9 @@ impl StepMetrics {
     }
 }
 
-/// Metrics of one evaluation.
+/// Metrics of one evaluation. The fields are the keys of `eval.jsonl`, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EvalMetrics {
-    /// Always true; distinguishes these rows from those of steps.
-    eval: bool,
     /// Number of optimizer steps so far.
     pub step: u64,
     /// Mean negative log-likelihood over all supervised targets.
@@ -146,9 +133,8 @@ pub struct EvalMetrics {
     pub num_target_tokens: u64,
     /// Number of samples.
     pub num_samples: u64,
-    /// Share of samples for which the model predicts every supervised token (greedy); `None` if it
-    /// was not computed.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Share of chats for which the model predicts every supervised token (greedy); `None` without
+    /// chats.
     pub accuracy: Option<f64>,
     /// Wall-clock seconds of the evaluation.
     pub time_s: f64,
@@ -167,7 +153,6 @@ impl EvalMetrics {
         time_s: f64,
     ) -> Self {
         Self {
-            eval: true,
             step,
             loss,
             num_target_tokens,
@@ -218,7 +203,7 @@ mod tests {
             lr: 1e-5,
             num_tokens: 10,
             num_target_tokens: 4,
-            target_weight: None,
+            target_weight: 4.0,
             num_samples: 2,
             fill: 0.9,
             step_time_s: 1.5,
@@ -242,8 +227,10 @@ mod tests {
     fn a_step_row_has_the_documented_keys_in_order() {
         let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
-        let contract = "step epoch loss grad_norm lr num_tokens num_target_tokens num_samples fill \
-                        step_time_s data_wait_s tokens_per_s peak_memory_bytes rejected";
+        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
+                        target_weight num_samples fill step_time_s data_wait_s tokens_per_s \
+                        peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
+                        rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
     }
@@ -260,11 +247,11 @@ mod tests {
     }
 
     #[test]
-    fn an_eval_row_has_the_key_eval() {
+    fn an_eval_row_has_the_same_keys_with_and_without_chats() {
         let row = EvalMetrics::new(7, 1.25, 100, 5, 0.5);
         let text = serde_json::to_string(&row).unwrap();
-        assert!(text.starts_with(r#"{"eval":true,"step":7,"loss":1.25,"#), "{text}");
-        assert!(!text.contains("accuracy"));
+        assert!(text.starts_with(r#"{"step":7,"loss":1.25,"#), "{text}");
+        assert!(text.contains(r#""accuracy":null"#), "{text}");
         let text = serde_json::to_string(&row.with_accuracy(Some(0.75))).unwrap();
         assert!(text.contains(r#""accuracy":0.75"#), "{text}");
     }

@@ -18,9 +18,9 @@ struct Ranges<'a>(&'a [(u64, u64)]);
 const MOST: usize = 5;
 
 impl StepRows {
-    /// Adds the next row of the file. Rows of evaluations do not count.
+    /// Adds the next row of the file.
     pub fn push(&mut self, row: &Value) {
-        let Some(step) = row["step"].as_u64().filter(|_| row["eval"] != true) else { return };
+        let Some(step) = row["step"].as_u64() else { return };
         match self.last {
             Some(last) if step <= last => match self.double.last_mut() {
                 Some(range) if range.1.checked_add(1) == Some(step) => range.1 = step,
@@ -82,7 +82,6 @@ mod tests {
         let mut rows = StepRows::default();
         for step in steps {
             rows.push(&json!({"step": step, "loss": 1.0}));
-            rows.push(&json!({"step": step, "eval": true}));
         }
         rows.finish(step)
     }

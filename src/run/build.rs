@@ -16,6 +16,8 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
+use super::starts;
+use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
@@ -65,6 +67,7 @@ use std::sync::atomic::AtomicBool;
 pub struct Run {
     trainer: Trainer,
     background: Option<BackgroundCacheWriter>,
+    trackers: Trackers,
     _lock: Option<File>, // rank 0 has it
 }
 
@@ -208,13 +211,17 @@ impl Run {
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
         let data = RunData { loader, reader, rows, eval_rows, predicted };
         let steps = [max_steps, total_steps];
+        let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
+        if is_first {
+            starts::log_start(config, state.step, rank.world);
+        }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
-        Ok(Self { trainer, background, _lock: lock })
+        Ok(Self { trainer, background, trackers, _lock: lock })
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
-        let outcome = self.trainer.run(observer);
+        let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
         self.background = None;
         outcome
     }
@@ -261,7 +268,7 @@ fn trainer(
     let RunData { loader, reader, rows, eval_rows, predicted } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, mut rejects, samples, is_evaluated } = sinks;
+    let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
     if state.step == 0 {
         write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
     }
@@ -280,6 +287,7 @@ fn trainer(
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
         predicted_memory_bytes: predicted,
+        evals,
         rejects,
         dataset_names: rows.names().to_vec(),
         rejected_texts: Rejected::of_texts(rows.rejected_texts()),

@@ -193,7 +193,7 @@ pub enum RunError {
     /// A checkpoint or a file of the run cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// `metrics.jsonl` or `rejects.jsonl` cannot be opened or written.
+    /// `metrics.jsonl`, `eval.jsonl` or `rejects.jsonl` cannot be opened or written.
     #[error(transparent)]
     Sink(#[from] JsonlError),
     /// The config cannot be written to `output_dir`.

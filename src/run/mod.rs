@@ -32,12 +32,15 @@ mod sequence;
 mod setup_error;
 mod sinks;
 mod stages;
+mod starts;
 mod stored_weights;
 mod temporary;
+mod trackers;
 pub mod verify;
 
 pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
+pub(crate) use check::predicted_memory;
 pub use check::{CheckReport, Finding, Note, Topic, check_run};
 pub use device::{DeviceError, device_name};
 pub use error::RunError;

@@ -1,22 +1,28 @@
 //! The logs that a run appends to.
 
 use super::error::RunError;
+use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::metrics::{JsonlSink, StepRows};
 use crate::train::TrainState;
+use serde_json::Value;
 use std::cell::{Cell, RefCell};
+use std::fmt::Write as _;
+use std::path::Path;
 
 /// The logs of a run, on rank 0.
 #[derive(Default)]
 pub(super) struct Sinks {
     pub(super) metrics: Option<JsonlSink>,
+    pub(super) evals: Option<JsonlSink>,
     pub(super) rejects: Option<JsonlSink>,
     pub(super) samples: Option<JsonlSink>,
-    /// Whether the metrics have the evaluation of the step to resume from.
+    /// Whether `eval.jsonl` has the evaluation of the step to resume from.
     pub(super) is_evaluated: bool,
 }
 
 const METRICS: &str = "metrics.jsonl";
+const EVALS: &str = "eval.jsonl";
 
 /// Opens the logs, and removes the lines of steps after `state`.
 pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
@@ -27,11 +33,12 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
             "all steps of this run are done: there is nothing to train"
         );
     }
+    move_evaluations(&config.output_dir)?;
     let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
     let sink = |name: &str| {
         JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
             let Some(step) = row["step"].as_u64() else { return true };
-            let is_eval = step == state.step && row["eval"] == true;
+            let is_eval = step == state.step && name == EVALS;
             is_evaluated.set(is_evaluated.get() || is_eval);
             if name == METRICS && step <= state.step {
                 step_rows.borrow_mut().push(row);
@@ -40,12 +47,71 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
             step <= state.step && !(all_done && is_eval)
         })
     };
-    let (metrics, rejects) = (sink(METRICS)?, sink("rejects.jsonl")?);
+    let (metrics, evals, rejects) = (sink(METRICS)?, sink(EVALS)?, sink("rejects.jsonl")?);
     if let Some(steps) = step_rows.take().finish(state.step) {
         let file = config.output_dir.join(METRICS);
         tracing::warn!(file = %file.display(), "rows of the steps before the checkpoint are {steps}");
     }
     let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
     let is_evaluated = is_evaluated.get() && !all_done;
-    Ok(Sinks { metrics: Some(metrics), rejects: Some(rejects), samples, is_evaluated })
+    Ok(Sinks {
+        metrics: Some(metrics),
+        evals: Some(evals),
+        rejects: Some(rejects),
+        samples,
+        is_evaluated,
+    })
+}
+
+/// Moves the evaluations of a run of an older version from `metrics.jsonl` to `eval.jsonl`.
+fn move_evaluations(output_dir: &Path) -> Result<(), RunError> {
+    let (metrics, evals) = (output_dir.join(METRICS), output_dir.join(EVALS));
+    let is_eval = |row: &Value| row["eval"] == true;
+    let rows = RefCell::new(String::new());
+    JsonlSink::open_keeping(&metrics, |row| {
+        if is_eval(row) {
+            let mut row = row.clone();
+            if let Some(row) = row.as_object_mut() {
+                row.remove("eval");
+                row.entry("accuracy").or_insert(Value::Null);
+            }
+            let _ = writeln!(rows.borrow_mut(), "{row}"); // writing to a String cannot fail
+        }
+        true
+    })?;
+    let rows = rows.take();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    // Not removed from one file before the other has them: this process may be killed.
+    if !evals.exists() {
+        write_atomically(&evals, rows.as_bytes())?;
+    }
+    JsonlSink::open_keeping(&metrics, |row| !is_eval(row))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evaluations_of_an_older_version_get_a_file_of_their_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let steps = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n";
+        let old = format!("{steps}{{\"eval\":true,\"step\":2,\"loss\":1.5,\"time_s\":0.5}}\n");
+        std::fs::write(path(METRICS), &old).unwrap();
+        let moved = "{\"accuracy\":null,\"loss\":1.5,\"step\":2,\"time_s\":0.5}\n";
+        let read = |name: &str| std::fs::read_to_string(path(name)).unwrap();
+        let value = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        move_evaluations(folder.path()).unwrap();
+        assert_eq!(read(METRICS), steps);
+        assert_eq!(value(&read(EVALS)), value(moved));
+        // killed after `eval.jsonl` was written
+        std::fs::write(path(METRICS), old).unwrap();
+        move_evaluations(folder.path()).unwrap();
+        assert_eq!(read(METRICS), steps);
+        assert_eq!(read(EVALS).lines().count(), 1);
+    }
 }

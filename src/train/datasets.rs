@@ -162,7 +162,7 @@ pub fn by_dataset(
     sets
 }
 
-/// Keys of `metrics.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. Empty for a single data set,
+/// Keys of `metrics.jsonl` and `eval.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. Empty for a single data set,
 /// whose values equal those of the whole row.
 pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, Value> {
     let mut keys = BTreeMap::new();
@@ -171,7 +171,7 @@ pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, V
     }
     for (name, set) in names.iter().zip(sets) {
         let counts = &set.counts;
-        keys.extend(set.loss().map(|loss| (format!("loss/{name}"), loss.into())));
+        keys.insert(format!("loss/{name}"), set.loss().into());
         keys.insert(format!("num_samples/{name}"), counts.num_samples.into());
         keys.insert(format!("num_tokens/{name}"), counts.num_tokens.into());
         keys.insert(format!("num_target_tokens/{name}"), counts.num_target_tokens.into());
@@ -236,7 +236,7 @@ mod tests {
         let expected = serde_json::json!({
             "loss/a": 4.0, "num_samples/a": 2, "num_tokens/a": 7, "num_target_tokens/a": 1,
             "loss/b": 11.0 / 3.0, "num_samples/b": 2, "num_tokens/b": 14, "num_target_tokens/b": 3,
-            "num_samples/c": 0, "num_tokens/c": 0, "num_target_tokens/c": 0,
+            "loss/c": null, "num_samples/c": 0, "num_tokens/c": 0, "num_target_tokens/c": 0,
         });
         assert_eq!(keys, expected);
         assert!(metric_keys(&names[..1], &sets[..1]).is_empty());

@@ -26,7 +26,7 @@ mod weights;
 pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
 pub use config::{
     AttentionChoice, EvalConfig, LogConfig, ModelSection, Offload, OnNonFinite, Precision,
-    RecomputeChoice, TrainConfig, Weights,
+    RecomputeChoice, Tracker, TrainConfig, Weights,
 };
 pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,

@@ -138,8 +138,8 @@ fn a_merged_model_computes_what_model_and_adapter_compute() {
         assert!((with_adapter - inside).abs() < 1e-5, "{name}: {with_adapter} {inside}");
         let alone = eval(&place, &[]);
         assert!((with_adapter - alone).abs() > 1e-3, "{name}: the adapter has an effect");
-        let metrics = place.rows(&format!("{name}/metrics.jsonl"));
-        let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
+        let evals = place.rows(&format!("{name}/eval.jsonl"));
+        let last = evals.last().unwrap();
         assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
         // a second run starts where the first ended
         let start =
@@ -150,8 +150,8 @@ fn a_merged_model_computes_what_model_and_adapter_compute() {
             1,
             None,
         );
-        let metrics = place.rows(&format!("{next}/metrics.jsonl"));
-        let last = metrics.iter().rfind(|row| row["eval"] == true).unwrap();
+        let evals = place.rows(&format!("{next}/eval.jsonl"));
+        let last = evals.last().unwrap();
         assert!((with_adapter - last["loss"].as_f64().unwrap()).abs() < 1e-6, "{last}");
     }
 }

@@ -3,6 +3,7 @@
 use super::harness::{Place, json_lines};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::iter::repeat;
 
 /// A folder with a tiny model, a text of 34 digits (35 tokens with the end token), documents and
 /// chats.
@@ -112,7 +113,16 @@ fn packs_of_a_corpus_contain_each_window_once() {
 
 /// Rows of `metrics.jsonl` after a step, without times and memory.
 fn metrics(place: &Place, run: &str, after: u64) -> Vec<Value> {
-    let mut rows = place.rows(&format!("{run}/metrics.jsonl"));
+    rows_of(place, &format!("{run}/metrics.jsonl"), after)
+}
+
+/// Rows of `eval.jsonl` after a step, without times.
+fn evals(place: &Place, run: &str, after: u64) -> Vec<Value> {
+    rows_of(place, &format!("{run}/eval.jsonl"), after)
+}
+
+fn rows_of(place: &Place, file: &str, after: u64) -> Vec<Value> {
+    let mut rows = place.rows(file);
     rows.retain(|row| row["step"].as_u64().unwrap() > after);
     for row in &mut rows {
         let row = row.as_object_mut().unwrap();
@@ -132,16 +142,17 @@ fn assert_resumes(place: &Place, last: u64) {
         let weights = |run: &str| place.read(&format!("{run}/final/model.safetensors"));
         assert!(weights(&to) == weights("run"), "from step {step}");
         assert_eq!(metrics(place, &to, step), metrics(place, "run", step), "from step {step}");
+        assert_eq!(evals(place, &to, step), evals(place, "run", step), "from step {step}");
         let state =
             |run: &str| place.read(&format!("{run}/checkpoints/step-{last:08}/trainer_state.json"));
         assert!(state(&to) == state("run"), "from step {step}");
     }
+    for rows in [metrics(place, "run", 0), evals(place, "run", 0)] {
+        let keys = |row: &Value| row.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        rows.iter().for_each(|row| assert_eq!(keys(row), keys(&rows[0]), "{row}"));
+    }
     let steps = metrics(place, "run", 0);
-    let steps: Vec<u64> = steps
-        .iter()
-        .filter(|row| row["eval"] != true)
-        .filter_map(|row| row["step"].as_u64())
-        .collect();
+    let steps: Vec<u64> = steps.iter().filter_map(|row| row["step"].as_u64()).collect();
     assert_eq!(steps, (1..=last).collect::<Vec<_>>());
 }
 
@@ -223,8 +234,9 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
     let (mut chats, mut text) = (0, 0);
     let number =
         |row: &Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no `{key}` in {row}"));
-    for row in &rows {
-        let names = if row["eval"] == true { ["chats", "digits"] } else { ["chats", "text"] };
+    let evals = evals(&place, "run", 0);
+    for (row, is_eval) in rows.iter().zip(repeat(false)).chain(evals.iter().zip(repeat(true))) {
+        let names = if is_eval { ["chats", "digits"] } else { ["chats", "text"] };
         let of = |key: &str| names.map(|name| number(row, &format!("{key}/{name}")));
         let (losses, targets) = (of("loss"), of("num_target_tokens"));
         let sum = losses[0] * targets[0] + losses[1] * targets[1];
@@ -232,14 +244,14 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
         assert!((sum - loss).abs() < 1e-9 * loss, "{row}");
         assert_eq!(targets.iter().sum::<f64>(), number(row, "num_target_tokens"));
         assert_eq!(of("num_samples").iter().sum::<f64>(), number(row, "num_samples"));
-        if row["eval"] != true {
+        if !is_eval {
             assert_eq!(of("num_tokens").iter().sum::<f64>(), number(row, "num_tokens"));
             chats += of("num_samples")[0] as i64;
             text += of("num_samples")[1] as i64;
         }
     }
     // The loss of each data set equals that of an evaluation of this set alone.
-    let last = rows.iter().rfind(|row| row["eval"] == true).unwrap();
+    let last = evals.last().unwrap();
     for (name, set) in [
         ("chats", "{path: chats.jsonl}"),
         ("digits", "{path: digits.txt, corpus: {sampling: document}}"),

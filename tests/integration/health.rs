@@ -172,11 +172,11 @@ fn a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again() {
     wait_until("checkpoint", &mut child, saved);
     send("TERM", &child);
     assert_eq!(child.wait().unwrap().code(), Some(75));
-    let is_eval = |row: &&Value| row["eval"] == true;
-    assert_eq!(place.rows("run/metrics.jsonl").iter().filter(is_eval).count(), 0);
+    assert_eq!(place.rows("run/eval.jsonl").len(), 0);
     place.trainer(&sft(&with_eval)).ends_with(0).says("resume from_step=2");
-    let rows = |run: &str| without_measured(place.rows(&format!("{run}/metrics.jsonl")));
-    assert_eq!(rows("run"), rows("whole"));
+    let rows = |file: &str| without_measured(place.rows(file));
+    assert_eq!(rows("run/metrics.jsonl"), rows("whole/metrics.jsonl"));
+    assert_eq!(rows("run/eval.jsonl"), rows("whole/eval.jsonl"));
 }
 
 /// Runs the program with a limit of the shell, such as `ulimit -f 100`.

@@ -120,7 +120,7 @@ fn rows(place: &Place, file: &str) -> Vec<Value> {
 fn assert_same(place: &Place, found: &str, expected: &str) {
     let names = place.names(&format!("{expected}/checkpoints"));
     assert_eq!(place.names(&format!("{found}/checkpoints")), names);
-    for file in ["metrics.jsonl", "rejects.jsonl"] {
+    for file in ["metrics.jsonl", "eval.jsonl", "rejects.jsonl"] {
         let [found, expected] = [found, expected].map(|run| rows(place, &format!("{run}/{file}")));
         assert_eq!(found, expected, "{file}");
     }
@@ -163,8 +163,7 @@ fn every_number_of_ranks_trains_the_same_weights() {
         }
         let metrics = place.rows(&format!("{}/metrics.jsonl", name(4)));
         assert_eq!(metrics[0]["ranks"]["world"], 4);
-        let steps = metrics.iter().filter(|row| row["eval"] != true).count();
-        assert!(steps >= 4, "{steps} steps");
+        assert!(metrics.len() >= 4, "{} steps", metrics.len());
     }
     let rejected = place.rows("run-0-4/rejects.jsonl");
     let broken = rejected.iter().filter(|row| row["reason"] == "image_broken").count();

@@ -46,8 +46,7 @@ fn rows_after(place: &Place, file: &str, step: u64) -> Vec<Value> {
 }
 
 fn steps(rows: &[Value]) -> Vec<u64> {
-    let of_steps = rows.iter().filter(|row| row["eval"] != true);
-    of_steps.map(|row| row["step"].as_u64().unwrap()).collect()
+    rows.iter().map(|row| row["step"].as_u64().unwrap()).collect()
 }
 
 /// Asserts that weights, moments and state of the run `found` are those of `expected`, and so are
@@ -69,7 +68,7 @@ fn assert_same(place: &Place, found: &str, expected: &str, last: u64, step: u64)
         state
     };
     assert_eq!(state(found), state(expected), "{found}");
-    for file in ["metrics.jsonl", "rejects.jsonl"] {
+    for file in ["metrics.jsonl", "eval.jsonl", "rejects.jsonl"] {
         let rows = |run: &str| rows_after(place, &format!("{run}/{file}"), step);
         assert_eq!(rows(found), rows(expected), "{found}: {file}");
     }
@@ -339,7 +338,7 @@ fn another_config_starts_a_new_run_and_keeps_the_old_one() {
         place.trainer(&sft(more)).ends_with(0).says("start from_step=0").says("previous-");
         let aside = format!("run/previous-{number}");
         let logs = ["metrics.jsonl", "rejects.jsonl", "samples.jsonl", "train.log"];
-        let all = [&["checkpoints", "config.yaml", "final"], &logs[..]].concat();
+        let all = [&["checkpoints", "config.yaml", "eval.jsonl", "final"], &logs[..]].concat();
         assert_eq!(place.names(&aside), all);
         assert_eq!(place.names(&format!("{aside}/checkpoints")).len(), 4);
         let rows = place.rows("run/metrics.jsonl");

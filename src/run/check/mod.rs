@@ -10,6 +10,7 @@ use super::observer::SetupObserver;
 use crate::config::RunConfig;
 use crate::tape::Trainable;
 use candle_core::Device;
+pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
 use std::fs;
 

@@ -22,6 +22,11 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     need.check_disk(config, report);
 }
 
+/// Peak memory of a run in one process, predicted from the shape of its model, in bytes.
+pub(crate) fn predicted_memory(config: &RunConfig) -> Result<f64, RunError> {
+    Ok(Need::of(config)?.memory)
+}
+
 /// Memory and disk space that a run needs.
 pub(super) struct Need {
     /// Peak memory of the process, or of the GPU, in bytes.

@@ -58,7 +58,7 @@ impl Trainer {
             EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
                 .with_accuracy(report.accuracy())
                 .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
-        if let Some(file) = &mut parts.metrics {
+        if let Some(file) = &mut parts.evals {
             file.write(&metrics)?;
         }
         watch.into_inner().evaluated(&metrics);

@@ -62,6 +62,8 @@ pub struct TrainerParts {
     pub predicted_memory_bytes: Option<u64>,
     /// `metrics.jsonl`; `None` if another rank writes it.
     pub metrics: Option<JsonlSink>,
+    /// `eval.jsonl`; `None` if another rank writes it.
+    pub evals: Option<JsonlSink>,
     /// `rejects.jsonl`; `None` if another rank writes it.
     pub rejects: Option<JsonlSink>,
     /// The rows and losses of each step.
@@ -70,7 +72,7 @@ pub struct TrainerParts {
     pub on_non_finite: OnNonFinite,
     /// Maximum number of skipped steps in a row.
     pub max_skipped: u64,
-    /// Whether `metrics.jsonl` has the evaluation of the step to resume from.
+    /// Whether `eval.jsonl` has the evaluation of the step to resume from.
     pub is_evaluated: bool,
     /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
@@ -295,11 +297,15 @@ impl Trainer {
                 "the loss ended above its first values: the run has diverged"
             );
         }
-        let samples = self.parts.samples.file.as_mut();
-        for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
-            file.map_or(Ok(()), JsonlSink::sync)?;
-        }
-        Ok(())
+        Ok(self.logs().try_for_each(JsonlSink::sync)?)
+    }
+
+    /// The files that the run appends rows to.
+    fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
+        let parts = &mut self.parts;
+        let files =
+            [&mut parts.metrics, &mut parts.evals, &mut parts.rejects, &mut parts.samples.file];
+        files.into_iter().flatten()
     }
 
     fn ranks(&self) -> &Ranks {

@@ -226,9 +226,8 @@ impl Trainer {
     /// Makes the rows of the logs durable before the checkpoint, so that a run that resumes from it
     /// has the rows of all earlier steps.
     fn sync_logs(&mut self) {
-        let samples = self.parts.samples.file.as_mut();
-        for file in [self.parts.metrics.as_mut(), self.parts.rejects.as_mut(), samples] {
-            if let Some(Err(error)) = file.map(JsonlSink::sync) {
+        for file in self.logs() {
+            if let Err(error) = file.sync() {
                 tracing::warn!("{}", causes(&error));
             }
         }

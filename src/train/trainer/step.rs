@@ -164,8 +164,7 @@ impl Trainer {
             lr: parts.schedule.lr(state.step),
             num_tokens: data.num_tokens as u64,
             num_target_tokens: counts.num_targets,
-            target_weight: Some(counts.target_weight)
-                .filter(|weight| *weight != counts.num_targets as f64),
+            target_weight: counts.target_weight,
             num_samples: data.num_samples as u64,
             fill: data.fill,
             step_time_s,
