@@ -121,8 +121,15 @@ pub struct EvalMetrics {
     /// Share of chats for which the model predicts every supervised token (greedy); `None` without
     /// chats.
     pub accuracy: Option<f64>,
+    /// Whether `checkpoint.best` has kept the model of this evaluation.
+    pub best: bool,
+    /// Whether `eval.early_stopping` ends the run after this evaluation.
+    pub early_stop: bool,
     /// Wall-clock seconds of the evaluation.
     pub time_s: f64,
+    /// Number of answers and their mean scores, with `eval.generate`.
+    #[serde(flatten)]
+    pub answers: BTreeMap<String, Value>,
     /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
@@ -143,7 +150,10 @@ impl EvalMetrics {
             num_target_tokens,
             num_samples,
             accuracy: None,
+            best: false,
+            early_stop: false,
             time_s,
+            answers: BTreeMap::new(),
             datasets: BTreeMap::new(),
         }
     }
@@ -162,10 +172,16 @@ impl EvalMetrics {
 
     /// Writes the metrics as one log line.
     pub fn log(&self) {
+        let score = |(name, mean): (&String, &Value)| match mean.as_f64() {
+            Some(mean) if !mean.is_nan() && name != "num_answers" => format!(" {name}={mean:.4}"),
+            _ => String::new(),
+        };
+        let answers: String = self.answers.iter().map(score).collect();
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
             accuracy = self.accuracy,
+            answers = (!answers.is_empty()).then(|| answers.trim_start()),
             num_target_tokens = self.num_target_tokens,
             num_samples = self.num_samples,
             time_s = %format_args!("{:.3}", self.time_s),

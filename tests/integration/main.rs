@@ -8,6 +8,7 @@ mod adapter_start;
 mod architecture;
 mod bad_input;
 mod bench;
+mod best;
 mod check;
 mod circles;
 mod cli;

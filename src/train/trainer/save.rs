@@ -86,7 +86,7 @@ impl Trainer {
 }
 
 /// The messages of an error and of its causes.
-fn causes(error: &(dyn Error + 'static)) -> String {
+pub(super) fn causes(error: &(dyn Error + 'static)) -> String {
     let messages = successors(Some(error), |error| {
         let error = *error;
         error.source()
