@@ -27,7 +27,8 @@ impl RunConfig {
             }
             let Distributed { shard, sequence, .. } = &self.distributed;
             if *shard == Shard::Full || sequence.get() > 1 {
-                let expected = "no value with `distributed.shard: full` or `distributed.sequence`,                                 with which no rank has all weights and tokens";
+                let expected = "no value with `distributed.shard: full` or `distributed.sequence`, \
+                                with which no rank has all weights and tokens";
                 return invalid("eval.generate", &"set", expected);
             }
         }

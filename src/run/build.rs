@@ -156,6 +156,7 @@ impl Run {
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
+        let eval_rule = eval_rule(config, eval_rows.as_ref())?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
@@ -191,7 +192,6 @@ impl Run {
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let mut state = TrainState { total_steps, planned, inputs, ..state };
-        let eval_rule = eval_rule(config, eval_rows.as_ref())?;
         if let (true, Some(rule), Some(found)) = (is_first, &eval_rule, found) {
             bring_best(rule, &checkpointer, found, &mut state)?;
         }
