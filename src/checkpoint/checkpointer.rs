@@ -110,7 +110,7 @@ impl Checkpointer {
     /// Does not access the disk.
     pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
         // The training loop decides when to save.
-        let &CheckpointConfig { every_steps: _, keep, best: _ } = config;
+        let &CheckpointConfig { every_steps: _, keep, background: _, best: _ } = config;
         Self { output_dir: output_dir.to_owned(), keep, claimed: None }
     }
 
@@ -145,7 +145,11 @@ impl Checkpointer {
         contents: &Contents<'_>,
         together: &T,
     ) -> Result<PathBuf, T::Error> {
-        self.save_as(self.step_folder(step), step, contents, together)
+        let target = self.save_as(self.step_folder(step), step, contents, together)?;
+        if together.rank() == 0 {
+            self.remove_old(step);
+        }
+        Ok(target)
     }
 
     /// [`Self::save`] with another name of the folder.
@@ -209,12 +213,9 @@ impl Checkpointer {
             manifest.files.insert(file.name.clone(), Entry::new(file.joined(pieces)?));
         }
         manifest.write(folder)?;
-        let step = manifest.step;
         new.complete()?;
         // `checkpoints` itself may be new.
-        sync_folder(&self.output_dir)?;
-        self.remove_old(step);
-        Ok(())
+        sync_folder(&self.output_dir)
     }
 
     /// Creates `<output_dir>/final` from a checkpoint: the same files without

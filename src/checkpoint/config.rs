@@ -11,6 +11,9 @@ pub struct CheckpointConfig {
     pub every_steps: u64,
     /// Number of newest checkpoints to keep on disk; at least 1.
     pub keep: NonZeroUsize,
+    /// Whether training continues while a thread writes a copy of the training state, if memory
+    /// suffices for the copy.
+    pub background: bool,
     /// Keeps the model of the best evaluation in the folder `best`; off by default.
     pub best: Option<BestConfig>,
 }
@@ -39,6 +42,11 @@ pub enum BestMode {
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every_steps: 200, keep: NonZeroUsize::MIN.saturating_add(2), best: None }
+        Self {
+            every_steps: 200,
+            keep: NonZeroUsize::MIN.saturating_add(2),
+            background: true,
+            best: None,
+        }
     }
 }

@@ -145,6 +145,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
             estimate.tokens_per_s,
         )?;
     }
+    write_copy(&mut out, if world == 1 { shape.copy_bytes(&config) } else { 0.0 })?;
     let advice = match best {
         Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
         None => "nothing fits: use more GPUs, `optim.kind: adamw_8bit`, `optim.master: none`, \
@@ -152,6 +153,18 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
             .to_owned(),
     };
     writeln!(out, "\n{advice}")?;
+    Ok(())
+}
+
+/// Prints the memory of the copy from which a checkpoint is written, if there is one.
+fn write_copy(out: &mut impl std::io::Write, bytes: f64) -> std::io::Result<()> {
+    if bytes > 0.0 {
+        let copy = bytes / GIB;
+        writeln!(
+            out,
+            "\nwhile a checkpoint is written: {copy:.2} GiB more of host memory for a copy"
+        )?;
+    }
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use super::answers::{print_end, print_next_steps, show_answers};
 use super::args::{ConfigArgs, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
+use super::paths::expand;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use super::replay;
@@ -52,6 +53,10 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         "auto" => Resume::Auto,
         "never" => Resume::Never,
         folder => {
+            let folder = expand(folder).map_err(|error| {
+                let hint = error.hint();
+                Failure::of(Exit::Usage, error).hint(hint)
+            })?;
             let folder = PathBuf::from(folder);
             check_folder("--resume", &folder)?;
             Resume::From(folder)
@@ -81,7 +86,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     if !is_first {
         return Ok(());
     }
-    tracing::info!(folder = %folder.display(), "done: wrote a model folder for transformers and vLLM");
+    tracing::info!(folder = %folder.display(), "finished: wrote a model folder for transformers and vLLM");
     if let Some(reason) = stopped_early {
         print_end(&reason);
     }

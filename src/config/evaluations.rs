@@ -3,13 +3,14 @@
 use super::{RunConfig, ValueError};
 use crate::dist::{Distributed, Shard};
 
+const NO_EVAL: &str = "no value without `data.eval`";
+
 impl RunConfig {
     /// Checks `checkpoint.best` and `eval`.
     pub(super) fn check_evaluations(&self) -> Result<(), ValueError> {
         let invalid = |key, found: &dyn ToString, expected| {
             Err(ValueError { key, found: found.to_string(), expected })
         };
-        const NO_EVAL: &str = "no value without `data.eval`";
         let has_rows = !self.data.eval.is_empty();
         if let Some(best) = &self.checkpoint.best {
             if !has_rows {

@@ -66,6 +66,11 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
+    /// Seconds between the step before and this one in which training waited for a checkpoint; 0
+    /// if there was none.
+    pub save_hold_s: f64,
+    /// Seconds that it took to write a checkpoint; 0 if none was completed since the step before.
+    pub save_s: f64,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
@@ -91,17 +96,17 @@ pub struct StepMetrics {
 impl StepMetrics {
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
+        // the share of the step in which no data was ready
+        let wait = 100.0 * self.data_wait_s / self.step_time_s.max(f64::MIN_POSITIVE);
         tracing::info!(
             step = self.step,
-            epoch = %format_args!("{:.3}", self.epoch),
+            epoch = %format_args!("{:.2}", self.epoch),
             loss = %format_args!("{:.4}", self.loss),
-            grad_norm = %format_args!("{:.3}", self.grad_norm),
-            lr = %format_args!("{:.3e}", self.lr),
-            fill = %format_args!("{:.3}", self.fill),
-            tokens_per_s = %format_args!("{:.0}", self.tokens_per_s),
-            step_time_s = %format_args!("{:.3}", self.step_time_s),
-            data_wait_s = %format_args!("{:.3}", self.data_wait_s),
-            rejected = self.rejected,
+            grad = %format_args!("{:.2}", self.grad_norm),
+            lr = %format_args!("{:.2e}", self.lr),
+            "tok/s" = %format_args!("{:.0}", self.tokens_per_s),
+            wait = %format_args!("{wait:.0}%"),
+            rejected = Some(self.rejected).filter(|rejected| *rejected > 0),
             "train"
         );
     }
@@ -180,11 +185,11 @@ impl EvalMetrics {
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
-            accuracy = self.accuracy,
+            accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
             answers = (!answers.is_empty()).then(|| answers.trim_start()),
-            num_target_tokens = self.num_target_tokens,
-            num_samples = self.num_samples,
-            time_s = %format_args!("{:.3}", self.time_s),
+            rows = self.num_samples,
+            targets = self.num_target_tokens,
+            seconds = %format_args!("{:.1}", self.time_s),
             "eval"
         );
     }
@@ -210,6 +215,8 @@ mod tests {
             fill: 0.9,
             step_time_s: 1.5,
             data_wait_s: 0.1,
+            save_hold_s: 0.0,
+            save_s: 0.0,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
@@ -223,8 +230,8 @@ mod tests {
         let row = serde_json::to_value(&row).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
-                        target_weight num_samples fill step_time_s data_wait_s tokens_per_s \
-                        peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
+                        target_weight num_samples fill step_time_s data_wait_s save_hold_s save_s \
+                        tokens_per_s peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
                         rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());

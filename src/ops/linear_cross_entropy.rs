@@ -8,7 +8,7 @@
 use super::cpu::gemm::{Into, tn};
 use super::cpu::panels::{nn, nt};
 use super::cpu::simd::{exp, kernels, max, sum_exp};
-use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
+use super::cpu::{self, expect_f32, expect_shape, read, weighted_dtype};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
@@ -58,7 +58,7 @@ fn check(
     let ((s, d), (v, _)) = (h.dims2()?, w.dims2()?);
     expect_shape(op, "w", w, &[v, d])?;
     expect_shape(op, "targets", targets, &[s])?;
-    let dtype = compute_dtype(op, &[("h", h), ("w", w)])?;
+    let dtype = weighted_dtype(op, ("h", h), ("w", w))?;
     if targets.dtype() != DType::U32 {
         bail!("{op}: `targets` is {:?}, expected U32", targets.dtype());
     }

@@ -192,9 +192,7 @@ impl Run {
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let mut state = TrainState { total_steps, planned, inputs, ..state };
-        if let (true, Some(rule), Some(found)) = (is_first, &eval_rule, found) {
-            bring_best(rule, &checkpointer, found, &mut state)?;
-        }
+        bring_best(eval_rule.as_ref(), &checkpointer, found.filter(|_| is_first), &mut state)?;
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
@@ -272,6 +270,7 @@ fn trainer(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
+        save_in_background: config.checkpoint.background,
         carried,
         layout,
         config_json,
@@ -382,8 +381,7 @@ fn log_share(config: &RunConfig, rank: Rank) {
         micro_batches_of_each = micro_batches * sequence / rank.world,
         sequence,
         batch_size = train.batch_size,
-        "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
-         run, while other trainers count it per device"
+        "the ranks share the micro-batches of each step; other trainers count them per device"
     );
 }
 
@@ -414,18 +412,21 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
         path = %config.model.path.display(),
         parameters = count(&mut runner.params.iter()),
         trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        precision = config.model.precision.hf_name(),
-        attention = attention_kernels(config, runner),
-        device = device_name(&runner.device),
+        "model"
+    );
+    tracing::info!(
+        device = %device_name(&runner.device),
         threads = rayon::current_num_threads(),
         simd = simd_level().ok().map(tracing::field::display),
-        "model"
+        precision = %config.model.precision.hf_name(),
+        attention = %attention_kernels(config, runner),
+        "compute"
     );
     tracing::info!(
         from_step = state.step,
         steps = state.total_steps,
         rows = rows.num_rows(),
-        fingerprint = state.fingerprint,
+        fingerprint = %state.fingerprint,
         "{}",
         if state.step == 0 { "start" } else { "resume" }
     );

@@ -25,12 +25,14 @@ pub(super) fn eval_rule(
 /// Makes the folder `best` that of the run before `found`, which may be in another `output_dir`. If it
 /// is lost, the next evaluation counts as the best.
 pub(super) fn bring_best(
-    rule: &EvalRule,
+    rule: Option<&EvalRule>,
     checkpointer: &Checkpointer,
-    found: &Found,
+    found: Option<&Found>,
     state: &mut TrainState,
 ) -> Result<(), RunError> {
-    let Some(evals) = &mut state.evals else { return Ok(()) };
+    let (Some(rule), Some(found), Some(evals)) = (rule, found, &mut state.evals) else {
+        return Ok(());
+    };
     let Some(step) = evals.best_step().filter(|_| rule.keeps_best()) else { return Ok(()) };
     if checkpointer.best_folder().is_dir() || checkpointer.copy_best(&found.dir, step)? {
         return Ok(());

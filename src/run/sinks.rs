@@ -120,14 +120,14 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         let steps = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n";
         let old = format!("{steps}{{\"eval\":true,\"step\":2,\"loss\":1.5,\"time_s\":0.5}}\n");
-        std::fs::write(path(METRICS), &old).unwrap();
+        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
         let moved = "{\"step\":2,\"loss\":1.5,\"time_s\":0.5,\"accuracy\":null,\"best\":false,\"early_stop\":false}\n";
         let read = |name: &str| std::fs::read_to_string(path(name)).unwrap();
         move_evaluations(folder.path()).unwrap();
         assert_eq!(read(METRICS), steps);
         assert_eq!(read(EVALS), moved);
         // killed after `eval.jsonl` was written
-        std::fs::write(path(METRICS), old).unwrap();
+        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
         move_evaluations(folder.path()).unwrap();
         assert_eq!(read(METRICS), steps);
         assert_eq!(read(EVALS).lines().count(), 1);

@@ -115,6 +115,11 @@ impl CheckReport {
     }
 }
 
+/// The bytes that a run needs and those that are free, if the memory does not suffice.
+pub(super) fn memory_lack(config: &RunConfig) -> Result<Option<[f64; 2]>, RunError> {
+    Ok(Need::of(config)?.memory_lack(config))
+}
+
 /// Warns if the predicted memory or the checkpoints exceed what is free.
 pub(super) fn warn_about_resources(config: &RunConfig) {
     let Ok(need) = Need::of(config) else { return }; // loading the model reports the error

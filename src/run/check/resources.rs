@@ -29,6 +29,8 @@ pub(super) struct Need {
     pub(super) memory: f64,
     /// Bytes of a checkpoint.
     checkpoint: f64,
+    /// Bytes of the copy from which a checkpoint is written.
+    copy: f64,
 }
 
 impl Need {
@@ -43,16 +45,26 @@ impl Need {
             DeviceChoice::Cuda(_) => estimate.device_bytes,
             _ => estimate.process_bytes,
         };
-        Ok(Self { memory, checkpoint: shape.checkpoint_bytes(config) })
+        let checkpoint = shape.checkpoint_bytes(config);
+        Ok(Self { memory, checkpoint, copy: shape.copy_bytes(config) })
     }
 
     fn check_memory(&self, config: &RunConfig, report: &mut CheckReport) {
         let need = self.memory / GIB;
+        let copy = match self.copy / GIB {
+            copy if copy > 0.0 => {
+                format!(
+                    ", and {copy:.1} GiB of host memory for a copy while a checkpoint is written"
+                )
+            }
+            _ => String::new(),
+        };
         if matches!(config.device, DeviceChoice::Cuda(_)) {
-            return report.fact(Topic::Memory, format!("about {need:.1} GiB of GPU memory"));
+            let text = format!("about {need:.1} GiB of GPU memory{copy}");
+            return report.fact(Topic::Memory, text);
         }
         match self.memory_lack(config) {
-            None => report.fact(Topic::Memory, format!("about {need:.1} GiB")),
+            None => report.fact(Topic::Memory, format!("about {need:.1} GiB{copy}")),
             Some([_, free]) => {
                 let free = free / GIB;
                 let text = format!("about {need:.1} GiB are needed, {free:.1} GiB are free");
@@ -112,6 +124,16 @@ impl ModelShape {
         let saved = if config.adapter.is_some() { trained } else { parameters };
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         saved * element + trained * self.state_bytes(config)
+    }
+
+    /// Bytes of host memory for the copy from which one process writes a checkpoint in the background.
+    pub fn copy_bytes(&self, config: &RunConfig) -> f64 {
+        if !config.checkpoint.background || config.checkpoint.every_steps == 0 {
+            return 0.0;
+        }
+        let [_, trained] = self.num_parameters();
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        trained * (element + self.state_bytes(config))
     }
 }
 

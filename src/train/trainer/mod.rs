@@ -5,6 +5,7 @@ mod evaluate;
 mod save;
 mod step;
 
+use self::save::Saves;
 use super::audit::Audit;
 use super::best::EvalRule;
 use super::config::{EvalConfig, OnNonFinite};
@@ -41,6 +42,8 @@ pub struct TrainerParts {
     pub max_steps: u64,
     /// Number of steps between checkpoints; 0 writes one at the end only.
     pub checkpoint_every: u64,
+    /// Whether training continues while a checkpoint is written, if memory suffices for a copy.
+    pub save_in_background: bool,
     /// Tokenizer and processor files of the model, copied to checkpoints.
     pub carried: CarriedFiles,
     /// Whether checkpoints contain a model or an adapter.
@@ -122,7 +125,7 @@ pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
     resumed: bool,
-    saved_at: Option<u64>,
+    saves: Saves,
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
     ahead: Option<Result<ReadyStep, TrainError>>,
@@ -168,11 +171,10 @@ impl Trainer {
         // A run resumed from the checkpoint of another folder has no checkpoint here.
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
-        let saved_at = is_here.then_some(step);
         Self {
             parts,
             audit,
-            saved_at,
+            saves: Saves::new(is_here.then_some(step)),
             evaluated_at: None,
             last_eval: None,
             resumed: step > 0,
@@ -219,6 +221,7 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let result = self.train(observer);
         if let Err(error) = &result {
+            self.end_saves();
             self.ranks().fail(error); // before the connections close
         }
         result
@@ -236,6 +239,7 @@ impl Trainer {
             if self.ends_early().is_some() {
                 break;
             }
+            self.poll_save()?;
             // a signal to one rank stops all
             let flags = [&self.parts.stop, &self.parts.save];
             let [stop, save] =
@@ -294,11 +298,18 @@ impl Trainer {
         let health = &self.parts.state.health;
         if health.skipped() > 0 {
             let steps = health.skipped();
-            tracing::warn!(steps, "steps that changed no weight: loss or gradient was not finite");
+            tracing::warn!(
+                steps,
+                "these steps changed no weight, because their loss or gradient was not finite"
+            );
         }
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
-            tracing::warn!(first, last, "the run diverged: its loss ended above its start");
+            tracing::warn!(
+                first,
+                last,
+                "the loss ended above its first values: the run has diverged"
+            );
         }
         Ok(self.logs().try_for_each(JsonlSink::sync)?)
     }

@@ -115,7 +115,7 @@ impl Trainer {
                 value,
                 usual,
                 rows,
-                "spike: {} is far above its range",
+                "spike: {} is far above its usual range",
                 spike.name
             );
         }
@@ -154,6 +154,7 @@ impl Trainer {
         state.data = data.state;
         let rejected = parts.rejected_texts.with_rows(&state.data);
         let device_memory = gpu_memory(&parts.runner.device);
+        let saves = self.saves.take_times();
         let metrics = StepMetrics {
             step: state.step,
             epoch: data.epoch,
@@ -168,6 +169,8 @@ impl Trainer {
             fill: data.fill,
             step_time_s,
             data_wait_s,
+            save_hold_s: saves.hold_s.unwrap_or(0.0),
+            save_s: saves.save_s.unwrap_or(0.0),
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
