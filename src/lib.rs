@@ -26,6 +26,7 @@ pub mod net;
 pub mod nn;
 pub mod ops;
 pub mod optim;
+pub mod report;
 pub mod run;
 pub mod tape;
 pub mod train;

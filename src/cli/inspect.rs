@@ -2,11 +2,9 @@
 
 mod cut;
 mod figure;
-mod html;
 mod media;
 mod notes;
 mod page;
-mod thumbnail;
 mod turns;
 
 use super::args::ConfigArgs;

@@ -26,10 +26,12 @@ mod output;
 mod panics;
 mod paths;
 mod plan;
+mod plan_report;
 mod progress;
 mod ranks;
 mod replay;
 mod report;
+mod run_report;
 mod selftest;
 mod sft;
 mod signals;
@@ -74,10 +76,12 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
-    /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
+    /// Predict memory, steps and time of a config, and find the settings with which it fits
     Plan(plan::PlanArgs),
     /// Compute rows in every layout, and compare losses and gradients
     Verify(verify::VerifyArgs),
+    /// Write a page with the curves, answers and settings of runs
+    Report(run_report::ReportArgs),
     /// List the rows of a step of a run, with their losses
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
@@ -152,6 +156,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
         Command::Verify(args) => verify::run(args, &logging),
+        Command::Report(args) => run_report::run(args, &logging),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
         Command::Completions(args) => completions::completions(args),

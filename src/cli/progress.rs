@@ -134,6 +134,7 @@ pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
         peak_memory_bytes: 0,
         peak_device_memory_bytes: None,
         peak_device_reserved_bytes: None,
+        predicted_memory_bytes: None,
         rejected: 0,
         rejected_by_reason: std::collections::BTreeMap::new(),
         rejected_by_file: std::collections::BTreeMap::new(),

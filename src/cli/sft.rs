@@ -9,6 +9,7 @@ use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use super::replay;
 use super::report;
+use super::run_report::write_report;
 use super::signals::Requests;
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
@@ -96,6 +97,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             tracing::warn!("cannot show answers: {error:#}");
         }
     }
+    write_report(&config, run.trainer().eval_rows());
     let base = config.adapter.as_ref().map(|_| config.model.path.as_path());
     print_next_steps(&args.config.config, &folder, base);
     Ok(())
@@ -158,10 +160,15 @@ fn watchdog(timeout_s: u64) -> anyhow::Result<Option<Arc<dyn Monitor>>> {
     Ok(Some(Arc::new(watchdog)))
 }
 
+/// Number of steps after which the memory has almost reached its peak.
+const STEPS_UNTIL_PEAK: u64 = 3;
+
 /// Shows a run: bars on a terminal, log lines everywhere.
 struct Bars<'a> {
     logging: &'a Logging,
     log_every: u64,
+    /// Step after which the predicted memory is compared with the real one.
+    compare_at: u64,
     steps: Progress,
     eval: Option<Progress>,
 }
@@ -170,7 +177,8 @@ impl<'a> Bars<'a> {
     fn new(logging: &'a Logging, config: &RunConfig, trainer: &Trainer) -> Self {
         let state = trainer.state();
         let steps = Progress::steps(logging.bars(), state.total_steps, state.step);
-        Self { logging, log_every: config.log.every_steps.get(), steps, eval: None }
+        let compare_at = state.step + STEPS_UNTIL_PEAK;
+        Self { logging, log_every: config.log.every_steps.get(), compare_at, steps, eval: None }
     }
 }
 
@@ -179,6 +187,9 @@ impl Observer for Bars<'_> {
         self.steps.step(metrics);
         if metrics.step.is_multiple_of(self.log_every) || metrics.step == total_steps {
             metrics.log();
+        }
+        if metrics.step == self.compare_at || metrics.step == total_steps {
+            metrics.memory().inspect(|text| tracing::info!("{text}"));
         }
     }
 

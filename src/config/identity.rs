@@ -14,7 +14,7 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 9] = [
+const LATER_DEFAULTS: [&str; 10] = [
     ",\"offload\":\"none\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
@@ -23,6 +23,7 @@ const LATER_DEFAULTS: [&str; 9] = [
     ",\"background\":true",
     ",\"best\":null",
     ",\"generate\":null,\"early_stopping\":null",
+    ",\"trackers\":[]",
     ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];
 
@@ -84,13 +85,7 @@ impl RunConfig {
     /// The settings in which this config differs from an earlier one, without those that a resumed
     /// run may change.
     pub fn changes_since(&self, earlier: &Self) -> Vec<Change> {
-        let values = |config: &Self| {
-            let mut values = BTreeMap::new();
-            let json = serde_json::to_value(config.deciding()).expect("a config of plain values");
-            flatten("", &json, &mut values);
-            values
-        };
-        let (old, new) = (values(earlier), values(self));
+        let (old, new) = (earlier.deciding().settings(), self.deciding().settings());
         let keys: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
         let of = |values: &BTreeMap<String, String>, key| {
             values.get(key).cloned().unwrap_or_else(|| "absent".to_owned())
@@ -99,6 +94,14 @@ impl RunConfig {
         changed
             .map(|key| Change { key: key.clone(), old: of(&old, key), new: of(&new, key) })
             .collect()
+    }
+
+    /// All settings: dotted keys with their values as JSON, list items by number.
+    pub fn settings(&self) -> BTreeMap<String, String> {
+        let mut values = BTreeMap::new();
+        let json = serde_json::to_value(self).expect("a config of plain values");
+        flatten("", &json, &mut values);
+        values
     }
 
     /// The config with a fixed value for each setting that does not change the result.

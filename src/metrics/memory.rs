@@ -8,8 +8,24 @@ pub fn peak_memory_bytes() -> u64 {
     fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water(&status)).unwrap_or(0)
 }
 
+/// Resident memory of this process in bytes, or 0 if the system does not report it.
+pub fn resident_memory_bytes() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").ok();
+    status.and_then(|status| kibibytes(&status, "VmRSS:")).unwrap_or(0)
+}
+
 fn high_water(status: &str) -> Option<u64> {
     kibibytes(status, "VmHWM:")
+}
+
+/// A number of bytes as a text: `1.23 GiB`, or `12 MiB` below one GiB.
+pub fn memory_text(bytes: f64) -> String {
+    let mebibytes = bytes / 1_048_576.0;
+    if mebibytes < 1024.0 {
+        format!("{mebibytes:.0} MiB")
+    } else {
+        format!("{:.2} GiB", mebibytes / 1024.0)
+    }
 }
 
 /// Memory that new allocations can use without swapping, in bytes, within the limits of this process
@@ -108,6 +124,7 @@ mod tests {
     fn peak_memory_is_returned_in_bytes() {
         let status = "Name:\ttrainer\nVmPeak:\t  9 kB\nVmHWM:\t   2048 kB\nVmRSS:\t 1 kB\n";
         assert_eq!(high_water(status), Some(2048 * 1024));
+        assert_eq!(kibibytes(status, "VmRSS:"), Some(1024));
         assert_eq!(high_water("Name:\ttrainer\n"), None);
     }
 

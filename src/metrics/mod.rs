@@ -11,11 +11,15 @@ mod memory_model;
 mod model_flops;
 mod rows;
 mod step_rows;
+mod tensorboard;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
-pub use memory::{available_memory_bytes, cpu_seconds, peak_memory_bytes};
-pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
+pub use memory::{
+    available_memory_bytes, cpu_seconds, memory_text, peak_memory_bytes, resident_memory_bytes,
+};
+pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;
+pub use tensorboard::{EventFile, scalars};

@@ -1,5 +1,6 @@
 //! The rows of `metrics.jsonl` and `eval.jsonl`. All rows of a file have the same keys.
 
+use super::memory::memory_text;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -80,6 +81,8 @@ pub struct StepMetrics {
     /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; `None`
     /// on the CPU. This is the memory that the GPU must have.
     pub peak_device_reserved_bytes: Option<u64>,
+    /// Predicted peak: of the tensors on a GPU, otherwise of the process; `None` if it is not known.
+    pub predicted_memory_bytes: Option<u64>,
     /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,
     /// `rejected` by reason.
@@ -94,6 +97,13 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
+    /// The peak memory so far and the predicted one as a sentence; `None` without a prediction.
+    pub fn memory(&self) -> Option<String> {
+        let predicted = memory_text(self.predicted_memory_bytes? as f64);
+        let peak = self.peak_device_memory_bytes.unwrap_or(self.peak_memory_bytes);
+        Some(format!("memory: {} at the peak, {predicted} predicted", memory_text(peak as f64)))
+    }
+
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
         // the share of the step in which no data was ready
@@ -199,9 +209,8 @@ impl EvalMetrics {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_step_row_has_the_documented_keys_in_order() {
-        let row = StepMetrics {
+    fn step_row() -> StepMetrics {
+        StepMetrics {
             step: 3,
             epoch: 0.5,
             loss: f64::NAN,
@@ -221,20 +230,37 @@ mod tests {
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
             peak_device_reserved_bytes: None,
+            predicted_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
             ranks: None,
             datasets: BTreeMap::new(),
-        };
-        let row = serde_json::to_value(&row).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_step_row_has_the_documented_keys_in_order() {
+        let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
                         target_weight num_samples fill step_time_s data_wait_s save_hold_s save_s \
-                        tokens_per_s peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
-                        rejected rejected_by_reason rejected_by_file ranks";
+                        tokens_per_s peak_memory_bytes peak_device_memory_bytes \
+                        peak_device_reserved_bytes predicted_memory_bytes rejected \
+                        rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
+    }
+
+    #[test]
+    fn the_peak_is_compared_with_the_prediction() {
+        let mut row = step_row();
+        assert_eq!(row.memory(), None);
+        row.predicted_memory_bytes = Some(3 << 29);
+        let text = "memory: 1.00 GiB at the peak, 1.50 GiB predicted";
+        assert_eq!(row.memory().as_deref(), Some(text));
+        row.peak_device_memory_bytes = Some(5 << 20);
+        assert!(row.memory().is_some_and(|text| text.starts_with("memory: 5 MiB")));
     }
 
     #[test]

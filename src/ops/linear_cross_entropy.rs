@@ -15,6 +15,9 @@ use rayon::prelude::*;
 /// Maximum size of the logits in memory, in bytes. With the vocabulary of the published models this
 /// is 220 rows; smaller chunks read the weight too often (docs/performance.md).
 pub const LOGITS_BYTES: usize = 128 << 20;
+/// The same on a GPU. With the vocabulary of the published models this is 1664 rows: enough for the
+/// gradient products to fill a GPU, and few repeated reads of the weight.
+pub const GPU_LOGITS_BYTES: usize = 1 << 30;
 
 /// Number of rows in a chunk on the device of `h`. It depends on the vocabulary only, so results do
 /// not depend on the machine.

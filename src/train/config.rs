@@ -290,10 +290,21 @@ pub struct LogConfig {
     pub every_steps: NonZeroU64,
     /// Whether `samples.jsonl` lists the rows of each step with their losses; true by default.
     pub samples: bool,
+    /// Programs that show the metrics of runs; none by default. `tensorboard` writes event files to
+    /// `tensorboard/` of the run folder.
+    pub trackers: Vec<Tracker>,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: NonZeroU64::MIN, samples: true }
+        Self { every_steps: NonZeroU64::MIN, samples: true, trackers: Vec::new() }
     }
+}
+
+/// A program that shows the metrics of runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tracker {
+    /// TensorBoard.
+    Tensorboard,
 }

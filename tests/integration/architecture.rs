@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 17] = [
+const MAY_IMPORT: [(&str, &[&str]); 18] = [
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
@@ -66,6 +66,8 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
             "train",
         ],
     ),
+    // Pages for people. `run` opens the data and the model of a run.
+    ("report", &["config", "data", "run", "train"]),
     // The only module that prints, exits and reads the environment (except `TRAINER_SIMD`). `bench`
     // times the ops themselves.
     (
@@ -83,6 +85,7 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
             "nn",
             "ops",
             "optim",
+            "report",
             "run",
             "train",
         ],

@@ -37,6 +37,7 @@ mod memory;
 mod new_config;
 mod output_dir;
 mod parity;
+mod plan;
 mod qlora;
 mod ranks;
 mod resume;

@@ -1,10 +1,9 @@
 //! An image, or a group of frames of a video, as a figure.
 
-use super::html::{escaped, push};
 use super::media::ShownMedium;
-use super::thumbnail::thumbnail;
 use crate::batch::MediumKind;
 use crate::data::{ImageBox, Pixels};
+use crate::report::{escaped, push, thumbnail};
 
 /// Maximum number of groups of frames shown per video.
 pub(super) const MAX_GROUPS: usize = 8;

@@ -3,7 +3,6 @@
 
 use super::cut::{self, Piece};
 use super::figure::{Figure, MAX_GROUPS};
-use super::html::{escaped, push};
 use super::media::{ShownMedium, media_of};
 use super::notes::Notes;
 use super::turns::{Fate, Run, Turns, runs, whole_characters};
@@ -12,6 +11,7 @@ use crate::config::RunConfig;
 use crate::data::{
     DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex,
 };
+use crate::report::{document, escaped, push};
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -195,8 +195,6 @@ impl<'a> Page<'a> {
 
     /// Returns the HTML document.
     pub(super) fn finish(self) -> String {
-        // The browser must not load or run anything, even if escaping failed.
-        let policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
         let (rows, tokens) = self.cut;
         let truncation = self.side.map_or_else(String::new, |side| {
             let of = self.samples;
@@ -204,13 +202,11 @@ impl<'a> Page<'a> {
                 "<dt>truncation</dt><dd>{side}: {rows} of {of} rows cut, {tokens} tokens</dd>\n"
             )
         });
-        format!(
-            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n\
-             <meta name=\"viewport\" content=\"width=device-width\">\n<title>trainer inspect</title>\n<style>\n{}</style>\n</head>\n<body>\n<h1>What the model sees</h1>\n<dl>\n{}{truncation}</dl>\n{}</body>\n</html>\n",
-            include_str!("page.css"),
-            self.head,
-            self.body
-        )
+        let body = format!(
+            "<h1>What the model sees</h1>\n<dl>\n{}{truncation}</dl>\n{}",
+            self.head, self.body
+        );
+        document("trainer inspect", include_str!("page.css"), &body)
     }
 
     /// Draws the whole sample as one line, to scale.

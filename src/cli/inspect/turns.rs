@@ -1,9 +1,9 @@
 //! The turns of a sample, and the runs of tokens that they consist of.
 
-use super::html::{escaped, push, with_specials};
 use super::media::ShownMedium;
 use crate::batch::{EncodedSample, IGNORE_INDEX};
 use crate::data::Encoder;
+use crate::report::{escaped, push, with_specials};
 use std::ops::Range;
 
 /// Kind of a run of tokens.

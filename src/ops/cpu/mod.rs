@@ -23,5 +23,7 @@ pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
-pub use out_of_memory::{exit_when_out_of_memory, set_predicted_memory};
+pub use out_of_memory::{
+    exit_when_out_of_memory, memory_advice, set_memory_advice, set_predicted_memory,
+};
 pub use simd_level::{SimdError, SimdLevel, simd_level};

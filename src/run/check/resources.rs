@@ -2,18 +2,17 @@
 
 use super::super::error::RunError;
 use super::super::estimate::ModelShape;
+use super::super::plan_memory::{RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
-use crate::dist::Shard;
-use crate::metrics::{Cluster, available_memory_bytes};
+use crate::metrics::available_memory_bytes;
+use crate::ops::memory_advice;
 use crate::train::DeviceChoice;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The fractions of tokens of images and of supervised tokens that a prediction assumes.
-const FRACTIONS: (f64, f64) = (0.5, 0.25);
 pub(super) const GIB: f64 = 1_073_741_824.0;
 
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
@@ -23,30 +22,33 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     need.check_disk(config, report);
 }
 
+/// Peak memory of a run in one process, predicted from the shape of its model, in bytes.
+pub(crate) fn predicted_memory(config: &RunConfig) -> Result<f64, RunError> {
+    Ok(Need::of(config)?.memory)
+}
+
 /// Memory and disk space that a run needs.
 pub(super) struct Need {
     /// Peak memory of the process, or of the GPU, in bytes.
-    pub(super) memory: f64,
+    memory: f64,
     /// Bytes of a checkpoint.
     checkpoint: f64,
     /// Bytes of the copy from which a checkpoint is written.
     copy: f64,
+    /// The run, of which only the model is known.
+    pub(super) run: RunMemory,
+    /// Its model.
+    pub(super) shape: ModelShape,
 }
 
 impl Need {
     /// Predicts the needs of a run in one process from the shape of its model.
     pub(super) fn of(config: &RunConfig) -> Result<Self, RunError> {
         let shape = ModelShape::read(config)?;
-        let on_cpu = !matches!(config.device, DeviceChoice::Cuda(_));
-        let exact = config.distributed.exact.holds(on_cpu);
-        let cluster = Cluster { gpus: 1, nodes: 1, link: 1.0, network: 1.0, flops: 1.0 };
-        let estimate = shape.estimate(config, &cluster, (Shard::None, 1), FRACTIONS, exact)?;
-        let memory = match config.device {
-            DeviceChoice::Cuda(_) => estimate.device_bytes,
-            _ => estimate.process_bytes,
-        };
-        let checkpoint = shape.checkpoint_bytes(config);
-        Ok(Self { memory, checkpoint, copy: shape.copy_bytes(config) })
+        let run = RunMemory::before_data(&shape, config, 1);
+        let memory = run.bytes(&shape)?;
+        let (checkpoint, copy) = (shape.checkpoint_bytes(config), shape.copy_bytes(config));
+        Ok(Self { memory, checkpoint, copy, run, shape })
     }
 
     fn check_memory(&self, config: &RunConfig, report: &mut CheckReport) {
@@ -68,7 +70,9 @@ impl Need {
             Some([_, free]) => {
                 let free = free / GIB;
                 let text = format!("about {need:.1} GiB are needed, {free:.1} GiB are free");
-                report.add(Topic::Memory, Finding::Problem(Note::new(text, LESS_MEMORY)));
+                let hint = self.run.savings().ok().and_then(|savings| advice(&savings));
+                let hint = hint.unwrap_or_else(memory_advice);
+                report.add(Topic::Memory, Finding::Problem(Note::new(text, &hint)));
             }
         }
     }
@@ -110,9 +114,6 @@ impl Need {
     }
 }
 
-/// Settings that need less memory, the cheapest first.
-pub(super) const LESS_MEMORY: &str = "set `model.recompute: full`, lower \
-    `data.packing_length`, or train an adapter (`adapter: {}`)";
 /// Settings that need less space.
 pub(super) const LESS_DISK: &str =
     "free space, lower `checkpoint.keep`, or set `output_dir` to another disk";

@@ -63,6 +63,8 @@ pub struct TrainerParts {
     pub eval_rule: Option<EvalRule>,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
+    /// Predicted peak memory of this process, or of the tensors on its GPU, in bytes.
+    pub predicted_memory_bytes: Option<u64>,
     /// `metrics.jsonl`; `None` if another rank writes it.
     pub metrics: Option<JsonlSink>,
     /// `eval.jsonl`; `None` if another rank writes it.

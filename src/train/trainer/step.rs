@@ -175,6 +175,7 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            predicted_memory_bytes: parts.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,

@@ -7,19 +7,19 @@ use image::codecs::png::{CompressionType, FilterType, PngEncoder};
 use image::{ExtendedColorType, ImageEncoder as _};
 
 /// An image for an `img` element.
-pub(super) struct Thumbnail {
+pub(crate) struct Thumbnail {
     /// `data:image/png;base64,..`
-    pub(super) uri: String,
+    pub(crate) uri: String,
     /// Width of the PNG, in pixels.
-    pub(super) width: u32,
+    pub(crate) width: u32,
     /// Height of the PNG, in pixels.
-    pub(super) height: u32,
+    pub(crate) height: u32,
     /// Side, in pixels of the original, of the square that becomes one pixel.
-    pub(super) reduced: u32,
+    pub(crate) reduced: u32,
 }
 
 /// Reduces the image by the smallest whole factor that leaves at most `max_pixels` pixels.
-pub(super) fn thumbnail(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Thumbnail> {
+pub(crate) fn thumbnail(pixels: &Pixels, max_pixels: u64) -> anyhow::Result<Thumbnail> {
     let area =
         |by: u32| u64::from(pixels.width.div_ceil(by)) * u64::from(pixels.height.div_ceil(by));
     let longest = pixels.width.max(pixels.height).max(1);

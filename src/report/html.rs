@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 /// The escaped text; special tokens, such as `<|im_end|>`, are in elements of their own.
-pub(super) fn with_specials(text: &str) -> String {
+pub(crate) fn with_specials(text: &str) -> String {
     let mut html = String::with_capacity(text.len() + 16);
     let mut rest = text;
     while let Some(start) = rest.find("<|") {
@@ -23,7 +23,7 @@ pub(super) fn with_specials(text: &str) -> String {
 }
 
 /// Escapes text for elements and attributes.
-pub(super) fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -46,8 +46,17 @@ pub(super) fn escaped(text: &str) -> String {
 }
 
 /// Appends formatted text.
-pub(super) fn push(out: &mut String, text: std::fmt::Arguments<'_>) {
+pub(crate) fn push(out: &mut String, text: std::fmt::Arguments<'_>) {
     let _ = out.write_fmt(text); // writing to a String cannot fail
+}
+
+/// An HTML document. The browser must not load or run anything, even if escaping failed.
+pub(crate) fn document(title: &str, style: &str, body: &str) -> String {
+    let policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+    )
 }
 
 #[cfg(test)]

@@ -1,0 +1,73 @@
+//! `trainer report`: a page with the curves, answers and settings of runs.
+
+use super::failure::{Exit, Failure};
+use super::logging::Logging;
+use super::output::OutputFile;
+use super::progress::SetupBars;
+use super::stdout::stdout;
+use crate::checkpoint::write_atomically;
+use crate::config::RunConfig;
+use crate::data::JsonlRows;
+use crate::report::{ReportError, RunFolder, report};
+use clap::Args;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Arguments of `report`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  trainer report runs/quickstart\n  \
+    trainer report runs/a runs/b runs/c --out compared.html")]
+pub(super) struct ReportArgs {
+    /// Folders of runs: their `output_dir`; at most 16
+    #[arg(value_name = "RUN_DIR", required = true, num_args = 1..=MAX_RUNS)]
+    runs: Vec<PathBuf>,
+    /// The page; by default `report.html` in the folder of the run, or for several runs in the
+    /// present folder
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+const MAX_RUNS: usize = 16;
+const NAME: &str = "report.html";
+
+/// Writes the page.
+pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
+    let path = match (&args.out, args.runs.as_slice()) {
+        (Some(path), _) => path.clone(),
+        (None, [run]) => run.join(NAME),
+        (None, _) => NAME.into(),
+    };
+    let read = |path: &PathBuf| RunFolder::read(path).map_err(failure);
+    let runs = args.runs.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let file = OutputFile::open("--out", &path)?;
+    let rows: Vec<Option<JsonlRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();
+    let rows: Vec<Option<&JsonlRows>> = rows.iter().map(Option::as_ref).collect();
+    let page = report(&runs, &rows).map_err(failure)?;
+    file.write(page.as_bytes())?;
+    writeln!(stdout(), "{}", path.display())?;
+    Ok(())
+}
+
+fn failure(error: ReportError) -> Failure {
+    let hint = error.hint();
+    Failure::of(Exit::Usage, error).hint(hint)
+}
+
+/// The eval rows of a run, if answers need their images.
+fn eval_rows(run: &RunFolder, logging: &Logging) -> Option<JsonlRows> {
+    let rows = run.eval_rows(&SetupBars(logging))?;
+    rows.map_err(|error| tracing::warn!("the report has no images of answers: {error}")).ok()
+}
+
+/// Writes the page of a finished run to its folder. A failure must not fail the run.
+pub(super) fn write_report(config: &RunConfig, rows: Option<&JsonlRows>) {
+    let path = config.output_dir.join(NAME);
+    let page = RunFolder::read(&config.output_dir).and_then(|run| report(&[run], &[rows]));
+    let written = page
+        .map_err(anyhow::Error::from)
+        .and_then(|page| Ok(write_atomically(&path, page.as_bytes())?));
+    match written {
+        Ok(()) => tracing::info!(file = %path.display(), "wrote a report of the run"),
+        Err(error) => tracing::warn!("cannot write the report of the run: {error:#}"),
+    }
+}

@@ -1,0 +1,102 @@
+//! Held-out answers with their pictures.
+
+use super::chart::number;
+use super::folder::{ReportError, RunFolder};
+use super::html::{escaped, push};
+use super::tables::short;
+use super::thumbnail::thumbnail;
+use crate::data::{JsonlRows, Pixels, RowReader};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Maximum number of answers of a page.
+const MAX_ANSWERS: usize = 24;
+/// Maximum number of pixels of all pictures of a page: at most 700 kB as PNG in text.
+const PAGE_PIXELS: u64 = 150_000;
+/// Keys of an answer that are no scores.
+const KNOWN: [&str; 2] = ["step", "num_media"];
+/// Maximum number of pictures of an answer.
+const MAX_PICTURES: usize = 4;
+
+/// Answers of the last evaluation of a run: half of them wrong, if there are enough of each.
+pub(super) fn answers(
+    run: &RunFolder,
+    rows: Option<&JsonlRows>,
+    num_runs: usize,
+) -> Result<String, ReportError> {
+    let Some(first) = run.answers.first() else { return Ok(String::new()) };
+    let limit = (MAX_ANSWERS / num_runs).max(2);
+    let is_right = |answer: &&Value| answer["expected"] == answer["answered"];
+    let (right, wrong): (Vec<&Value>, Vec<&Value>) = run.answers.iter().partition(is_right);
+    let num_wrong = wrong.len().min((limit / 2).max(limit.saturating_sub(right.len())));
+    let shown = wrong.iter().take(num_wrong).chain(right.iter().take(limit - num_wrong));
+    let shown: Vec<&Value> = shown.copied().collect();
+    let mut html = format!(
+        "<h2>Held-out answers</h2>\n<p>{} of {} answers after step {} equal the expected ones; {} are shown.</p>\n<div class=\"answers\">\n",
+        right.len(),
+        run.answers.len(),
+        first["step"].as_u64().unwrap_or(0),
+        shown.len()
+    );
+    let pixels = PAGE_PIXELS / (shown.len() * num_runs).max(1) as u64;
+    let pictures = rows.map_or_else(BTreeMap::new, |rows| pictures(rows, &shown));
+    for answer in &shown {
+        let is_right = is_right(answer);
+        let class = if is_right { "right" } else { "wrong" };
+        push(&mut html, format_args!("<article class=\"{class}\">\n"));
+        let images = pictures.get(text(answer, "row").as_str()).map_or(&[][..], Vec::as_slice);
+        for image in images.iter().take(MAX_PICTURES) {
+            let small = thumbnail(image, pixels / images.len().min(MAX_PICTURES) as u64);
+            let small = small.map_err(|error| ReportError::Image(error.to_string()))?;
+            push(
+                &mut html,
+                format_args!(
+                    "<img src=\"{}\" width=\"{}\" height=\"{}\" alt=\"\">\n",
+                    small.uri, small.width, small.height
+                ),
+            );
+        }
+        push(
+            &mut html,
+            format_args!(
+                "<p><b>{class}</b> <code>{}</code></p>\n<dl><dt>expected</dt><dd>{}</dd><dt>answered</dt><dd>{}</dd>",
+                short(&text(answer, if answer["id"].is_null() { "row" } else { "id" })),
+                short(&text(answer, "expected")),
+                short(&text(answer, "answered"))
+            ),
+        );
+        // the other numbers are scores
+        for (name, score) in answer.as_object().into_iter().flatten() {
+            if let (Some(score), false) = (score.as_f64(), KNOWN.contains(&name.as_str())) {
+                let score = number(score);
+                push(&mut html, format_args!("<dt>{}</dt><dd>{score}</dd>", escaped(name)));
+            }
+        }
+        html.push_str("</dl>\n</article>\n");
+    }
+    html.push_str("</div>\n");
+    Ok(html)
+}
+
+fn text(answer: &Value, key: &str) -> String {
+    answer[key].as_str().map_or_else(|| answer[key].to_string(), str::to_owned)
+}
+
+/// The pictures of rows, by the name of the row. Rows that cannot be read have none.
+fn pictures(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
+    let wanted: Vec<String> = shown.iter().map(|answer| text(answer, "row")).collect();
+    let mut found = BTreeMap::new();
+    for row in rows.rows() {
+        let name = rows.id(row).to_string();
+        if !wanted.contains(&name) {
+            continue;
+        }
+        if let Ok(sample) = rows.read(row) {
+            let images = rows.encoder().image_processor();
+            let media = sample.media.iter().take(MAX_PICTURES);
+            let pixels = media.flat_map(|patches| images.pixels(patches)).collect();
+            found.insert(name, pixels);
+        }
+    }
+    found
+}

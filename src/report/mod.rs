@@ -1,0 +1,21 @@
+//! Pages for people: the report of a run, and what all pages share.
+//!
+//! A page is one file without scripts that loads nothing. All text of runs and rows is escaped.
+
+mod answers;
+mod chart;
+mod charts;
+mod folder;
+mod html;
+mod page;
+mod series;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod thumbnail;
+
+pub use folder::{ReportError, RunFolder};
+pub use page::report;
+
+pub(crate) use html::{document, escaped, push, with_specials};
+pub(crate) use thumbnail::thumbnail;

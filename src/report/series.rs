@@ -1,0 +1,91 @@
+//! Values over steps, reduced to what a chart can show.
+
+/// Values of a key over steps; `NaN` stands for a value that is not finite.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Series(pub(super) Vec<(u64, f64)>);
+
+/// Consecutive steps, drawn as one place of a line.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Bucket {
+    /// Mean step.
+    pub(super) step: f64,
+    /// Smallest value.
+    pub(super) min: f64,
+    /// Mean value.
+    pub(super) mean: f64,
+    /// Largest value.
+    pub(super) max: f64,
+}
+
+impl Series {
+    /// The finite values.
+    pub(super) fn finite(&self) -> impl Iterator<Item = f64> + '_ {
+        self.0.iter().map(|point| point.1).filter(|value| value.is_finite())
+    }
+
+    /// The last finite value.
+    pub(super) fn last(&self) -> Option<f64> {
+        self.0.iter().rev().map(|point| point.1).find(|value| value.is_finite())
+    }
+
+    /// The largest value.
+    pub(super) fn max(&self) -> Option<f64> {
+        self.finite().reduce(f64::max)
+    }
+
+    /// The median.
+    pub(super) fn median(&self) -> Option<f64> {
+        let mut values: Vec<f64> = self.finite().collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
+    }
+
+    /// Steps whose value is not finite.
+    pub(super) fn gaps(&self) -> Vec<u64> {
+        let gaps = self.0.iter().filter(|(_, value)| !value.is_finite());
+        gaps.map(|(step, _)| *step).collect()
+    }
+
+    /// At most `count` buckets of consecutive values, with `None` where values are missing.
+    pub(super) fn buckets(&self, count: usize) -> Vec<Option<Bucket>> {
+        let size = self.0.len().div_ceil(count.max(1)).max(1);
+        let bucket = |points: &[(u64, f64)]| {
+            let finite = points.iter().filter(|(_, value)| value.is_finite());
+            let (mut number, mut steps, mut sum) = (0.0, 0.0, 0.0);
+            let (mut min, mut max) = (f64::INFINITY, f64::NEG_INFINITY);
+            for (step, value) in finite {
+                number += 1.0;
+                steps += *step as f64;
+                sum += value;
+                (min, max) = (min.min(*value), max.max(*value));
+            }
+            (number > 0.0).then(|| Bucket { step: steps / number, min, mean: sum / number, max })
+        };
+        self.0.chunks(size).map(bucket).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_keeps_the_smallest_and_the_largest_value() {
+        let mut values: Vec<(u64, f64)> = (1..=1000).map(|step| (step, 1.0)).collect();
+        (values[500].1, values[501].1, values[502].1) = (9.0, -3.0, f64::NAN);
+        let buckets = Series(values).buckets(10);
+        assert_eq!(buckets.len(), 10);
+        let found = buckets[5].unwrap();
+        assert_eq!((found.min, found.max), (-3.0, 9.0));
+        assert_eq!(buckets[0], Some(Bucket { step: 50.5, min: 1.0, mean: 1.0, max: 1.0 }));
+    }
+
+    #[test]
+    fn values_that_are_not_finite_leave_a_gap() {
+        let series = Series(vec![(1, 1.0), (2, f64::NAN), (3, 3.0)]);
+        let buckets = series.buckets(10);
+        let values: Vec<_> = buckets.iter().map(|b| b.map(|b| b.mean)).collect();
+        assert_eq!(values, [Some(1.0), None, Some(3.0)]);
+        assert_eq!(series.gaps(), [2]);
+    }
+}

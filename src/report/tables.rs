@@ -1,0 +1,275 @@
+//! The tables of a page.
+
+use super::chart::number;
+use super::folder::RunFolder;
+use super::html::{escaped, push};
+use crate::run::predicted_memory;
+use chrono::DateTime;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Maximum number of steps, rows or settings in a table.
+const MAX_ROWS: usize = 200;
+/// Maximum number of characters of a value or message.
+const MAX_CHARS: usize = 300;
+
+/// The end of text that is too long is left out; the rest is escaped.
+pub(super) fn short(text: &str) -> String {
+    match text.char_indices().nth(MAX_CHARS) {
+        Some((end, _)) => escaped(&text[..end]) + " …",
+        None => escaped(text),
+    }
+}
+
+/// A value without the quotes of texts.
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// A table that can be scrolled sideways; the first row is its head.
+fn table(rows: &[Vec<String>]) -> String {
+    let mut html = String::from("<div class=\"wide\"><table>\n");
+    for (index, row) in rows.iter().enumerate() {
+        html.push_str("<tr>");
+        for (column, cell) in row.iter().enumerate() {
+            let tag = if index == 0 || column == 0 { "th" } else { "td" };
+            push(&mut html, format_args!("<{tag}>{cell}</{tag}>"));
+        }
+        html.push_str("</tr>\n");
+    }
+    html.push_str("</table></div>\n");
+    html
+}
+
+/// One row per fact and one column per run.
+pub(super) fn summary(runs: &[RunFolder]) -> String {
+    let facts: [(&str, fn(&RunFolder) -> Option<String>); 12] = [
+        ("State", |run| Some(state(run))),
+        ("Loss of the last step", |run| run.train("loss")?.last().map(number)),
+        ("Loss of the last evaluation", |run| run.eval.get("loss")?.last().map(number)),
+        ("Exact held-out answers", |run| run.eval.get("accuracy")?.last().map(percent)),
+        ("Tokens per second, median", |run| run.train("tokens_per_s")?.median().map(number)),
+        ("Fill, median", |run| run.train("fill")?.median().map(percent)),
+        ("Waiting for data, median", |run| run.train("data_wait")?.median().map(percent)),
+        ("Peak memory, measured", |run| measured(run).map(bytes)),
+        ("Peak memory, predicted", predicted),
+        ("Rejected rows", |run| run.last["rejected"].as_u64().map(|count| count.to_string())),
+        ("Skipped steps", |run| Some(run.skipped.len().to_string())),
+        ("Restarts", |run| Some(run.restarts().len().to_string())),
+    ];
+    let mut rows = Vec::new();
+    let mut head = vec![String::new()];
+    head.extend(runs.iter().map(|run| escaped(&run.path.display().to_string())));
+    rows.push(if runs.len() > 1 { head } else { Vec::new() });
+    for (name, fact) in facts {
+        let values: Vec<Option<String>> = runs.iter().map(fact).collect();
+        if values.iter().any(Option::is_some) {
+            let cells = values.into_iter().map(|value| value.unwrap_or_else(|| "-".to_owned()));
+            rows.push(std::iter::once(name.to_owned()).chain(cells).collect());
+        }
+    }
+    let mut html = table(&rows);
+    for run in runs.iter().filter(|run| run.damaged > 0) {
+        let path = escaped(&run.path.display().to_string());
+        let lines = run.damaged;
+        push(&mut html, format_args!("<p>{path}: {lines} damaged lines are left out.</p>\n"));
+    }
+    html
+}
+
+fn state(run: &RunFolder) -> String {
+    let step = run.last["step"].as_u64().unwrap_or(0);
+    let epoch = run.last["epoch"]
+        .as_f64()
+        .map_or_else(String::new, |epoch| format!(", epoch {}", number(epoch)));
+    let state = if run.is_finished { "finished" } else { "not finished" };
+    format!("{state}, step {step}{epoch}")
+}
+
+/// Peak memory of the GPU if there is one, otherwise of the process.
+fn measured(run: &RunFolder) -> Option<f64> {
+    let series = run.train("peak_device_reserved_bytes").or_else(|| run.train("peak_memory_bytes"));
+    series?.max()
+}
+
+/// The prediction of `trainer check`, and its distance from the measured peak.
+fn predicted(run: &RunFolder) -> Option<String> {
+    let is_alone = run.last["ranks"].is_null();
+    let config = run.config.as_ref().ok().filter(|_| is_alone)?;
+    let (predicted, measured) = (predicted_memory(config).ok()?, measured(run)?);
+    let more = 100.0 * (predicted / measured - 1.0);
+    Some(format!("{} ({more:+.0} %)", bytes(predicted)))
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+fn bytes(bytes: f64) -> String {
+    match bytes / 1024_f64.powi(3) {
+        gib if gib >= 1.0 => format!("{gib:.2} GiB"),
+        gib => format!("{:.0} MiB", gib * 1024.0),
+    }
+}
+
+/// The processes that trained the run, if there were several.
+pub(super) fn starts(run: &RunFolder) -> String {
+    let restarts = run.restarts();
+    if restarts.is_empty() {
+        return String::new();
+    }
+    let mut html = String::from("<h2>Restarts</h2>\n");
+    if run.starts.is_empty() {
+        let steps = list(&restarts);
+        push(&mut html, format_args!("<p>After step {steps}, where the peak memory falls.</p>\n"));
+        return html;
+    }
+    let head = ["Process", "After step", "Time (UTC)", "Version", "Ranks"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for (index, start) in run.starts.iter().take(MAX_ROWS).enumerate() {
+        let time = start["time"].as_i64().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
+        rows.push(vec![
+            (index + 1).to_string(),
+            short(&plain(&start["after_step"])),
+            time.map_or_else(String::new, |time| time.format("%Y-%m-%d %H:%M:%S").to_string()),
+            short(&plain(&start["version"])),
+            short(&plain(&start["world"])),
+        ]);
+    }
+    html + &table(&rows)
+}
+
+/// Steps in which a value is not finite, that changed no weight, or are far above those before.
+pub(super) fn unusual(run: &RunFolder) -> String {
+    let mut items = String::new();
+    for (values, of) in [(&run.train, ""), (&run.eval, " of evaluations")] {
+        for (key, series) in values {
+            let gaps = series.gaps();
+            if !gaps.is_empty() {
+                let (key, count) = (escaped(key), gaps.len());
+                let steps = list(&gaps);
+                push(
+                    &mut items,
+                    format_args!(
+                        "<li><b class=\"bad\">Not finite</b>: <code>{key}</code>{of} in {count} steps: {steps}</li>\n"
+                    ),
+                );
+            }
+        }
+    }
+    if !run.skipped.is_empty() {
+        let (count, steps) = (run.skipped.len(), list(&run.skipped));
+        push(
+            &mut items,
+            format_args!(
+                "<li><b class=\"bad\">Skipped</b>: {count} steps changed no weight: {steps}</li>\n"
+            ),
+        );
+    }
+    for (step, spike) in run.spikes.iter().take(MAX_ROWS) {
+        let [value, usual] = [spike.value, spike.usual].map(number);
+        push(
+            &mut items,
+            format_args!(
+                "<li><b class=\"spike\">Spike</b>: <code>{}</code> is {value} in step {step}, the median before was {usual}</li>\n",
+                spike.name
+            ),
+        );
+    }
+    if items.is_empty() {
+        return items;
+    }
+    format!("<h2>Unusual steps</h2>\n<ul>\n{items}</ul>\n")
+}
+
+/// The first steps of a list.
+fn list(steps: &[u64]) -> String {
+    const SHOWN: usize = 30;
+    let shown: Vec<String> = steps.iter().take(SHOWN).map(u64::to_string).collect();
+    shown.join(", ") + if steps.len() > SHOWN { " …" } else { "" }
+}
+
+/// Rejected rows by reason, and some of them.
+pub(super) fn rejected(run: &RunFolder) -> String {
+    let reasons = run.last["rejected_by_reason"].as_object();
+    let has_reasons = reasons.is_some_and(|reasons| !reasons.is_empty());
+    if !has_reasons && run.rejects.is_empty() {
+        return String::new();
+    }
+    let mut html = String::from("<h2>Rejected rows</h2>\n");
+    if let Some(reasons) = reasons.filter(|_| has_reasons) {
+        let mut rows = vec![vec!["Reason".to_owned(), "Rows".to_owned()]];
+        let counts = reasons.iter().take(MAX_ROWS);
+        rows.extend(counts.map(|(reason, count)| vec![short(reason), short(&plain(count))]));
+        html += &table(&rows);
+    }
+    if !run.rejects.is_empty() {
+        push(
+            &mut html,
+            format_args!(
+                "<details><summary>The first {} lines of <code>rejects.jsonl</code></summary>\n<ul>\n",
+                run.rejects.len()
+            ),
+        );
+        for row in &run.rejects {
+            push(
+                &mut html,
+                format_args!(
+                    "<li><code>{}:{}</code> <b>{}</b> {}</li>\n",
+                    short(&plain(&row["file"])),
+                    short(&plain(&row["row"])),
+                    short(&plain(&row["reason"])),
+                    short(&plain(&row["message"]))
+                ),
+            );
+        }
+        html.push_str("</ul></details>\n");
+    }
+    html
+}
+
+/// The settings in which the runs differ.
+pub(super) fn differences(runs: &[RunFolder]) -> String {
+    let settings: Vec<BTreeMap<String, String>> = runs.iter().map(settings).collect();
+    let keys: BTreeSet<&String> = settings.iter().flat_map(BTreeMap::keys).collect();
+    let mut head = vec!["Setting".to_owned()];
+    head.extend(runs.iter().map(|run| escaped(&run.path.display().to_string())));
+    let mut rows = vec![head];
+    for key in keys.into_iter().filter(|key| key.as_str() != "output_dir") {
+        let values: Vec<Option<&String>> = settings.iter().map(|of| of.get(key)).collect();
+        if values.iter().any(|value| *value != values[0]) && rows.len() <= MAX_ROWS {
+            let cell = |value: Option<&String>| value.map_or_else(|| "-".to_owned(), |v| short(v));
+            let cells = values.into_iter().map(cell);
+            rows.push(
+                std::iter::once(format!("<code>{}</code>", short(key))).chain(cells).collect(),
+            );
+        }
+    }
+    if rows.len() == 1 {
+        return "<h2>Settings that differ</h2>\n<p>None.</p>\n".to_owned();
+    }
+    "<h2>Settings that differ</h2>\n".to_owned() + &table(&rows)
+}
+
+fn settings(run: &RunFolder) -> BTreeMap<String, String> {
+    run.config.as_ref().map(crate::config::RunConfig::settings).unwrap_or_default()
+}
+
+/// All settings of each run, folded.
+pub(super) fn configs(runs: &[RunFolder]) -> String {
+    let mut html = String::from("<h2>Config</h2>\n");
+    for run in runs {
+        let path = escaped(&run.path.display().to_string());
+        if let Err(error) = &run.config {
+            push(&mut html, format_args!("<p>{path}: {}</p>\n", short(error)));
+            continue;
+        }
+        let settings = settings(run);
+        push(&mut html, format_args!("<details><summary>{path}</summary>\n<dl>\n"));
+        for (key, value) in settings.iter().take(MAX_ROWS) {
+            push(&mut html, format_args!("<dt>{}</dt><dd>{}</dd>\n", short(key), short(value)));
+        }
+        html.push_str("</dl></details>\n");
+    }
+    html
+}
