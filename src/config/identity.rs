@@ -21,9 +21,9 @@ const LATER_DEFAULTS: [&str; 10] = [
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
     ",\"samples\":true",
     ",\"background\":true",
+    ",\"trackers\":[]",
     ",\"best\":null",
     ",\"generate\":null,\"early_stopping\":null",
-    ",\"trackers\":[]",
     ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];
 

@@ -67,11 +67,11 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
-    /// Seconds between the step before and this one in which training waited for a checkpoint; 0
-    /// if there was none.
-    pub save_hold_s: f64,
-    /// Seconds that it took to write a checkpoint; 0 if none was completed since the step before.
-    pub save_s: f64,
+    /// Seconds between the step before and this one in which training waited for a checkpoint;
+    /// `None` if none was due.
+    pub save_hold_s: Option<f64>,
+    /// Seconds that it took to write a checkpoint; `None` if none was completed since the step before.
+    pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
@@ -243,11 +243,10 @@ mod tests {
     fn a_step_row_has_the_documented_keys_in_order() {
         let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
-        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
-                        target_weight num_samples fill step_time_s data_wait_s save_hold_s save_s \
-                        tokens_per_s peak_memory_bytes peak_device_memory_bytes \
-                        peak_device_reserved_bytes predicted_memory_bytes rejected \
-                        rejected_by_reason rejected_by_file ranks";
+        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens target_weight \
+                        num_samples fill step_time_s data_wait_s save_hold_s save_s tokens_per_s \
+                        peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
+                        predicted_memory_bytes rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
     }

@@ -27,7 +27,7 @@ pub(super) fn sums_of(path: &Path) -> PathBuf {
 
 /// The complete and undamaged batches of a file whose writer was killed.
 pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
-    let read = || -> Result<_, ArrowError> {
+    let read = || {
         let mut file = File::open(path)?;
         let num_bytes = checked_bytes(&file, &sums_of(path))?;
         file.seek(SeekFrom::Start(ALIGNMENT as u64))?;
