@@ -9,9 +9,10 @@
 FROM nvidia/cuda:13.0.1-devel-ubuntu22.04 AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates curl gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
+ENV CARGO_HOME=/opt/cargo RUSTUP_HOME=/opt/rustup CARGO_INCREMENTAL=0
+ENV PATH=/opt/cargo/bin:$PATH
 RUN curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs \
     | sh -s -- -y --profile minimal --default-toolchain 1.95.0
-ENV PATH=/root/.cargo/bin:$PATH CARGO_INCREMENTAL=0
 # Compute capability 8.0 is the oldest supported one; newer GPUs run the same code.
 ARG CUDA_COMPUTE_CAP=80
 ENV CUDA_COMPUTE_CAP=$CUDA_COMPUTE_CAP CUDA_HOME=/usr/local/cuda

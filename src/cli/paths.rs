@@ -114,7 +114,7 @@ mod tests {
 
     fn with(path: &str) -> Result<String, PathError> {
         expanded(path, &|name| match name {
-            "HOME" => Some("/home/ada".to_owned()),
+            "HOME" => Some("/u/ada".to_owned()),
             "RUNS" => Some("/scratch/runs".to_owned()),
             "EMPTY" => Some(String::new()),
             _ => None,
@@ -124,8 +124,8 @@ mod tests {
     #[test]
     fn home_and_variables_are_replaced() {
         for (path, expanded) in [
-            ("~", "/home/ada"),
-            ("~/a.yaml", "/home/ada/a.yaml"),
+            ("~", "/u/ada"),
+            ("~/a.yaml", "/u/ada/a.yaml"),
             ("$RUNS/x", "/scratch/runs/x"),
             ("${RUNS}-2/$RUNS", "/scratch/runs-2//scratch/runs"),
             ("a~/b", "a~/b"),

@@ -17,6 +17,7 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
+use super::start_log::{log_data_sets, log_share, log_start};
 use super::starts;
 use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};

@@ -34,6 +34,7 @@ mod sequence;
 mod setup_error;
 mod sinks;
 mod stages;
+mod start_log;
 mod starts;
 mod stored_weights;
 mod temporary;

@@ -320,7 +320,7 @@ impl Yaml {
                 "loss and accuracy of `data.eval`",
             );
         }
-        self.line("log", "{every_steps: 10}", "metrics.jsonl has every logged step");
+        self.line("log", "{every_steps: 10}", "metrics.jsonl has every step");
     }
 }
 

@@ -102,7 +102,7 @@ fn lies_in(output_dir: &Path, found: &Found) -> bool {
 
 /// Moves the files of an earlier run in `output_dir` to `previous-N`.
 fn set_aside(output_dir: &Path) -> Result<(), RunError> {
-    const FILES: [&str; 11] = [
+    const FILES: [&str; 13] = [
         "config.yaml",
         "metrics.jsonl",
         "eval.jsonl",

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use arrow_ipc::MetadataVersion;
 use arrow_ipc::reader::StreamReader;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
-use arrow_schema::ArrowError;
 
 use super::file::{CacheError, Footer, METADATA, Place};
 use super::rows::{Rows, schema};
