@@ -7,7 +7,6 @@ use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
 use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
 use super::load_model::OpenModel;
-use super::logs::{log_data_sets, log_share, log_start};
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};

@@ -16,7 +16,6 @@ mod hub;
 mod inputs;
 mod load_model;
 mod load_shares;
-mod logs;
 mod new_config;
 mod observer;
 mod output_dir;
