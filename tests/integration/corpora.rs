@@ -149,7 +149,9 @@ fn assert_resumes(place: &Place, last: u64) {
     }
     for rows in [metrics(place, "run", 0), evals(place, "run", 0)] {
         let keys = |row: &Value| row.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
-        rows.iter().for_each(|row| assert_eq!(keys(row), keys(&rows[0]), "{row}"));
+        for row in &rows {
+            assert_eq!(keys(row), keys(&rows[0]), "{row}");
+        }
     }
     let steps = metrics(place, "run", 0);
     let steps: Vec<u64> = steps.iter().filter_map(|row| row["step"].as_u64()).collect();

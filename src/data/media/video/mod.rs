@@ -17,7 +17,6 @@ mod file;
 mod sampling;
 mod smart_resize;
 
-use std::io;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -290,7 +289,7 @@ pub enum VideoError {
         /// Path as written in the row.
         path: PathBuf,
         /// Error of the operating system.
-        cause: io::Error,
+        cause: std::io::Error,
     },
     /// The file is damaged, or is not a video.
     #[error("video `{}` is damaged or not a video: {problem}", .path.display())]
@@ -397,7 +396,7 @@ impl VideoError {
             ImageError::Missing { root, .. } => Self::Missing { path, root },
             ImageError::EscapesRoot { root, .. } => Self::EscapesRoot { path, root },
             ImageError::Read { source: cause, .. } => Self::Read { path, cause },
-            other => Self::Read { path, cause: io::Error::other(other.to_string()) },
+            other => Self::Read { path, cause: std::io::Error::other(other.to_string()) },
         }
     }
 
