@@ -2,8 +2,8 @@
 
 use super::adapter::open_run_model;
 use super::check::warn_about_resources;
-use super::device::device_name;
 use super::error::RunError;
+use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
 use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
 use super::load_model::OpenModel;
@@ -16,20 +16,19 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
+use super::start_log::{log_data_sets, log_share, log_start};
 use super::starts;
 use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader, RowReader,
+    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, RowReader,
 };
-use crate::dist::{Group, Monitor, Rank, fail};
-use crate::ops::simd_level;
+use crate::dist::{Group, Monitor, fail};
 use crate::optim::{OptimConfig, Schedule, Span};
-use crate::tape::Param;
 use crate::train::{
-    BaseModel, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError, TrainState,
-    Trainer, TrainerParts, write_rejects,
+    BaseModel, EvalRule, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError,
+    TrainState, Trainer, TrainerParts, write_rejects,
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
@@ -159,6 +158,7 @@ impl Run {
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
+        let eval_rule = eval_rule(config, eval_rows.as_ref())?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
@@ -195,7 +195,8 @@ impl Run {
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
-        let state = TrainState { total_steps, planned, inputs, ..state };
+        let mut state = TrainState { total_steps, planned, inputs, ..state };
+        bring_best(eval_rule.as_ref(), &checkpointer, found.filter(|_| is_first), &mut state)?;
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
@@ -209,7 +210,7 @@ impl Run {
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
-        let data = RunData { loader, reader, rows, eval_rows, predicted };
+        let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
         if is_first {
@@ -253,6 +254,7 @@ struct RunData {
     eval_rows: Option<JsonlRows>,
     /// Predicted peak memory in bytes.
     predicted: Option<u64>,
+    eval_rule: Option<EvalRule>,
 }
 
 /// Opens the logs and begins the training loop.
@@ -265,10 +267,10 @@ fn trainer(
     (runner, state): (StepRunner, TrainState),
 ) -> Result<Trainer, RunError> {
     let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
-    let RunData { loader, reader, rows, eval_rows, predicted } = data;
+    let RunData { loader, reader, rows, eval_rows, predicted, eval_rule } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
+    let Sinks { metrics, evals, predictions, mut rejects, samples, is_evaluated } = sinks;
     if state.step == 0 {
         write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
     }
@@ -284,10 +286,12 @@ fn trainer(
         config_json,
         eval_rows,
         eval: config.eval.clone(),
+        eval_rule,
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
         predicted_memory_bytes: predicted,
         evals,
+        predictions,
         rejects,
         dataset_names: rows.names().to_vec(),
         rejected_texts: Rejected::of_texts(rows.rejected_texts()),
@@ -354,6 +358,7 @@ fn first_state(
         inputs: BTreeMap::new(),
         media: media.map(|media| media.digests()),
         base,
+        evals: None,
         data: DataState::default(),
     }
 }
@@ -371,86 +376,4 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
 fn config_digest(config: &RunConfig) -> String {
     let json = serde_json::to_string(config).expect("a config of plain values");
     format!("{:x}", Sha256::digest(json.as_bytes()))
-}
-
-/// Logs the part of each step that a rank computes.
-fn log_share(config: &RunConfig, rank: Rank) {
-    if rank.world == 1 {
-        return;
-    }
-    let train = &config.train;
-    let micro_batches = train.gradient_accumulation_steps.get();
-    let sequence = config.distributed.sequence.get();
-    tracing::info!(
-        ranks = rank.world,
-        micro_batches,
-        micro_batches_of_each = micro_batches * sequence / rank.world,
-        sequence,
-        batch_size = train.batch_size,
-        "the ranks share the micro-batches of each step; other trainers count them per device"
-    );
-}
-
-fn log_data_sets(rows: &JsonlRows) {
-    for set in rows.sets() {
-        let file = set.path().display();
-        match set {
-            DataSet::Chats(chats) => {
-                tracing::info!(%file, rows = chats.len(), form = %chats.form(), "data");
-            }
-            DataSet::Corpus(corpus) => {
-                let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
-                let (samples, truncated) = (corpus.len(), corpus.num_truncated());
-                tracing::info!(%file, samples, tokens, documents, truncated, "corpus");
-                for rejection in corpus.rejected() {
-                    tracing::warn!(row = %rejection, "rejected a text of the corpus");
-                }
-            }
-        }
-    }
-}
-
-fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &TrainState) {
-    let count = |params: &mut dyn Iterator<Item = &Param>| {
-        params.map(|param| param.shape().elem_count()).sum::<usize>()
-    };
-    tracing::info!(
-        path = %config.model.path.display(),
-        parameters = count(&mut runner.params.iter()),
-        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        "model"
-    );
-    tracing::info!(
-        device = %device_name(&runner.device),
-        threads = rayon::current_num_threads(),
-        simd = simd_level().ok().map(tracing::field::display),
-        precision = %config.model.precision.hf_name(),
-        attention = %attention_kernels(config, runner),
-        "compute"
-    );
-    tracing::info!(
-        from_step = state.step,
-        steps = state.total_steps,
-        rows = rows.num_rows(),
-        fingerprint = %state.fingerprint,
-        "{}",
-        if state.step == 0 { "start" } else { "resume" }
-    );
-}
-
-/// Returns the name of the decoder's attention kernel, and the kernels of other components if they
-/// differ.
-fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
-    let backend = config.model.attention.backend();
-    let mut kernels = String::new();
-    let mut first = "";
-    for (name, head_dim) in runner.model.head_dims() {
-        let kernel = backend.kernel(&runner.device, runner.dtype, head_dim);
-        if kernels.is_empty() {
-            (kernels, first) = (kernel.to_owned(), kernel);
-        } else if kernel != first {
-            kernels.extend(["; ", name, ": ", kernel]);
-        }
-    }
-    kernels
 }

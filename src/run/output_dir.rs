@@ -37,7 +37,7 @@ pub(super) fn take_over(
     } else {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let model = real(&config.model.path);
-        let moved = ["checkpoints", "final"].map(|name| real(&output_dir.join(name)));
+        let moved = ["checkpoints", "final", "best"].map(|name| real(&output_dir.join(name)));
         if moved.iter().any(|folder| model.starts_with(folder)) {
             return Err(RunError::ModelInOutputDir { output_dir: output_dir.to_owned() });
         }
@@ -102,10 +102,11 @@ fn lies_in(output_dir: &Path, found: &Found) -> bool {
 
 /// Moves the files of an earlier run in `output_dir` to `previous-N`.
 fn set_aside(output_dir: &Path) -> Result<(), RunError> {
-    const FILES: [&str; 11] = [
+    const FILES: [&str; 13] = [
         "config.yaml",
         "metrics.jsonl",
         "eval.jsonl",
+        "predictions.jsonl",
         "rejects.jsonl",
         "samples.jsonl",
         "train.log",
@@ -113,6 +114,7 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
         "tensorboard",
         "checkpoints",
         "final",
+        "best",
         "report.html",
     ];
     let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();

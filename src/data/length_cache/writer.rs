@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use arrow_ipc::MetadataVersion;
 use arrow_ipc::reader::StreamReader;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
-use arrow_schema::ArrowError;
 
 use super::file::{CacheError, Footer, METADATA, Place};
 use super::rows::{Rows, schema};
@@ -32,7 +31,7 @@ pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
         let num_bytes = checked_bytes(&file, &sums_of(path))?;
         file.seek(SeekFrom::Start(ALIGNMENT as u64))?;
         let bytes = BufReader::new(file.take(num_bytes.saturating_sub(ALIGNMENT as u64)));
-        Ok::<_, ArrowError>(StreamReader::try_new(bytes, None)?)
+        StreamReader::try_new(bytes, None)
     };
     let Ok(reader) = read() else { return Vec::new() };
     reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()

@@ -239,7 +239,7 @@ fn copy_fits(need: u64, free: Option<u64>) -> bool {
 }
 
 /// The messages of an error and of its causes.
-fn causes(error: &(dyn Error + 'static)) -> String {
+pub(super) fn causes(error: &(dyn Error + 'static)) -> String {
     let messages = successors(Some(error), |error| {
         let error = *error;
         error.source()
