@@ -16,7 +16,7 @@ const INDENT: &str = "         ";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Terminal {
     /// A person reads it.
-    pub(super) is_terminal: bool,
+    pub(super) is_tty: bool,
     /// Bars can be drawn again in place: not with `TERM=dumb`.
     pub(super) has_cursor: bool,
     /// Colours can be shown and are wanted: not with `NO_COLOR`.
@@ -30,16 +30,16 @@ impl Terminal {
     }
 
     /// `variable` looks up the environment. The rules are those of clap.
-    fn of(is_terminal: bool, variable: impl Fn(&str) -> Option<OsString>) -> Self {
+    fn of(is_tty: bool, variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let is_dumb = variable("TERM").is_none_or(|term| term == "dumb");
         let no_colours = variable("NO_COLOR").is_some_and(|value| !value.is_empty());
-        let has_cursor = is_terminal && !is_dumb;
-        Self { is_terminal, has_cursor, colours: has_cursor && !no_colours }
+        let has_cursor = is_tty && !is_dumb;
+        Self { is_tty, has_cursor, colours: has_cursor && !no_colours }
     }
 
     /// Number of columns of a log line; `None` if lines are not broken.
     pub(super) fn columns(self) -> Option<usize> {
-        let size = self.is_terminal.then(|| rustix::termios::tcgetwinsize(io::stderr()));
+        let size = self.is_tty.then(|| rustix::termios::tcgetwinsize(io::stderr()));
         let columns = usize::from(size?.ok()?.ws_col);
         (columns >= MIN_COLUMNS).then_some(columns.min(MAX_COLUMNS))
     }

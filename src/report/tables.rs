@@ -41,9 +41,12 @@ fn table(rows: &[Vec<String>]) -> String {
     html
 }
 
+/// What is said of a run; `None` if the run does not have it.
+type Fact = fn(&RunFolder) -> Option<String>;
+
 /// One row per fact and one column per run.
 pub(super) fn summary(runs: &[RunFolder]) -> String {
-    let facts: [(&str, fn(&RunFolder) -> Option<String>); 12] = [
+    let facts: [(&str, Fact); 12] = [
         ("State", |run| Some(state(run))),
         ("Loss of the last step", |run| run.train("loss")?.last().map(number)),
         ("Loss of the last evaluation", |run| run.eval.get("loss")?.last().map(number)),

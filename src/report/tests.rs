@@ -4,6 +4,7 @@ use super::{RunFolder, report};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -15,7 +16,7 @@ fn write(folder: &Path, name: &str, rows: impl IntoIterator<Item = Value>) {
     for row in rows {
         writeln!(text, "{row}").unwrap();
     }
-    fs::write(folder.join(name), text).unwrap();
+    fs::File::create(folder.join(name)).unwrap().write_all(text.as_bytes()).unwrap();
 }
 
 fn row(step: u64, loss: Option<f64>) -> Value {
@@ -140,7 +141,10 @@ fn a_folder_without_metrics_and_one_without_steps_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let error = RunFolder::read(folder.path()).unwrap_err();
     assert!(error.to_string().ends_with("metrics.jsonl`"), "{error}");
-    fs::write(folder.path().join("metrics.jsonl"), "{\"step").unwrap();
+    fs::File::create(folder.path().join("metrics.jsonl"))
+        .unwrap()
+        .write_all(("{\"step").as_bytes())
+        .unwrap();
     let error = RunFolder::read(folder.path()).unwrap_err();
     assert!(error.to_string().ends_with("has no step"), "{error}");
 }

@@ -68,7 +68,7 @@ struct Measured {
     /// Number of rows.
     rows: usize,
     /// Number of rows that were measured, those that cannot be used included.
-    measured: usize,
+    num_read: usize,
     /// Tokens of the measured rows that can be used.
     tokens: usize,
     usable: usize,
@@ -96,7 +96,7 @@ impl Measured {
         Self {
             form,
             rows: set.len(),
-            measured,
+            num_read: measured,
             tokens: usable().map(|length| length.tokens).sum(),
             usable: usable().count(),
             longest: usable().map(|length| length.tokens).max().unwrap_or(0),
@@ -110,7 +110,7 @@ impl Measured {
     }
 
     fn comment(&self) -> String {
-        let Self { form, rows, measured, usable, longest, .. } = self;
+        let Self { form, rows, num_read: measured, usable, longest, .. } = self;
         let mean = self.mean();
         let part =
             if measured < rows { format!(", {measured} of them measured") } else { String::new() };

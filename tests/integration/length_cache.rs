@@ -298,7 +298,7 @@ fn damaged_batches_of_a_killed_update_are_measured_again() {
     let mut bytes = std::fs::read(&left).unwrap();
     let middle = bytes.len() * 3 / 4; // in the second batch
     bytes[middle] ^= 4;
-    std::fs::write(&left, &bytes).unwrap();
+    File::create(&left).unwrap().write_all(&bytes).unwrap();
     let (cached, work) = place.update(&encoder);
     assert_eq!(work, CacheWork { measured: 9000 - 4096, reused: 4096 });
     assert_as_measured(&cached, &place.rows(&encoder));

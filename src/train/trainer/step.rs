@@ -169,8 +169,10 @@ impl Trainer {
             fill: data.fill,
             step_time_s,
             data_wait_s,
-            save_hold_s: saves.hold_s,
-            save_s: saves.save_s,
+            // A number in each row: readers that infer columns from the first rows fail if only later
+            // rows have one.
+            save_hold_s: Some(saves.hold_s.unwrap_or(0.0)),
+            save_s: Some(saves.save_s.unwrap_or(0.0)),
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),

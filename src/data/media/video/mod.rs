@@ -396,7 +396,7 @@ impl VideoError {
         match cause {
             ImageError::Missing { root, .. } => Self::Missing { path, root },
             ImageError::EscapesRoot { root, .. } => Self::EscapesRoot { path, root },
-            ImageError::Read { source, .. } => Self::Read { path, cause: source },
+            ImageError::Read { source: cause, .. } => Self::Read { path, cause },
             other => Self::Read { path, cause: io::Error::other(other.to_string()) },
         }
     }
