@@ -1,4 +1,4 @@
-//! Held-out answers with their pictures.
+//! Held-out answers with their images.
 
 use super::chart::number;
 use super::folder::{ReportError, RunFolder};
@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 
 /// Maximum number of answers of a page.
 const MAX_ANSWERS: usize = 24;
-/// Maximum number of pixels of all pictures of a page: at most 700 kB as PNG in text.
+/// Maximum number of pixels of all images of a page: at most 700 kB as PNG in text.
 const PAGE_PIXELS: u64 = 150_000;
 /// Keys of an answer that are no scores.
 const KNOWN: [&str; 2] = ["step", "num_media"];
-/// Maximum number of pictures of an answer.
-const MAX_PICTURES: usize = 4;
+/// Maximum number of images of an answer.
+const MAX_IMAGES: usize = 4;
 
 /// Answers of the last evaluation of a run: half of them wrong, if there are enough of each.
 pub(super) fn answers(
@@ -39,14 +39,14 @@ pub(super) fn answers(
         shown.len()
     );
     let pixels = PAGE_PIXELS / (shown.len() * num_runs).max(1) as u64;
-    let pictures = rows.map_or_else(BTreeMap::new, |rows| pictures(rows, &shown));
+    let images_of = rows.map_or_else(BTreeMap::new, |rows| images(rows, &shown));
     for answer in &shown {
         let is_right = is_right(answer);
         let class = if is_right { "right" } else { "wrong" };
         push(&mut html, format_args!("<article class=\"{class}\">\n"));
-        let images = pictures.get(text(answer, "row").as_str()).map_or(&[][..], Vec::as_slice);
-        for image in images.iter().take(MAX_PICTURES) {
-            let small = thumbnail(image, pixels / images.len().min(MAX_PICTURES) as u64);
+        let images = images_of.get(text(answer, "row").as_str()).map_or(&[][..], Vec::as_slice);
+        for image in images.iter().take(MAX_IMAGES) {
+            let small = thumbnail(image, pixels / images.len().min(MAX_IMAGES) as u64);
             let small = small.map_err(|error| ReportError::Image(error.to_string()))?;
             push(
                 &mut html,
@@ -82,8 +82,8 @@ fn text(answer: &Value, key: &str) -> String {
     answer[key].as_str().map_or_else(|| answer[key].to_string(), str::to_owned)
 }
 
-/// The pictures of rows, by the name of the row. Rows that cannot be read have none.
-fn pictures(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
+/// The images of rows, by the name of the row. Rows that cannot be read have none.
+fn images(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
     let wanted: Vec<String> = shown.iter().map(|answer| text(answer, "row")).collect();
     let mut found = BTreeMap::new();
     for row in rows.rows() {
@@ -92,9 +92,9 @@ fn pictures(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>>
             continue;
         }
         if let Ok(sample) = rows.read(row) {
-            let images = rows.encoder().image_processor();
-            let media = sample.media.iter().take(MAX_PICTURES);
-            let pixels = media.flat_map(|patches| images.pixels(patches)).collect();
+            let processor = rows.encoder().image_processor();
+            let media = sample.media.iter().take(MAX_IMAGES);
+            let pixels = media.flat_map(|patches| processor.pixels(patches)).collect();
             found.insert(name, pixels);
         }
     }

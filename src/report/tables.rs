@@ -131,7 +131,9 @@ pub(super) fn starts(run: &RunFolder) -> String {
         rows.push(vec![
             (index + 1).to_string(),
             short(&plain(&start["after_step"])),
-            time.map_or_else(String::new, |time| time.format("%Y-%m-%d %H:%M:%S").to_string()),
+            time.map_or_else(String::new, |time| {
+                time.format("<span class=\"one\">%Y-%m-%d %H:%M:%S</span>").to_string()
+            }),
             short(&plain(&start["version"])),
             short(&plain(&start["world"])),
         ]);
