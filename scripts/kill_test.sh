@@ -33,7 +33,7 @@ sum() { # output_dir
     (
         cd "$folder/$1"
         sha256sum final/model.safetensors checkpoints/step-00000060/{optimizer.safetensors,trainer_state.json}
-        sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl eval.jsonl | sha256sum
+        sed -E 's/,"(step_time_s|data_wait_s|save_hold_s|save_s|tokens_per_s|peak_memory_bytes|predicted_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl eval.jsonl | sha256sum
         # Lists hidden files and folders, that is, leftovers of incomplete writes.
         find . checkpoints -maxdepth 1 -name '.?*'
     ) | sha256sum

@@ -24,7 +24,7 @@ YAML
       "$python" -c '
 import json, sys
 model, gpus, memory = sys.argv[1:]
-rows = [json.loads(line) for line in sys.stdin]
+rows = [row for row in map(json.loads, sys.stdin) if "shard" in row]
 world = int(gpus)
 needs = ", ".join("%.0f" % (row["memory_bytes"] / 2**30) for row in rows if row["shard"] == "none" or row["group"] == world)
 best = next((row for row in rows if row["best"]), None)

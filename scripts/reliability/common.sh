@@ -52,7 +52,7 @@ sum() { # output_dir, last step
   (
     cd "$1"
     sha256sum final/model.safetensors "checkpoints/step-$(printf '%08d' "$2")"/{optimizer.safetensors,trainer_state.json}
-    sed -E 's/,"(step_time_s|data_wait_s|tokens_per_s|peak_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl eval.jsonl | sha256sum
+    sed -E 's/,"(step_time_s|data_wait_s|save_hold_s|save_s|tokens_per_s|peak_memory_bytes|predicted_memory_bytes|time_s)":[^,}]*//g' metrics.jsonl eval.jsonl | sha256sum
   ) 2>&1 | sha256sum
 }
 # Exits with 0 if nothing has failed.

@@ -20,7 +20,7 @@ pub use sample::{
     Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
 pub use split::BatchPart;
-pub use varlen::VarlenBatch;
+pub use varlen::{VarlenBatch, media_rows};
 
 /// A label with this value contributes no loss, as in transformers.
 pub const IGNORE_INDEX: i64 = -100;

@@ -3,6 +3,7 @@
 use super::{CheckpointError, regular};
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Names of the files that are copied unchanged from the model folder into each checkpoint.
 pub const COPIED_FILES: [&str; 11] = [
@@ -35,7 +36,7 @@ pub fn is_model_file(name: &str) -> bool {
 /// A run reads them once at its start, so that its checkpoints are complete even if the folder is
 /// changed or deleted later.
 #[derive(Debug, Clone, Default)]
-pub struct CarriedFiles(Vec<(&'static str, Vec<u8>)>);
+pub struct CarriedFiles(Arc<Vec<(&'static str, Vec<u8>)>>);
 
 impl CarriedFiles {
     /// Reads the files, a few megabytes in total. Files that do not exist are left out; one that
@@ -53,7 +54,7 @@ impl CarriedFiles {
                 Err(error) => return Err(CheckpointError::read(&path)(error)),
             }
         }
-        Ok(Self(files))
+        Ok(Self(Arc::new(files)))
     }
 
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &[u8])> {

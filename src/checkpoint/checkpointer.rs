@@ -110,7 +110,7 @@ impl Checkpointer {
     /// Does not access the disk.
     pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
         // The training loop decides when to save.
-        let &CheckpointConfig { every_steps: _, keep } = config;
+        let &CheckpointConfig { every_steps: _, keep, background: _ } = config;
         Self { output_dir: output_dir.to_owned(), keep, claimed: None }
     }
 

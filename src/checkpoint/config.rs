@@ -11,10 +11,13 @@ pub struct CheckpointConfig {
     pub every_steps: u64,
     /// Number of newest checkpoints to keep on disk; at least 1.
     pub keep: NonZeroUsize,
+    /// Whether training continues while a thread writes a copy of the training state, if memory
+    /// suffices for the copy.
+    pub background: bool,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every_steps: 200, keep: NonZeroUsize::MIN.saturating_add(2) }
+        Self { every_steps: 200, keep: NonZeroUsize::MIN.saturating_add(2), background: true }
     }
 }

@@ -13,6 +13,7 @@
 //! and checksums with the manifest, so that a damaged checkpoint is detected before it is used.
 
 mod atomic;
+mod background;
 mod bitsandbytes;
 mod carried;
 mod checkpointer;
@@ -31,6 +32,7 @@ mod together;
 mod weight_files;
 
 pub use atomic::write_atomically;
+pub use background::{BackgroundSave, OwnedContents};
 pub use bitsandbytes::{nf4_tensors, quantization_config};
 pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};

@@ -16,6 +16,9 @@ use std::path::{Path, PathBuf};
 /// Number of values that are decoded and checked at once; they stay in the cache meanwhile.
 const CHUNK: usize = 1 << 14;
 
+/// Minimum number of bytes of a part whose pages are released after they were copied.
+const RELEASED: usize = 1 << 20;
+
 #[derive(Debug)]
 pub(super) struct Shard {
     path: PathBuf,
@@ -125,8 +128,27 @@ impl Shard {
                 return Err(self.non_finite(name, range.start + start + at, found));
             }
         }
+        self.release(elements[range.clone()].as_flattened());
         Tensor::from_vec(values, range.len(), &Device::Cpu)
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    /// Removes the pages of a large part from the memory of the process, which has a copy now. They
+    /// stay in the page cache, and a later access maps them again.
+    fn release(&self, part: &[u8]) {
+        if part.len() < RELEASED {
+            return;
+        }
+        #[cfg(unix)]
+        {
+            let start = part.as_ptr().addr() - self.map.as_ptr().addr();
+            // SAFETY: the map is read-only and backed by a file, so no content is lost. If the call
+            // fails, only memory is lost.
+            let _ = unsafe {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                self.map.unchecked_advise_range(advice, start, part.len())
+            };
+        }
     }
 
     /// The error for an element that is not finite.

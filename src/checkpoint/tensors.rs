@@ -31,6 +31,7 @@ pub struct SavedTensor {
     shape: Vec<usize>,
     dtype: DType,
     held: Held,
+    is_fixed: bool,
 }
 
 /// Computes a tensor.
@@ -61,7 +62,7 @@ impl SavedTensor {
     /// A tensor that every rank holds completely. Each rank writes a part of it.
     pub fn whole(name: impl Into<String>, tensor: Tensor) -> Self {
         let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
-        Self { name: name.into(), shape, dtype, held: Held::Whole(tensor) }
+        Self { name: name.into(), shape, dtype, held: Held::Whole(tensor), is_fixed: false }
     }
 
     /// A tensor of which this rank holds `parts`: ranges of elements in row-major order, and their
@@ -73,7 +74,8 @@ impl SavedTensor {
         dtype: DType,
         parts: Vec<(Range<usize>, Tensor)>,
     ) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), dtype, held: Held::Parts(parts) }
+        let (shape, held) = (shape.to_vec(), Held::Parts(parts));
+        Self { name: name.into(), shape, dtype, held, is_fixed: false }
     }
 
     /// A tensor that `make` computes when it is written, so that a model that is larger than memory can
@@ -84,8 +86,8 @@ impl SavedTensor {
         dtype: DType,
         make: impl Fn() -> Result<Tensor, CheckpointError> + Send + Sync + 'static,
     ) -> Self {
-        let held = Held::Made(Arc::new(make));
-        Self { name: name.into(), shape: shape.to_vec(), dtype, held }
+        let (shape, held) = (shape.to_vec(), Held::Made(Arc::new(make)));
+        Self { name: name.into(), shape, dtype, held, is_fixed: true }
     }
 
     /// Name of the tensor.
@@ -417,5 +419,6 @@ fn convert<T: Finite + WithDType, const N: usize>(
     Ok(())
 }
 
+mod copies;
 #[cfg(test)]
 mod tests;

@@ -24,7 +24,8 @@ pub(super) struct ConfigArgs {
 impl ConfigArgs {
     /// Reads and checks the config, and downloads what it names on the hub.
     pub(super) fn load(&self, logging: &Logging) -> anyhow::Result<RunConfig> {
-        let config: RunConfig = config::load(&self.config, &self.overrides)?;
+        let mut config: RunConfig = config::load(&self.config, &self.overrides)?;
+        self.expand(&mut config)?;
         run::check(&config).map_err(|error| self.located(error))?;
         run::download(&config, &SetupBars(logging)).map_err(|error| self.located(error))
     }

@@ -32,7 +32,7 @@ pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
     let rows = run::open_data(&config, DataList::Train, &encoder, &bars).map_err(located)?;
     let (cached, work) = run::update_cache(&config, Arc::new(rows), &bars).map_err(located)?;
     let CacheWork { measured, reused } = work;
-    tracing::info!(measured, reused, "cache");
+    tracing::info!(measured, reused, "measured the rows");
     let out = &mut stdout();
     for summary in cached.summaries(&run::loader_options(&config, &encoder)) {
         let line = json!({

@@ -30,7 +30,10 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
         config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
     let mut lines: Vec<Line> = errors.into_iter().map(Line::of_config).collect();
     let bars = SetupBars(logging);
-    if let Some(config) = config {
+    if let Some(mut config) = config {
+        if let Err(error) = args.config.expand(&mut config) {
+            lines.push(Line::of_error(Topic::Config, &error));
+        }
         match run::download(&config, &bars) {
             Ok(config) => lines.extend(lines_of(run::check_run(&config, &bars), args)),
             Err(error) => lines.push(Line::of_error(Topic::Model, &args.config.located(error))),
@@ -46,7 +49,7 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
         };
         return Err(Failure::new(Exit::Data, message).into());
     }
-    tracing::info!(warnings, "nothing was found that would stop this run");
+    tracing::info!(warnings, "found nothing that would stop this run");
     Ok(())
 }
 

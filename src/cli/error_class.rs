@@ -15,6 +15,7 @@ use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
 use crate::nn::WeightError;
+use crate::ops::memory_advice;
 use crate::optim::{GroupError, OptimError};
 use crate::run::verify::VerifyError;
 use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
@@ -45,9 +46,9 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     if let Some(error) = error.downcast_ref::<candle_core::Error>() {
         // an error of the driver, which candle wraps without a kind
         let is_memory = error.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY");
-        let hint = "set `model.recompute: full`, lower `data.packing_length`, or train an adapter \
-                    (`adapter: {}`); `trainer plan` predicts the memory of a config";
-        return is_memory.then(|| ErrorClass::new(Exit::Resources, hint.to_owned()));
+        let hint =
+            || format!("{}; `trainer plan` predicts the memory of a config", memory_advice());
+        return is_memory.then(|| ErrorClass::new(Exit::Resources, hint()));
     }
     match inner(error) {
         Some(inner) => classify(inner),

@@ -7,7 +7,7 @@ use crate::checkpoint::{
 };
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
-use candle_core::Device;
+use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub(super) struct InitArgs {
     /// Seed of the weights
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// Write weights for a published shape too; they are large
+    /// Write weights for a published shape too, in the dtype of its config; they are large
     #[arg(long)]
     weights: bool,
     /// Copy the tokenizer files of this folder, for the published shapes
@@ -239,14 +239,54 @@ fn has_tokenizer(folder: &Path) -> bool {
     folder.join("tokenizer.json").is_file()
 }
 
+/// The dtype that a config names for its weights; f32 if it names none.
+fn stored_dtype(config: &Value) -> DType {
+    let named = [config, &config["text_config"]].into_iter().find_map(|section| {
+        ["dtype", "torch_dtype"].into_iter().find_map(|key| section[key].as_str())
+    });
+    match named {
+        Some("bfloat16") => DType::BF16,
+        Some("float16") => DType::F16,
+        _ => DType::F32,
+    }
+}
+
 fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>> {
+    let dtype = stored_dtype(config);
     let config = config_from_json(config)?;
     config
         .param_specs()
         .into_iter()
         .map(|spec| {
             let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
-            Ok(SavedTensor::whole(spec.name, tensor))
+            Ok(SavedTensor::whole(spec.name, tensor.to_dtype(dtype)?))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_have_the_dtype_that_their_config_names() {
+        assert_eq!(stored_dtype(&Preset::B2.config()), DType::BF16);
+        assert_eq!(stored_dtype(&Preset::Tiny.config()), DType::F32);
+        let mut config = Preset::Debug.config();
+        config["text_config"]["dtype"] = json!("bfloat16");
+        config["dtype"] = Value::Null;
+        let weights = random_weights(&config, 1).unwrap();
+        let files = ModelFiles {
+            layout: FolderLayout::Model,
+            weights: &weights,
+            config_json: &config,
+            carried: &CarriedFiles::default(),
+            max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+        };
+        let folder = tempfile::tempdir().unwrap();
+        files.write_into(folder.path()).unwrap();
+        let file = folder.path().join("model.safetensors");
+        let stored = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
+        assert!(stored.values().all(|tensor| tensor.dtype() == DType::BF16));
+    }
 }

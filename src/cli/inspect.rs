@@ -84,7 +84,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     for row in run::order(&config, &rows)?.epoch(0).into_iter().take(num) {
         match rows.read(row) {
             Err(rejection) => {
-                tracing::warn!(row = %rejection, "rejected");
+                tracing::warn!(row = %rejection, "this row is rejected");
                 if let Some(page) = &mut page {
                     page.rejected(&rejection);
                 }
@@ -103,7 +103,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
                 // Rows that are too long are shown too, with the reason.
                 let refused = options.check_length(Length::of(&sample), || rows.id(row)).err();
                 if let Some(rejection) = &refused {
-                    tracing::warn!(row = %rejection, "rejected");
+                    tracing::warn!(row = %rejection, "this row is rejected");
                 }
                 if let Some(page) = &mut page {
                     if let Some(rejection) = &refused {

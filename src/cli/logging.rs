@@ -1,17 +1,31 @@
 //! Logging to stderr and to `<output_dir>/train.log`; progress bars stay below the log lines.
+//!
+//! ```text
+//! 14:03:31 INFO train step=20 epoch=0.21 loss=1.2517 grad=3.67 lr=2.00e-3 tok/s=11811 wait=6%
+//! ```
+//!
+//! The file has the date in front of the time, and all levels down to `debug`.
 
 use super::escaped::{escaped, escaped_with_colours};
-use indicatif::MultiProgress;
+use super::terminal::{Terminal, wrapped};
+use chrono::Local;
+use clap::builder::styling::{AnsiColor, Style};
+use indicatif::{MultiProgress, ProgressDrawTarget};
 use std::fs::File;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
-use tracing::Subscriber;
-use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::layer::SubscriberExt;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::FilterExt;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
 use tracing_subscriber::{EnvFilter, fmt};
 
+/// What the log file has, whatever `RUST_LOG` is.
+const FILE_LEVELS: &str = "info,trainer=debug";
 /// Maximum number of bytes of log lines kept in memory before the log file is known.
 const MAX_EARLY_BYTES: usize = 1 << 20;
 
@@ -31,15 +45,19 @@ enum LogTarget {
 
 impl Logging {
     /// Starts logging: to stderr now, and to a file from [`Self::write_to`] on. `RUST_LOG` sets the
-    /// level, by default `level`. Colours only on a terminal, and not if `NO_COLOR` is set.
+    /// level on stderr, by default `level`.
     pub(super) fn start(level: &str) -> Result<Self, TryInitError> {
+        let terminal = Terminal::stderr();
         let logging = Self::new();
-        let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        let (filter, problem) = filter(std::env::var("RUST_LOG").ok().as_deref(), level);
-        let stderr = Stderr { bars: logging.bars.clone(), colours };
-        logging.subscriber(filter, stderr, colours).try_init()?;
+        if !terminal.has_cursor {
+            logging.bars.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        let requested = std::env::var("RUST_LOG").ok();
+        let (filters, problem) = Filters::new(requested.as_deref(), level);
+        let stderr = Stderr { bars: logging.bars.clone(), terminal };
+        logging.subscriber(filters, stderr, terminal.colours).try_init()?;
         if let Some(problem) = problem {
-            tracing::warn!("ignoring `RUST_LOG`: {problem}");
+            tracing::warn!("`RUST_LOG` is ignored: {problem}");
         }
         Ok(logging)
     }
@@ -67,39 +85,100 @@ impl Logging {
         }
     }
 
-    fn subscriber<W>(&self, filter: EnvFilter, stderr: W, colours: bool) -> impl Subscriber + use<W>
+    fn subscriber<W>(&self, filters: Filters, stderr: W, colours: bool) -> impl Subscriber + use<W>
     where
         W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
     {
         let log_file = LogFile(Arc::clone(&self.file));
+        let on_stderr = fmt::layer().event_format(Line { time: "%H:%M:%S" });
+        let in_file = fmt::layer().event_format(Line { time: "%Y-%m-%d %H:%M:%S" });
+        let Filters { stderr: on, file: always, file_too } = filters;
         tracing_subscriber::registry()
-            .with(filter)
-            .with(fmt::layer().compact().with_target(false).with_ansi(colours).with_writer(stderr))
-            .with(fmt::layer().compact().with_target(false).with_ansi(false).with_writer(log_file))
+            .with(on_stderr.with_ansi(colours).with_writer(stderr).with_filter(on))
+            .with(in_file.with_ansi(false).with_writer(log_file).with_filter(always.or(file_too)))
     }
 }
 
-/// Returns the log filter, and the reason if `requested` is not used.
-fn filter(requested: Option<&str>, level: &str) -> (EnvFilter, Option<String>) {
-    let default = || EnvFilter::new(level);
-    match requested.filter(|text| !text.trim().is_empty()).map(EnvFilter::try_new) {
-        None => (default(), None),
-        Some(Ok(filter)) => (filter, None),
-        Some(Err(error)) => (default(), Some(error.to_string())),
+/// The levels of stderr and of the log file.
+struct Filters {
+    stderr: EnvFilter,
+    file: EnvFilter,
+    /// What stderr has, the log file has too.
+    file_too: EnvFilter,
+}
+
+impl Filters {
+    /// Returns the filters, and the reason if `requested` is not used.
+    fn new(requested: Option<&str>, level: &str) -> (Self, Option<String>) {
+        let requested = requested.filter(|text| !text.trim().is_empty());
+        let (used, problem) = match requested.map(EnvFilter::try_new) {
+            None => (level, None),
+            Some(Ok(_)) => (requested.unwrap_or(level), None),
+            Some(Err(error)) => (level, Some(error.to_string())),
+        };
+        let [stderr, file_too] = [used, used].map(EnvFilter::new);
+        (Self { stderr, file: EnvFilter::new(FILE_LEVELS), file_too }, problem)
     }
+}
+
+/// One line: local time, level, message, fields.
+#[derive(Debug)]
+struct Line {
+    /// Format of the time.
+    time: &'static str,
+}
+
+impl<S, N> FormatEvent<S, N> for Line
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> std::fmt::Result {
+        let (mut dim, mut colour) = (Style::new(), Style::new());
+        let level = *event.metadata().level();
+        if writer.has_ansi_escapes() {
+            dim = dim.dimmed();
+            colour = colour_of(level);
+        }
+        let time = Local::now().format(self.time);
+        write!(writer, "{dim}{time}{dim:#} {colour}{level}{colour:#} ")?;
+        context.format_fields(writer.by_ref(), event)?;
+        writeln!(writer)
+    }
+}
+
+fn colour_of(level: Level) -> Style {
+    match level {
+        Level::ERROR => AnsiColor::Red,
+        Level::WARN => AnsiColor::Yellow,
+        Level::INFO => AnsiColor::Green,
+        Level::DEBUG => AnsiColor::Blue,
+        Level::TRACE => AnsiColor::Magenta,
+    }
+    .on_default()
 }
 
 /// Hides the bars while a line is written to stderr.
 #[derive(Debug, Clone)]
 struct Stderr {
     bars: MultiProgress,
-    colours: bool,
+    terminal: Terminal,
 }
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
-        let text = if self.colours { escaped_with_colours(&text) } else { escaped(&text) };
+        let colours = self.terminal.colours;
+        let text = if colours { escaped_with_colours(&text) } else { escaped(&text) };
+        let text = match self.terminal.columns() {
+            Some(columns) => wrapped(&text, columns),
+            None => text,
+        };
         self.bars.suspend(|| io::stderr().lock().write_all(text.as_bytes()))?;
         Ok(line.len())
     }
@@ -156,21 +235,73 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("train.log");
         let logging = Logging::new();
-        let subscriber = logging.subscriber(filter(None, "info").0, io::sink, true);
-        tracing::subscriber::with_default(subscriber, || {
+        let filters = Filters::new(Some("off"), "info").0;
+        tracing::subscriber::with_default(logging.subscriber(filters, io::sink, true), || {
             tracing::info!(step = 1, "early");
             logging.write_to(&path).unwrap();
             tracing::warn!(path = "a b", "late");
             tracing::warn!(row = %"\u{1b}[2J", "rejected");
-            tracing::debug!("not at this level");
+            tracing::debug!("a decision");
+            tracing::debug!(target: "a_library", "not ours");
         });
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<_> = text.lines().collect();
-        assert_eq!(lines.len(), 3, "{text}");
-        assert!(lines[0].contains("INFO") && lines[0].ends_with("early step=1"), "{text}");
-        assert!(lines[1].contains("WARN") && lines[1].ends_with("late path=\"a b\""), "{text}");
+        assert_eq!(lines.len(), 4, "{text}");
+        assert!(lines[0].ends_with(" INFO early step=1"), "{text}");
+        assert!(lines[1].ends_with(" WARN late path=\"a b\""), "{text}");
         assert!(!text.contains('\u{1b}'), "raw escapes in a file: {text:?}");
         assert!(lines[2].ends_with(r"rejected row=\u{1b}[2J"), "{text}");
+        assert!(lines[3].ends_with(" DEBUG a decision"), "{text}");
+        assert_eq!(lines[0].len(), "2026-11-23 14:03:31 INFO early step=1".len(), "{text}");
+    }
+
+    /// Receives the lines of stderr.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Lines {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(line);
+            Ok(line.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// What stderr shows of the log lines that `log` writes.
+    fn shown(requested: Option<&str>, log: impl FnOnce()) -> String {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let filters = Filters::new(requested, "info").0;
+        let subscriber = Logging::new().subscriber(filters, move || writer.clone(), false);
+        tracing::subscriber::with_default(subscriber, log);
+        String::from_utf8(lines.0.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn a_line_of_a_long_run_fits_100_columns() {
+        let metrics = crate::cli::progress::metrics_of_step(123_456);
+        let text = shown(None, || metrics.log());
+        assert!(
+            text.contains(" INFO train step=123456 epoch=0.50 loss=1.2500 grad=1.00 "),
+            "{text}"
+        );
+        assert!(text.trim_end().len() < 100, "{} columns: {text}", text.trim_end().len());
+    }
+
+    #[test]
+    fn stderr_has_the_time_in_seconds_and_the_levels_of_the_variable() {
+        let log = || {
+            tracing::info!("one");
+            tracing::debug!("two");
+        };
+        let text = shown(None, log);
+        let (time, rest) = text.split_once(' ').unwrap();
+        assert!(time.len() == 8 && time.matches(':').count() == 2, "{text}");
+        assert_eq!(rest, "INFO one\n");
+        assert_eq!(shown(Some("debug"), log).lines().count(), 2);
+        assert_eq!(shown(Some("warn"), log), "");
     }
 
     #[test]
@@ -180,7 +311,7 @@ mod tests {
         for _ in 0..2 {
             let logging = Logging::new();
             logging.write_to(&path).unwrap();
-            let subscriber = logging.subscriber(filter(None, "info").0, io::sink, false);
+            let subscriber = logging.subscriber(Filters::new(None, "info").0, io::sink, false);
             tracing::subscriber::with_default(subscriber, || tracing::info!("again"));
         }
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);
@@ -189,11 +320,12 @@ mod tests {
 
     #[test]
     fn the_variable_sets_the_level_if_it_is_valid() {
-        assert_eq!(filter(None, "info").0.to_string(), "info");
-        assert_eq!(filter(Some(""), "warn").0.to_string(), "warn");
-        assert_eq!(filter(Some("debug"), "info").0.to_string(), "debug");
-        let (filter, problem) = filter(Some("trainer=loud"), "info");
-        assert_eq!(filter.to_string(), "info");
+        let level = |requested, level| Filters::new(requested, level).0.stderr.to_string();
+        assert_eq!(level(None, "info"), "info");
+        assert_eq!(level(Some(""), "warn"), "warn");
+        assert_eq!(level(Some("debug"), "info"), "debug");
+        let (filters, problem) = Filters::new(Some("trainer=loud"), "info");
+        assert_eq!(filters.stderr.to_string(), "info");
         assert!(problem.is_some());
     }
 }

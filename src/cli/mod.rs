@@ -9,6 +9,7 @@ mod args;
 mod bench;
 mod cache;
 mod check;
+mod completions;
 mod convert;
 mod error_class;
 mod escaped;
@@ -20,9 +21,12 @@ mod init;
 mod inspect;
 mod launch;
 mod logging;
+mod new;
 mod output;
 mod panics;
+mod paths;
 mod plan;
+mod plan_report;
 mod progress;
 mod ranks;
 mod replay;
@@ -32,11 +36,12 @@ mod selftest;
 mod sft;
 mod signals;
 mod stdout;
+mod terminal;
 mod verify;
 mod why;
 
 use self::failure::{Exit, Failure};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// Supervised fine-tuning of Qwen3-VL-style vision-language models, in one binary
@@ -53,6 +58,8 @@ enum Command {
     Sft(sft::SftArgs),
     /// Write a model folder in the transformers layout with random weights
     Init(init::InitArgs),
+    /// Write a config for a model folder and data files
+    New(new::NewArgs),
     /// Find all problems of a config, its model and its data, without training
     Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
@@ -69,7 +76,7 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Measure the speed of the ops, of a training step, and of the data loader
     Bench(bench::BenchArgs),
-    /// Predict memory and speed of a config on GPUs, for each `distributed.shard`
+    /// Predict memory, steps and time of a config, and find the settings with which it fits
     Plan(plan::PlanArgs),
     /// Compute rows in every layout, and compare losses and gradients
     Verify(verify::VerifyArgs),
@@ -79,11 +86,25 @@ enum Command {
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
     Selftest(selftest::SelftestArgs),
+    /// Print the script that completes commands and options in a shell
+    Completions(completions::CompletionsArgs),
+    /// Write the man pages
+    Man(completions::ManArgs),
+}
+
+impl Cli {
+    /// Parses the arguments of this process.
+    fn read() -> Result<Self, clap::Error> {
+        let mut command = paths::expand_arguments(Self::command());
+        let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Self::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
+    }
 }
 
 /// Runs the command that the arguments name, and reports its error.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    hide_library_backtraces();
+    let cli = match Cli::read() {
         Ok(cli) => cli,
         Err(error) => {
             // clap returns help and version as errors.
@@ -105,6 +126,16 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// With `RUST_BACKTRACE`, candle appends a backtrace to each of its errors, which hides the message.
+/// Only `RUST_LIB_BACKTRACE` shows it.
+#[expect(unsafe_code, reason = "the standard library has no safe way to change a variable")]
+fn hide_library_backtraces() {
+    if std::env::var_os("RUST_LIB_BACKTRACE").is_none() {
+        // SAFETY: this is the first statement of the process, which has no other thread yet.
+        unsafe { std::env::set_var("RUST_LIB_BACKTRACE", "0") };
+    }
+}
+
 fn run(command: &Command) -> anyhow::Result<()> {
     let logging = logging::Logging::start(ranks::log_level())?;
     crate::ops::simd_level().map_err(|error| {
@@ -114,6 +145,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),
+        Command::New(args) => new::run(args, &logging),
         Command::Check(args) => check::run(args, &logging),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),
@@ -127,5 +159,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Report(args) => run_report::run(args, &logging),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
+        Command::Completions(args) => completions::completions(args),
+        Command::Man(args) => completions::man(args),
     }
 }

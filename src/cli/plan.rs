@@ -1,28 +1,35 @@
-//! `trainer plan`: predicts memory and speed of a config on several GPUs.
+//! `trainer plan`: predicts memory, size and time of a run, on the CPU and on GPUs.
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::stdout::stdout;
+use super::plan_report::{Report, Speed, print, print_json};
+use super::progress::SetupBars;
+use crate::config::RunConfig;
 use crate::dist::Shard;
 use crate::metrics::Cluster;
 use crate::optim::Kind;
-use crate::run::{Estimate, ModelShape, check_world};
+use crate::run::{
+    Calibration, Estimate, Load, ModelShape, ReplayError, RunMemory, calibrate, check_world,
+    plan_data, search,
+};
 use crate::train::DeviceChoice;
 use clap::Args;
-use std::io::Write as _;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 
-const GIB: f64 = 1_073_741_824.0;
-/// Memory of a GPU that CUDA, the libraries and NCCL use: an assumption.
-const RESERVED: f64 = GIB;
+pub(super) const GIB: f64 = 1_073_741_824.0;
+/// Fractions of tokens of images and of supervised tokens without data: an assumption.
+const FRACTIONS: (f64, f64) = (0.5, 0.25);
+/// Memory of a GPU, unless `--memory` is given.
+const MEMORY: f64 = 80.0 * GIB;
 
 /// Arguments of `plan`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
+    trainer plan --config configs/quickstart.yaml --calibrate\n  \
     trainer plan --config configs/qwen3_vl_8b.yaml --gpus 8 --memory 80GiB\n\n\
-    The predictions assume full packs, collectives that overlap with the computation, and the rates \
-    of the options. docs/distributed.md compares them with measured runs.")]
+    The packs are those of `data.train`; without data, with `--images` or `--targets`, full packs are \
+    assumed. docs/memory.md and docs/distributed.md compare predictions with measured runs.")]
 pub(super) struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -32,9 +39,16 @@ pub(super) struct PlanArgs {
     /// Number of nodes
     #[arg(long, default_value = "1")]
     nodes: NonZeroUsize,
-    /// Memory of a GPU, for example 80GiB or 80GB
-    #[arg(long, default_value = "80GiB", value_parser = bytes)]
-    memory: f64,
+    /// Search the settings with which the run fits into this memory of a GPU, or of the process on the
+    /// CPU, for example 80GiB or 80GB; without it, `fits` is for 80GiB
+    #[arg(long, value_parser = bytes)]
+    memory: Option<f64>,
+    /// Compute the time of the run from this speed, of all GPUs together
+    #[arg(long, value_name = "X", conflicts_with = "calibrate", value_parser = positive)]
+    tokens_per_second: Option<f64>,
+    /// Train a few steps in a temporary folder, and compute the time of the run from their speed
+    #[arg(long, value_name = "STEPS", num_args = 0..=1, default_missing_value = "5")]
+    calibrate: Option<NonZeroU64>,
     /// Rate of a GPU to the others of its node, in Gbit/s
     #[arg(long, default_value_t = 2800.0)]
     link_gbps: f64,
@@ -47,13 +61,13 @@ pub(super) struct PlanArgs {
     /// Fraction of that rate which the model reaches
     #[arg(long, default_value_t = 0.45)]
     mfu: f64,
-    /// Fraction of the tokens that are of images
-    #[arg(long, default_value_t = 0.5)]
-    images: f64,
-    /// Fraction of the tokens that are supervised
-    #[arg(long, default_value_t = 0.25)]
-    targets: f64,
-    /// Print one JSON object per line instead of a table
+    /// Assume full packs with this fraction of tokens of images; 0.5 without data
+    #[arg(long)]
+    images: Option<f64>,
+    /// Assume full packs with this fraction of supervised tokens; 0.25 without data
+    #[arg(long)]
+    targets: Option<f64>,
+    /// Print JSON objects, one per line, instead of tables: one for each `shard`, then one for the run
     #[arg(long)]
     json: bool,
 }
@@ -75,17 +89,101 @@ fn bytes(text: &str) -> Result<f64, String> {
     parsed.ok_or_else(|| "expected a number with a unit, such as 80GiB, 80GB or 512MiB".to_owned())
 }
 
-/// Prints the prediction for each `distributed.shard`, and that with the least exchange
-/// among those that fit.
+/// Reads a positive number.
+fn positive(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && number.is_finite());
+    number.ok_or_else(|| "expected a number above 0".to_owned())
+}
+
+/// Prints the predictions.
 pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut files =
         ConfigArgs { config: args.config.config.clone(), overrides: args.config.overrides.clone() };
     files.overrides.push("model.weights=random".to_owned()); // of the model, `config.json` suffices
     let config = files.load(logging)?;
     check(args)?;
-    check_world(&config, args.gpus.get() * args.nodes.get())
-        .map_err(|error| args.config.located(error))?;
+    let world = args.gpus.get() * args.nodes.get();
+    check_world(&config, world).map_err(|error| args.config.located(error))?;
     let shape = ModelShape::read(&config).map_err(|error| args.config.located(error))?;
+    let data = if args.images.or(args.targets).is_some() {
+        None
+    } else {
+        let planned = plan_data(&config, &SetupBars(logging));
+        let assumed = |error: &crate::run::RunError| {
+            tracing::warn!("the data cannot be planned, full packs are assumed: {error}");
+        };
+        planned.inspect_err(assumed).ok()
+    };
+    let load = match &data {
+        Some(data) => Load::of(&shape, &data.plan, data.targets)?,
+        None => {
+            let (images, targets) = FRACTIONS;
+            let fractions = (args.images.unwrap_or(images), args.targets.unwrap_or(targets));
+            Load::full(&shape, &config, fractions)
+        }
+    };
+    let on = |device| {
+        let mut config = config.clone();
+        config.device = device;
+        RunMemory { config, load: load.clone(), world }
+    };
+    let gpu = match config.device {
+        DeviceChoice::Cuda(index) => DeviceChoice::Cuda(index),
+        DeviceChoice::Auto | DeviceChoice::Cpu => DeviceChoice::Cuda(0),
+    };
+    let places = [on(DeviceChoice::Cpu), on(gpu)];
+    // `auto` is planned for a GPU
+    let place = &places[usize::from(config.device != DeviceChoice::Cpu)];
+    let estimates = estimates(args, &shape, place)?;
+    let memory = args.memory.unwrap_or(MEMORY);
+    let cost = |estimate: &Estimate| estimate.collectives.total();
+    let best = estimates
+        .iter()
+        .filter(|estimate| place.bytes_of(&estimate.parts) <= memory)
+        .min_by(|one, other| cost(one).total_cmp(&cost(other)));
+    let fits = match args.memory {
+        Some(memory) => search(place, memory, world)?,
+        None => Vec::new(),
+    };
+    let calibration = calibration(args, &config, logging)?;
+    let predicted =
+        estimates.iter().find(|estimate| estimate.shard == place.config.distributed.shard);
+    let predicted = predicted.or(estimates.first());
+    let speed = match (args.tokens_per_second, calibration, predicted) {
+        (Some(rate), ..) => Some((rate, Speed::Given)),
+        (None, Some(measured), Some(predicted)) => {
+            let ranks = world as f64 * predicted.efficiency();
+            Some((ranks * measured.tokens_per_s, Speed::Measured(measured)))
+        }
+        (None, None, Some(predicted)) if config.device != DeviceChoice::Cpu => {
+            Some((predicted.tokens_per_s, Speed::Predicted { tflops: args.tflops, mfu: args.mfu }))
+        }
+        _ => None,
+    };
+    let report = Report {
+        config: &config,
+        shape: &shape,
+        data: data.as_ref(),
+        speed,
+        parts: [places[0].parts(&shape)?, places[1].parts(&shape)?],
+        load: &load,
+        place,
+        world,
+        estimates: &estimates,
+        memory,
+        best,
+        fits: &fits,
+        is_searched: args.memory.is_some(),
+    };
+    if args.json { print_json(&report) } else { print(&report) }
+}
+
+/// The prediction for every `distributed.shard`, for the micro-batch that needs the most memory.
+fn estimates(
+    args: &PlanArgs,
+    shape: &ModelShape,
+    place: &RunMemory,
+) -> anyhow::Result<Vec<Estimate>> {
     let cluster = Cluster {
         gpus: args.gpus.get(),
         nodes: args.nodes.get(),
@@ -93,66 +191,33 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         network: args.network_gbps * 1e9 / 8.0,
         flops: args.tflops * 1e12 * args.mfu,
     };
-    let on_cpu = config.device == DeviceChoice::Cpu;
-    let exact = config.distributed.exact.holds(on_cpu);
-    let world = cluster.world();
-    let estimates = choices(&cluster, config.optim.kind)
-        .into_iter()
-        .map(|choice| shape.estimate(&config, &cluster, choice, (args.images, args.targets), exact))
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    let needs = |estimate: &Estimate| {
-        if on_cpu { estimate.process_bytes } else { estimate.device_bytes + RESERVED }
+    let config = &place.config;
+    let exact = config.distributed.exact.holds(config.device == DeviceChoice::Cpu);
+    let bytes = |estimate: &Estimate| place.bytes_of(&estimate.parts);
+    let largest = |choice| -> candle_core::Result<Option<Estimate>> {
+        let sizes = place.load.sizes().iter();
+        let all = sizes.map(|sizes| shape.estimate(config, &cluster, choice, sizes, exact));
+        let all: Vec<Estimate> = all.collect::<candle_core::Result<_>>()?;
+        Ok(all.into_iter().max_by(|one, other| bytes(one).total_cmp(&bytes(other))))
     };
-    let fits = |estimate: &&Estimate| needs(estimate) <= args.memory;
-    let cost = |estimate: &Estimate| estimate.collectives.total();
-    let best = estimates.iter().filter(fits).min_by(|one, other| cost(one).total_cmp(&cost(other)));
-    if args.json {
-        return print_json(&estimates, needs, args.memory, best);
-    }
-    let mut out = stdout();
-    let [parameters, trained] = shape.num_parameters().map(|count| count / 1e9);
-    writeln!(
-        out,
-        "{parameters:.3} B parameters, {trained:.3} B trained, {}, micro-batches of {} tokens",
-        config.model.precision.hf_name(),
-        config.data.packing_length.get() as usize * config.train.batch_size.get(),
-    )?;
-    writeln!(
-        out,
-        "{:10} {:>6} {:>11} {:>5} {:>10} {:>13} {:>9} {:>11} {:>10}",
-        "shard",
-        "group",
-        "memory GiB",
-        "fits",
-        "compute s",
-        "collectives s",
-        "step s",
-        "efficiency",
-        "tokens/s"
-    )?;
-    for estimate in &estimates {
-        writeln!(
-            out,
-            "{:10} {:>6} {:>11.2} {:>5} {:>10.3} {:>13.3} {:>9.3} {:>10.1}% {:>10.0}",
-            estimate.shard.name(),
-            estimate.group,
-            needs(estimate) / GIB,
-            if fits(&estimate) { "yes" } else { "no" },
-            estimate.compute,
-            estimate.collectives.total(),
-            estimate.step(),
-            100.0 * estimate.efficiency(),
-            estimate.tokens_per_s,
-        )?;
-    }
-    let advice = match best {
-        Some(best) => format!("least exchange among those that fit: {}", setting(best, world)),
-        None => "nothing fits: use more GPUs, `optim.kind: adamw_8bit`, `optim.master: none`, \
-                 `model.recompute: full`, or a smaller `data.packing_length`"
-            .to_owned(),
-    };
-    writeln!(out, "\n{advice}")?;
-    Ok(())
+    let choices = choices(&cluster, config.optim.kind).into_iter();
+    let found = choices.map(largest).collect::<candle_core::Result<Vec<_>>>()?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// Times a few steps, if this is an argument.
+fn calibration(
+    args: &PlanArgs,
+    config: &RunConfig,
+    logging: &Logging,
+) -> anyhow::Result<Option<Calibration>> {
+    let Some(steps) = args.calibrate else { return Ok(None) };
+    let folder = std::env::temp_dir();
+    let measured = calibrate(config, steps, &folder, &SetupBars(logging));
+    measured.map(Some).map_err(|error| match error {
+        ReplayError::Run(error) => args.config.located(*error),
+        error => error.into(),
+    })
 }
 
 /// Every `distributed.shard` that the optimizer supports, and the size of its groups.
@@ -170,47 +235,15 @@ fn choices(cluster: &Cluster, kind: Kind) -> Vec<(Shard, usize)> {
 
 fn check(args: &PlanArgs) -> anyhow::Result<()> {
     let positive = [args.link_gbps, args.network_gbps, args.tflops, args.mfu];
-    let fractions = [args.images, args.targets, args.mfu];
+    let fractions = [args.images, args.targets, Some(args.mfu)];
     let valid = positive.iter().all(|rate| *rate > 0.0 && rate.is_finite())
-        && fractions.iter().all(|fraction| (0.0..=1.0).contains(fraction));
+        && fractions.iter().flatten().all(|fraction| (0.0..=1.0).contains(fraction));
     if valid {
         return Ok(());
     }
     let message = "a rate is not positive, or a fraction is not between 0 and 1";
     let hint = "`--link-gbps`, `--network-gbps` and `--tflops` are rates; `--mfu`, `--images` and `--targets` are fractions";
     Err(Failure::new(Exit::Usage, message).hint(hint).into())
-}
-
-/// The keys of the config.
-fn setting(estimate: &Estimate, world: usize) -> String {
-    let group = if estimate.group < world { ", shard_group: node" } else { "" };
-    format!("distributed: {{shard: {}{group}}}", estimate.shard.name())
-}
-
-fn print_json(
-    estimates: &[Estimate],
-    needs: impl Fn(&Estimate) -> f64,
-    memory: f64,
-    best: Option<&Estimate>,
-) -> anyhow::Result<()> {
-    let mut out = stdout();
-    for estimate in estimates {
-        let bytes = needs(estimate);
-        let row = serde_json::json!({
-            "shard": estimate.shard.name(),
-            "group": estimate.group,
-            "memory_bytes": bytes.round(),
-            "fits": bytes <= memory,
-            "compute_s": estimate.compute,
-            "collectives_s": estimate.collectives.total(),
-            "step_s": estimate.step(),
-            "efficiency": estimate.efficiency(),
-            "tokens_per_s": estimate.tokens_per_s,
-            "best": best.is_some_and(|best| best == estimate),
-        });
-        writeln!(out, "{row}")?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

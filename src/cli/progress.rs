@@ -37,6 +37,13 @@ impl Progress {
         progress
     }
 
+    /// A bar over `total` bytes. `label` describes finished bytes, for example `downloaded`.
+    fn bytes(bars: &MultiProgress, label: &'static str, total: u64) -> Self {
+        let progress = Self::new(bars, total, BYTES);
+        progress.bar.set_prefix(label);
+        progress
+    }
+
     /// Shows a finished step.
     pub(super) fn step(&self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
@@ -75,12 +82,12 @@ pub(super) struct SetupBars<'a>(pub(super) &'a Logging);
 
 impl SetupObserver for SetupBars<'_> {
     fn begin(&self, work: SetupWork, total: u64) -> Box<dyn Fn(u64) + '_> {
-        let label = match work {
-            SetupWork::DownloadBytes => "bytes downloaded",
-            SetupWork::TokeniseBytes => "bytes tokenised",
-            SetupWork::MeasureRows => "rows measured",
+        let bars = self.0.bars();
+        let bar = match work {
+            SetupWork::DownloadBytes => Progress::bytes(bars, "downloaded", total),
+            SetupWork::TokeniseBytes => Progress::bytes(bars, "tokenised", total),
+            SetupWork::MeasureRows => Progress::items(bars, "rows measured", total),
         };
-        let bar = Progress::items(self.0.bars(), label, total);
         Box::new(move |done| bar.set(done))
     }
 
@@ -91,6 +98,7 @@ impl SetupObserver for SetupBars<'_> {
 
 const STEPS: &str = "{elapsed:>4} [{bar:10}] {pos}/{len} eta {eta} {wide_msg}";
 const ITEMS: &str = "{elapsed:>4} [{bar:10}] {human_pos}/{human_len} {prefix} eta {eta}";
+const BYTES: &str = "{elapsed:>4} [{bar:10}] {bytes}/{total_bytes} {prefix} eta {eta}";
 
 fn message(metrics: &StepMetrics) -> String {
     let wait = 100.0 * metrics.data_wait_s / metrics.step_time_s.max(f64::MIN_POSITIVE);
@@ -103,38 +111,44 @@ fn message(metrics: &StepMetrics) -> String {
     )
 }
 
+/// A finished step, for tests.
+#[cfg(test)]
+pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
+    StepMetrics {
+        step,
+        epoch: 0.5,
+        loss: 1.25,
+        grad_norm: 1.0,
+        skipped: false,
+        lr: 1e-5,
+        num_tokens: 1000,
+        num_target_tokens: 100,
+        target_weight: 100.0,
+        num_samples: 2,
+        fill: 0.97,
+        step_time_s: 2.0,
+        data_wait_s: 0.1,
+        save_hold_s: None,
+        save_s: None,
+        tokens_per_s: 12345.6,
+        peak_memory_bytes: 0,
+        peak_device_memory_bytes: None,
+        peak_device_reserved_bytes: None,
+        predicted_memory_bytes: None,
+        rejected: 0,
+        rejected_by_reason: std::collections::BTreeMap::new(),
+        rejected_by_file: std::collections::BTreeMap::new(),
+        ranks: None,
+        datasets: std::collections::BTreeMap::new(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::metrics_of_step as metrics;
     use super::*;
     use indicatif::{ProgressDrawTarget, TermLike};
     use std::sync::{Arc, Mutex};
-
-    fn metrics(step: u64) -> StepMetrics {
-        StepMetrics {
-            step,
-            epoch: 0.5,
-            loss: 1.25,
-            grad_norm: 1.0,
-            skipped: false,
-            lr: 1e-5,
-            num_tokens: 1000,
-            num_target_tokens: 100,
-            target_weight: 100.0,
-            num_samples: 2,
-            fill: 0.97,
-            step_time_s: 2.0,
-            data_wait_s: 0.1,
-            tokens_per_s: 12345.6,
-            peak_memory_bytes: 0,
-            peak_device_memory_bytes: None,
-            peak_device_reserved_bytes: None,
-            rejected: 0,
-            rejected_by_reason: std::collections::BTreeMap::new(),
-            rejected_by_file: std::collections::BTreeMap::new(),
-            ranks: None,
-            datasets: std::collections::BTreeMap::new(),
-        }
-    }
 
     /// The content of a terminal with 120 columns.
     #[derive(Debug, Clone, Default)]

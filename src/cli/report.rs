@@ -10,6 +10,7 @@ use super::error_class::classify;
 use super::escaped::escaped;
 use super::failure::Exit;
 use super::stdout::is_closed_pipe;
+use super::terminal::{Terminal, coloured_error};
 use rustix::io::Errno;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -20,7 +21,11 @@ pub(super) fn report(error: &anyhow::Error) -> ExitCode {
         return Exit::ClosedPipe.into();
     }
     // If stderr cannot be written either, the exit code is all that is left.
-    let _ = io::stderr().lock().write_all(text(error).as_bytes());
+    let mut text = text(error);
+    if Terminal::stderr().colours {
+        text = coloured_error(&text);
+    }
+    let _ = io::stderr().lock().write_all(text.as_bytes());
     exit(error).into()
 }
 

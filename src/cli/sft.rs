@@ -4,6 +4,7 @@ use super::answers::{print_next_steps, show_answers};
 use super::args::{ConfigArgs, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
+use super::paths::expand;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use super::replay;
@@ -53,6 +54,10 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         "auto" => Resume::Auto,
         "never" => Resume::Never,
         folder => {
+            let folder = expand(folder).map_err(|error| {
+                let hint = error.hint();
+                Failure::of(Exit::Usage, error).hint(hint)
+            })?;
             let folder = PathBuf::from(folder);
             check_folder("--resume", &folder)?;
             Resume::From(folder)
@@ -82,7 +87,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     if !is_first {
         return Ok(());
     }
-    tracing::info!(folder = %folder.display(), "done: wrote a model folder for transformers and vLLM");
+    tracing::info!(folder = %folder.display(), "finished: wrote a model folder for transformers and vLLM");
     if let Some(eval) = eval {
         // The model is saved: a failure to show answers must not fail the run.
         if let Err(error) = show_answers(&config, run.trainer(), &eval) {
@@ -143,10 +148,15 @@ fn watchdog(timeout_s: u64) -> anyhow::Result<Option<Arc<dyn Monitor>>> {
     Ok(Some(Arc::new(watchdog)))
 }
 
+/// Number of steps after which the memory has almost reached its peak.
+const STEPS_UNTIL_PEAK: u64 = 3;
+
 /// Shows a run: bars on a terminal, log lines everywhere.
 struct Bars<'a> {
     logging: &'a Logging,
     log_every: u64,
+    /// Step after which the predicted memory is compared with the real one.
+    compare_at: u64,
     steps: Progress,
     eval: Option<Progress>,
 }
@@ -155,7 +165,8 @@ impl<'a> Bars<'a> {
     fn new(logging: &'a Logging, config: &RunConfig, trainer: &Trainer) -> Self {
         let state = trainer.state();
         let steps = Progress::steps(logging.bars(), state.total_steps, state.step);
-        Self { logging, log_every: config.log.every_steps.get(), steps, eval: None }
+        let compare_at = state.step + STEPS_UNTIL_PEAK;
+        Self { logging, log_every: config.log.every_steps.get(), compare_at, steps, eval: None }
     }
 }
 
@@ -164,6 +175,9 @@ impl Observer for Bars<'_> {
         self.steps.step(metrics);
         if metrics.step.is_multiple_of(self.log_every) || metrics.step == total_steps {
             metrics.log();
+        }
+        if metrics.step == self.compare_at || metrics.step == total_steps {
+            metrics.memory().inspect(|text| tracing::info!("{text}"));
         }
     }
 

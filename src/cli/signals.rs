@@ -46,16 +46,18 @@ impl Requests {
         match signal {
             SIGXFSZ => {}
             SIGUSR1 => {
-                tracing::info!("{name}: saves a checkpoint after this step");
+                tracing::info!("received {name}: saving a checkpoint after this step");
                 self.save.store(true, Relaxed);
             }
             SIGINT if self.stop.load(Relaxed) => exit(Exit::Interrupted as i32),
             _ if self.is_setup.load(Relaxed) => {
-                tracing::error!("{name}: stopped before the first step");
+                tracing::error!("received {name}: stopped before the first step");
                 exit(Exit::Stopped as i32);
             }
             _ => {
-                tracing::info!("{name}: saves a checkpoint after this step and stops");
+                tracing::info!(
+                    "received {name}: saving a checkpoint after this step, then stopping"
+                );
                 self.stop.store(true, Relaxed);
             }
         }

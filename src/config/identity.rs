@@ -14,12 +14,13 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 7] = [
+const LATER_DEFAULTS: [&str; 8] = [
     ",\"offload\":\"none\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
     ",\"samples\":true",
+    ",\"background\":true",
     ",\"trackers\":[]",
     ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];

@@ -8,6 +8,7 @@ mod identity;
 mod load;
 mod nearest;
 mod other_trainers;
+mod paths;
 mod scalar;
 mod set;
 mod tree;

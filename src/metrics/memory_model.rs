@@ -24,6 +24,8 @@ pub struct ActivationMemory {
     pub token_tape: f64,
     /// Per token: buffers of the backward of one layer, in addition to the tape.
     pub token_backward: f64,
+    /// Per token: activations of one layer that backward computes again.
+    pub token_recomputed: f64,
     /// Number of values of a patch; 0 without a vision encoder.
     pub patch_values: f64,
     /// Per patch: pixels, features and tape of the vision encoder.
@@ -62,6 +64,8 @@ pub struct MemoryModel {
     pub element: f64,
     /// Mean bytes of the optimizer state of a trained weight: moments, and a master weight.
     pub state: f64,
+    /// Bytes of them that are the master weight.
+    pub master: f64,
     /// What this process holds of the training state.
     pub division: Division,
     /// `D`.
@@ -89,36 +93,93 @@ pub struct MicroBatchSizes {
     pub sample_patches: f64,
 }
 
-impl MemoryModel {
-    /// Peak memory of the process.
-    pub fn peak_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
-        PROCESS
-            + TOKENIZER_ENTRY * self.vocabulary
-            + sizes.tokens * HOST_TOKEN
-            + self.host_pixel_bytes(sizes)
-            + self.device_bytes(sizes)
-    }
+/// The parts of the memory at the peak, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct MemoryParts {
+    /// Weights in the compute dtype, and those that are stored in another form.
+    pub weights: f64,
+    /// Master copies of the weights in `f32`.
+    pub masters: f64,
+    /// Gradients.
+    pub gradients: f64,
+    /// Moments of the optimizer.
+    pub moments: f64,
+    /// Activations of the largest micro-batch, and the buffers of one layer.
+    pub activations: f64,
+    /// Activations of one layer that backward computes again; 0 if the head needs more memory.
+    pub recomputed: f64,
+    /// Logits and supervised rows of the head; 0 if the backward of a layer needs more memory.
+    pub logits: f64,
+    /// Rows and pixels that wait on the host.
+    pub loader: f64,
+    /// The program, its threads and its tokenizer.
+    pub process: f64,
+}
 
+impl MemoryParts {
     /// Peak memory of the tensors of the model: those on the GPU, if it computes there.
-    pub fn device_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
-        let (t, s) = (sizes.tokens, sizes.targets);
-        let activations = &self.activations;
-        self.state_bytes()
-            + sizes.patches * activations.patch
-            + t * (activations.token_context + activations.token_tape)
-            + f64::max(
-                t * activations.token_backward,
-                t * 2.0 * self.element * self.hidden + self.head_bytes(s),
-            )
+    pub fn device(&self) -> f64 {
+        self.state() + self.activations + self.recomputed + self.logits
     }
 
-    /// Weights, gradients, and optimizer state.
-    pub fn state_bytes(&self) -> f64 {
+    /// Peak memory of a process that computes on the CPU.
+    pub fn process(&self) -> f64 {
+        self.device() + self.loader + self.process
+    }
+
+    fn state(&self) -> f64 {
+        self.weights + self.masters + self.gradients + self.moments
+    }
+
+    /// All parts with their names.
+    pub fn named(&self) -> [(&'static str, f64); 9] {
+        [
+            ("weights", self.weights),
+            ("masters", self.masters),
+            ("gradients", self.gradients),
+            ("moments", self.moments),
+            ("activations", self.activations),
+            ("recomputed", self.recomputed),
+            ("logits", self.logits),
+            ("loader", self.loader),
+            ("process", self.process),
+        ]
+    }
+}
+
+impl MemoryModel {
+    /// Peak memory of a process that computes on the CPU.
+    pub fn peak_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
+        self.parts(sizes).process()
+    }
+
+    /// The memory at the peak.
+    pub fn parts(&self, sizes: &MicroBatchSizes) -> MemoryParts {
+        let tokens = sizes.tokens;
+        let activations = &self.activations;
         let Division { weights, weight_slots, stored_bytes, gradients, optimizer } = self.division;
-        self.element * (weights + weight_slots)
-            + stored_bytes
-            + 4.0 * gradients
-            + self.state * optimizer
+        let backward = tokens * (activations.token_backward + activations.token_recomputed);
+        let hidden = tokens * 2.0 * self.element * self.hidden;
+        let head = self.head_bytes(sizes.targets);
+        let (buffers, recomputed, logits) = if backward >= hidden + head {
+            let recomputed = tokens * activations.token_recomputed;
+            (backward - recomputed, recomputed, 0.0)
+        } else {
+            (hidden, 0.0, head)
+        };
+        MemoryParts {
+            weights: self.element * (weights + weight_slots) + stored_bytes,
+            masters: self.master * optimizer,
+            gradients: 4.0 * gradients,
+            moments: (self.state - self.master) * optimizer,
+            activations: sizes.patches * activations.patch
+                + tokens * (activations.token_context + activations.token_tape)
+                + buffers,
+            recomputed,
+            logits,
+            loader: tokens * HOST_TOKEN + self.host_pixel_bytes(sizes),
+            process: PROCESS + TOKENIZER_ENTRY * self.vocabulary,
+        }
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -145,6 +206,7 @@ mod tests {
         MemoryModel {
             element: 4.0,
             state: 8.0,
+            master: 0.0,
             division: Division::alone(1000.0, 900.0, 1.0),
             hidden: 10.0,
             vocabulary: 100.0,
@@ -153,6 +215,7 @@ mod tests {
                 token_context: 20.0,
                 token_tape: 1752.0,
                 token_backward: 160.0,
+                token_recomputed: 0.0,
                 patch_values: 12.0,
                 patch: 128.0,
             },
@@ -171,9 +234,25 @@ mod tests {
     #[test]
     fn weights_cost_sixteen_bytes_trained_and_four_frozen_and_eighteen_in_bf16() {
         let mut model = model();
-        assert_eq!(model.state_bytes(), 16.0 * 900.0 + 4.0 * 100.0);
-        (model.element, model.state) = (2.0, 12.0);
-        assert_eq!(model.state_bytes(), 18.0 * 900.0 + 2.0 * 100.0);
+        let state = |model: &MemoryModel| model.parts(&MicroBatchSizes::default()).state();
+        assert_eq!(state(&model), 16.0 * 900.0 + 4.0 * 100.0);
+        (model.element, model.state, model.master) = (2.0, 12.0, 4.0);
+        assert_eq!(state(&model), 18.0 * 900.0 + 2.0 * 100.0);
+        assert_eq!(model.parts(&MicroBatchSizes::default()).masters, 4.0 * 900.0);
+    }
+
+    #[test]
+    fn the_parts_are_those_of_the_moment_with_the_most_memory() {
+        let mut model = model();
+        model.activations.token_recomputed = 1000.0;
+        let parts =
+            model.parts(&MicroBatchSizes { tokens: 100.0, targets: 1.0, ..Default::default() });
+        assert_eq!((parts.recomputed, parts.logits), (100_000.0, 0.0));
+        model.logits = 1e9;
+        let parts =
+            model.parts(&MicroBatchSizes { tokens: 100.0, targets: 1000.0, ..Default::default() });
+        assert_eq!((parts.recomputed, parts.logits), (0.0, 400_000.0 + 80_000.0));
+        assert_eq!(parts.named().map(|(_, bytes)| bytes).iter().sum::<f64>(), parts.process());
     }
 
     #[test]
@@ -188,7 +267,8 @@ mod tests {
         let sizes = MicroBatchSizes { patches: 8.0, step_patches: 16.0, ..Default::default() };
         assert_eq!(model().host_pixel_bytes(&sizes), 3.0 * 4.0 * 12.0 * 16.0);
         let without = MicroBatchSizes::default();
-        let patches = model().device_bytes(&sizes) - model().device_bytes(&without);
+        let device = |sizes| model().parts(sizes).device();
+        let patches = device(&sizes) - device(&without);
         assert_eq!(patches, 8.0 * 128.0);
     }
 }

@@ -15,8 +15,10 @@ mod tensorboard;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
-pub use memory::{available_memory_bytes, cpu_seconds, peak_memory_bytes};
-pub use memory_model::{ActivationMemory, Division, MemoryModel, MicroBatchSizes};
+pub use memory::{
+    available_memory_bytes, cpu_seconds, memory_text, peak_memory_bytes, resident_memory_bytes,
+};
+pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;

@@ -1,5 +1,6 @@
 //! The rows of `metrics.jsonl` and `eval.jsonl`. All rows of a file have the same keys.
 
+use super::memory::memory_text;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -66,6 +67,11 @@ pub struct StepMetrics {
     pub step_time_s: f64,
     /// Seconds of the step spent waiting for the data loader.
     pub data_wait_s: f64,
+    /// Seconds between the step before and this one in which training waited for a checkpoint;
+    /// `None` if none was due.
+    pub save_hold_s: Option<f64>,
+    /// Seconds that it took to write a checkpoint; `None` if none was completed since the step before.
+    pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
     /// Peak resident memory of the process so far, in bytes.
@@ -75,6 +81,8 @@ pub struct StepMetrics {
     /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; `None`
     /// on the CPU. This is the memory that the GPU must have.
     pub peak_device_reserved_bytes: Option<u64>,
+    /// Predicted peak: of the tensors on a GPU, otherwise of the process; `None` if it is not known.
+    pub predicted_memory_bytes: Option<u64>,
     /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,
     /// `rejected` by reason.
@@ -89,19 +97,26 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
+    /// The peak memory so far and the predicted one as a sentence; `None` without a prediction.
+    pub fn memory(&self) -> Option<String> {
+        let predicted = memory_text(self.predicted_memory_bytes? as f64);
+        let peak = self.peak_device_memory_bytes.unwrap_or(self.peak_memory_bytes);
+        Some(format!("memory: {} at the peak, {predicted} predicted", memory_text(peak as f64)))
+    }
+
     /// Writes the main metrics as one log line.
     pub fn log(&self) {
+        // the share of the step in which no data was ready
+        let wait = 100.0 * self.data_wait_s / self.step_time_s.max(f64::MIN_POSITIVE);
         tracing::info!(
             step = self.step,
-            epoch = %format_args!("{:.3}", self.epoch),
+            epoch = %format_args!("{:.2}", self.epoch),
             loss = %format_args!("{:.4}", self.loss),
-            grad_norm = %format_args!("{:.3}", self.grad_norm),
-            lr = %format_args!("{:.3e}", self.lr),
-            fill = %format_args!("{:.3}", self.fill),
-            tokens_per_s = %format_args!("{:.0}", self.tokens_per_s),
-            step_time_s = %format_args!("{:.3}", self.step_time_s),
-            data_wait_s = %format_args!("{:.3}", self.data_wait_s),
-            rejected = self.rejected,
+            grad = %format_args!("{:.2}", self.grad_norm),
+            lr = %format_args!("{:.2e}", self.lr),
+            "tok/s" = %format_args!("{:.0}", self.tokens_per_s),
+            wait = %format_args!("{wait:.0}%"),
+            rejected = Some(self.rejected).filter(|rejected| *rejected > 0),
             "train"
         );
     }
@@ -165,10 +180,10 @@ impl EvalMetrics {
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
-            accuracy = self.accuracy,
-            num_target_tokens = self.num_target_tokens,
-            num_samples = self.num_samples,
-            time_s = %format_args!("{:.3}", self.time_s),
+            accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
+            rows = self.num_samples,
+            targets = self.num_target_tokens,
+            seconds = %format_args!("{:.1}", self.time_s),
             "eval"
         );
     }
@@ -178,9 +193,8 @@ impl EvalMetrics {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_step_row_has_the_documented_keys_in_order() {
-        let row = StepMetrics {
+    fn step_row() -> StepMetrics {
+        StepMetrics {
             step: 3,
             epoch: 0.5,
             loss: f64::NAN,
@@ -194,17 +208,24 @@ mod tests {
             fill: 0.9,
             step_time_s: 1.5,
             data_wait_s: 0.1,
+            save_hold_s: None,
+            save_s: None,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
             peak_device_reserved_bytes: None,
+            predicted_memory_bytes: None,
             rejected: 0,
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
             ranks: None,
             datasets: BTreeMap::new(),
-        };
-        let row = serde_json::to_value(&row).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_step_row_has_the_documented_keys_in_order() {
+        let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
                         target_weight num_samples fill step_time_s data_wait_s tokens_per_s \
@@ -212,6 +233,17 @@ mod tests {
                         rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
+    }
+
+    #[test]
+    fn the_peak_is_compared_with_the_prediction() {
+        let mut row = step_row();
+        assert_eq!(row.memory(), None);
+        row.predicted_memory_bytes = Some(3 << 29);
+        let text = "memory: 1.00 GiB at the peak, 1.50 GiB predicted";
+        assert_eq!(row.memory().as_deref(), Some(text));
+        row.peak_device_memory_bytes = Some(5 << 20);
+        assert!(row.memory().is_some_and(|text| text.starts_with("memory: 5 MiB")));
     }
 
     #[test]

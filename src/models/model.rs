@@ -58,6 +58,9 @@ pub trait Model: Send + Sync {
     /// The token embedding, `[V, D]`, a stage of its own. Backward does not read its weights.
     fn embedding(&self) -> &Param;
 
+    /// Dtype of the activations. The weights of matrices may be narrower.
+    fn dtype(&self) -> DType;
+
     /// Parameters of each stage, in the order in which a micro-batch reports them to
     /// [`GradSink::finished`]. Each parameter is in one stage.
     fn stages(&self) -> Vec<Vec<&Param>>;

@@ -280,7 +280,12 @@ impl Adapter {
         let (a, b) = (self.a.tensor(), self.b.tensor());
         let wide = |t: Tensor| t.to_dtype(DType::F32);
         let b_wide = wide(b)?; // [M, r]
-        let cross = (wide(ops::linear(weight, &a, None)?)? * &b_wide)?.sum_keepdim(D::Minus1)?; // [M, 1]
+        let cross = if weight.dtype() == a.dtype() {
+            ops::linear(weight, &a, None)?
+        } else {
+            ops::linear(&a, weight, None)?.t()? // a stored bf16 weight is always the second operand
+        }; // [M, r]
+        let cross = (wide(cross)? * &b_wide)?.sum_keepdim(D::Minus1)?; // [M, 1]
         let gram = wide(ops::linear(&a, &a, None)?)?; // [r, r]
         let square = (b_wide.matmul(&gram)? * &b_wide)?.sum_keepdim(D::Minus1)?; // [M, 1]
         let squares = (self.weight_squares(weight)?

@@ -56,13 +56,18 @@ impl DecoderConfig {
         let (hidden, saved) = (self.hidden_size as f64, self.saved_bytes(element));
         let (layer, again) = match recompute {
             Recompute::No => (saved, 0.0),
-            Recompute::Yes => (element * hidden, saved - element * hidden),
+            // and the output of SwiGLU, which nothing saves
+            Recompute::Yes => {
+                let intermediate = element * self.intermediate_size as f64;
+                (element * hidden, saved - element * hidden + intermediate)
+            }
         };
         ActivationMemory {
             token_context: 4.0 * self.head_dim as f64,
             token_tape: self.num_hidden_layers as f64 * layer,
             // `dy` and the gradient of SwiGLU's output
-            token_backward: again + element * (hidden + self.intermediate_size as f64),
+            token_backward: element * (hidden + self.intermediate_size as f64),
+            token_recomputed: again,
             patch_values: 0.0,
             patch: 0.0,
         }
@@ -100,6 +105,7 @@ mod tests {
         let (all, input) = (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
         assert_eq!(input.token_tape, 3.0 * 40.0);
         let layer = all.token_tape / 3.0;
-        assert_eq!(input.token_backward - all.token_backward, layer - 40.0);
+        assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
+        assert_eq!((input.token_backward, all.token_recomputed), (all.token_backward, 0.0));
     }
 }

@@ -3,12 +3,13 @@
 use super::attention::{AttentionBlock, SavedAttention};
 use super::config::{DecoderConfig, embedding_name, layer_name};
 use super::context::DecoderContext;
+use super::kv_cache::KvCache;
 use super::mlp::{MlpBlock, SavedMlp};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
 /// One decoder layer.
@@ -58,13 +59,6 @@ pub(crate) struct DecoderTape {
     norm: SavedStage<RmsNorm>,
 }
 
-/// Keys and values of the tokens of one sample so far.
-#[derive(Default)]
-pub struct KvCache {
-    layers: Vec<(Tensor, Tensor)>, // k, v: [S, Hkv, Dh] each
-    num_past: usize,
-}
-
 impl Decoder {
     pub(crate) fn new(
         params: &ParamMap<'_>,
@@ -94,9 +88,14 @@ impl Decoder {
             .collect()
     }
 
+    /// Dtype of the activations. A table or the weight of a layer may be narrower.
+    pub(crate) fn dtype(&self) -> DType {
+        self.norm.param().dtype()
+    }
+
     /// `ids: [T]` to `[T, D]`.
     pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
-        ops::embedding(ids, &self.embed_tokens.tensor())
+        ops::embedding(ids, &self.embed_tokens.tensor())?.to_dtype(self.dtype())
     }
 
     /// Hidden states after the final norm, `[T, D]`, from embeddings `h: [T, D]`. Only the layers
@@ -186,24 +185,14 @@ impl Decoder {
     ) -> Result<Tensor> {
         let num_new = h.dim(0)?;
         for (k, layer) in self.layers.iter().enumerate() {
-            let (q, new_keys, new_values) = layer.attention.project(&h, context)?;
-            let (keys, values) = match cache.layers.get(k) {
-                Some((keys, values)) => {
-                    (Tensor::cat(&[keys, &new_keys], 0)?, Tensor::cat(&[values, &new_values], 0)?)
-                }
-                None => (new_keys, new_values),
-            };
-            let o = ops::decode_attention(&q, &keys, &values, cache.num_past)?; // [N, H, Dh]
+            let (q, keys, values) = layer.attention.project(&h, context)?;
+            let (keys, values) = cache.append(k, &keys, &values)?; // [S, Hkv, Dh]
+            let o = ops::decode_attention(&q, &keys, &values, cache.len())?; // [N, H, Dh]
             let x = layer.attention.output(&h, &o)?;
             h = layer.mlp.forward(&x)?.0;
             after_layer(k, &h)?;
-            if k < cache.layers.len() {
-                cache.layers[k] = (keys, values);
-            } else {
-                cache.layers.push((keys, values));
-            }
         }
-        cache.num_past += num_new;
+        cache.advance(num_new);
         Ok(self.norm.forward(&h, &())?.0)
     }
 }

@@ -43,6 +43,13 @@ impl ParamSpec {
         let is_table = ["embed_tokens", "pos_embed", "lm_head"].contains(&name);
         (!is_table).then_some(layer)
     }
+
+    /// Whether the tensor is the weight of a linear layer, the token embedding or the head: nearly all
+    /// elements of a model. Ops read these weights in `bf16` too while they compute in `f32`.
+    pub fn is_large_matrix(&self) -> bool {
+        let tables = ["embed_tokens.weight", "lm_head.weight"];
+        tables.iter().any(|table| self.name.ends_with(table)) || self.linear_layer().is_some()
+    }
 }
 
 /// The reason why a model cannot be built from a list of parameters.

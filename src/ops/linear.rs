@@ -2,12 +2,14 @@
 //!
 //! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`,
 //! `y [N, M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are
-//! `f32`.
+//! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
 use super::cpu::blocks::{filled, pieces, span};
 use super::cpu::gemm::Into;
 use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
-use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::cpu::{
+    self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
+};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -86,7 +88,7 @@ fn forward(
             w.dims()
         );
     }
-    let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
+    let dtype = weighted_dtype(op, ("x", x), ("w", w))?;
     let shape = with_last(x, m);
     if let Some(residual) = residual {
         compute_dtype(op, &[("x", x), ("residual", residual)])?;

@@ -8,13 +8,16 @@
 use super::cpu::gemm::{Into, tn};
 use super::cpu::panels::{nn, nt};
 use super::cpu::simd::{exp, kernels, max, sum_exp};
-use super::cpu::{self, compute_dtype, expect_f32, expect_shape, read};
+use super::cpu::{self, expect_f32, expect_shape, read, weighted_dtype};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Maximum size of the logits in memory, in bytes. With the vocabulary of the published models this
 /// is 220 rows; smaller chunks read the weight too often (docs/performance.md).
 pub const LOGITS_BYTES: usize = 128 << 20;
+/// The same on a GPU. With the vocabulary of the published models this is 1664 rows: enough for the
+/// gradient products to fill a GPU, and few repeated reads of the weight.
+pub const GPU_LOGITS_BYTES: usize = 1 << 30;
 
 /// Number of rows in a chunk on the device of `h`. It depends on the vocabulary only, so results do
 /// not depend on the machine.
@@ -58,7 +61,7 @@ fn check(
     let ((s, d), (v, _)) = (h.dims2()?, w.dims2()?);
     expect_shape(op, "w", w, &[v, d])?;
     expect_shape(op, "targets", targets, &[s])?;
-    let dtype = compute_dtype(op, &[("h", h), ("w", w)])?;
+    let dtype = weighted_dtype(op, ("h", h), ("w", w))?;
     if targets.dtype() != DType::U32 {
         bail!("{op}: `targets` is {:?}, expected U32", targets.dtype());
     }

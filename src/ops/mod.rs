@@ -71,8 +71,8 @@ pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{
-    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory,
-    set_predicted_memory, simd_level,
+    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory, memory_advice,
+    set_memory_advice, set_predicted_memory, simd_level,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
@@ -92,7 +92,7 @@ pub use linear::{
     linear_backward_input_low_rank, linear_backward_weight, linear_low_rank,
 };
 pub use linear_cross_entropy::{
-    LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
+    GPU_LOGITS_BYTES, LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
 };
 pub use muon::{MuonUpdate, muon_step};
 pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_maps, nf4_places, nf4_span};

@@ -10,6 +10,7 @@ use super::load_model::OpenModel;
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
+use super::plan_forecast::forecast;
 use super::ranks::SetupRanks;
 use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
@@ -185,10 +186,12 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, background } = ranks
+        let RunPlan { planned, reader, packs, background } = ranks
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
+        let place = (rank.world, device.is_cpu());
+        let predicted = forecast(config, &rows, packs.as_ref(), place);
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
@@ -206,7 +209,7 @@ impl Run {
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
-        let data = RunData { loader, reader, rows, eval_rows };
+        let data = RunData { loader, reader, rows, eval_rows, predicted };
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
         if is_first {
@@ -248,6 +251,8 @@ struct RunData {
     reader: Arc<dyn RowReader>,
     rows: Arc<JsonlRows>,
     eval_rows: Option<JsonlRows>,
+    /// Predicted peak memory in bytes.
+    predicted: Option<u64>,
 }
 
 /// Opens the logs and begins the training loop.
@@ -260,7 +265,7 @@ fn trainer(
     (runner, state): (StepRunner, TrainState),
 ) -> Result<Trainer, RunError> {
     let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
-    let RunData { loader, reader, rows, eval_rows } = data;
+    let RunData { loader, reader, rows, eval_rows, predicted } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
     let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
@@ -273,6 +278,7 @@ fn trainer(
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,
+        save_in_background: config.checkpoint.background,
         carried,
         layout,
         config_json,
@@ -280,6 +286,7 @@ fn trainer(
         eval: config.eval.clone(),
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
+        predicted_memory_bytes: predicted,
         evals,
         rejects,
         dataset_names: rows.names().to_vec(),
@@ -380,8 +387,7 @@ fn log_share(config: &RunConfig, rank: Rank) {
         micro_batches_of_each = micro_batches * sequence / rank.world,
         sequence,
         batch_size = train.batch_size,
-        "ranks share each step: `batch_size` x `gradient_accumulation_steps` is the step of the whole \
-         run, while other trainers count it per device"
+        "the ranks share the micro-batches of each step; other trainers count them per device"
     );
 }
 
@@ -412,18 +418,21 @@ fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &
         path = %config.model.path.display(),
         parameters = count(&mut runner.params.iter()),
         trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        precision = config.model.precision.hf_name(),
-        attention = attention_kernels(config, runner),
-        device = device_name(&runner.device),
+        "model"
+    );
+    tracing::info!(
+        device = %device_name(&runner.device),
         threads = rayon::current_num_threads(),
         simd = simd_level().ok().map(tracing::field::display),
-        "model"
+        precision = %config.model.precision.hf_name(),
+        attention = %attention_kernels(config, runner),
+        "compute"
     );
     tracing::info!(
         from_step = state.step,
         steps = state.total_steps,
         rows = rows.num_rows(),
-        fingerprint = state.fingerprint,
+        fingerprint = %state.fingerprint,
         "{}",
         if state.step == 0 { "start" } else { "resume" }
     );

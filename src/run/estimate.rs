@@ -7,13 +7,15 @@ use super::load_shares::without_weights;
 use super::stored_weights::{storage_on_gpu, visitors, weight_storage};
 use crate::config::RunConfig;
 use crate::dist::Shard;
-use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MicroBatchSizes};
+use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MemoryParts, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::models::{Model, RecomputePolicy};
-use crate::ops::LOGITS_BYTES;
-use crate::optim::{Moments, ParamGroups, state_bytes_per_weight};
+use crate::ops::{GPU_LOGITS_BYTES, LOGITS_BYTES};
+use crate::optim::{Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
-use crate::train::{DeviceChoice, VisitingMemory, Weights, division, visiting_memory};
+use crate::train::{
+    DeviceChoice, Precision, RecomputeChoice, VisitingMemory, Weights, division, visiting_memory,
+};
 use candle_core::{DType, Device, Tensor};
 
 /// The shape of a model, without its weights.
@@ -30,10 +32,8 @@ pub struct Estimate {
     pub shard: Shard,
     /// Number of ranks of a shard group.
     pub group: usize,
-    /// Peak memory of a process that computes on the CPU, in bytes.
-    pub process_bytes: f64,
-    /// Peak memory of the tensors of a GPU, in bytes.
-    pub device_bytes: f64,
+    /// The parts of the memory at its peak.
+    pub parts: MemoryParts,
     /// Seconds of computation of a step.
     pub compute: f64,
     /// Seconds of the collectives of a step.
@@ -69,6 +69,7 @@ pub(crate) fn memory_model(
         division,
         element,
         state,
+        master: 0.0,
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
@@ -117,14 +118,14 @@ impl ModelShape {
         [count(false) as f64, count(true) as f64]
     }
 
-    /// The prediction for ranks that divide `shard` in groups of `group`, and full packs, of whose
-    /// tokens the fraction `images` are of images, and the fraction `targets` are supervised.
+    /// The prediction for ranks that divide `shard` in groups of `group`, and micro-batches of
+    /// `whole` before a sequence group divides them.
     pub fn estimate(
         &self,
         config: &RunConfig,
         cluster: &Cluster,
         (shard, group): (Shard, usize),
-        (images, targets): (f64, f64),
+        whole: &MicroBatchSizes,
         exact: bool,
     ) -> candle_core::Result<Estimate> {
         let model = &self.loaded.model;
@@ -142,10 +143,10 @@ impl ModelShape {
             division(&layout, (shard, exact), rounds, early)
         };
         let held = self.stored(config).of(held);
-        let whole = self.micro_batch(config, images, targets, rounds);
-        let micro_batch = part(whole, sequence as f64);
+        let step_patches = whole.step_patches / groups as f64;
+        let micro_batch = part(MicroBatchSizes { step_patches, ..*whole }, sequence as f64);
         let memory = self.memory(config, held)?;
-        let operations = self.operations(config, &whole) / sequence as f64;
+        let operations = self.operations(config, whole) / sequence as f64;
         let compute = rounds as f64 * operations / cluster.flops;
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let [parameters, trained] = self.num_parameters();
@@ -172,17 +173,8 @@ impl ModelShape {
             ..collectives
         };
         let tokens = whole.tokens * (rounds * groups) as f64;
-        let process_bytes = memory.peak_bytes(&micro_batch);
-        let device_bytes = memory.device_bytes(&micro_batch);
-        let estimate = Estimate {
-            shard,
-            group,
-            process_bytes,
-            device_bytes,
-            compute,
-            collectives,
-            tokens_per_s: 0.0,
-        };
+        let parts = memory.parts(&micro_batch);
+        let estimate = Estimate { shard, group, parts, compute, collectives, tokens_per_s: 0.0 };
         Ok(Estimate { tokens_per_s: tokens / estimate.step(), ..estimate })
     }
 
@@ -210,13 +202,12 @@ impl ModelShape {
         visiting_memory(&model.stages(), &visit, storage)
     }
 
-    /// A full micro-batch.
-    fn micro_batch(
+    /// A full micro-batch, of whose tokens the fraction `images` are of images, and the fraction
+    /// `targets` are supervised.
+    pub fn full_micro_batch(
         &self,
         config: &RunConfig,
-        images: f64,
-        targets: f64,
-        rounds: usize,
+        (images, targets): (f64, f64),
     ) -> MicroBatchSizes {
         let tokens =
             f64::from(config.data.packing_length.get()) * config.train.batch_size.get() as f64;
@@ -227,7 +218,7 @@ impl ModelShape {
             tokens,
             targets: tokens * targets,
             patches,
-            step_patches: patches * rounds as f64,
+            step_patches: patches * config.train.gradient_accumulation_steps.get() as f64,
             sample_patches: patches / 8.0,
         }
     }
@@ -239,7 +230,27 @@ impl ModelShape {
         let state = self.state_bytes(config);
         let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
-        memory_model(&*self.loaded.model, held, bytes, config.model.recompute.policy(), &sink)
+        let recompute = config.model.recompute.policy();
+        let mut memory = memory_model(&*self.loaded.model, held, bytes, recompute, &sink)?;
+        if config.model.precision == Precision::Bf16 && config.optim.master == Master::F32 {
+            memory.master = 4.0;
+        }
+        if config.device != DeviceChoice::Cpu {
+            memory.logits = GPU_LOGITS_BYTES as f64;
+        }
+        Ok(memory)
+    }
+
+    /// Number of patches that are merged into one token.
+    pub(super) fn patches_per_token(&self) -> f64 {
+        f64::from(self.loaded.model.merge_size().get()).powi(2)
+    }
+
+    /// Number of values of a patch; 0 without a vision encoder.
+    pub(super) fn patch_values(&self) -> candle_core::Result<f64> {
+        let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
+        let policy = RecomputeChoice::None.policy();
+        Ok(self.loaded.model.activation_memory(4.0, policy, &sink).patch_values)
     }
 
     /// Mean bytes of the optimizer state of a trained weight.

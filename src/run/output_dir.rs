@@ -65,7 +65,7 @@ fn set_later_aside(
         let name = folder.file_name().unwrap_or_default();
         fs::rename(&folder, aside.join(name)).map_err(cannot("move", &folder))?;
     }
-    tracing::info!(folder = %aside.display(), ?later, "moved the checkpoints of later steps");
+    tracing::info!(folder = %aside.display(), ?later, "moved the checkpoints of later steps aside");
     Ok(())
 }
 
@@ -134,7 +134,7 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
         let name = path.file_name().unwrap_or_default();
         fs::rename(&path, aside.join(name)).map_err(cannot("move", &path))?;
     }
-    tracing::info!(folder = %aside.display(), "moved the files of an earlier run");
+    tracing::info!(folder = %aside.display(), "moved the files of an earlier run aside");
     Ok(())
 }
 

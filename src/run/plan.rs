@@ -4,8 +4,8 @@ use super::error::RunError;
 use super::observer::{SetupObserver, SetupWork};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CacheWork, CachedRows, DataSet, JsonlRows, LengthSummary, LoaderOptions,
-    Order, Plan, RowReader, plan,
+    BackgroundCacheWriter, CacheError, CacheWork, CachedRows, DataSet, JsonlRows, LengthSummary,
+    LoaderOptions, Order, Plan, RowReader, plan,
 };
 use crate::dist::Rank;
 use crate::metrics::JsonlSink;
@@ -22,6 +22,8 @@ pub(super) struct RunPlan {
     pub(super) planned: Option<Planned>,
     /// The rows, with cached lengths where these are known.
     pub(super) reader: Arc<dyn RowReader>,
+    /// The packs of the run or of an epoch, if they were counted.
+    pub(super) packs: Option<Plan>,
     /// Writes length caches for the next start; dropped at the end of the run.
     pub(super) background: Option<BackgroundCacheWriter>,
 }
@@ -44,7 +46,7 @@ pub(super) fn plan_run(
         // With the lengths from a cache, a rank reads only its own rows.
         let cached = (rank.world > 1).then(|| complete_cache(config, rows)).flatten();
         let reader = cached.unwrap_or_else(|| rows.clone() as Arc<dyn RowReader>);
-        RunPlan { planned, reader, background: None }
+        RunPlan { planned, reader, packs: None, background: None }
     };
     let Some(epochs) = config.train.epoch_limit() else {
         if rank.is_first() {
@@ -79,7 +81,8 @@ pub(super) fn plan_run(
         (Err(error), Some(_)) => return Err(error.into()),
     };
     log_plan(&plan, "plan");
-    Ok(RunPlan { planned: Some(Planned { epochs, steps: plan.steps }), reader, background: None })
+    let planned = Some(Planned { epochs, steps: plan.steps });
+    Ok(RunPlan { planned, reader, packs: Some(plan), background: None })
 }
 
 /// Measures the part of one rank of the rows that [`plan_run`] will need.
@@ -121,6 +124,7 @@ fn without_epochs(
         Ok(None)
     };
     let (mut reader, mut background) = (rows.clone() as Arc<dyn RowReader>, None);
+    let mut packs = None;
     match cached {
         Ok(None) if num_rows > 0 => {
             background = Some(BackgroundCacheWriter::start(rows.clone(), config.cache_dir()));
@@ -129,7 +133,10 @@ fn without_epochs(
         Ok(Some((cached, work))) => {
             reader = log_lengths(config, cached, work, options);
             match plan(&reader, order, options, 1, &|_, _| {}) {
-                Ok(plan) => log_plan(&plan, "an epoch"),
+                Ok(plan) => {
+                    log_plan(&plan, "an epoch");
+                    packs = Some(plan);
+                }
                 // The run may reach `train.max_steps` before that row.
                 Err(error) => {
                     tracing::warn!(%error, "plan: the first epoch would stop with an error");
@@ -141,7 +148,7 @@ fn without_epochs(
             tracing::warn!(error, "cannot use the length cache; continuing without it");
         }
     }
-    RunPlan { planned: None, reader, background }
+    RunPlan { planned: None, reader, packs, background }
 }
 
 /// The rows with the lengths of complete caches, which are not changed; `None` if one is missing.
@@ -162,6 +169,21 @@ pub(crate) fn update_cache(
 ) -> Result<(CachedRows, CacheWork), RunError> {
     let report = observer.begin(SetupWork::MeasureRows, num_chats(&rows) as u64);
     Ok(CachedRows::update(rows, &config.cache_dir(), &*report)?)
+}
+
+/// The rows with cached lengths; without, if the cache cannot be written.
+pub(super) fn cached_if_possible(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    observer: &dyn SetupObserver,
+) -> Result<Arc<dyn RowReader>, RunError> {
+    match update_cache(config, Arc::clone(rows), observer) {
+        Ok((cached, _)) => Ok(Arc::new(cached)),
+        Err(RunError::Cache(CacheError::Write { .. })) => {
+            Ok(Arc::clone(rows) as Arc<dyn RowReader>)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Like [`update_cache`], but returns `None` if it would take long: if a cache has other rows, if

@@ -72,7 +72,7 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
             key,
             old,
             new,
-            "this setting differs from that of the run in `output_dir`, which is not resumed"
+            "a setting differs from the run in `output_dir`, which is therefore not resumed"
         );
     }
     Ok(())

@@ -47,16 +47,19 @@ pub(super) fn audit(runner: &StepRunner, squares: &[f64], step: u64, has_images:
     let trained = trained.len();
     if missing.is_empty() {
         let received = trained - without.len();
-        tracing::info!(step, "audit: {received} of {trained} trained tensors received a gradient");
+        tracing::info!(step, "{received} of {trained} trained tensors received a gradient");
     } else {
         tracing::warn!(
             step,
             tensors = ?missing,
-            "audit: {} of {trained} trained tensors received no gradient",
+            "{} of {trained} trained tensors received no gradient",
             missing.len()
         );
     }
     if without.len() > missing.len() {
-        tracing::info!(step, "audit: vision gradients are checked at the first step with images");
+        tracing::info!(
+            step,
+            "the gradients of the vision encoder are checked at the first step with images"
+        );
     }
 }

@@ -194,15 +194,15 @@ pub(super) fn count(
 pub fn log_datasets(seen: &BTreeMap<String, DatasetCounts>) {
     let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
     for (name, counts) in seen {
+        let share = 100.0 * counts.num_samples as f64 / total.max(1) as f64;
         tracing::info!(
-            name,
+            %name,
+            share = %format_args!("{share:.1}%"),
             rows = counts.num_samples,
             images = counts.num_images,
-            videos = counts.num_videos,
-            with_media = %format_args!("{:.1} %", counts.percent_with_media()),
+            videos = Some(counts.num_videos).filter(|videos| *videos > 0),
             tokens = counts.num_tokens,
             targets = counts.num_target_tokens,
-            share = %format_args!("{:.4}", counts.num_samples as f64 / total.max(1) as f64),
             "data set"
         );
     }

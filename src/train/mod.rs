@@ -36,7 +36,7 @@ pub use device::{DeviceChoice, UnknownDevice};
 pub use division::division;
 pub use error::TrainError;
 pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
-pub use generate::{GenerateOptions, generate};
+pub use generate::{Answer, GenerateOptions, Generator, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use health::{Divergence, Health, Spike};
 pub use ranks::Ranks;

@@ -5,6 +5,7 @@ use super::weights::RankWeights;
 use crate::checkpoint::SavedTensor;
 use crate::tape::Param;
 use candle_core::{Device, Result, Tensor};
+use std::collections::HashSet;
 use std::ops::Range;
 
 /// Elements of a flat tensor, and their values.
@@ -48,11 +49,12 @@ impl Joined {
 
 /// The weights that checkpoints contain.
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
+    let trained: HashSet<usize> = runner.optimizer.trained().iter().map(Param::index).collect();
     let saved = |(param, saved): (&Param, &Option<SavedAs>)| {
         let SavedAs { name, joined } = saved.clone()?;
         let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
         let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
-        Some(match &runner.weights {
+        let tensor = match &runner.weights {
             RankWeights::Slots(slots) => {
                 let held = divided(slots.held(param), runner);
                 let held = held.and_then(|held| held.into_iter().map(join).collect());
@@ -62,7 +64,9 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
                 let (_, weight) = join((0..weight.elem_count(), weight))?;
                 Ok(SavedTensor::whole(name, weight.reshape(shape)?))
             }),
-        })
+        };
+        let is_fixed = !trained.contains(&param.index());
+        Some(tensor.map(|tensor| if is_fixed { tensor.fixed() } else { tensor }))
     };
     runner.params.iter().zip(&runner.saved_as).filter_map(saved).collect()
 }

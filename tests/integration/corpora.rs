@@ -126,7 +126,7 @@ fn rows_of(place: &Place, file: &str, after: u64) -> Vec<Value> {
     rows.retain(|row| row["step"].as_u64().unwrap() > after);
     for row in &mut rows {
         let row = row.as_object_mut().unwrap();
-        row.retain(|key, _| !key.ends_with("_s") && key != "peak_memory_bytes");
+        row.retain(|key, _| !key.ends_with("_s") && !key.ends_with("memory_bytes"));
     }
     rows
 }

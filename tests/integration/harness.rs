@@ -142,9 +142,18 @@ pub(crate) fn finish(command: &mut Command) -> Output {
     }
 }
 
-/// Keys of metrics that differ between equal runs: times and memory.
-const MEASURED: [&str; 5] =
-    ["step_time_s", "data_wait_s", "tokens_per_s", "peak_memory_bytes", "time_s"];
+/// Keys of metrics that differ between equal runs: times and memory. A resumed run does not count its
+/// packs again, so its prediction differs.
+const MEASURED: [&str; 8] = [
+    "step_time_s",
+    "data_wait_s",
+    "save_hold_s",
+    "save_s",
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "predicted_memory_bytes",
+    "time_s",
+];
 
 /// Removes the keys of metrics that differ between equal runs.
 pub(crate) fn without_measured(mut rows: Vec<Value>) -> Vec<Value> {

@@ -138,6 +138,10 @@ impl Model for Faulty {
         self.real.embedding()
     }
 
+    fn dtype(&self) -> DType {
+        self.real.dtype()
+    }
+
     fn stages(&self) -> Vec<Vec<&Param>> {
         self.real.stages()
     }

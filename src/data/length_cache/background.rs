@@ -37,7 +37,7 @@ impl BackgroundCacheWriter {
             // a panic is logged with its row
             match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
                 Ok(Ok(Some(CacheWork { measured, reused }))) => {
-                    tracing::info!(measured, reused, folder = %folder.display(), "length cache complete: the next start uses it");
+                    tracing::info!(measured, reused, folder = %folder.display(), "the length cache is complete: the next start uses it");
                 }
                 Ok(Ok(None)) => {
                     tracing::debug!("the length cache is incomplete: the next run continues it");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::data::dataset::order::Order;
 use crate::data::dataset::row_reader::RowReader;
-use crate::data::loader::steps::{Assembly, Step};
+use crate::data::loader::steps::{Assembly, MicroBatches, Rmpad, Step, fill};
 use crate::data::loader::workers::{Limits, Workers};
 use crate::data::loader::{DataState, LoaderError, LoaderOptions};
 use crate::data::packing::Item;
@@ -31,6 +31,45 @@ pub struct Plan {
     pub rows_read: u64,
     /// Number of rejected rows, by reason.
     pub rejected: BTreeMap<String, u64>,
+    /// Real tokens / (packs * `packing_length`), or real tokens / padded tokens without packing.
+    pub fill: f64,
+    /// The micro-batches with the most tokens and with the most pixels. Tokens are those that the
+    /// model computes, with padding if it receives any.
+    pub largest: [Length; 2],
+    /// Maximum bytes of the pixels of a step.
+    pub step_pixel_bytes: u64,
+}
+
+impl Plan {
+    /// Counts the packs of a step.
+    fn add<T>(&mut self, options: &LoaderOptions, micro_batches: &MicroBatches<T>) {
+        let tokens =
+            |pack: &Vec<Item<T>>| pack.iter().map(|item| item.length.tokens).sum::<usize>();
+        let mut step_pixel_bytes = 0;
+        for packs in micro_batches {
+            let real: usize = packs.iter().map(tokens).sum();
+            let longest = packs.iter().map(tokens).max().unwrap_or(0);
+            let size = Length {
+                tokens: match options.rmpad {
+                    Rmpad::Unpad => real,
+                    Rmpad::KeepPadding => packs.len() * longest,
+                },
+                pixel_bytes: packs.iter().flatten().map(|item| item.length.pixel_bytes).sum(),
+            };
+            step_pixel_bytes += size.pixel_bytes;
+            let [most_tokens, most_pixels] = self.largest;
+            let by_tokens = |size: Length| (size.tokens, size.pixel_bytes);
+            let by_pixels = |size: Length| (size.pixel_bytes, size.tokens);
+            if by_tokens(size) > by_tokens(most_tokens) {
+                self.largest[0] = size;
+            }
+            if by_pixels(size) > by_pixels(most_pixels) {
+                self.largest[1] = size;
+            }
+        }
+        self.packs += micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+        self.step_pixel_bytes = self.step_pixel_bytes.max(step_pixel_bytes);
+    }
 }
 
 /// Measures every row once, in parallel, then packs the lengths as a loader packs the samples.
@@ -46,19 +85,30 @@ pub fn plan(
     epochs: u64,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Plan, LoaderError> {
-    let mut plan =
-        Plan { steps: 0, packs: 0, samples: 0, tokens: 0, rows_read: 0, rejected: BTreeMap::new() };
-    let mut rejected = Vec::new();
+    let mut plan = Plan {
+        steps: 0,
+        packs: 0,
+        samples: 0,
+        tokens: 0,
+        rows_read: 0,
+        rejected: BTreeMap::new(),
+        fill: 1.0,
+        largest: [Length::default(); 2],
+        step_pixel_bytes: 0,
+    };
+    let (mut rejected, mut capacity) = (Vec::new(), 0.0);
     simulate(reader, order, options, epochs, progress, |step| {
         plan.steps += 1;
-        plan.packs += step.micro_batches.iter().map(|packs| packs.len() as u64).sum::<u64>();
+        plan.add(options, &step.micro_batches);
         plan.samples += step.samples().count() as u64;
         plan.tokens += step.num_tokens() as u64;
+        capacity += step.num_tokens() as f64 / fill(options.packing, &step.micro_batches);
         rejected.extend(step.rejected);
         plan.rows_read = step.state.rows_read;
         plan.rejected = step.state.rejected;
     })
     .map_err(|error| error.after(rejected))?;
+    plan.fill = if capacity > 0.0 { plan.tokens as f64 / capacity } else { 1.0 };
     Ok(plan)
 }
 
@@ -250,6 +300,8 @@ mod tests {
         assert_eq!(reported.get(), (150, 150));
         // 21 samples of 3 tokens fill 63 of 64; 4 packs a step
         assert_eq!((plan.packs, plan.steps, plan.samples), (3 * 8, 3 * 2, 450));
+        assert_eq!(plan.largest, [Length { tokens: 2 * 63, pixel_bytes: 0 }; 2]);
+        assert!((plan.fill - 450.0 / (8.0 * 64.0)).abs() < 1e-9, "{plan:?}");
     }
 
     #[test]

@@ -84,6 +84,10 @@ impl Model for Qwen3 {
         &self.decoder.embed_tokens
     }
 
+    fn dtype(&self) -> DType {
+        self.decoder.dtype()
+    }
+
     fn stages(&self) -> Vec<Vec<&Param>> {
         let head = self.untied_head().map(|head| vec![head]);
         head.into_iter().chain(self.decoder.stages()).collect()

@@ -75,6 +75,10 @@ impl Model for Qwen3Vl {
         &self.decoder.embed_tokens
     }
 
+    fn dtype(&self) -> DType {
+        self.decoder.dtype()
+    }
+
     fn stages(&self) -> Vec<Vec<&Param>> {
         let mut stages: Vec<_> = self.untied_head().map(|head| vec![head]).into_iter().collect();
         stages.extend(self.decoder.stages());

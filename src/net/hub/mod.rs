@@ -112,7 +112,7 @@ impl Hub {
         let missing = missing.collect::<Result<Vec<Missing>, _>>()?;
         if !missing.is_empty() {
             let total = missing.iter().map(|file| file.bytes).sum();
-            tracing::info!(%repo, files = missing.len(), bytes = total, folder = %folder.display(), "downloading");
+            tracing::info!(%repo, files = missing.len(), bytes = total, "downloading into the hub's cache");
             let progress = begin(total);
             let before = Cell::new(0);
             for file in &missing {

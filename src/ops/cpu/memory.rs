@@ -168,6 +168,21 @@ pub(in crate::ops) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Re
     Ok(dtype)
 }
 
+/// Returns the dtype of `x`, in which an op computes. The weight must have it too, except that on the
+/// CPU a `bf16` weight may be multiplied with `f32` activations: the result is that of the same weight
+/// in `f32`.
+pub(in crate::ops) fn weighted_dtype(
+    op: &str,
+    x: (&str, &Tensor),
+    weight: (&str, &Tensor),
+) -> Result<DType> {
+    let dtypes = (x.1.dtype(), weight.1.dtype());
+    if dtypes == (DType::F32, DType::BF16) && weight.1.device().is_cpu() {
+        return Ok(DType::F32);
+    }
+    compute_dtype(op, &[x, weight])
+}
+
 /// Fails unless `tensor` has the shape `expected`.
 pub(in crate::ops) fn expect_shape(
     op: &str,

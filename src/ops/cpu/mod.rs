@@ -5,6 +5,7 @@ mod attention;
 pub(in crate::ops) mod blocks;
 mod caching_allocator;
 pub(in crate::ops) mod column_sums;
+mod few_rows;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
 mod memory;
@@ -20,7 +21,9 @@ pub use caching_allocator::CachingAllocator;
 pub use in_place::RecomputeInput;
 pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
-    expect_f32, expect_shape, for_each_task, read, tensor, write,
+    expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
-pub use out_of_memory::{exit_when_out_of_memory, set_predicted_memory};
+pub use out_of_memory::{
+    exit_when_out_of_memory, memory_advice, set_memory_advice, set_predicted_memory,
+};
 pub use simd_level::{SimdError, SimdLevel, simd_level};

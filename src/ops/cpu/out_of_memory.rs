@@ -5,11 +5,14 @@
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 /// Bytes of the last allocation that failed; 0: none.
 static FAILED: AtomicUsize = AtomicUsize::new(0);
 /// Predicted memory of this process in bytes; 0: unknown.
 static PREDICTED: AtomicU64 = AtomicU64::new(0);
+/// Settings that need less memory, for the message; empty: those of any config.
+static ADVICE: Mutex<String> = Mutex::new(String::new());
 /// Exit code.
 static CODE: AtomicI32 = AtomicI32::new(1);
 
@@ -23,9 +26,24 @@ pub fn set_predicted_memory(bytes: u64) {
     PREDICTED.store(bytes, Relaxed);
 }
 
+/// Sets the hint of the message: the settings with which the run would need less memory.
+pub fn set_memory_advice(advice: String) {
+    *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = advice;
+}
+
+/// The settings with which the run would need less memory.
+pub fn memory_advice() -> String {
+    let advice = ADVICE.lock().unwrap_or_else(PoisonError::into_inner);
+    if advice.is_empty() { OF_ANY_CONFIG.to_owned() } else { advice.clone() }
+}
+
+/// The hint before a config is read.
+const OF_ANY_CONFIG: &str = "set `model.recompute: full`, lower `data.packing_length`, or train an \
+    adapter (`adapter: {}`)";
+
 /// A text of limited length in memory that is always there.
 struct Text {
-    bytes: [u8; 512],
+    bytes: [u8; 1024],
     len: usize,
 }
 
@@ -40,17 +58,15 @@ impl Write for Text {
 }
 
 /// The message about an allocation of `failed` bytes. It allocates nothing.
-fn message(failed: usize, predicted: u64) -> Text {
-    let mut text = Text { bytes: [0; 512], len: 0 };
+fn message(failed: usize, predicted: u64, advice: &str) -> Text {
+    let mut text = Text { bytes: [0; 1024], len: 0 };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let _ = write!(text, "error: out of memory: cannot allocate {} MiB more", mib(failed as u64));
     if predicted > 0 {
         let _ = write!(text, "; about {} MiB were predicted for the run", mib(predicted));
     }
-    let _ = text.write_str(
-        "\nhint: set `model.recompute: full`, lower `data.packing_length`, or train an adapter \
-         (`adapter: {}`); the newest checkpoint is intact\n",
-    );
+    let advice = if advice.is_empty() { OF_ANY_CONFIG } else { advice };
+    let _ = write!(text, "\nhint: {advice}; the newest checkpoint is intact\n");
     text
 }
 
@@ -79,7 +95,10 @@ extern "C" fn on_abort(_: libc::c_int) {
     if failed == 0 {
         return;
     }
-    let text = message(failed, PREDICTED.load(Relaxed));
+    // the thread that failed may hold the lock
+    let advice = ADVICE.try_lock();
+    let advice = advice.as_ref().map_or("", |advice| advice.as_str());
+    let text = message(failed, PREDICTED.load(Relaxed), advice);
     #[expect(unsafe_code, reason = "functions of the C library")]
     // SAFETY: the pointer and the length are those of an array.
     unsafe {
@@ -94,13 +113,13 @@ mod tests {
 
     #[test]
     fn the_message_has_the_failed_size_and_the_predicted_one() {
-        let text = message(3 << 20, 5 << 30);
+        let text = message(3 << 20, 5 << 30, "use less");
         let text = std::str::from_utf8(&text.bytes[..text.len]).unwrap();
         assert!(text.starts_with("error: out of memory: cannot allocate 3 MiB more"), "{text}");
         assert!(text.contains("about 5120 MiB were predicted"), "{text}");
-        assert!(text.ends_with("is intact\n"), "{text}");
-        let text = message(1, 0);
+        assert!(text.ends_with("\nhint: use less; the newest checkpoint is intact\n"), "{text}");
+        let text = message(1, 0, "");
         let text = std::str::from_utf8(&text.bytes[..text.len]).unwrap();
-        assert!(!text.contains("predicted"), "{text}");
+        assert!(!text.contains("predicted") && text.contains("`model.recompute: full`"), "{text}");
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! `bf16` operands are converted to `f32` one panel of rows at a time, so a product never holds a
 //! full second copy of a weight or of the activations. `f32` operands are passed to `gemm`
-//! directly. Alternatives: `docs/decisions/0009-bf16-in-panels.md`.
+//! directly. A few rows are multiplied with a weight in `bf16` by a kernel of our own
+//! ([`few_rows`]). Alternatives: `docs/decisions/0009-bf16-in-panels.md`.
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 
 use super::blocks::{Filled, Values, append_bf16, span, to_f32};
+use super::few_rows;
 use super::gemm::{Into, Raw, product};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
@@ -160,6 +162,20 @@ unsafe fn raw_nt(
     b: Values<'_>,
 ) {
     assert!(a.len() == m * k && b.len() == n * k, "shapes were checked");
+    if let Values::Bf16(b) = b
+        && (1..=few_rows::MAX_ROWS).contains(&m)
+    {
+        few_rows::nt((m, n, k), a, b, |at, value| {
+            // SAFETY: `at` is below `m * n`; the caller guarantees `dst`.
+            let slot = unsafe { &mut *dst.add(at).cast::<std::mem::MaybeUninit<f32>>() };
+            match into {
+                Into::Overwrite => slot.write(value),
+                // SAFETY: initialized, as the caller guarantees.
+                Into::Add => slot.write(unsafe { slot.assume_init() } + value),
+            };
+        });
+        return;
+    }
     for_each_panel(b, (n, k), |columns, b| {
         let (lhs, rhs) = (Raw::rows(a.as_ptr(), k), Raw::rows(b.as_ptr(), k).t());
         // SAFETY: the slice lengths match the shapes; the caller guarantees `dst`.

@@ -9,6 +9,7 @@
     reason = "a function call would lose the target features of the kernel"
 )]
 
+use super::Element;
 pub(in crate::ops) use super::simd_level::kernels;
 
 /// Coefficients of the polynomial in [`exp`], highest power first.
@@ -51,7 +52,7 @@ pub(in crate::ops) fn sigmoid(x: f32) -> f32 {
 
 /// Returns the sum of `x[i] * y[i]`.
 #[inline(always)]
-pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
+pub(in crate::ops) fn dot<E: Element>(x: &[f32], y: &[E]) -> f32 {
     let n = x.len().min(y.len());
     let (x, y) = (&x[..n], &y[..n]);
     let mut lanes = [0f32; LANES];
@@ -60,13 +61,13 @@ pub(in crate::ops) fn dot(x: &[f32], y: &[f32]) -> f32 {
     while at < whole {
         let (a, b) = (&x[at..at + LANES], &y[at..at + LANES]);
         for i in 0..LANES {
-            lanes[i] = a[i].mul_add(b[i], lanes[i]);
+            lanes[i] = a[i].mul_add(b[i].widen(), lanes[i]);
         }
         at += LANES;
     }
     let mut sum = fold(&lanes);
     for i in whole..n {
-        sum = x[i].mul_add(y[i], sum);
+        sum = x[i].mul_add(y[i].widen(), sum);
     }
     sum
 }

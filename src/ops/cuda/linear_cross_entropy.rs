@@ -7,20 +7,16 @@
 
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
-use crate::ops::LossScale;
+use crate::ops::{GPU_LOGITS_BYTES, LossScale};
 use candle_core::{DType, Result, Tensor};
 
-/// Maximum size of the logits of a chunk, in bytes. With the vocabulary of the published models
-/// this is 1664 rows: enough for the gradient products to fill a GPU, and few repeated reads of the
-/// weight.
-const LOGITS_BYTES: usize = 1 << 30;
 /// Number of rows in a tile of the products. Chunks consist of whole tiles.
 const TILE_ROWS: usize = 128;
 const THREADS: u32 = 512;
 
 /// Number of rows in a chunk.
 pub(in crate::ops) fn linear_cross_entropy_rows(vocabulary: usize) -> usize {
-    let rows = LOGITS_BYTES / (4 * vocabulary.max(1));
+    let rows = GPU_LOGITS_BYTES / (4 * vocabulary.max(1));
     (rows / TILE_ROWS * TILE_ROWS).max(1)
 }
 

@@ -99,6 +99,25 @@ pub(crate) fn load_for_run(
     seed: u64,
     device: &Device,
 ) -> Result<LoadedModel, RunError> {
+    Ok(open_with_adapter(section, adapter, seed, device)?.load(device)?)
+}
+
+/// As [`load_for_run`], for generation: weights that the folder has in `bf16` stay in `bf16`.
+pub(crate) fn load_to_generate(
+    section: &ModelSection,
+    adapter: Option<&Path>,
+    device: &Device,
+) -> Result<LoadedModel, RunError> {
+    let open = open_with_adapter(section, adapter, 0, device)?;
+    Ok(open.with_stored_dtype(device).load(device)?)
+}
+
+fn open_with_adapter(
+    section: &ModelSection,
+    adapter: Option<&Path>,
+    seed: u64,
+    device: &Device,
+) -> Result<OpenModel, RunError> {
     let open = open_for_run(section, seed, device)?;
     let open = match adapter {
         Some(folder) => read_adapter(open, folder)?,
@@ -107,7 +126,7 @@ pub(crate) fn load_for_run(
     if open.adapter.as_ref().is_some_and(|adapter| adapter.quantize == Quantize::Nf4) {
         tracing::info!("the linear layers are rounded to NF4, as in the training of the adapter");
     }
-    Ok(open.load(device)?)
+    Ok(open)
 }
 
 /// Loads the model of a config with its adapter, and its weights as the config stores them.

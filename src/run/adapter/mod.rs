@@ -7,7 +7,7 @@ mod peft;
 mod split;
 mod targets;
 
-pub(crate) use base::{load_for_run, load_with_adapter};
+pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter};
 pub use error::AdapterError;
 

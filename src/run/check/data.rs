@@ -3,12 +3,11 @@
 use super::super::error::RunError;
 use super::super::inputs::{DataList, loader_options, open_data, order};
 use super::super::observer::SetupObserver;
-use super::super::plan::update_cache;
+use super::super::plan::cached_if_possible;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::config::RunConfig;
 use crate::data::{
-    CacheError, DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader,
-    SampleIndex, plan,
+    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex, plan,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -80,25 +79,10 @@ fn measure(
 ) -> Result<Measured, RunError> {
     let rows = Arc::new(open_data(config, list, encoder, observer)?);
     let reader = match list {
-        DataList::Train => cached(config, &rows, observer)?,
+        DataList::Train => cached_if_possible(config, &rows, observer)?,
         DataList::Eval => Arc::clone(&rows) as Arc<dyn RowReader>,
     };
     Ok(Measured { rows, reader })
-}
-
-/// The rows with cached lengths; without, if the cache cannot be written.
-fn cached(
-    config: &RunConfig,
-    rows: &Arc<JsonlRows>,
-    observer: &dyn SetupObserver,
-) -> Result<Arc<dyn RowReader>, RunError> {
-    match update_cache(config, Arc::clone(rows), observer) {
-        Ok((cached, _)) => Ok(Arc::new(cached)),
-        Err(RunError::Cache(CacheError::Write { .. })) => {
-            Ok(Arc::clone(rows) as Arc<dyn RowReader>)
-        }
-        Err(error) => Err(error),
-    }
 }
 
 /// Adds what is known about the rows of a data set.
@@ -174,7 +158,7 @@ fn add_plan(
 ) -> Result<(), RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
     let order = order(config, &rows)?;
-    let reader = cached(config, &rows, observer)?;
+    let reader = cached_if_possible(config, &rows, observer)?;
     let options = loader_options(config, encoder);
     let epochs = config.train.epoch_limit().unwrap_or(1);
     let planned = match plan(&reader, &order, &options, epochs, &|_, _| {}) {

@@ -8,11 +8,10 @@ use super::error::RunError;
 use super::inputs::{encoder, param_groups};
 use super::observer::SetupObserver;
 use crate::config::RunConfig;
-use crate::ops::set_predicted_memory;
 use crate::tape::Trainable;
 use candle_core::Device;
 pub(crate) use resources::predicted_memory;
-use resources::{GIB, LESS_DISK, LESS_MEMORY, Need};
+use resources::{GIB, LESS_DISK, Need};
 use std::fs;
 
 /// A part of a run that is checked.
@@ -116,19 +115,18 @@ impl CheckReport {
     }
 }
 
-/// Warns if the predicted memory or the checkpoints exceed what is free.
+/// The bytes that a run needs and those that are free, if the memory does not suffice.
+pub(super) fn memory_lack(config: &RunConfig) -> Result<Option<[f64; 2]>, RunError> {
+    Ok(Need::of(config)?.memory_lack(config))
+}
+
+/// Warns if the checkpoints exceed what is free, and predicts the memory before the data is read.
 pub(super) fn warn_about_resources(config: &RunConfig) {
     let Ok(need) = Need::of(config) else { return }; // loading the model reports the error
-    set_predicted_memory(need.memory as u64);
-    let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
-    if let Some([need, free]) = need.memory_lack(config) {
-        let (need, free) = (gib(need), gib(free));
-        tracing::warn!(
-            need,
-            free,
-            "the predicted memory (GiB) exceeds what is free: {LESS_MEMORY}"
-        );
+    if let Err(error) = need.run.announce(&need.shape) {
+        tracing::debug!(%error, "the memory cannot be predicted");
     }
+    let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
     if let Some([need, free]) = need.disk_lack(config) {
         let (need, free) = (gib(need), gib(free));
         tracing::warn!(

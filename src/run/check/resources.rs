@@ -2,18 +2,17 @@
 
 use super::super::error::RunError;
 use super::super::estimate::ModelShape;
+use super::super::plan_memory::{RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
-use crate::dist::Shard;
-use crate::metrics::{Cluster, available_memory_bytes};
+use crate::metrics::available_memory_bytes;
+use crate::ops::memory_advice;
 use crate::train::DeviceChoice;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The fractions of tokens of images and of supervised tokens that a prediction assumes.
-const FRACTIONS: (f64, f64) = (0.5, 0.25);
 pub(super) const GIB: f64 = 1_073_741_824.0;
 
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
@@ -31,37 +30,49 @@ pub(crate) fn predicted_memory(config: &RunConfig) -> Result<f64, RunError> {
 /// Memory and disk space that a run needs.
 pub(super) struct Need {
     /// Peak memory of the process, or of the GPU, in bytes.
-    pub(super) memory: f64,
+    memory: f64,
     /// Bytes of a checkpoint.
     checkpoint: f64,
+    /// Bytes of the copy from which a checkpoint is written.
+    copy: f64,
+    /// The run, of which only the model is known.
+    pub(super) run: RunMemory,
+    /// Its model.
+    pub(super) shape: ModelShape,
 }
 
 impl Need {
     /// Predicts the needs of a run in one process from the shape of its model.
     pub(super) fn of(config: &RunConfig) -> Result<Self, RunError> {
         let shape = ModelShape::read(config)?;
-        let on_cpu = !matches!(config.device, DeviceChoice::Cuda(_));
-        let exact = config.distributed.exact.holds(on_cpu);
-        let cluster = Cluster { gpus: 1, nodes: 1, link: 1.0, network: 1.0, flops: 1.0 };
-        let estimate = shape.estimate(config, &cluster, (Shard::None, 1), FRACTIONS, exact)?;
-        let memory = match config.device {
-            DeviceChoice::Cuda(_) => estimate.device_bytes,
-            _ => estimate.process_bytes,
-        };
-        Ok(Self { memory, checkpoint: shape.checkpoint_bytes(config) })
+        let run = RunMemory::before_data(&shape, config, 1);
+        let memory = run.bytes(&shape)?;
+        let (checkpoint, copy) = (shape.checkpoint_bytes(config), shape.copy_bytes(config));
+        Ok(Self { memory, checkpoint, copy, run, shape })
     }
 
     fn check_memory(&self, config: &RunConfig, report: &mut CheckReport) {
         let need = self.memory / GIB;
+        let copy = match self.copy / GIB {
+            copy if copy > 0.0 => {
+                format!(
+                    ", and {copy:.1} GiB of host memory for a copy while a checkpoint is written"
+                )
+            }
+            _ => String::new(),
+        };
         if matches!(config.device, DeviceChoice::Cuda(_)) {
-            return report.fact(Topic::Memory, format!("about {need:.1} GiB of GPU memory"));
+            let text = format!("about {need:.1} GiB of GPU memory{copy}");
+            return report.fact(Topic::Memory, text);
         }
         match self.memory_lack(config) {
-            None => report.fact(Topic::Memory, format!("about {need:.1} GiB")),
+            None => report.fact(Topic::Memory, format!("about {need:.1} GiB{copy}")),
             Some([_, free]) => {
                 let free = free / GIB;
                 let text = format!("about {need:.1} GiB are needed, {free:.1} GiB are free");
-                report.add(Topic::Memory, Finding::Problem(Note::new(text, LESS_MEMORY)));
+                let hint = self.run.savings().ok().and_then(|savings| advice(&savings));
+                let hint = hint.unwrap_or_else(memory_advice);
+                report.add(Topic::Memory, Finding::Problem(Note::new(text, &hint)));
             }
         }
     }
@@ -81,7 +92,7 @@ impl Need {
     }
 
     /// The bytes that are needed and those that are free, if the memory does not suffice.
-    pub(super) fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
+    fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
         let free = available_memory_bytes()? as f64;
         let on_gpu = matches!(config.device, DeviceChoice::Cuda(_));
         (!on_gpu && self.memory > free).then_some([self.memory, free])
@@ -101,9 +112,6 @@ impl Need {
     }
 }
 
-/// Settings that need less memory, the cheapest first.
-pub(super) const LESS_MEMORY: &str = "set `model.recompute: full`, lower \
-    `data.packing_length`, or train an adapter (`adapter: {}`)";
 /// Settings that need less space.
 pub(super) const LESS_DISK: &str =
     "free space, lower `checkpoint.keep`, or set `output_dir` to another disk";
@@ -115,6 +123,16 @@ impl ModelShape {
         let saved = if config.adapter.is_some() { trained } else { parameters };
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         saved * element + trained * self.state_bytes(config)
+    }
+
+    /// Bytes of host memory for the copy from which one process writes a checkpoint in the background.
+    pub fn copy_bytes(&self, config: &RunConfig) -> f64 {
+        if !config.checkpoint.background || config.checkpoint.every_steps == 0 {
+            return 0.0;
+        }
+        let [_, trained] = self.num_parameters();
+        let element = config.model.precision.dtype().size_in_bytes() as f64;
+        trained * (element + self.state_bytes(config))
     }
 }
 

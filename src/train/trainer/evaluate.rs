@@ -46,7 +46,10 @@ impl Trainer {
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
             // The loss of no rows would be 0, like a perfect loss.
-            tracing::warn!(step, "no eval row can be scored: this evaluation has no result");
+            tracing::warn!(
+                step,
+                "no row of `data.eval` can be scored: this evaluation has no result"
+            );
             return Ok(true);
         }
         let time_s = started.elapsed().as_secs_f64();

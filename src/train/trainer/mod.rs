@@ -4,6 +4,7 @@ mod evaluate;
 mod save;
 mod step;
 
+use self::save::Saves;
 use super::audit::Audit;
 use super::config::{EvalConfig, OnNonFinite};
 use super::datasets::Rejected;
@@ -39,6 +40,8 @@ pub struct TrainerParts {
     pub max_steps: u64,
     /// Number of steps between checkpoints; 0 writes one at the end only.
     pub checkpoint_every: u64,
+    /// Whether training continues while a checkpoint is written, if memory suffices for a copy.
+    pub save_in_background: bool,
     /// Tokenizer and processor files of the model, copied to checkpoints.
     pub carried: CarriedFiles,
     /// Whether checkpoints contain a model or an adapter.
@@ -55,6 +58,8 @@ pub struct TrainerParts {
     pub eval: EvalConfig,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
+    /// Predicted peak memory of this process, or of the tensors on its GPU, in bytes.
+    pub predicted_memory_bytes: Option<u64>,
     /// `metrics.jsonl`; `None` if another rank writes it.
     pub metrics: Option<JsonlSink>,
     /// `eval.jsonl`; `None` if another rank writes it.
@@ -113,7 +118,7 @@ pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
     resumed: bool,
-    saved_at: Option<u64>,
+    saves: Saves,
     evaluated_at: Option<u64>,
     last_eval: Option<EvalReport>,
     ahead: Option<Result<ReadyStep, TrainError>>,
@@ -159,11 +164,10 @@ impl Trainer {
         // A run resumed from the checkpoint of another folder has no checkpoint here.
         let step = parts.state.step;
         let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
-        let saved_at = is_here.then_some(step);
         Self {
             parts,
             audit,
-            saved_at,
+            saves: Saves::new(is_here.then_some(step)),
             evaluated_at: None,
             last_eval: None,
             resumed: step > 0,
@@ -210,6 +214,7 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let result = self.train(observer);
         if let Err(error) = &result {
+            self.end_saves();
             self.ranks().fail(error); // before the connections close
         }
         result
@@ -224,6 +229,7 @@ impl Trainer {
         }
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
+            self.poll_save()?;
             // a signal to one rank stops all
             let flags = [&self.parts.stop, &self.parts.save];
             let [stop, save] =
@@ -278,11 +284,18 @@ impl Trainer {
         let health = &self.parts.state.health;
         if health.skipped() > 0 {
             let steps = health.skipped();
-            tracing::warn!(steps, "steps that changed no weight: loss or gradient was not finite");
+            tracing::warn!(
+                steps,
+                "these steps changed no weight, because their loss or gradient was not finite"
+            );
         }
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
-            tracing::warn!(first, last, "the run diverged: its loss ended above its start");
+            tracing::warn!(
+                first,
+                last,
+                "the loss ended above its first values: the run has diverged"
+            );
         }
         Ok(self.logs().try_for_each(JsonlSink::sync)?)
     }

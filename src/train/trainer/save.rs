@@ -1,32 +1,153 @@
 //! Checkpoints during a run.
 
-use super::super::datasets::log_datasets;
+use super::super::datasets::{DatasetCounts, log_datasets};
 use super::super::error::TrainError;
 use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
-use crate::checkpoint::{Contents, ModelFiles};
+use crate::checkpoint::{BackgroundSave, OwnedContents};
 use crate::dist::DistError;
+use crate::metrics::{JsonlSink, available_memory_bytes};
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::iter::successors;
 use std::path::PathBuf;
+use std::time::Instant;
 
-impl Trainer {
-    /// Writes the checkpoint of the current step unless it exists.
-    pub(super) fn save(&mut self) -> Result<PathBuf, TrainError> {
-        let step = self.parts.state.step;
-        let folder = self.parts.checkpointer.step_folder(step);
-        if self.saved_at != Some(step) {
-            self.sync_logs();
-            self.ranks().during("writing a checkpoint", || self.write_checkpoint(step))?;
-            self.saved_at = Some(step);
-        }
-        Ok(folder)
+/// The checkpoints of a run.
+pub(super) struct Saves {
+    /// Step of the newest complete checkpoint in `output_dir`.
+    at: Option<u64>,
+    running: Option<RunningSave>,
+    lacks_memory: bool,
+    times: SaveTimes,
+}
+
+/// A checkpoint that a thread writes.
+struct RunningSave {
+    save: BackgroundSave,
+    hold_s: f64,
+    datasets: BTreeMap<String, DatasetCounts>,
+}
+
+/// Times since the last row of `metrics.jsonl`.
+#[derive(Clone, Copy, Default)]
+pub(super) struct SaveTimes {
+    /// Seconds that training waited.
+    pub(super) hold_s: Option<f64>,
+    /// Seconds that writing took.
+    pub(super) save_s: Option<f64>,
+}
+
+impl Saves {
+    /// `at` is the step of the checkpoint that the run continues from.
+    pub(super) fn new(at: Option<u64>) -> Self {
+        Self { at, running: None, lacks_memory: false, times: SaveTimes::default() }
     }
 
-    /// As [`Self::save`]. If the checkpoint cannot be written, for example because the disk is full,
-    /// this is logged, and the run continues.
+    pub(super) fn take_times(&mut self) -> SaveTimes {
+        std::mem::take(&mut self.times)
+    }
+
+    /// Training has waited since `started`.
+    fn add_hold(&mut self, started: Instant) {
+        *self.times.hold_s.get_or_insert(0.0) += started.elapsed().as_secs_f64();
+    }
+}
+
+impl Trainer {
+    /// Writes the checkpoint of the current step unless it exists, and returns when it is complete.
+    pub(super) fn save(&mut self) -> Result<PathBuf, TrainError> {
+        let started = Instant::now();
+        self.finish_save()?;
+        let step = self.parts.state.step;
+        if self.saves.at != Some(step) {
+            self.save_now()?;
+            self.saves.add_hold(started);
+        }
+        Ok(self.parts.checkpointer.step_folder(step))
+    }
+
+    /// Saves the current step, in the background if this is possible. If the checkpoint cannot be
+    /// written, for example because the disk is full, this is logged, and the run continues.
     pub(super) fn try_save(&mut self) -> Result<(), TrainError> {
-        let Err(error) = self.save() else { return Ok(()) };
+        let started = Instant::now();
+        self.finish_save()?;
+        if self.saves.at == Some(self.parts.state.step) {
+            return Ok(());
+        }
+        if !self.start_save(started)? {
+            self.try_save_now()?;
+        }
+        self.saves.add_hold(started);
+        Ok(())
+    }
+
+    /// Notes that the running save is complete, if it is.
+    pub(super) fn poll_save(&mut self) -> Result<(), TrainError> {
+        if self.saves.running.as_ref().is_some_and(|running| running.save.is_done()) {
+            self.finish_save()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the running save at the end of a run that has failed.
+    pub(super) fn end_saves(&mut self) {
+        if let Err(error) = self.finish_save() {
+            tracing::warn!("no checkpoint was written: {}", causes(&error));
+        }
+    }
+
+    /// Waits for the running save. That it could not write is logged, and the run continues.
+    fn finish_save(&mut self) -> Result<(), TrainError> {
+        let Some(running) = self.saves.running.take() else { return Ok(()) };
+        let RunningSave { save, hold_s, datasets } = running;
+        let step = save.step();
+        match self.ranks().during("writing a checkpoint", || save.wait()) {
+            Ok(time) => self.completed(step, time.as_secs_f64(), hold_s, &datasets),
+            Err(error) if error.is_write() => self.warn_not_saved(step, &error),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// Copies the training state, and starts the thread that writes it. Returns `false` if the
+    /// checkpoint must be written at once.
+    fn start_save(&mut self, started: Instant) -> Result<bool, TrainError> {
+        let step = self.parts.state.step;
+        // Ranks write together. Nothing is left to train after the last step.
+        let is_possible = self.ranks().rank().world == 1 && step < self.parts.max_steps;
+        if !is_possible || !self.parts.save_in_background {
+            return Ok(false);
+        }
+        let contents = self.contents()?;
+        let (need, free) = (contents.changing_bytes(), available_memory_bytes());
+        let copy = if copy_fits(need, free) { contents.copy()? } else { None };
+        let Some(copy) = copy else {
+            if !std::mem::replace(&mut self.saves.lacks_memory, true) {
+                let mib = |bytes: u64| bytes >> 20;
+                tracing::warn!(
+                    need_mib = mib(need),
+                    free_mib = free.map(mib),
+                    "training waits while a checkpoint is written: a copy of the training state \
+                     must fit in half of the free memory"
+                );
+            }
+            return Ok(false);
+        };
+        self.sync_logs();
+        match BackgroundSave::start(self.parts.checkpointer.clone(), step, copy) {
+            Ok(save) => {
+                let datasets = self.parts.state.datasets_seen.clone();
+                let hold_s = started.elapsed().as_secs_f64();
+                self.saves.running = Some(RunningSave { save, hold_s, datasets });
+            }
+            Err(error) => self.warn_not_saved(step, &error),
+        }
+        Ok(true)
+    }
+
+    fn try_save_now(&mut self) -> Result<(), TrainError> {
+        let Err(error) = self.save_now() else { return Ok(()) };
         // an error of one rank is one of all
         let is_write = match &error {
             TrainError::Checkpoint(error) => error.is_write(),
@@ -36,15 +157,70 @@ impl Trainer {
         if self.ranks().gather(is_write)?.contains(&false) {
             return Err(error);
         }
+        self.warn_not_saved(self.parts.state.step, &error);
+        Ok(())
+    }
+
+    /// Writes the checkpoint of the current step, while training waits.
+    fn save_now(&mut self) -> Result<(), TrainError> {
+        let (step, started) = (self.parts.state.step, Instant::now());
+        self.sync_logs();
+        self.ranks().during("writing a checkpoint", || {
+            let contents = self.contents()?;
+            self.parts.checkpointer.save(step, &contents.contents(), self.ranks())
+        })?;
+        let time_s = started.elapsed().as_secs_f64();
+        let datasets = self.parts.state.datasets_seen.clone();
+        self.completed(step, time_s, time_s, &datasets);
+        Ok(())
+    }
+
+    /// Notes that the checkpoint of `step` is complete.
+    fn completed(
+        &mut self,
+        step: u64,
+        time_s: f64,
+        hold_s: f64,
+        datasets: &BTreeMap<String, DatasetCounts>,
+    ) {
+        self.saves.at = Some(step);
+        self.saves.times.save_s = Some(time_s);
+        if self.is_first() {
+            let folder = self.parts.checkpointer.step_folder(step);
+            tracing::info!(
+                step,
+                folder = %folder.display(),
+                time_s = %format_args!("{time_s:.3}"),
+                hold_s = %format_args!("{hold_s:.3}"),
+                "saved a checkpoint"
+            );
+            log_datasets(datasets);
+        }
+    }
+
+    fn warn_not_saved(&self, step: u64, error: &(dyn Error + 'static)) {
         if self.is_first() {
             tracing::warn!(
-                step = self.parts.state.step,
+                step,
                 "no checkpoint was written, and training continues; the next one is tried when it is \
                  due: {}",
-                causes(&error)
+                causes(error)
             );
         }
-        Ok(())
+    }
+
+    /// What the checkpoint of the current step contains. The tensors are those of the model and of
+    /// the optimizer, which the next step changes.
+    fn contents(&self) -> Result<OwnedContents, TrainError> {
+        let parts = &self.parts;
+        Ok(OwnedContents {
+            layout: parts.layout,
+            weights: saved_weights(&parts.runner)?,
+            config_json: parts.config_json.clone(),
+            carried: parts.carried.clone(),
+            optimizer: saved_optimizer(&parts.runner)?,
+            state: serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?,
+        })
     }
 
     /// Makes the rows of the logs durable before the checkpoint, so that a run that resumes from it
@@ -56,33 +232,11 @@ impl Trainer {
             }
         }
     }
+}
 
-    fn write_checkpoint(&self, step: u64) -> Result<(), TrainError> {
-        let parts = &self.parts;
-        let weights = saved_weights(&parts.runner)?;
-        let optimizer = saved_optimizer(&parts.runner)?;
-        let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
-        let folder = parts.checkpointer.save(
-            step,
-            &Contents {
-                model: ModelFiles {
-                    layout: parts.layout,
-                    weights: &weights,
-                    config_json: &parts.config_json,
-                    carried: &parts.carried,
-                    max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
-                },
-                optimizer: Some(&optimizer),
-                state: &state,
-            },
-            self.ranks(),
-        )?;
-        if self.is_first() {
-            tracing::info!(step, folder = %folder.display(), "checkpoint");
-            log_datasets(&parts.state.datasets_seen);
-        }
-        Ok(())
-    }
+/// Whether a copy of `need` bytes may be made: the next steps need some of what is free now.
+fn copy_fits(need: u64, free: Option<u64>) -> bool {
+    free.is_none_or(|free| need <= free / 2)
 }
 
 /// The messages of an error and of its causes.
@@ -92,4 +246,15 @@ fn causes(error: &(dyn Error + 'static)) -> String {
         error.source()
     });
     messages.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_takes_at_most_half_of_the_free_memory() {
+        assert!(copy_fits(50, Some(100)) && copy_fits(50, None));
+        assert!(!copy_fits(51, Some(100)) && !copy_fits(1, Some(0)));
+    }
 }

@@ -115,7 +115,7 @@ impl Trainer {
                 value,
                 usual,
                 rows,
-                "spike: {} is far above its range",
+                "spike: {} is far above its usual range",
                 spike.name
             );
         }
@@ -154,6 +154,7 @@ impl Trainer {
         state.data = data.state;
         let rejected = parts.rejected_texts.with_rows(&state.data);
         let device_memory = gpu_memory(&parts.runner.device);
+        let saves = self.saves.take_times();
         let metrics = StepMetrics {
             step: state.step,
             epoch: data.epoch,
@@ -168,10 +169,13 @@ impl Trainer {
             fill: data.fill,
             step_time_s,
             data_wait_s,
+            save_hold_s: saves.hold_s,
+            save_s: saves.save_s,
             tokens_per_s: data.num_tokens as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
             peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            predicted_memory_bytes: parts.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,

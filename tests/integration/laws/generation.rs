@@ -52,6 +52,30 @@ fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
 }
 
 #[test]
+fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
+    for head in BOTH_HEADS {
+        let subject = Subject::new(&Weights::random(head, 85), Backend::Flash);
+        let pieces = [Text(3), Image([1, 4, 6]), Text(2), Image([1, 2, 4]), Text(9)];
+        let whole = sample(86, &pieces);
+        let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
+        for (start, images) in [(1, 0), (3, 0), (9, 1), (11, 1), (13, 2), (20, 2)] {
+            let start = packed(&[prefix(&whole, start, images)]);
+            let tokens = start.input_ids.len();
+            let (_, mut cache) = subject.model.prefill(start, &device()).unwrap();
+            // Other tokens of an answer, which the next prompt does not have.
+            for id in [5, 9] {
+                subject.model.extend(id, &mut cache, &device()).unwrap();
+            }
+            cache.truncate(tokens);
+            let all = packed(std::slice::from_ref(&whole));
+            let last = subject.model.prefill_rest(all, &mut cache, &device()).unwrap();
+            assert_eq!(cache.num_tokens(), whole.len());
+            assert_row(&format!("after {tokens} tokens"), &last, &rows[whole.len() - 1]);
+        }
+    }
+}
+
+#[test]
 fn a_cache_belongs_to_its_own_prompt() {
     let subject = Subject::new(&Weights::random(BOTH_HEADS[1], 82), Backend::Flash);
     let prompts = [sample(83, &[Text(4)]), sample(84, &[Image([1, 4, 2]), Text(2)])];

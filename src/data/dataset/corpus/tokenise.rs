@@ -44,7 +44,7 @@ pub(super) fn tokens(
     let folder = options.cache.clone().unwrap_or_else(std::env::temp_dir);
     let failed =
         |cause| CorpusError::Write { path: path.to_owned(), folder: folder.clone(), cause };
-    tracing::info!(file = %path.display(), "tokenising corpus");
+    tracing::info!(file = %path.display(), "tokenising a corpus");
     let mut writer = TokenWriter::create(&folder, separators, key).map_err(failed)?;
     match texts {
         Texts::Rows(file) => tokenise_rows(file, separators, encoder, &mut writer, progress),

@@ -104,8 +104,9 @@ impl Survey {
 
     /// One line for each finding.
     pub(super) fn lines(&self) -> impl Iterator<Item = (&Finding, String)> {
-        let of = |(finding, count)| {
-            let line = format!("{finding} ({count} of the first {} rows)", self.rows);
+        let of = |(finding, count): (_, &usize)| {
+            let of = if *count == self.rows { String::new() } else { format!("{count} of ") };
+            let line = format!("{finding} ({of}the first {} rows)", self.rows);
             (finding, line)
         };
         self.counts.iter().map(of)

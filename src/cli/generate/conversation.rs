@@ -1,0 +1,192 @@
+//! The turns of a conversation, as a row that the encoder renders.
+
+use super::super::failure::{Exit, Failure};
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId, VideoLimits,
+    VideoRef,
+};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A system message and turns. The row that it becomes is always rendered as a whole.
+pub(super) struct Conversation {
+    messages: Vec<Message>,
+    media: Vec<Medium>,
+    /// Media that belong to the next turn of the user.
+    next: Vec<Medium>,
+    is_chat: bool,
+}
+
+impl Conversation {
+    pub(super) fn new(system: Option<String>, is_chat: bool) -> Self {
+        let system = system.map(|text| message("system", Content::Text(text)));
+        let messages = system.into_iter().collect();
+        Self { messages, media: Vec::new(), next: Vec::new(), is_chat }
+    }
+
+    pub(super) fn is_chat(&self) -> bool {
+        self.is_chat
+    }
+
+    /// Adds an image to the next turn of the user.
+    pub(super) fn add_image(&mut self, path: &Path) -> anyhow::Result<()> {
+        let (root, path) = found("--image", path)?;
+        self.next.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
+        Ok(())
+    }
+
+    /// Adds a video to the next turn of the user: a file, or a folder of frames.
+    pub(super) fn add_video(&mut self, path: &Path) -> anyhow::Result<()> {
+        let (root, path) = found("--video", path)?;
+        let limits = VideoLimits::default();
+        let video = if path.is_dir() {
+            VideoRef::Frames { frames: frames(&path)?, fps: None, limits }
+        } else {
+            VideoRef::File { root, path, fps: None, limits }
+        };
+        self.next.push(Medium::Video(video));
+        Ok(())
+    }
+
+    /// Adds a turn of the user.
+    pub(super) fn ask(&mut self, text: &str) {
+        let part = |medium: &Medium| match medium {
+            Medium::Image(_) => Part::Image,
+            Medium::Video(_) => Part::Video,
+        };
+        let mut parts: Vec<Part> = self.next.iter().map(part).collect();
+        parts.push(Part::Text(text.to_owned()));
+        self.media.append(&mut self.next);
+        self.messages.push(message("user", Content::Parts(parts)));
+    }
+
+    /// Adds the answer to the last turn.
+    pub(super) fn answered(&mut self, text: String) {
+        self.messages.push(message("assistant", Content::Text(text)));
+    }
+
+    /// Removes the last turn of the user and its media, which could not be answered.
+    pub(super) fn take_back(&mut self) {
+        let Some(Message { content: Content::Parts(parts), .. }) = self.messages.pop() else {
+            return;
+        };
+        let media = parts.iter().filter(|part| !matches!(part, Part::Text(_))).count();
+        self.media.truncate(self.media.len() - media);
+    }
+
+    /// Removes all turns, and all media.
+    pub(super) fn reset(&mut self) {
+        self.messages.retain(|message| message.role == "system");
+        self.media.clear();
+        self.next.clear();
+    }
+
+    /// The row whose last, empty turn is to be generated.
+    pub(super) fn sample(&self) -> Sample {
+        let mut messages = self.messages.clone();
+        messages.push(message("assistant", Content::Text(String::new())));
+        Sample {
+            id: SampleId { file: Path::new("--prompt").into(), line: 1 },
+            messages,
+            media: self.media.clone(),
+            tools: None,
+            objects: Objects::default(),
+        }
+    }
+}
+
+fn message(role: &str, content: Content) -> Message {
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
+}
+
+/// The folder and the path of a file that exists.
+fn found(argument: &str, path: &Path) -> anyhow::Result<(Arc<Path>, PathBuf)> {
+    let path = path.canonicalize().map_err(|error| {
+        let message = format!("`{argument}`: cannot read `{}`: {error}", path.display());
+        Failure::new(Exit::Data, message).hint("check the path")
+    })?;
+    Ok((path.parent().unwrap_or(Path::new("/")).into(), path))
+}
+
+/// The files of a folder in the order of their names.
+fn frames(folder: &Path) -> anyhow::Result<Vec<MediaRef>> {
+    let cannot_read = |error: std::io::Error| {
+        let message = format!("`--video`: cannot read `{}`: {error}", folder.display());
+        Failure::new(Exit::Data, message).hint("check the path")
+    };
+    let entries = fs::read_dir(folder).map_err(cannot_read)?;
+    let paths = entries.map(|entry| entry.map(|entry| entry.path()));
+    let mut paths = paths.collect::<Result<Vec<_>, _>>().map_err(cannot_read)?;
+    paths.retain(|path| path.is_file());
+    paths.sort();
+    if paths.is_empty() {
+        let message = format!("`--video`: the folder `{}` has no files", folder.display());
+        let hint = "name a video file, or a folder of frames";
+        return Err(Failure::new(Exit::Data, message).hint(hint).into());
+    }
+    let root: Arc<Path> = folder.into();
+    let frame = |path| MediaRef::from(MediaSource::File { root: Arc::clone(&root), path });
+    Ok(paths.into_iter().map(frame).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn roles(conversation: &Conversation) -> Vec<String> {
+        conversation.sample().messages.into_iter().map(|message| message.role).collect()
+    }
+
+    #[test]
+    fn a_turn_that_could_not_be_answered_leaves_with_its_media_only() {
+        let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/data/digits/1400.png");
+        let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.ask("What is this?");
+        conversation.answered("A digit.".to_owned());
+        let before = conversation.sample();
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.ask("And these?");
+        assert_eq!(conversation.sample().media.len(), 3);
+        conversation.take_back();
+        assert_eq!(conversation.sample(), before);
+    }
+
+    #[test]
+    fn a_reset_leaves_the_system_message() {
+        let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
+        conversation.ask("Hello");
+        conversation.answered("Hi".to_owned());
+        assert_eq!(roles(&conversation), ["system", "user", "assistant", "assistant"]);
+        conversation.reset();
+        assert_eq!(roles(&conversation), ["system", "assistant"]);
+    }
+
+    #[test]
+    fn a_folder_is_a_video_whose_frames_are_ordered_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b.png", "a.png", "c.png"] {
+            std::fs::File::create(folder.path().join(name)).unwrap();
+        }
+        let mut conversation = Conversation::new(None, false);
+        conversation.add_video(folder.path()).unwrap();
+        conversation.ask("What happens?");
+        let media = conversation.sample().media;
+        let [Medium::Video(VideoRef::Frames { frames, .. })] = &media[..] else {
+            panic!("{media:?}")
+        };
+        let name = |frame: &MediaRef| match &frame.source {
+            MediaSource::File { path, .. } => path.file_name().unwrap().to_owned(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(frames.iter().map(name).collect::<Vec<_>>(), ["a.png", "b.png", "c.png"]);
+    }
+}

@@ -1,0 +1,221 @@
+//! `trainer generate`: answers a prompt with images and videos, or holds a conversation.
+
+mod chat;
+mod conversation;
+mod model;
+mod streamed;
+
+use self::conversation::Conversation;
+use self::model::Found;
+use super::args::{check_folder, model_folder};
+use super::escaped::escaped;
+use super::failure::{Exit, Failure};
+use super::logging::Logging;
+use super::stdout::stdout;
+use crate::data::{Encoder, ImageConfig};
+use crate::run::load_to_generate;
+use crate::train::{DeviceChoice, GenerateOptions, Generator, ModelSection};
+use candle_transformers::generation::Sampling;
+use clap::Args;
+use signal_hook::consts::SIGINT;
+use std::io::{IsTerminal as _, Write as _};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Arguments of `generate`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  trainer generate --model runs/demo --image cat.png \
+    --prompt 'What is this?' --max-new-tokens 64\n  trainer generate --model runs/demo --chat")]
+pub(super) struct GenerateArgs {
+    /// Model folder in the transformers layout, hub id, or folder of a run: its `final`, or else its
+    /// newest checkpoint
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Adapter of the model, a folder in PEFT's layout
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Text of the user turn; with `--chat`, of the first one
+    #[arg(long, required_unless_present = "chat")]
+    prompt: Option<String>,
+    /// Image, placed before the text; may be given several times
+    #[arg(long = "image", value_name = "FILE")]
+    images: Vec<PathBuf>,
+    /// Video, placed after the images: a video file, or a folder of frames, which are ordered by
+    /// name; may be given several times
+    #[arg(long = "video", value_name = "PATH")]
+    videos: Vec<PathBuf>,
+    /// System message
+    #[arg(long)]
+    system: Option<String>,
+    /// Hold a conversation: read user turns from stdin, one a line, and the commands `/image FILE`,
+    /// `/video PATH`, `/reset` and `/exit`
+    #[arg(long)]
+    chat: bool,
+    /// Maximum number of tokens of an answer
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = positive)]
+    max_new_tokens: usize,
+    /// End an answer before this text, which is not printed; may be given several times
+    #[arg(long = "stop", value_name = "TEXT", value_parser = not_empty)]
+    stops: Vec<String>,
+    /// Sampling temperature; 0 decodes greedily
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    temperature: f64,
+    /// Sample from the most likely tokens whose probabilities add up to P
+    #[arg(long, value_name = "P", value_parser = probability)]
+    top_p: Option<f64>,
+    /// Sample from the K most likely tokens
+    #[arg(long, value_name = "K", value_parser = positive)]
+    top_k: Option<usize>,
+    /// Device: `auto`, `cpu` or `cuda:N`
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
+    /// Seed for sampling; 42 by default
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    let is_valid = value > 0.0 && value <= 1.0;
+    is_valid.then_some(value).ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    let is_valid = value >= 0.0 && value.is_finite();
+    is_valid.then_some(value).ok_or_else(|| "expected a number of at least 0".to_owned())
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    let count: usize = text.parse().map_err(|_| "expected a whole number".to_owned())?;
+    if count > 0 { Ok(count) } else { Err("expected a number above 0".to_owned()) }
+}
+
+fn not_empty(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("expected a text".to_owned()) } else { Ok(text.to_owned()) }
+}
+
+impl GenerateArgs {
+    /// The sampling; an error if an argument of sampling has no effect.
+    fn sampling(&self) -> anyhow::Result<Sampling> {
+        let temperature = self.temperature;
+        let given = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+            ("--seed", self.seed.is_some()),
+        ];
+        if let Some((name, _)) = given.into_iter().find(|(_, given)| *given && temperature == 0.0) {
+            let message =
+                format!("`{name}` has no effect at temperature 0, which decodes greedily");
+            let hint = format!("set `--temperature` above 0, or leave `{name}` out");
+            return Err(Failure::new(Exit::Usage, message).hint(hint).into());
+        }
+        Ok(match (temperature > 0.0, self.top_k, self.top_p) {
+            (false, _, _) => Sampling::ArgMax,
+            (true, None, None) => Sampling::All { temperature },
+            (true, Some(k), None) => Sampling::TopK { k, temperature },
+            (true, None, Some(p)) => Sampling::TopP { p, temperature },
+            (true, Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
+        })
+    }
+}
+
+/// Answers the turns of a conversation, and prints the answers to stdout while they are made.
+struct Session<'a> {
+    encoder: &'a Encoder,
+    generator: Generator<'a>,
+    options: GenerateOptions,
+    stops: &'a [String],
+    /// Set by Ctrl-C. While it is set, Ctrl-C ends the process: when no answer is made, and when a
+    /// second one follows.
+    interrupted: Arc<AtomicBool>,
+}
+
+impl Session<'_> {
+    /// Answers the last turn of `conversation`, and returns the printed text without the final end of
+    /// the line.
+    fn answer(&mut self, conversation: &Conversation) -> anyhow::Result<String> {
+        let (prompt, _) = self.encoder.encode_prompt(&conversation.sample())?;
+        let mut streamed = streamed::Streamed::new(self.encoder, self.stops);
+        let mut out = stdout();
+        let is_terminal = std::io::stdout().is_terminal();
+        let mut print = |piece: &str| -> anyhow::Result<()> {
+            if !piece.is_empty() {
+                let shown = if is_terminal { escaped(piece) } else { piece.into() };
+                out.write_all(shown.as_bytes())?;
+                out.flush()?;
+            }
+            Ok(())
+        };
+        self.interrupted.store(false, Relaxed);
+        let interrupted = &self.interrupted;
+        let answer = self.generator.answer(prompt, &self.options, |ids| {
+            print(streamed.update(ids)?)?;
+            let ends = streamed.has_stopped() || interrupted.load(Relaxed);
+            let flow = if ends { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+            Ok::<_, anyhow::Error>(flow)
+        });
+        let was_interrupted = self.interrupted.swap(true, Relaxed);
+        let answer = answer?;
+        print(streamed.finish())?;
+        print("\n")?;
+        tracing::debug!(
+            prompt_tokens = answer.num_prompt_tokens,
+            reused = answer.num_reused,
+            new_tokens = answer.ids.len(),
+            "answered"
+        );
+        if was_interrupted && !conversation.is_chat() {
+            let message = "stopped by Ctrl-C: the answer is not complete";
+            return Err(Failure::new(Exit::Interrupted, message).into());
+        }
+        // Each answer of a conversation is drawn with other random numbers.
+        self.options.seed = self.options.seed.wrapping_add(1);
+        Ok(streamed.into_text())
+    }
+}
+
+/// Prints the answers to stdout, and nothing else.
+pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> {
+    let sampling = args.sampling()?;
+    let interrupted = Arc::new(AtomicBool::new(true));
+    let status = Exit::Interrupted as i32;
+    signal_hook::flag::register_conditional_shutdown(SIGINT, status, Arc::clone(&interrupted))?;
+    signal_hook::flag::register(SIGINT, Arc::clone(&interrupted))?;
+    let Found { model, adapter } = model::find(&args.model, args.adapter.as_deref())?;
+    let folder = model_folder(&model, logging)?;
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
+    let mut conversation = Conversation::new(args.system.clone(), args.chat);
+    for image in &args.images {
+        conversation.add_image(image)?;
+    }
+    for video in &args.videos {
+        conversation.add_video(video)?;
+    }
+    if let Some(prompt) = &args.prompt {
+        conversation.ask(prompt);
+        encoder.encode_prompt(&conversation.sample())?; // before the weights are read
+    }
+    let device = args.device.open()?;
+    if let Some(adapter) = &adapter {
+        check_folder("--adapter", adapter)?;
+    }
+    let section = ModelSection::new(folder);
+    let loaded = load_to_generate(&section, adapter.as_deref(), &device)?;
+    let options = GenerateOptions {
+        max_new_tokens: args.max_new_tokens,
+        sampling,
+        seed: args.seed.unwrap_or(42),
+        stop_ids: encoder.stop_ids().to_vec(),
+    };
+    let generator = Generator::new(&*loaded.model, &device);
+    let stops = &args.stops;
+    let mut session = Session { encoder: &encoder, generator, options, stops, interrupted };
+    if args.prompt.is_some() {
+        let answer = session.answer(&conversation)?;
+        conversation.answered(answer);
+    }
+    if args.chat { chat::run(&mut session, conversation) } else { Ok(()) }
+}

@@ -1,0 +1,81 @@
+//! The paths of a config.
+
+use super::RunConfig;
+use std::path::PathBuf;
+
+impl RunConfig {
+    /// Replaces each path by what `expand` returns. The error comes with the keys of the path.
+    pub fn expand_paths<E>(
+        &mut self,
+        expand: &dyn Fn(&str) -> Result<String, E>,
+    ) -> Result<(), (Vec<String>, E)> {
+        let replace = |keys: &[&str], path: &mut PathBuf| match path.to_str().map(expand) {
+            Some(Ok(expanded)) => {
+                *path = PathBuf::from(expanded);
+                Ok(())
+            }
+            Some(Err(error)) => Err((keys.iter().map(|&key| key.to_owned()).collect(), error)),
+            None => Ok(()),
+        };
+        replace(&["output_dir"], &mut self.output_dir)?;
+        replace(&["model", "path"], &mut self.model.path)?;
+        if let Some(path) = self.adapter.as_mut().and_then(|adapter| adapter.start_from.as_mut()) {
+            replace(&["adapter", "start_from"], path)?;
+        }
+        if let Some(path) = &mut self.data.cache_dir {
+            replace(&["data", "cache_dir"], path)?;
+        }
+        for (list, sets) in [("train", &mut self.data.train), ("eval", &mut self.data.eval)] {
+            for (index, set) in sets.iter_mut().enumerate() {
+                let index = index.to_string();
+                let at = |key| ["data", list, index.as_str(), key];
+                for path in set.path.paths_mut() {
+                    replace(&at("path"), path)?;
+                }
+                if let Some(path) = &mut set.image_root {
+                    replace(&at("image_root"), path)?;
+                }
+                if let Some(entry) = &mut set.dataset_info {
+                    let mut path = PathBuf::from(&*entry);
+                    replace(&at("dataset_info"), &mut path)?;
+                    *entry = path.to_string_lossy().into_owned();
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::load_text;
+    use super::*;
+    use std::path::Path;
+
+    const CONFIG: &str = "output_dir: ~/1
+model: {path: ~/2}
+adapter: {start_from: ~/3}
+data:
+  cache_dir: ~/4
+  train: [{path: [~/5, ~/6], image_root: ~/7}, {dataset_info: ~/8#a}]
+  eval: [{path: ~/9}]
+";
+
+    #[test]
+    fn every_path_is_expanded() {
+        let mut config: RunConfig = load_text(Path::new("a.yaml"), CONFIG).unwrap();
+        let expand = |path: &str| Ok::<_, ()>(path.replace('~', "/home/ada"));
+        config.expand_paths(&expand).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(text.matches("/home/ada/").count(), 9, "{text}");
+        assert!(!text.contains('~'), "{text}");
+    }
+
+    #[test]
+    fn an_error_has_the_keys_of_its_path() {
+        let mut config: RunConfig = load_text(Path::new("a.yaml"), CONFIG).unwrap();
+        let expand = |path: &str| if path == "~/7" { Err(7) } else { Ok(path.to_owned()) };
+        let keys = ["data", "train", "0", "image_root"].map(str::to_owned).to_vec();
+        assert_eq!(config.expand_paths(&expand), Err((keys, 7)));
+    }
+}

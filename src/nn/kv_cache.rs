@@ -1,0 +1,106 @@
+//! Keys and values of the tokens of one sample so far, for generation.
+
+use candle_core::{Result, Tensor};
+
+/// Minimum number of further tokens for which the buffers are enlarged.
+const GROWTH: usize = 64;
+
+/// Keys and values of the tokens of one sample so far.
+#[derive(Default)]
+pub struct KvCache {
+    /// Keys and values of each layer, `[C, Hkv, Dh]` with `C >= len`. Rows from `len` on have no
+    /// meaning.
+    layers: Vec<[Tensor; 2]>,
+    len: usize,
+}
+
+impl KvCache {
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Removes all tokens after the first `len`. Those before do not depend on them.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Writes keys and values of the next tokens, `[N, Hkv, Dh]` each, of layer `layer`, and returns
+    /// those of all tokens, `[S, Hkv, Dh]`. [`Self::advance`] counts the tokens after the last layer.
+    pub(super) fn append(
+        &mut self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let end = self.len + keys.dim(0)?;
+        if layer == self.layers.len() {
+            self.layers.push([self.enlarged(None, keys, end)?, self.enlarged(None, values, end)?]);
+        } else if self.layers[layer][0].dim(0)? < end {
+            let [old_keys, old_values] = &self.layers[layer];
+            let old = [Some(old_keys), Some(old_values)];
+            self.layers[layer] =
+                [self.enlarged(old[0], keys, end)?, self.enlarged(old[1], values, end)?];
+        }
+        let [all_keys, all_values] = &self.layers[layer];
+        all_keys.slice_set(&keys.contiguous()?, 0, self.len)?;
+        all_values.slice_set(&values.contiguous()?, 0, self.len)?;
+        Ok((all_keys.narrow(0, 0, end)?, all_values.narrow(0, 0, end)?)) // [S, Hkv, Dh]
+    }
+
+    /// Counts the tokens that all layers have appended.
+    pub(super) fn advance(&mut self, num_tokens: usize) {
+        self.len += num_tokens;
+    }
+
+    /// A buffer for at least `end` tokens with those of `old`. It grows by an eighth, so that few
+    /// tokens are copied often.
+    fn enlarged(&self, old: Option<&Tensor>, like: &Tensor, end: usize) -> Result<Tensor> {
+        let (_, heads, dim) = like.dims3()?;
+        let capacity = end + (end / 8).max(GROWTH);
+        let buffer = Tensor::zeros((capacity, heads, dim), like.dtype(), like.device())?;
+        if let Some(old) = old.filter(|_| self.len > 0) {
+            buffer.slice_set(&old.narrow(0, 0, self.len)?, 0, 0)?;
+        }
+        Ok(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn rows(first: usize, count: usize) -> Tensor {
+        let values: Vec<f32> = (first * 2..(first + count) * 2).map(|i| i as f32).collect();
+        Tensor::from_vec(values, (count, 1, 2), &Device::Cpu).unwrap()
+    }
+
+    fn bits(t: &Tensor) -> Vec<f32> {
+        t.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn tokens_appended_in_any_pieces_and_after_a_truncation_are_those_of_one_piece() {
+        let whole = bits(&rows(0, 300));
+        for pieces in [vec![300], vec![1; 300], vec![100, 1, 1, 190, 8]] {
+            let mut cache = KvCache::default();
+            let mut last = None;
+            for piece in pieces {
+                let new = rows(cache.len(), piece);
+                last = Some(cache.append(0, &new, &new).unwrap());
+                cache.advance(piece);
+            }
+            let (keys, values) = last.unwrap();
+            assert_eq!((bits(&keys), bits(&values)), (whole.clone(), whole.clone()));
+            cache.truncate(70);
+            let (keys, _) = cache.append(0, &rows(70, 2), &rows(70, 2)).unwrap();
+            assert_eq!(bits(&keys), whole[..144]);
+        }
+    }
+}

@@ -1,0 +1,358 @@
+//! Writes the config of a new run from a model folder and data files.
+
+use super::check::memory_lack;
+use super::error::RunError;
+use super::hub::download;
+use super::inputs::{DataList, encoder, open_data, open_for_run};
+use super::observer::SetupObserver;
+use crate::checkpoint::WeightFiles;
+use crate::config::RunConfig;
+use crate::data::{DataSet, JsonlRows, RowReader, SampleIndex};
+use crate::nn::Inputs;
+use crate::train::{AdapterConfig, Precision, RecomputeChoice, Weights};
+use candle_core::Device;
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+
+/// Maximum number of rows of a data set that are measured.
+const MAX_MEASURED: usize = 20_000;
+/// Number of samples of a pack and of a step to aim at.
+const SAMPLES: usize = 16;
+/// Maximum number of tokens of a pack, unless a row is longer.
+const PACK: usize = 8192;
+const GIB: f64 = 1_073_741_824.0;
+
+/// What a new run trains.
+#[derive(Debug, Clone)]
+pub struct NewRun {
+    /// Model folder, or an id of the hub.
+    pub model: PathBuf,
+    /// Data files to train on.
+    pub train: Vec<PathBuf>,
+    /// Data files to evaluate on.
+    pub eval: Vec<PathBuf>,
+    /// Folder that the run writes to.
+    pub output_dir: PathBuf,
+    /// Name of the config in its comments.
+    pub name: String,
+}
+
+/// Returns the config as YAML with comments. It reads the model folder and measures rows, and writes
+/// nothing.
+pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, RunError> {
+    let mut config = new.config();
+    if new.model.is_dir() && WeightFiles::open(&new.model).is_err() {
+        config.model.weights = Weights::Random;
+    }
+    // The config has the paths as given.
+    let local = download(&config, observer)?;
+    config.model.path.clone_from(&local.model.path);
+    config.data = local.data;
+    let encoder = encoder(&config)?;
+    let sets = |list| -> Result<Vec<Measured>, RunError> {
+        let rows = open_data(&config, list, &encoder, observer)?;
+        Ok((0..rows.sets().len()).map(|index| Measured::of(&rows, index)).collect())
+    };
+    let (train, eval) = (sets(DataList::Train)?, sets(DataList::Eval)?);
+    let choices = Choices::of(&mut config, &train)?;
+    Ok(new.yaml(&config, &choices, [&train, &eval]))
+}
+
+/// Lengths of the rows of a data set.
+struct Measured {
+    form: String,
+    /// Number of rows.
+    rows: usize,
+    /// Number of rows that were measured, those that cannot be used included.
+    measured: usize,
+    /// Tokens of the measured rows that can be used.
+    tokens: usize,
+    usable: usize,
+    longest: usize,
+    has_images: bool,
+    /// Why the first unusable row cannot be used.
+    rejected: Option<String>,
+}
+
+impl Measured {
+    /// Measures rows at equal distances.
+    fn of(rows: &JsonlRows, index: usize) -> Self {
+        let set = &rows.sets()[index];
+        let form = match set {
+            DataSet::Chats(chats) => chats.form().to_string(),
+            DataSet::Corpus(_) => "plain text".to_owned(),
+        };
+        let measured = set.len().min(MAX_MEASURED);
+        let length = |number: usize| {
+            let row = (number * set.len() / measured) as u32;
+            rows.length(SampleIndex { dataset: index as u32, row })
+        };
+        let lengths: Vec<_> = (0..measured).into_par_iter().map(length).collect();
+        let usable = || lengths.iter().filter_map(|length| length.as_ref().ok());
+        Self {
+            form,
+            rows: set.len(),
+            measured,
+            tokens: usable().map(|length| length.tokens).sum(),
+            usable: usable().count(),
+            longest: usable().map(|length| length.tokens).max().unwrap_or(0),
+            has_images: usable().any(|length| length.pixel_bytes > 0),
+            rejected: lengths.iter().find_map(|length| Some(length.as_ref().err()?.to_string())),
+        }
+    }
+
+    fn mean(&self) -> usize {
+        self.tokens.div_ceil(self.usable.max(1))
+    }
+
+    fn comment(&self) -> String {
+        let Self { form, rows, measured, usable, longest, .. } = self;
+        let mean = self.mean();
+        let part =
+            if measured < rows { format!(", {measured} of them measured") } else { String::new() };
+        let unusable = measured - usable;
+        let unusable = if unusable > 0 { format!(", {unusable} unusable") } else { String::new() };
+        format!("{form}; {rows} rows{part}{unusable}; mean {mean} tokens, longest {longest}")
+    }
+}
+
+/// The values that depend on the model and the rows, with the reasons.
+struct Choices {
+    packing_length: usize,
+    accumulation: usize,
+    epochs: usize,
+    lr: &'static str,
+    /// Steps between two checkpoints or evaluations.
+    every: usize,
+    /// Components without a gradient, because no row has an image.
+    unused: BTreeSet<&'static str>,
+    /// GiB that training all weights needs and that are free, if an adapter is trained instead.
+    adapter: Option<[f64; 2]>,
+}
+
+impl Choices {
+    fn of(config: &mut RunConfig, train: &[Measured]) -> Result<Self, RunError> {
+        let sum = |of: fn(&Measured) -> usize| train.iter().map(of).sum::<usize>();
+        let mean = sum(|set| set.tokens).div_ceil(sum(|set| set.usable).max(1)).max(1);
+        let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
+        let unit = if mean < 256 { 64 } else { 256 };
+        let packing_length = longest.max((SAMPLES * mean).min(PACK)).next_multiple_of(unit);
+        let per_pack = (packing_length / mean).max(1);
+        let accumulation = (SAMPLES / per_pack).clamp(1, SAMPLES);
+        let rows = sum(|set| set.rows);
+        let is_random = config.model.weights == Weights::Random;
+        let epochs = if is_random { 10 } else { (2000 / rows.max(1)).clamp(1, 3) };
+        let steps = (epochs * rows).div_ceil(per_pack * accumulation);
+        let unused = if train.iter().any(|set| set.has_images) {
+            BTreeSet::new()
+        } else {
+            let open = open_for_run(&config.model, config.seed, &Device::Cpu)?;
+            let of_media = open.specs.iter().filter(|spec| spec.component.inputs == Inputs::Media);
+            of_media.map(|spec| spec.component.name).collect()
+        };
+        config.model.freeze = unused.iter().map(|&name| name.to_owned()).collect();
+        config.model.precision = if is_random { Precision::F32 } else { Precision::Bf16 };
+        config.data.packing_length =
+            NonZeroU32::new(packing_length as u32).unwrap_or(NonZeroU32::MIN);
+        let adapter = choose_memory(config)?;
+        let lr = match (is_random, adapter) {
+            (true, _) => "1.0e-3",
+            (false, Some(_)) => "1.0e-4",
+            (false, None) => "1.0e-5",
+        };
+        let every = if steps > 1000 { 200 } else { steps.div_ceil(5).max(1) };
+        Ok(Self { packing_length, accumulation, epochs, lr, every, unused, adapter })
+    }
+}
+
+/// Chooses recomputation, and an adapter if even then the memory does not suffice. Returns the GiB
+/// that training all weights needs and that are free, if it chose an adapter.
+fn choose_memory(config: &mut RunConfig) -> Result<Option<[f64; 2]>, RunError> {
+    if memory_lack(config)?.is_none() {
+        return Ok(None);
+    }
+    config.model.recompute = RecomputeChoice::Full;
+    let Some(lack) = memory_lack(config)? else { return Ok(None) };
+    if config.model.weights == Weights::Random {
+        return Ok(None); // random weights need training
+    }
+    config.model.freeze = Vec::new();
+    config.adapter = Some(AdapterConfig::default());
+    Ok(Some(lack.map(|bytes| bytes / GIB)))
+}
+
+impl NewRun {
+    /// The config with default values.
+    fn config(&self) -> RunConfig {
+        let sets = |paths: &[PathBuf]| -> Vec<Value> {
+            paths.iter().map(|path| json!({ "path": path.to_string_lossy() })).collect()
+        };
+        let config = json!({
+            "output_dir": self.output_dir.to_string_lossy(),
+            "model": { "path": self.model.to_string_lossy() },
+            "data": { "train": sets(&self.train), "eval": sets(&self.eval) },
+        });
+        serde_json::from_value(config).expect("all keys have valid values")
+    }
+
+    fn yaml(&self, config: &RunConfig, choices: &Choices, sets: [&[Measured]; 2]) -> String {
+        let name = &self.name;
+        let mut out = Yaml(format!(
+            "# Written by `trainer new` for the model and the data below. Check it, then train:\n#\n\
+             #   trainer check --config {name}\n#   trainer sft --config {name}\n#\n\
+             # Paths are relative to the folder in which the command runs. Keys that are not here have\n\
+             # their default values, which docs/config.md lists.\n"
+        ));
+        out.line("output_dir", &path(&self.output_dir), "everything that the run writes");
+        out.model(self, config, choices);
+        out.data(self, choices, sets);
+        out.steps(choices, !self.eval.is_empty());
+        out.0
+    }
+}
+
+/// YAML with comments in one column.
+struct Yaml(String);
+
+impl Yaml {
+    fn line(&mut self, key: &str, value: &str, comment: &str) {
+        let line = format!("{key}: {value}");
+        let _ = match comment {
+            "" => writeln!(self.0, "{line}"),
+            _ => writeln!(self.0, "{line:<33} # {comment}"),
+        };
+    }
+
+    fn text(&mut self, text: &str) {
+        self.0.push_str(text);
+        self.0.push('\n');
+    }
+
+    fn model(&mut self, new: &NewRun, config: &RunConfig, choices: &Choices) {
+        let is_random = config.model.weights == Weights::Random;
+        self.text("\nmodel:");
+        self.line("  path", &path(&new.model), "");
+        if is_random {
+            self.line("  weights", "random", "the folder has no weights: drawn from `seed`");
+        }
+        match config.model.precision {
+            Precision::Bf16 => self.line("  precision", "bf16", "f32: twice the memory of weights"),
+            Precision::F32 => self.line("  precision", "f32", "or bf16"),
+        }
+        if config.model.recompute == RecomputeChoice::Full {
+            self.line("  recompute", "full", "backward recomputes activations: less memory");
+        }
+        let unused: Vec<&str> = choices.unused.iter().copied().collect();
+        if let Some([need, free]) = choices.adapter {
+            self.text(&format!(
+                "\n# An adapter, because training all weights needs about {need:.1} GiB and {free:.1} GiB are\n\
+                 # free. Without this section, all weights are trained."
+            ));
+            self.text("adapter:");
+            self.line("  kind", "lora", "lora | dora");
+            self.line("  rank", "8", "higher: more capacity, more memory");
+            self.line("  alpha", "32", "the adapter's output is multiplied by alpha / rank");
+            self.line("  parts", "[llm]", "also `vision` and `merger`, for images of another kind");
+        } else if unused.is_empty() {
+            self.text("  # Everything is trained. `[vision]` keeps the vision encoder as it is, which saves memory");
+            self.text("  # and suits images like those of the pretraining; `[vision, merger]` trains only the decoder.");
+            self.line("  freeze", "[]", "components (vision, merger, llm) or globs over names");
+        } else {
+            let names = format!("[{}]", unused.join(", "));
+            self.line("  freeze", &names, "no row has an image, so they have no gradient");
+        }
+    }
+
+    fn data(&mut self, new: &NewRun, choices: &Choices, [train, eval]: [&[Measured]; 2]) {
+        self.text("\ndata:");
+        for (key, paths, sets) in [("train", &new.train, train), ("eval", &new.eval, eval)] {
+            if paths.is_empty() {
+                self.line("  eval", "[]", "rows that are not in `train`: [{path: eval.jsonl}]");
+                continue;
+            }
+            self.text(&format!("  {key}:"));
+            for (file, set) in paths.iter().zip(sets) {
+                self.text(&format!("    # {}", set.comment()));
+                if let Some(rejected) = &set.rejected {
+                    let first = rejected.lines().next().unwrap_or_default();
+                    let shown: String =
+                        first.chars().filter(|c| !c.is_control()).take(200).collect();
+                    self.text(&format!("    # unusable: {shown}"));
+                }
+                self.text(&format!("    - path: {}", path(file)));
+            }
+        }
+        let Choices { packing_length, .. } = choices;
+        self.line(
+            "  packing",
+            "true",
+            "several samples per pack; they do not attend to each other",
+        );
+        let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
+        let why = format!("maximum tokens of a pack; the longest sample has {longest}");
+        self.line("  packing_length", &packing_length.to_string(), &why);
+        if choices.unused.is_empty() {
+            self.text("  # image: {max_pixels: 1048576}  # smaller images are faster and need less memory");
+        }
+    }
+
+    fn steps(&mut self, choices: &Choices, has_eval: bool) {
+        let Choices { accumulation, epochs, lr, every, .. } = choices;
+        self.text("\ntrain:");
+        let comment = "packs of a step; more: smoother gradients, fewer steps";
+        self.line("  gradient_accumulation_steps", &accumulation.to_string(), comment);
+        self.line("  epochs", &epochs.to_string(), "or `max_steps`");
+        self.text("\noptim:");
+        self.line("  lr", lr, "the setting that matters most: try a third and three times it");
+        self.line("  schedule", "cosine", "cosine | linear | constant | wsd");
+        self.line("  warmup_ratio", "0.03", "share of the steps in which the rate rises");
+        self.text("");
+        let value = format!("{{every_steps: {every}, keep: 2}}");
+        self.line("checkpoint", &value, "also after Ctrl-C");
+        if has_eval {
+            self.line(
+                "eval",
+                &format!("{{every_steps: {every}}}"),
+                "loss and accuracy of `data.eval`",
+            );
+        }
+        self.line("log", "{every_steps: 10}", "metrics.jsonl has every logged step");
+    }
+}
+
+/// A path as YAML that is read as it was given: its `~` and `$` are not expanded.
+fn path(path: &Path) -> String {
+    let text = path.to_string_lossy().replace('$', "$$");
+    let text = if text.starts_with('~') { format!("./{text}") } else { text };
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '/' | '.' | '_' | '-');
+    let starts_plain = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/' || c == '.');
+    let is_word = matches!(text.as_str(), "true" | "false" | "null" | "yes" | "no" | "on" | "off");
+    if starts_plain && !is_word && text.chars().all(is_plain) {
+        text
+    } else {
+        json!(text).to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_read_as_it_was_given() {
+        for (given, written) in [
+            ("data/a.jsonl", "data/a.jsonl"),
+            ("a b.jsonl", "\"a b.jsonl\""),
+            ("~x", "\"./~x\""),
+            ("a$b", "\"a$$b\""),
+            ("12", "\"12\""),
+            ("null", "\"null\""),
+        ] {
+            assert_eq!(path(Path::new(given)), written);
+        }
+    }
+}

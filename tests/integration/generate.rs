@@ -1,0 +1,317 @@
+//! Generation: answers of transformers, cached turns, weights in their own dtype, and the command.
+
+use crate::harness::{Output, Place, device, finish, golden};
+use candle_core::DType;
+use candle_transformers::generation::Sampling;
+use serde_json::Value;
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use trainer::batch::{Content, Message, Part, Sample};
+use trainer::data::{Encoder, ImageConfig, RowFile};
+use trainer::models::Model;
+use trainer::run::{LoadedModel, OpenModel};
+use trainer::train::{EvalError, GenerateOptions, Generator, ModelSection, generate};
+
+const DIGIT: &str = "data/digits/1400.png";
+
+fn load(model: &str) -> (Encoder, LoadedModel) {
+    let folder = golden(&format!("models/{model}"));
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
+    (encoder, open.with_stored_dtype(&device()).load(&device()).unwrap())
+}
+
+fn greedy(encoder: &Encoder, max_new_tokens: usize) -> GenerateOptions {
+    let stop_ids = encoder.stop_ids().to_vec();
+    GenerateOptions { max_new_tokens, sampling: Sampling::ArgMax, seed: 0, stop_ids }
+}
+
+/// Made by `scripts/golden/answers.py`.
+fn answers_of_transformers(model: &str) {
+    let stored = fs::read_to_string(golden("answers.json")).unwrap();
+    let stored: Value = serde_json::from_str(&stored).unwrap();
+    let (encoder, loaded) = load(model);
+    let options = greedy(&encoder, 16);
+    let answers = stored[model]["answers"].as_array().unwrap();
+    assert_eq!(answers.len(), 50);
+    for answer in answers {
+        let (file, line) = answer["row"].as_str().unwrap().split_once(':').unwrap();
+        let path = golden(&format!("data/{file}"));
+        let rows = RowFile::open(&path, Some(&golden("data"))).unwrap();
+        let sample = rows.read(line.parse::<usize>().unwrap() - 1).unwrap();
+        let (prompt, _) = encoder.encode_prompt(&sample).unwrap();
+        let ids = generate(&*loaded.model, prompt, &options, &device()).unwrap();
+        assert_eq!(serde_json::json!(ids), answer["ids"], "{file}:{line}");
+        assert_eq!(encoder.decode(&ids).unwrap(), answer["text"].as_str().unwrap());
+    }
+}
+
+#[test]
+fn greedy_answers_equal_those_of_transformers() {
+    answers_of_transformers("small-tied");
+}
+
+#[test]
+fn greedy_answers_with_weights_that_stay_in_bf16_equal_those_of_transformers_in_f32() {
+    answers_of_transformers("sharded-bf16");
+}
+
+#[test]
+fn matrices_in_bf16_stay_in_bf16_and_all_else_is_in_f32() {
+    let (_, loaded) = load("sharded-bf16");
+    for (param, spec) in loaded.params.iter().zip(loaded.model.param_specs()) {
+        let is_narrow = spec.is_large_matrix() && device().is_cpu();
+        let expected = if is_narrow { DType::BF16 } else { DType::F32 };
+        assert_eq!(param.dtype(), expected, "{}", spec.name);
+    }
+    let names = ["embed_tokens", "gate_proj", "attn.qkv", "mlp.linear_fc1"];
+    for name in names {
+        let param = loaded.params.iter().find(|param| param.name().contains(name)).unwrap();
+        assert!(param.dtype() == DType::BF16 || !device().is_cpu(), "{name}");
+    }
+    assert_eq!(loaded.model.dtype(), DType::F32);
+}
+
+fn turn(role: &str, content: Content) -> Message {
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
+}
+
+/// A row of the golden data whose turns a conversation replaces.
+fn conversation(media: &[&str]) -> Sample {
+    let text = media.iter().map(|_| "<image>").collect::<String>();
+    let row = serde_json::json!({
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ""}],
+        "images": media,
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("row.jsonl");
+    fs::File::create(&path).unwrap().write_all(format!("{row}\n").as_bytes()).unwrap();
+    let root = golden("data");
+    let mut sample = RowFile::open(&path, Some(&root)).unwrap().read(0).unwrap();
+    sample.messages.clear();
+    sample
+}
+
+/// Answers `sample` with the keys and values of earlier turns, and again without them. Returns the
+/// number of tokens that were not computed again, and the answer.
+fn both(
+    generator: &mut Generator<'_>,
+    (encoder, model): (&Encoder, &dyn Model),
+    sample: &Sample,
+) -> (usize, String) {
+    let options = greedy(encoder, 12);
+    let mut sample = sample.clone();
+    sample.messages.push(turn("assistant", Content::Text(String::new())));
+    let (prompt, _) = encoder.encode_prompt(&sample).unwrap();
+    let alone = generate(model, prompt.clone(), &options, &device()).unwrap();
+    let go_on = |_: &[u32]| Ok::<_, EvalError>(ControlFlow::Continue(()));
+    let answer = generator.answer(prompt, &options, go_on).unwrap();
+    assert_eq!(answer.ids, alone);
+    assert!(answer.num_reused < answer.num_prompt_tokens);
+    (answer.num_reused, encoder.decode(&alone).unwrap())
+}
+
+fn user(parts: &[Part], text: &str) -> Message {
+    turn("user", Content::Parts([parts, &[Part::Text(text.to_owned())]].concat()))
+}
+
+#[test]
+fn turns_after_cached_ones_are_answered_like_the_whole_conversation() {
+    for model in ["small-tied", "sharded-bf16"] {
+        let (encoder, loaded) = load(model);
+        let of = (&encoder, &*loaded.model);
+        let device = device();
+        let mut generator = Generator::new(&*loaded.model, &device);
+        let all = conversation(&["images/exact_moon_64x64.png", "digits/1400.png"]);
+        let mut sample = Sample { media: all.media[..1].to_vec(), ..all.clone() };
+        sample.messages.push(user(&[Part::Image], "What is this?"));
+        let (reused, answer) = both(&mut generator, of, &sample);
+        assert_eq!(reused, 0);
+        sample.messages.push(turn("assistant", Content::Text(answer)));
+        sample.messages.push(user(&[], "Why?"));
+        let (first, answer) = both(&mut generator, of, &sample);
+        assert!(first > 10, "{model}: {first}");
+        sample.messages.push(turn("assistant", Content::Text(answer)));
+        sample.messages.push(user(&[Part::Image], "And this?"));
+        sample.media.clone_from(&all.media);
+        let (second, _) = both(&mut generator, of, &sample);
+        assert!(second > first, "{model}: {second}");
+
+        // Other images of the same size: everything from the first one on is computed again.
+        let mut other = conversation(&["digits/0009.png", "digits/1400.png"]);
+        other.messages.clone_from(&sample.messages);
+        let (reused, _) = both(&mut generator, of, &other);
+        assert!(reused < first, "{model}: {reused}");
+        // An earlier question.
+        sample.messages.truncate(3);
+        sample.media.truncate(1);
+        both(&mut generator, of, &sample);
+        let (reused, _) = both(&mut generator, of, &sample);
+        assert!(reused > 10, "{model}: {reused}");
+    }
+}
+
+/// Runs `generate` with these lines as stdin.
+fn chat(place: &Place, model: &Path, arguments: &[&str], lines: &str) -> Output {
+    let fixed = ["generate", "--chat", "--max-new-tokens", "8", "--model"];
+    let model = [model.to_str().unwrap()];
+    let mut command = place.command(&[&fixed[..], &model, arguments].concat());
+    place.write("lines.txt", lines);
+    finish(command.stdin(fs::File::open(place.path("lines.txt")).unwrap()))
+}
+
+fn once(place: &Place, model: &Path, arguments: &[&str]) -> Output {
+    let fixed = ["generate", "--max-new-tokens", "8", "--model", model.to_str().unwrap()];
+    place.trainer(&[&fixed[..], arguments].concat())
+}
+
+#[test]
+fn a_conversation_keeps_its_turns_until_a_reset() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    let image = golden(DIGIT);
+    let image = image.to_str().unwrap();
+    let text = once(&place, &model, &["--prompt", "What is this?"]).ends_with(0).stdout;
+    let seen = once(&place, &model, &["--prompt", "What is this?", "--image", image]);
+    let seen = seen.ends_with(0).stdout;
+    assert_ne!(text, seen);
+    let lines = format!(
+        "What is this?\n/reset\n\n/image {image}\nWhat is this?\n/reset\nWhat is this?\n/exit\nno"
+    );
+    let output = chat(&place, &model, &[], &lines).ends_with(0);
+    assert_eq!(output.stdout, format!("{text}{seen}{text}"));
+    assert!(output.stderr.is_empty(), "{}", output.stderr);
+    // The second turn of a conversation is no first turn.
+    let twice = chat(&place, &model, &[], "What is this?\nWhat is this?\n").ends_with(0).stdout;
+    assert!(twice.starts_with(&text) && twice != text.repeat(2), "{twice}");
+    let first = chat(&place, &model, &["--prompt", "What is this?"], "What is this?");
+    assert_eq!(first.ends_with(0).stdout, twice);
+}
+
+#[test]
+fn a_wrong_line_ends_a_conversation_that_is_not_on_a_terminal() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    let output = chat(&place, &model, &[], "/imaeg cat.png\n").ends_with(64);
+    output.says("unknown command `/imaeg`").says("`/image FILE`");
+    chat(&place, &model, &[], "/image nowhere.png\n").ends_with(65).says("`nowhere.png`");
+    let video = chat(&place, &model, &[], "/video nowhere.mp4\nWhat?\n").ends_with(65);
+    video.says("`nowhere.mp4`");
+}
+
+#[test]
+fn a_folder_of_frames_is_a_video() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    fs::create_dir(place.path("frames")).unwrap();
+    for frame in 0..4 {
+        let name = format!("pan_{frame}.png");
+        fs::copy(golden("data/video").join(&name), place.path("frames").join(name)).unwrap();
+    }
+    let frames = place.path("frames");
+    let video = ["--video", frames.to_str().unwrap(), "--prompt", "What is this?"];
+    let seen = once(&place, &model, &video).ends_with(0).stdout;
+    let blind = once(&place, &model, &["--prompt", "What is this?"]).ends_with(0).stdout;
+    assert_ne!(seen, blind);
+    let lines = format!("/video {}\nWhat is this?\n", frames.display());
+    assert_eq!(chat(&place, &model, &[], &lines).ends_with(0).stdout, seen);
+}
+
+#[test]
+fn an_answer_ends_before_a_stop_text() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    let whole = once(&place, &model, &["--prompt", "What is this?"]).ends_with(0).stdout;
+    let at = whole.char_indices().nth(whole.chars().count() / 2).unwrap().0;
+    let stop = &whole[at..whole.len() - 1];
+    let stopped = once(&place, &model, &["--prompt", "What is this?", "--stop", stop]);
+    let expected = &whole[..whole.find(stop).unwrap()];
+    assert_eq!(stopped.ends_with(0).stdout, format!("{expected}\n"));
+}
+
+#[test]
+fn arguments_of_sampling_without_an_effect_are_refused() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    for (argument, value) in [("--top-p", "0.9"), ("--top-k", "5"), ("--seed", "1")] {
+        let output = once(&place, &model, &["--prompt", "x", argument, value]).ends_with(64);
+        output.says(&format!("`{argument}` has no effect at temperature 0"));
+        once(&place, &model, &["--prompt", "x", argument, value, "--temperature", "1"])
+            .ends_with(0);
+    }
+    for wrong in [["--temperature", "-1"], ["--stop", ""], ["--max-new-tokens", "0"]] {
+        let wrong = [&["--prompt", "x"][..], &wrong].concat();
+        let fixed = ["generate", "--model", model.to_str().unwrap()];
+        place.trainer(&[&fixed[..], &wrong].concat()).ends_with(64);
+    }
+}
+
+#[test]
+fn the_folder_of_a_run_is_its_final_model_or_else_its_newest_checkpoint() {
+    let place = Place::empty();
+    let folders =
+        ["run/final", "run/checkpoints/step-00000002", "run/checkpoints/step-00000010", "run/best"];
+    let answers = folders.map(|folder| {
+        let seed = folder.len().to_string();
+        place
+            .trainer(&["init", "--preset", "debug", "--out", folder, "--seed", &seed])
+            .ends_with(0);
+        once(&place, Path::new(folder), &["--prompt", "Hello"]).ends_with(0).stdout
+    });
+    let run = || once(&place, Path::new("run"), &["--prompt", "Hello"]).ends_with(0);
+    let with_final = run().says("run/final");
+    assert_eq!(with_final.stdout, answers[0]);
+    fs::remove_dir_all(place.path("run/final")).unwrap();
+    let newest = run().says("run/checkpoints/step-00000010").says("which has no `final`");
+    assert_eq!(newest.stdout, answers[2]);
+    fs::remove_dir_all(place.path("run/checkpoints")).unwrap();
+    once(&place, Path::new("run"), &["--prompt", "Hello"]).ends_with(65).says("config.json");
+}
+
+#[test]
+fn a_run_that_trained_an_adapter_names_its_model() {
+    let place = Place::empty();
+    let (model, adapter) = (golden("models/small-tied"), golden("adapters/dora"));
+    let both = ["--adapter", adapter.to_str().unwrap(), "--prompt", "What is this?"];
+    let expected = once(&place, &model, &both).ends_with(0).stdout;
+    assert_ne!(expected, once(&place, &model, &both[2..]).ends_with(0).stdout);
+    fs::create_dir_all(place.path("run/final")).unwrap();
+    let config = fs::read_to_string(adapter.join("adapter_config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["base_model_name_or_path"] = model.to_str().unwrap().into();
+    place.write("run/final/adapter_config.json", &config.to_string());
+    let weights = "adapter_model.safetensors";
+    fs::copy(adapter.join(weights), place.path("run/final").join(weights)).unwrap();
+    let found = once(&place, Path::new("run"), &both[2..]).ends_with(0);
+    assert_eq!(found.stdout, expected);
+    once(&place, Path::new("run"), &both).ends_with(64).says("is an adapter, and `--adapter` is");
+}
+
+#[test]
+fn ctrl_c_ends_an_answer_at_the_end_of_a_line() {
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    let fixed = ["generate", "--model", model.to_str().unwrap(), "--prompt", "What is this?"];
+    let mut command = place.command(&[&fixed[..], &["--max-new-tokens", "30000"]].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let mut first = [0];
+    stdout.read_exact(&mut first).unwrap(); // before the answer is complete
+    let id = child.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+    let mut rest = Vec::new();
+    stdout.read_to_end(&mut rest).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(rest.ends_with(b"\n") && said.contains("stopped by Ctrl-C"), "{said}");
+}

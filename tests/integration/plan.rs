@@ -1,0 +1,97 @@
+//! `trainer plan` predicts what `sft` needs, and writes no file of a run.
+
+use super::harness::Place;
+use serde_json::Value;
+use std::path::Path;
+use trainer::config::{self, RunConfig};
+use trainer::run::{Load, ModelShape, RunMemory};
+use trainer::train::DeviceChoice;
+
+fn place() -> Place {
+    let place = Place::with_model_and_rows();
+    place.write(
+        "plan.yaml",
+        "output_dir: run\ndevice: cpu\nmodel: {path: model}\ndata:\n  train: [{path: rows.jsonl}]\n  \
+         packing_length: 2048\n  max_rejected: 1.0\ntrain: {max_steps: 4}\n",
+    );
+    place
+}
+
+/// The last line of `plan --json`.
+fn plan(place: &Place, arguments: &[&str]) -> Value {
+    let command = ["plan", "--config", "plan.yaml", "--json"];
+    let output = place.trainer(&[&command[..], arguments].concat()).ends_with(0);
+    serde_json::from_str(output.stdout.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn the_plan_has_the_memory_that_a_run_records() {
+    let place = place();
+    let planned = plan(&place, &["--tokens-per-second", "100"]);
+    assert_eq!(planned["steps"], 4);
+    assert_eq!(planned["seconds"].as_f64(), planned["tokens"].as_f64().map(|n| n / 100.0));
+    assert_eq!(place.names("run"), ["cache"], "only the length cache is written");
+    let log = place.trainer(&["sft", "--config", "plan.yaml"]).ends_with(0).stderr;
+    assert_eq!(log.matches("MiB predicted").count(), 2, "after three steps and at the end: {log}");
+    let recorded = place.rows("run/metrics.jsonl")[0]["predicted_memory_bytes"].as_f64().unwrap();
+    let all = planned["cpu_bytes"]["all"].as_f64().unwrap();
+    assert!((recorded - all).abs() <= 1.0, "{recorded} {all}");
+}
+
+#[test]
+fn a_calibration_times_steps_and_leaves_no_file() {
+    let place = place();
+    let planned = plan(&place, &["--calibrate", "1"]);
+    assert!(planned["seconds"].as_f64().unwrap() > 0.0, "{planned}");
+    assert_eq!(place.names("run"), ["cache"], "only the length cache is written");
+}
+
+#[test]
+fn the_search_prints_settings_that_can_be_pasted() {
+    let place = place();
+    let fits = plan(&place, &["--memory", "1TiB"])["fits"].clone();
+    assert_eq!(fits[0]["settings"][0], "data.packing_length=1048576");
+    assert_eq!(fits[1]["settings"], Value::Array(Vec::new()), "as it is");
+    let fits = plan(&place, &["--memory", "1MiB"])["fits"].clone();
+    assert!(fits.as_array().unwrap().iter().all(|fit| fit["settings"].is_null()), "{fits}");
+    let command = ["plan", "--config", "plan.yaml", "--memory", "1TiB"];
+    let text = place.trainer(&command).ends_with(0).stdout;
+    assert!(text.contains("--set data.packing_length=1048576"), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() < 100), "{text}");
+}
+
+#[test]
+fn missing_data_is_no_obstacle() {
+    let place = place();
+    let planned = plan(&place, &["--set", "data.train=[{path: none.jsonl}]"]);
+    assert!(planned["packs"].is_null());
+    assert!(!place.names(".").contains(&"run".to_owned()), "no folder is left");
+}
+
+/// The settings that `savings` names for a config with these values.
+fn advised(place: &Place, values: &[&str]) -> Vec<String> {
+    let folder = place.path("");
+    let path = |name: &str| Path::new(&folder).join(name);
+    let mut values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
+    values.push(format!("model.path={}", path("model").display()));
+    let config: RunConfig = config::load(&path("plan.yaml"), &values).unwrap();
+    let shape = ModelShape::read(&config).unwrap();
+    let load = Load::full(&shape, &config, (0.0, 0.5));
+    assert_eq!(config.device, DeviceChoice::Cpu);
+    let savings = RunMemory { config, load, world: 1 }.savings().unwrap();
+    assert!(savings.iter().all(|saving| saving.bytes > 0.0), "{savings:?}");
+    savings.into_iter().map(|saving| saving.setting).collect()
+}
+
+#[test]
+fn a_setting_of_the_config_is_not_advised_again() {
+    let place = place();
+    let first = advised(&place, &["data.packing_length=65536"]);
+    let recompute =
+        |settings: &[String]| settings.iter().any(|setting| setting.starts_with("model.recompute"));
+    assert!(first.len() == 3 && recompute(&first), "{first:?}");
+    let set = ["data.packing_length=65536", "model.recompute=full", "model.precision=bf16"];
+    let rest = advised(&place, &set);
+    assert!(!rest.is_empty() && !recompute(&rest), "{rest:?}");
+    assert!(!rest.contains(&"model.precision=bf16".to_owned()), "{rest:?}");
+}
