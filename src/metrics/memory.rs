@@ -124,7 +124,7 @@ mod tests {
     fn peak_memory_is_returned_in_bytes() {
         let status = "Name:\ttrainer\nVmPeak:\t  9 kB\nVmHWM:\t   2048 kB\nVmRSS:\t 1 kB\n";
         assert_eq!(high_water(status), Some(2048 * 1024));
-        assert_eq!(field(status, "VmRSS:"), Some(1024));
+        assert_eq!(kibibytes(status, "VmRSS:"), Some(1024));
         assert_eq!(high_water("Name:\ttrainer\n"), None);
     }
 

@@ -92,7 +92,7 @@ impl Need {
     }
 
     /// The bytes that are needed and those that are free, if the memory does not suffice.
-    fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
+    pub(super) fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
         let free = available_memory_bytes()? as f64;
         let on_gpu = matches!(config.device, DeviceChoice::Cuda(_));
         (!on_gpu && self.memory > free).then_some([self.memory, free])

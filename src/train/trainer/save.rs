@@ -6,7 +6,7 @@ use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
 use crate::checkpoint::{BackgroundSave, OwnedContents};
 use crate::dist::DistError;
-use crate::metrics::{JsonlSink, available_memory_bytes};
+use crate::metrics::available_memory_bytes;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::iter::successors;
