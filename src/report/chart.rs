@@ -287,9 +287,12 @@ pub(super) fn number(value: f64) -> String {
     if value == 0.0 {
         return "0".to_owned();
     }
-    let trimmed = |text: String| match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
+    let trimmed = |text: String| {
+        if text.contains('.') {
+            text.trim_end_matches('0').trim_end_matches('.').to_owned()
+        } else {
+            text
+        }
     };
     match value.abs() {
         size if size >= 1e9 => format!("{}G", trimmed(format!("{:.2}", value / 1e9))),

@@ -41,9 +41,12 @@ fn table(rows: &[Vec<String>]) -> String {
     html
 }
 
+/// The value of a run in a row of the summary.
+type Fact = fn(&RunFolder) -> Option<String>;
+
 /// One row per fact and one column per run.
 pub(super) fn summary(runs: &[RunFolder]) -> String {
-    let facts: [(&str, fn(&RunFolder) -> Option<String>); 12] = [
+    let facts: [(&str, Fact); 12] = [
         ("State", |run| Some(state(run))),
         ("Loss of the last step", |run| run.train("loss")?.last().map(number)),
         ("Loss of the last evaluation", |run| run.eval.get("loss")?.last().map(number)),
