@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-target/release-files}
+export CARGO=${CARGO:-cargo}
 glibc=2.31
 target=x86_64-unknown-linux-gnu
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
@@ -37,7 +38,7 @@ deliver() { # BINARY NAME
 # The release profile keeps incremental builds for developers; a release is built once, in full.
 export CARGO_INCREMENTAL=0
 
-PATH="$tools/bin:$PATH" cargo zigbuild --release --locked --bin trainer --target "$target.$glibc"
+PATH="$tools/bin:$PATH" cargo-zigbuild zigbuild --release --locked --bin trainer --target "$target.$glibc"
 deliver "$target_dir/$target/release/trainer" linux-x86_64
 last=$(printf '%s\n' "$glibc" "$(needed "$out/trainer-$version-linux-x86_64")" | sort -V | tail -n 1)
 if [ "$last" != "$glibc" ]; then
@@ -47,7 +48,7 @@ fi
 
 if [ -n "${CUDA_HOME:-}" ] || command -v nvcc > /dev/null; then
   CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} \
-    cargo build --release --locked --bin trainer --features cuda --target-dir "$target_dir/cuda-release"
+    "$CARGO" build --release --locked --bin trainer --features cuda --target-dir "$target_dir/cuda-release"
   deliver "$target_dir/cuda-release/release/trainer" linux-x86_64-cuda
 else
   echo "no nvcc: the binary with CUDA is not built"

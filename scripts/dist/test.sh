@@ -47,7 +47,7 @@ sums() { # output_dir
 }
 # Losses, gradient norms and accuracies of all steps and evaluations.
 losses() { # output_dir
-  grep -oE '"(loss|grad_norm|accuracy)":[^,}]*' "$folder/$1"/{metrics,eval}.jsonl
+  grep -hoE '"(loss|grad_norm|accuracy)":[^,}]*' "$folder/$1"/{metrics,eval}.jsonl
 }
 expect_same() { # function, output_dir on one rank, output_dir
   if ! diff <("$1" "$2") <("$1" "$3"); then

@@ -110,7 +110,7 @@ impl Checkpointer {
     /// Does not access the disk.
     pub fn new(output_dir: &Path, config: &CheckpointConfig) -> Self {
         // The training loop decides when to save.
-        let &CheckpointConfig { every_steps: _, keep, background: _ } = config;
+        let &CheckpointConfig { every_steps: _, keep, background: _, best: _ } = config;
         Self { output_dir: output_dir.to_owned(), keep, claimed: None }
     }
 
@@ -145,8 +145,22 @@ impl Checkpointer {
         contents: &Contents<'_>,
         together: &T,
     ) -> Result<PathBuf, T::Error> {
+        let target = self.save_as(self.step_folder(step), step, contents, together)?;
+        if together.rank() == 0 {
+            self.remove_old(step);
+        }
+        Ok(target)
+    }
+
+    /// [`Self::save`] with another name of the folder.
+    fn save_as<T: Together>(
+        &self,
+        target: PathBuf,
+        step: u64,
+        contents: &Contents<'_>,
+        together: &T,
+    ) -> Result<PathBuf, T::Error> {
         let (rank, world) = (together.rank(), together.world());
-        let target = self.step_folder(step);
         let folder = temporary_folder(&target);
         let mut new = None; // on rank 0
         let mut begin = || {
@@ -199,12 +213,9 @@ impl Checkpointer {
             manifest.files.insert(file.name.clone(), Entry::new(file.joined(pieces)?));
         }
         manifest.write(folder)?;
-        let step = manifest.step;
         new.complete()?;
         // `checkpoints` itself may be new.
-        sync_folder(&self.output_dir)?;
-        self.remove_old(step);
-        Ok(())
+        sync_folder(&self.output_dir)
     }
 
     /// Creates `<output_dir>/final` from a checkpoint: the same files without
@@ -213,11 +224,15 @@ impl Checkpointer {
     /// Weight files are hard links where the file system allows it. All other files are copied, so
     /// that editing one of them in `final` does not damage the checkpoint.
     pub fn save_final(&self, checkpoint: &Path) -> Result<PathBuf, CheckpointError> {
+        self.copy_model(checkpoint, self.final_folder())
+    }
+
+    /// Creates or replaces `target` with the files of another folder without its optimizer.
+    fn copy_model(&self, checkpoint: &Path, target: PathBuf) -> Result<PathBuf, CheckpointError> {
         self.check_place()?;
         let mut manifest = Manifest::read(checkpoint)?;
         manifest.check_sizes(checkpoint)?;
         manifest.files.remove(OPTIMIZER);
-        let target = self.final_folder();
         build_folder(&target, |folder| {
             for name in manifest.files.keys() {
                 link_or_copy(&manifest, name, checkpoint, folder)?;
@@ -404,6 +419,7 @@ fn link_or_copy(
     manifest.copy_file(name, from, to)
 }
 
+mod best;
 #[cfg(test)]
 mod rank_tests;
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //!     optimizer.safetensors  trainer_state.json                              needed to resume
 //!     manifest.json                                                          written last
 //! <output_dir>/final/                                                        no optimizer state
+//! <output_dir>/best/                                          the same, of the best evaluation
 //! ```
 //!
 //! A `step-` folder appears only after all of its files are on disk: a save fills a `.tmp-` folder,
@@ -36,7 +37,7 @@ pub use background::{BackgroundSave, OwnedContents};
 pub use bitsandbytes::{nf4_tensors, quantization_config};
 pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};
-pub use config::CheckpointConfig;
+pub use config::{BestConfig, BestMode, CheckpointConfig};
 pub use error::CheckpointError;
 pub use hf::{FolderLayout, ModelFiles};
 pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig};

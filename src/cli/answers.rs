@@ -3,13 +3,13 @@
 use super::escaped::escaped;
 use crate::config::RunConfig;
 use crate::data::RowReader;
-use crate::train::{GenerateOptions, Trainer, generate};
-use candle_transformers::generation::Sampling;
+use crate::train::{GenerateConfig, Prediction, Predictor, Trainer};
 use std::fmt::Write as _;
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 /// Maximum number of tokens generated per answer; each is shown in one line.
-const MAX_NEW_TOKENS: usize = 64;
+const MAX_NEW_TOKENS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(63);
 
 /// Prints the share of exact answers, generates a few answers to eval rows and prints them.
 pub(super) fn show_answers(
@@ -36,35 +36,34 @@ pub(super) fn show_answers(
     let right = eval.chats().filter(|sample| sample.exact);
     let shown: std::collections::HashSet<_> =
         right.take(show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
-    let encoder = rows.encoder();
-    let options = GenerateOptions {
-        max_new_tokens: MAX_NEW_TOKENS,
-        sampling: Sampling::ArgMax,
-        seed: config.seed,
-        stop_ids: encoder.stop_ids().to_vec(),
-    };
+    let generate = GenerateConfig { max_new_tokens: MAX_NEW_TOKENS, ..GenerateConfig::default() };
+    let (model, device) = (&*runner.model, &runner.device);
+    let predictor = Predictor { rows, config: &generate, model, device };
     for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
-        let Some(sample) = rows.sample(row) else { continue };
-        let sample = sample?;
-        let (prompt, expected) = encoder.encode_prompt(&sample)?;
-        let images = prompt.media.len();
-        let ids = generate(&*runner.model, prompt, &options, &runner.device)?;
-        let answer = encoder.decode(&ids)?;
-        let is_cut = ids.len() == MAX_NEW_TOKENS;
-        let right = if is_cut { expected.starts_with(&answer) } else { answer == expected };
+        let Some(Prediction { row, expected, answered, ended, num_media: images, .. }) =
+            predictor.answer(row)?
+        else {
+            continue;
+        };
+        let right = if ended { answered == expected } else { expected.starts_with(&answered) };
         let mark = if right { "right" } else { "wrong" };
         let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
         let _ = writeln!(
             text,
             "  {mark}  {}  ({images} image{})  expected `{}`, answered `{}`",
-            sample.id,
+            row,
             if images == 1 { "" } else { "s" },
             cut(&expected),
-            cut(&answer)
+            cut(&answered)
         ); // writing to a String cannot fail
     }
     print(&text);
     Ok(())
+}
+
+/// Prints the reason why a run ended before its last step.
+pub(super) fn print_end(reason: &str) {
+    print(&format!("\nThe run has ended before its last step: {reason}.\n"));
 }
 
 /// Prints commands that use the trained model, or the adapter that was trained on `base`.

@@ -6,9 +6,15 @@ use super::logging::Logging;
 use super::output::OutputFile;
 use super::progress::{Progress, SetupBars};
 use super::stdout::stdout;
+use crate::data::{JsonlRows, SampleIndex, SampleSize};
 use crate::run::{self, DataList};
-use crate::train::{EvalReport, Evaluator, RankWeights, Ranks, Weights, metric_keys};
+use crate::train::{
+    EvalReport, Evaluator, Prediction, Predictor, RankWeights, Ranks, SampleScore, Weights,
+    metric_keys,
+};
 use clap::Args;
+use serde::Serialize;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -26,10 +32,13 @@ pub(super) struct EvalArgs {
     /// Adapter of the model, a folder in PEFT's layout, for example `final` of a run with `adapter`
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Write one JSON object per sample: id, summed negative log likelihood, number of targets,
-    /// exact or not
+    /// Write one JSON object per sample: file and line, the row's own `id`, summed negative log
+    /// likelihood, number of targets, exact or not
     #[arg(long, value_name = "FILE")]
     per_sample: Option<PathBuf>,
+    /// Also generate the answer of each chat, with the settings of `eval.generate`
+    #[arg(long, requires = "per_sample")]
+    answers: bool,
 }
 
 /// Evaluates the model and prints one JSON object.
@@ -79,8 +88,12 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
             .hint("repair the rows of `data.eval`; the warnings above list them")
             .into());
     }
+    let generate = config.eval.generate.clone().unwrap_or_default();
+    let (model, device) = (&*loaded.model, &device);
+    let predictor = Predictor { rows: &rows, config: &generate, model, device };
+    let answers = args.answers.then(|| answers(&predictor, logging)).transpose()?;
     if let Some(file) = per_sample_file {
-        file.write(per_sample(&report).as_bytes())?;
+        file.write(per_sample(&rows, &report, answers.as_deref()).as_bytes())?;
     }
     let mut summary = serde_json::json!({
         "loss": report.loss(),
@@ -92,15 +105,54 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let sets = metric_keys(rows.names(), &report.by_dataset(rows.names().len()));
     if let Some(summary) = summary.as_object_mut() {
         summary.extend(sets);
+        summary.extend(answers.iter().flat_map(|answers| predictor.means(answers)));
     }
     writeln!(stdout(), "{summary}")?;
     Ok(())
 }
 
-fn per_sample(report: &EvalReport) -> String {
+/// The answers of all chats.
+fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<Prediction>> {
+    let total = predictor.num_chats() as u64;
+    let progress = Progress::items(logging.bars(), "rows answered", total);
+    let report = |done, _| progress.set(done as u64);
+    let answers = predictor.run_until(&Ranks::alone(), &|| false, &report)?;
+    Ok(answers.unwrap_or_default())
+}
+
+/// A line of `--per-sample`.
+#[derive(Serialize)]
+struct Line<'a> {
+    #[serde(flatten)]
+    score: &'a SampleScore,
+    /// The row's own `id`.
+    row_id: Option<String>,
+    #[serde(flatten)]
+    answer: Option<Answer<'a>>,
+}
+
+/// What `--answers` adds to a line.
+#[derive(Serialize)]
+struct Answer<'a> {
+    expected: Option<&'a str>,
+    answered: Option<&'a str>,
+    scores: Option<&'a BTreeMap<String, Option<f64>>>,
+}
+
+fn per_sample(rows: &JsonlRows, report: &EvalReport, answers: Option<&[Prediction]>) -> String {
+    let by_row: HashMap<&str, &Prediction> =
+        answers.into_iter().flatten().map(|answer| (answer.row.as_str(), answer)).collect();
     let mut lines = String::new();
-    for sample in &report.samples {
-        let line = serde_json::to_string(sample).expect("plain values");
+    for score in &report.samples {
+        let SampleSize { dataset, row, .. } = score.size;
+        let found = by_row.get(score.id.to_string().as_str()).filter(|_| score.is_chat);
+        let answer = answers.map(|_| Answer {
+            expected: found.map(|answer| answer.expected.as_str()),
+            answered: found.map(|answer| answer.answered.as_str()),
+            scores: found.map(|answer| &answer.scores),
+        });
+        let line = Line { score, row_id: rows.own_id(SampleIndex { dataset, row }), answer };
+        let line = serde_json::to_string(&line).expect("plain values");
         let _ = writeln!(lines, "{line}"); // writing to a String cannot fail
     }
     lines

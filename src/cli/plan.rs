@@ -114,13 +114,12 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         };
         planned.inspect_err(assumed).ok()
     };
-    let load = match &data {
-        Some(data) => Load::of(&shape, &data.plan, data.targets)?,
-        None => {
-            let (images, targets) = FRACTIONS;
-            let fractions = (args.images.unwrap_or(images), args.targets.unwrap_or(targets));
-            Load::full(&shape, &config, fractions)
-        }
+    let load = if let Some(data) = &data {
+        Load::of(&shape, &data.plan, data.targets)?
+    } else {
+        let (images, targets) = FRACTIONS;
+        let fractions = (args.images.unwrap_or(images), args.targets.unwrap_or(targets));
+        Load::full(&shape, &config, fractions)
     };
     let on = |device| {
         let mut config = config.clone();
@@ -146,20 +145,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         None => Vec::new(),
     };
     let calibration = calibration(args, &config, logging)?;
-    let predicted =
-        estimates.iter().find(|estimate| estimate.shard == place.config.distributed.shard);
-    let predicted = predicted.or(estimates.first());
-    let speed = match (args.tokens_per_second, calibration, predicted) {
-        (Some(rate), ..) => Some((rate, Speed::Given)),
-        (None, Some(measured), Some(predicted)) => {
-            let ranks = world as f64 * predicted.efficiency();
-            Some((ranks * measured.tokens_per_s, Speed::Measured(measured)))
-        }
-        (None, None, Some(predicted)) if config.device != DeviceChoice::Cpu => {
-            Some((predicted.tokens_per_s, Speed::Predicted { tflops: args.tflops, mfu: args.mfu }))
-        }
-        _ => None,
-    };
+    let speed = speed(args, &config, &estimates, (world, calibration));
     let report = Report {
         config: &config,
         shape: &shape,
@@ -176,6 +162,26 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         is_searched: args.memory.is_some(),
     };
     if args.json { print_json(&report) } else { print(&report) }
+}
+
+/// Tokens per second of all ranks.
+fn speed(
+    args: &PlanArgs,
+    config: &RunConfig,
+    estimates: &[Estimate],
+    (world, calibration): (usize, Option<Calibration>),
+) -> Option<(f64, Speed)> {
+    if let Some(rate) = args.tokens_per_second {
+        return Some((rate, Speed::Given));
+    }
+    let same = |estimate: &&Estimate| estimate.shard == config.distributed.shard;
+    let predicted = estimates.iter().find(same).or(estimates.first())?;
+    if let Some(measured) = calibration {
+        let ranks = world as f64 * predicted.efficiency();
+        return Some((ranks * measured.tokens_per_s, Speed::Measured(measured)));
+    }
+    let speed = Speed::Predicted { tflops: args.tflops, mfu: args.mfu };
+    (config.device != DeviceChoice::Cpu).then_some((predicted.tokens_per_s, speed))
 }
 
 /// The prediction for every `distributed.shard`, for the micro-batch that needs the most memory.

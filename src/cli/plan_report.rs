@@ -69,7 +69,10 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     let tokens = report.load.tokens();
     match report.data {
         None => {
-            writeln!(out, "data    not read: full micro-batches of {tokens:.0} tokens are assumed")?
+            writeln!(
+                out,
+                "data    not read: full micro-batches of {tokens:.0} tokens are assumed"
+            )?;
         }
         Some(data) => {
             let plan = &data.plan;

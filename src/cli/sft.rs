@@ -1,6 +1,6 @@
 //! `trainer sft`: trains, and shows the progress and the result.
 
-use super::answers::{print_next_steps, show_answers};
+use super::answers::{print_end, print_next_steps, show_answers};
 use super::args::{ConfigArgs, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
@@ -80,7 +80,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let trained = run
         .map_err(|error| args.config.located(error))
         .and_then(|run| train(run, &config, &options.resume, logging, is_first));
-    let (run, eval, folder) = match ending {
+    let (run, Finished { eval, folder, stopped_early }) = match ending {
         Some(ending) => ending.after(trained)?,
         None => trained?,
     };
@@ -88,6 +88,9 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         return Ok(());
     }
     tracing::info!(folder = %folder.display(), "finished: wrote a model folder for transformers and vLLM");
+    if let Some(reason) = stopped_early {
+        print_end(&reason);
+    }
     if let Some(eval) = eval {
         // The model is saved: a failure to show answers must not fail the run.
         if let Err(error) = show_answers(&config, run.trainer(), &eval) {
@@ -100,14 +103,21 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Trains until the run is finished; returns the last evaluation and the folder `final`.
+/// The end of a run: the last evaluation, the folder `final`, and the reason if it ended early.
+struct Finished {
+    eval: Option<EvalReport>,
+    folder: PathBuf,
+    stopped_early: Option<String>,
+}
+
+/// Trains until the run is finished.
 fn train(
     mut run: Run,
     config: &RunConfig,
     resume: &Resume,
     logging: &Logging,
     is_first: bool,
-) -> anyhow::Result<(Run, Option<EvalReport>, PathBuf)> {
+) -> anyhow::Result<(Run, Finished)> {
     let outcome = if is_first {
         let mut bars = Bars::new(logging, config, run.trainer());
         run.train(&mut bars)
@@ -127,7 +137,9 @@ fn train(
             _ => "run the same command with `--resume auto` to resume",
         })
         .into()),
-        Outcome::Finished { eval, folder } => Ok((run, eval, folder)),
+        Outcome::Finished { eval, folder, stopped_early } => {
+            Ok((run, Finished { eval, folder, stopped_early }))
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 8] = [
+const LATER_DEFAULTS: [&str; 10] = [
     ",\"offload\":\"none\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
@@ -22,6 +22,8 @@ const LATER_DEFAULTS: [&str; 8] = [
     ",\"samples\":true",
     ",\"background\":true",
     ",\"trackers\":[]",
+    ",\"best\":null",
+    ",\"generate\":null,\"early_stopping\":null",
     ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];
 

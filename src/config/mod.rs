@@ -2,6 +2,7 @@
 
 mod de;
 mod error;
+mod evaluations;
 mod excerpt;
 mod fault;
 mod identity;
@@ -219,6 +220,7 @@ impl RunConfig {
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
         problems.extend(self.check_optimizer().err());
+        problems.extend(self.check_evaluations().err());
         problems
     }
 

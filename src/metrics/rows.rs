@@ -136,8 +136,15 @@ pub struct EvalMetrics {
     /// Share of chats for which the model predicts every supervised token (greedy); `None` without
     /// chats.
     pub accuracy: Option<f64>,
+    /// Whether `checkpoint.best` has kept the model of this evaluation.
+    pub best: bool,
+    /// Whether `eval.early_stopping` ends the run after this evaluation.
+    pub early_stop: bool,
     /// Wall-clock seconds of the evaluation.
     pub time_s: f64,
+    /// Number of answers and their mean scores, with `eval.generate`.
+    #[serde(flatten)]
+    pub answers: BTreeMap<String, Value>,
     /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
@@ -158,7 +165,10 @@ impl EvalMetrics {
             num_target_tokens,
             num_samples,
             accuracy: None,
+            best: false,
+            early_stop: false,
             time_s,
+            answers: BTreeMap::new(),
             datasets: BTreeMap::new(),
         }
     }
@@ -177,10 +187,16 @@ impl EvalMetrics {
 
     /// Writes the metrics as one log line.
     pub fn log(&self) {
+        let score = |(name, mean): (&String, &Value)| match mean.as_f64() {
+            Some(mean) if !mean.is_nan() && name != "num_answers" => format!(" {name}={mean:.4}"),
+            _ => String::new(),
+        };
+        let answers: String = self.answers.iter().map(score).collect();
         tracing::info!(
             step = self.step,
             loss = %format_args!("{:.4}", self.loss),
             accuracy = self.accuracy.map(|share| (share * 1e4).round() / 1e4),
+            answers = (!answers.is_empty()).then(|| answers.trim_start()),
             rows = self.num_samples,
             targets = self.num_target_tokens,
             seconds = %format_args!("{:.1}", self.time_s),
@@ -208,8 +224,8 @@ mod tests {
             fill: 0.9,
             step_time_s: 1.5,
             data_wait_s: 0.1,
-            save_hold_s: None,
-            save_s: None,
+            save_hold_s: 0.0,
+            save_s: 0.0,
             tokens_per_s: 6.7,
             peak_memory_bytes: 1 << 30,
             peak_device_memory_bytes: None,
@@ -227,10 +243,10 @@ mod tests {
     fn a_step_row_has_the_documented_keys_in_order() {
         let row = serde_json::to_value(step_row()).unwrap();
         let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
-        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens \
-                        target_weight num_samples fill step_time_s data_wait_s tokens_per_s \
+        let contract = "step epoch loss grad_norm skipped lr num_tokens num_target_tokens target_weight \
+                        num_samples fill step_time_s data_wait_s save_hold_s save_s tokens_per_s \
                         peak_memory_bytes peak_device_memory_bytes peak_device_reserved_bytes \
-                        rejected rejected_by_reason rejected_by_file ranks";
+                        predicted_memory_bytes rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
     }

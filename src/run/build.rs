@@ -4,6 +4,7 @@ use super::adapter::open_run_model;
 use super::check::warn_about_resources;
 use super::device::device_name;
 use super::error::RunError;
+use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
 use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
 use super::load_model::OpenModel;
@@ -28,8 +29,8 @@ use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::tape::Param;
 use crate::train::{
-    BaseModel, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError, TrainState,
-    Trainer, TrainerParts, write_rejects,
+    BaseModel, EvalRule, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError,
+    TrainState, Trainer, TrainerParts, write_rejects,
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
@@ -159,6 +160,7 @@ impl Run {
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
+        let eval_rule = eval_rule(config, eval_rows.as_ref())?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let inputs = encoder.digests();
         let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
@@ -195,7 +197,8 @@ impl Run {
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
-        let state = TrainState { total_steps, planned, inputs, ..state };
+        let mut state = TrainState { total_steps, planned, inputs, ..state };
+        bring_best(eval_rule.as_ref(), &checkpointer, found.filter(|_| is_first), &mut state)?;
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
@@ -209,10 +212,11 @@ impl Run {
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
-        let data = RunData { loader, reader, rows, eval_rows, predicted };
+        let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        if is_first {
+        // A process that finds all steps done trains nothing.
+        if is_first && (state.step == 0 || state.step < state.total_steps) {
             starts::log_start(config, state.step, rank.world);
         }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
@@ -253,6 +257,7 @@ struct RunData {
     eval_rows: Option<JsonlRows>,
     /// Predicted peak memory in bytes.
     predicted: Option<u64>,
+    eval_rule: Option<EvalRule>,
 }
 
 /// Opens the logs and begins the training loop.
@@ -265,10 +270,10 @@ fn trainer(
     (runner, state): (StepRunner, TrainState),
 ) -> Result<Trainer, RunError> {
     let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
-    let RunData { loader, reader, rows, eval_rows, predicted } = data;
+    let RunData { loader, reader, rows, eval_rows, predicted, eval_rule } = data;
     let is_first = runner.ranks.rank().is_first();
     let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, evals, mut rejects, samples, is_evaluated } = sinks;
+    let Sinks { metrics, evals, predictions, mut rejects, samples, is_evaluated } = sinks;
     if state.step == 0 {
         write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
     }
@@ -284,10 +289,12 @@ fn trainer(
         config_json,
         eval_rows,
         eval: config.eval.clone(),
+        eval_rule,
         eval_max_tokens: config.data.packing_length.get() as usize,
         metrics,
         predicted_memory_bytes: predicted,
         evals,
+        predictions,
         rejects,
         dataset_names: rows.names().to_vec(),
         rejected_texts: Rejected::of_texts(rows.rejected_texts()),
@@ -354,6 +361,7 @@ fn first_state(
         inputs: BTreeMap::new(),
         media: media.map(|media| media.digests()),
         base,
+        evals: None,
         data: DataState::default(),
     }
 }

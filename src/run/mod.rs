@@ -10,6 +10,7 @@ mod check;
 mod device;
 mod error;
 mod estimate;
+mod evaluations;
 mod export;
 mod hub;
 mod inputs;

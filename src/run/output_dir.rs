@@ -37,7 +37,7 @@ pub(super) fn take_over(
     } else {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let model = real(&config.model.path);
-        let moved = ["checkpoints", "final"].map(|name| real(&output_dir.join(name)));
+        let moved = ["checkpoints", "final", "best"].map(|name| real(&output_dir.join(name)));
         if moved.iter().any(|folder| model.starts_with(folder)) {
             return Err(RunError::ModelInOutputDir { output_dir: output_dir.to_owned() });
         }
@@ -106,6 +106,7 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
         "config.yaml",
         "metrics.jsonl",
         "eval.jsonl",
+        "predictions.jsonl",
         "rejects.jsonl",
         "samples.jsonl",
         "train.log",
@@ -113,6 +114,7 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
         "tensorboard",
         "checkpoints",
         "final",
+        "best",
         "report.html",
     ];
     let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();

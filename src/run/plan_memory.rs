@@ -122,7 +122,7 @@ impl RunMemory {
         let mut found: Vec<(usize, Saving)> = Vec::new();
         for (cost, settings) in self.settings().into_iter().enumerate() {
             let tried: Vec<Saving> =
-                settings.into_iter().filter_map(|setting| self.saving(setting, now)).collect();
+                settings.into_iter().filter_map(|setting| saving(setting, now)).collect();
             let most = tried.iter().map(|saving| saving.bytes).fold(0.0, f64::max);
             let enough = |saving: &Saving| saving.bytes >= ENOUGH * most;
             let chosen = tried.into_iter().find(|saving| enough(saving));
@@ -133,13 +133,6 @@ impl RunMemory {
         found.truncate(NUM_SETTINGS);
         found.sort_by_key(|(cost, _)| *cost);
         Ok(found.into_iter().map(|(_, saving)| saving).collect())
-    }
-
-    /// What a setting saves; `None` if the config does not allow it.
-    fn saving(&self, (setting, changed): (String, Self), now: f64) -> Option<Saving> {
-        check(&changed.config).ok()?;
-        let bytes = changed.bytes(&ModelShape::read(&changed.config).ok()?).ok()?;
-        Some(Saving { setting, bytes: now - bytes })
     }
 
     /// This run with a change.
@@ -291,6 +284,13 @@ pub struct Saving {
     pub setting: String,
     /// Bytes.
     pub bytes: f64,
+}
+
+/// What a setting saves; `None` if the config does not allow it.
+fn saving((setting, changed): (String, RunMemory), now: f64) -> Option<Saving> {
+    check(&changed.config).ok()?;
+    let bytes = changed.bytes(&ModelShape::read(&changed.config).ok()?).ok()?;
+    Some(Saving { setting, bytes: now - bytes })
 }
 
 /// The settings as a sentence; `None` if there are none.

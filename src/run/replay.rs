@@ -10,7 +10,7 @@ use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
 use crate::dist::Distributed;
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::train::{Observer, OnNonFinite, StepSamples, TrainError};
+use crate::train::{EvalConfig, Observer, OnNonFinite, StepSamples, TrainError};
 use serde::Serialize;
 use std::fs;
 
@@ -82,6 +82,7 @@ pub fn replay(
     config.data.cache_dir = Some(config.cache_dir());
     folder.path().clone_into(&mut config.output_dir);
     config.data.eval.clear();
+    (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
     let Distributed { exact, .. } = config.distributed;
     config.distributed = Distributed { exact, ..Distributed::default() };
     config.log.samples = true;

@@ -4,7 +4,7 @@ use super::error::RunError;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::metrics::{JsonlSink, StepRows};
-use crate::train::TrainState;
+use crate::train::{EvalRule, TrainState};
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::fmt::Write as _;
@@ -15,6 +15,7 @@ use std::path::Path;
 pub(super) struct Sinks {
     pub(super) metrics: Option<JsonlSink>,
     pub(super) evals: Option<JsonlSink>,
+    pub(super) predictions: Option<JsonlSink>,
     pub(super) rejects: Option<JsonlSink>,
     pub(super) samples: Option<JsonlSink>,
     /// Whether `eval.jsonl` has the evaluation of the step to resume from.
@@ -23,6 +24,7 @@ pub(super) struct Sinks {
 
 const METRICS: &str = "metrics.jsonl";
 const EVALS: &str = "eval.jsonl";
+const PREDICTIONS: &str = "predictions.jsonl";
 
 /// Opens the logs, and removes the lines of steps after `state`.
 pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
@@ -33,6 +35,14 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
             "all steps of this run are done: there is nothing to train"
         );
     }
+    let rule = EvalRule::new(config.checkpoint.best.as_ref(), config.eval.early_stopping);
+    let is_counted = |rule: &EvalRule| {
+        let evals = state.evals.as_ref();
+        evals.is_some_and(|evals| evals.has(rule, state.step) && evals.ends(rule).is_none())
+    };
+    // A checkpoint is older than the evaluation after it, and `best` may be older than the row. A
+    // finished run is evaluated once more.
+    let again = all_done || !rule.as_ref().is_none_or(is_counted);
     move_evaluations(&config.output_dir)?;
     let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
     let sink = |name: &str| {
@@ -43,8 +53,12 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
             if name == METRICS && step <= state.step {
                 step_rows.borrow_mut().push(row);
             }
-            // A finished run is evaluated once more, which writes the last row again.
-            step <= state.step && !(all_done && is_eval)
+            let is_repeated = match name {
+                EVALS => again,
+                PREDICTIONS => again || !is_evaluated.get(),
+                _ => false,
+            };
+            step < state.step || step == state.step && !is_repeated
         })
     };
     let (metrics, evals, rejects) = (sink(METRICS)?, sink(EVALS)?, sink("rejects.jsonl")?);
@@ -53,10 +67,13 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
         tracing::warn!(file = %file.display(), "rows of the steps before the checkpoint are {steps}");
     }
     let samples = config.log.samples.then(|| sink("samples.jsonl")).transpose()?;
-    let is_evaluated = is_evaluated.get() && !all_done;
+    // after `eval.jsonl`, whose row is written last
+    let predictions = config.eval.generate.as_ref().map(|_| sink(PREDICTIONS)).transpose()?;
+    let is_evaluated = is_evaluated.get() && !again;
     Ok(Sinks {
         metrics: Some(metrics),
         evals: Some(evals),
+        predictions,
         rejects: Some(rejects),
         samples,
         is_evaluated,
@@ -72,8 +89,10 @@ fn move_evaluations(output_dir: &Path) -> Result<(), RunError> {
         if is_eval(row) {
             let mut row = row.clone();
             if let Some(row) = row.as_object_mut() {
-                row.remove("eval");
+                row.shift_remove("eval");
                 row.entry("accuracy").or_insert(Value::Null);
+                row.entry("best").or_insert(false.into());
+                row.entry("early_stop").or_insert(false.into());
             }
             let _ = writeln!(rows.borrow_mut(), "{row}"); // writing to a String cannot fail
         }
@@ -101,15 +120,14 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         let steps = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n";
         let old = format!("{steps}{{\"eval\":true,\"step\":2,\"loss\":1.5,\"time_s\":0.5}}\n");
-        std::fs::write(path(METRICS), &old).unwrap();
-        let moved = "{\"accuracy\":null,\"loss\":1.5,\"step\":2,\"time_s\":0.5}\n";
+        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
+        let moved = "{\"step\":2,\"loss\":1.5,\"time_s\":0.5,\"accuracy\":null,\"best\":false,\"early_stop\":false}\n";
         let read = |name: &str| std::fs::read_to_string(path(name)).unwrap();
-        let value = |text: &str| serde_json::from_str::<Value>(text).unwrap();
         move_evaluations(folder.path()).unwrap();
         assert_eq!(read(METRICS), steps);
-        assert_eq!(value(&read(EVALS)), value(moved));
+        assert_eq!(read(EVALS), moved);
         // killed after `eval.jsonl` was written
-        std::fs::write(path(METRICS), old).unwrap();
+        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
         move_evaluations(folder.path()).unwrap();
         assert_eq!(read(METRICS), steps);
         assert_eq!(read(EVALS).lines().count(), 1);

@@ -1,5 +1,6 @@
 //! The config sections `model`, `train`, `eval` and `log`.
 
+use super::scores::Score;
 use crate::models::RecomputePolicy;
 use crate::ops::{AttentionBackend, Flash, Masked};
 use crate::tape::Recompute;
@@ -238,11 +239,46 @@ pub struct EvalConfig {
     pub every_steps: u64,
     /// Number of answers generated and shown at the end of the run; 6 by default.
     pub show: usize,
+    /// Answers eval rows in each evaluation, and compares the answers; off by default.
+    pub generate: Option<GenerateConfig>,
+    /// Ends the run if evaluations no longer improve; off by default.
+    pub early_stopping: Option<EarlyStopping>,
+}
+
+/// The greedy answers of an evaluation, and how they are compared with the expected ones.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GenerateConfig {
+    /// Maximum number of tokens of an answer; 128 by default.
+    pub max_new_tokens: NonZeroUsize,
+    /// The scores; `[exact]` by default.
+    pub metrics: Vec<Score>,
+    /// Number of chats that are answered, the first ones of `data.eval`; all by default.
+    pub rows: Option<NonZeroUsize>,
+}
+
+impl Default for GenerateConfig {
+    fn default() -> Self {
+        let max_new_tokens = NonZeroUsize::MIN.saturating_add(127);
+        Self { max_new_tokens, metrics: vec![Score::Exact], rows: None }
+    }
+}
+
+/// When a run ends before its last step. Evaluations are compared by the metric of
+/// `checkpoint.best`, or by `eval.loss` without it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EarlyStopping {
+    /// Number of evaluations in a row without an improvement after which the run ends.
+    pub patience: NonZeroU64,
+    /// A value improves on the best one if it is better by more than this; 0 by default.
+    #[serde(default)]
+    pub min_delta: f64,
 }
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { every_steps: 200, show: 6 }
+        Self { every_steps: 200, show: 6, generate: None, early_stopping: None }
     }
 }
 

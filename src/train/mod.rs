@@ -2,6 +2,7 @@
 
 mod adapter;
 mod audit;
+mod best;
 mod config;
 mod datasets;
 mod device;
@@ -12,10 +13,12 @@ mod eval_blocks;
 mod generate;
 mod gradients;
 mod health;
+mod predict;
 mod ranks;
 mod rejects;
 mod sample_log;
 mod saved;
+mod scores;
 mod sequence;
 mod state;
 mod step;
@@ -24,9 +27,10 @@ mod trainer;
 mod weights;
 
 pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
+pub use best::{EvalHistory, EvalRule};
 pub use config::{
-    AttentionChoice, EvalConfig, LogConfig, ModelSection, Offload, OnNonFinite, Precision,
-    RecomputeChoice, Tracker, TrainConfig, Weights,
+    AttentionChoice, EarlyStopping, EvalConfig, GenerateConfig, LogConfig, ModelSection, Offload,
+    OnNonFinite, Precision, RecomputeChoice, Tracker, TrainConfig, Weights,
 };
 pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
@@ -39,10 +43,12 @@ pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
 pub use generate::{Answer, GenerateOptions, Generator, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use health::{Divergence, Health, Spike};
+pub use predict::{PredictError, Prediction, Predictor};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use sample_log::{SampleLog, StepSamples};
 pub use saved::{Joined, SavedAs};
+pub use scores::Score;
 pub use state::{BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,

@@ -2,6 +2,7 @@
 //! weights and the moments.
 
 use super::adapter::Quantize;
+use super::best::EvalHistory;
 use super::datasets::DatasetCounts;
 use super::health::Health;
 use crate::data::{DataState, MediaDigests};
@@ -45,6 +46,9 @@ pub struct TrainState {
     /// The model, if an adapter is trained: the checkpoint does not contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseModel>,
+    /// What later evaluations are compared with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evals: Option<EvalHistory>,
     /// Position of the loader. Order and shuffle depend only on it and the seed.
     pub data: DataState,
 }

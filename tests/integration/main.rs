@@ -9,6 +9,7 @@ mod architecture;
 mod background_saves;
 mod bad_input;
 mod bench;
+mod best;
 mod check;
 mod circles;
 mod cli;

@@ -53,14 +53,13 @@ fn a_folder_without_weights_gets_random_ones() {
 #[test]
 fn paths_of_arguments_and_configs_are_expanded() {
     let place = Place::empty();
+    place.trainer(&["init", "--preset", "debug", "--out", "home/model"]).ends_with(0);
     let config =
         "output_dir: $RUNS/x\nmodel: {path: ~/model}\ndata: {train: [{path: '${RUNS}.jsonl'}]}\n";
     place.write("home/a.yaml", config);
     let home = place.path("home");
     let mut command = place.command(&["check", "--config=~/a.yaml"]);
     let check = finish(command.env("HOME", &home).env("RUNS", "runs/of-a"));
-    let missing = format!("`{}`", home.join("model").display());
-    assert!(check.stdout.contains(&missing), "{}\n{}", check.stdout, check.stderr);
     assert!(check.stdout.contains("runs/of-a/x"), "{}", check.stdout);
     assert!(check.stdout.contains("`runs/of-a.jsonl`"), "{}", check.stdout);
 }

@@ -26,7 +26,7 @@ impl Run {
 
     fn checkpointer(&self) -> Checkpointer {
         let keep = NonZeroUsize::new(self.keep).unwrap();
-        let config = CheckpointConfig { every_steps: 1, keep, background: false };
+        let config = CheckpointConfig { every_steps: 1, keep, background: false, best: None };
         Checkpointer::new(&self.output_dir(), &config)
     }
 

@@ -6,6 +6,7 @@ use crate::batch::{
     VideoRef,
 };
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,14 +32,14 @@ impl Conversation {
 
     /// Adds an image to the next turn of the user.
     pub(super) fn add_image(&mut self, path: &Path) -> anyhow::Result<()> {
-        let (root, path) = found("--image", path)?;
+        let (root, path) = found(path)?;
         self.next.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
         Ok(())
     }
 
     /// Adds a video to the next turn of the user: a file, or a folder of frames.
     pub(super) fn add_video(&mut self, path: &Path) -> anyhow::Result<()> {
-        let (root, path) = found("--video", path)?;
+        let (root, path) = found(path)?;
         let limits = VideoLimits::default();
         let video = if path.is_dir() {
             VideoRef::Frames { frames: frames(&path)?, fps: None, limits }
@@ -107,27 +108,26 @@ fn message(role: &str, content: Content) -> Message {
 }
 
 /// The folder and the path of a file that exists.
-fn found(argument: &str, path: &Path) -> anyhow::Result<(Arc<Path>, PathBuf)> {
-    let path = path.canonicalize().map_err(|error| {
-        let message = format!("`{argument}`: cannot read `{}`: {error}", path.display());
-        Failure::new(Exit::Data, message).hint("check the path")
-    })?;
+fn found(path: &Path) -> anyhow::Result<(Arc<Path>, PathBuf)> {
+    let path = path.canonicalize().map_err(|error| cannot_read(path, &error))?;
     Ok((path.parent().unwrap_or(Path::new("/")).into(), path))
+}
+
+fn cannot_read(path: &Path, error: &io::Error) -> Failure {
+    let message = format!("cannot read `{}`: {error}", path.display());
+    Failure::new(Exit::Data, message).hint("check the path")
 }
 
 /// The files of a folder in the order of their names.
 fn frames(folder: &Path) -> anyhow::Result<Vec<MediaRef>> {
-    let cannot_read = |error: std::io::Error| {
-        let message = format!("`--video`: cannot read `{}`: {error}", folder.display());
-        Failure::new(Exit::Data, message).hint("check the path")
+    let read = || -> io::Result<Vec<PathBuf>> {
+        fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
     };
-    let entries = fs::read_dir(folder).map_err(cannot_read)?;
-    let paths = entries.map(|entry| entry.map(|entry| entry.path()));
-    let mut paths = paths.collect::<Result<Vec<_>, _>>().map_err(cannot_read)?;
+    let mut paths = read().map_err(|error| cannot_read(folder, &error))?;
     paths.retain(|path| path.is_file());
     paths.sort();
     if paths.is_empty() {
-        let message = format!("`--video`: the folder `{}` has no files", folder.display());
+        let message = format!("the folder `{}` has no files", folder.display());
         let hint = "name a video file, or a folder of frames";
         return Err(Failure::new(Exit::Data, message).hint(hint).into());
     }

@@ -2,11 +2,14 @@
 
 use crate::data::{Encoder, TokenizerError};
 
+/// The text of ids.
+type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, TokenizerError> + 'a>;
+
 /// The part of an answer that can be printed already. The pieces together are the text of all
 /// tokens: bytes of an incomplete character and the beginning of a stop text wait for the next
 /// tokens.
 pub(super) struct Streamed<'a> {
-    decode: Box<dyn Fn(&[u32]) -> Result<String, TokenizerError> + 'a>,
+    decode: Decode<'a>,
     stops: &'a [String],
     text: String,
     /// Number of bytes of `text` that were returned.

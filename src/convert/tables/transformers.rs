@@ -14,7 +14,7 @@ const FORMAT: &str = "checkpoints are safetensors folders";
 const EVAL: &str = "evaluation scores every row of `data.eval` once, in batches of its own";
 const COMPILE: &str = "the program is compiled already";
 const ENGINE: &str = "a detail of the other engine";
-const BEST: &str = "the best checkpoint is not selected: `metrics.jsonl` has the losses";
+const BEST: &str = "set `checkpoint.best`, which keeps the model of the best evaluation in `best`";
 const NO_PARAMETER: &str = "there is no equivalent here";
 
 pub(super) const ROWS: &[Row] = &[

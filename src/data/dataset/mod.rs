@@ -192,6 +192,14 @@ impl JsonlRows {
         }
     }
 
+    /// The value of the row's own key `id`, as text; `None` if it has none, and for a row of a corpus.
+    pub fn own_id(&self, row: SampleIndex) -> Option<String> {
+        match self.set(row) {
+            DataSet::Chats(file) => file.own_id(row.row as usize),
+            DataSet::Corpus(_) => None,
+        }
+    }
+
     /// The tokens that truncation removes from a row, with their positions in the truncated row.
     pub fn dropped(&self, row: SampleIndex) -> Result<Vec<DroppedTokens>, Rejection> {
         Ok(match (self.set(row), self.cut) {

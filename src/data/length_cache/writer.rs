@@ -32,7 +32,7 @@ pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
         let num_bytes = checked_bytes(&file, &sums_of(path))?;
         file.seek(SeekFrom::Start(ALIGNMENT as u64))?;
         let bytes = BufReader::new(file.take(num_bytes.saturating_sub(ALIGNMENT as u64)));
-        Ok::<_, ArrowError>(StreamReader::try_new(bytes, None)?)
+        StreamReader::try_new(bytes, None)
     };
     let Ok(reader) = read() else { return Vec::new() };
     reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()

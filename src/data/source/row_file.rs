@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::dataset_info::DatasetInfo;
@@ -180,6 +181,17 @@ impl RowFile {
     ) -> Result<Sample, SampleError> {
         let id = self.id(row);
         self.parser.parse(&id, self.raw_of(&id, content)?)
+    }
+
+    /// The value of the key `id` of row `row < len()`: a text, or a number as text. `None` if it has
+    /// none.
+    pub(in crate::data) fn own_id(&self, row: usize) -> Option<String> {
+        let object = self.content(row).ok()?.into_raw(&self.id(row)).ok()?.object;
+        match object.get("id")? {
+            Value::String(text) => Some(text.clone()),
+            Value::Number(number) => Some(number.to_string()),
+            _ => None,
+        }
     }
 
     /// Reads the keys and values of row `row < len()`.

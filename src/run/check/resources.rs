@@ -86,8 +86,10 @@ impl Need {
             0 => 1.0,
             _ => config.checkpoint.keep.get() as f64 + 1.0,
         };
+        // `best`, and the next one: weights without an optimizer, twice
+        let best = if config.checkpoint.best.is_some() { 1.0 } else { 0.0 };
         let own = folder_bytes(&config.output_dir.join("checkpoints")) as f64;
-        let need = checkpoints * self.checkpoint;
+        let need = (checkpoints + best) * self.checkpoint;
         (need > free + own).then_some([need, free + own])
     }
 

@@ -37,7 +37,7 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, Verify
     *micro_batches = most.min(*micro_batches);
     config.data.eval.clear();
     (config.eval, config.checkpoint.every_steps) = (EvalConfig::default(), 0);
-    config.checkpoint.keep = NonZeroUsize::MIN;
+    (config.checkpoint.keep, config.checkpoint.best) = (NonZeroUsize::MIN, None);
     let whole = RunConfig { output_dir: folder.join("whole"), ..config.clone() };
     let parts = RunConfig { output_dir: folder.join("parts"), ..config };
     let mut expected = Steps::default();

@@ -3,6 +3,7 @@
 use super::super::datasets::metric_keys;
 use super::super::error::TrainError;
 use super::super::eval::Evaluator;
+use super::super::predict::{Predictor, StepPrediction};
 use super::super::rejects::write_rejects;
 use super::Observer;
 use super::Trainer;
@@ -43,6 +44,18 @@ impl Trainer {
             }
             write_rejects(parts.rejects.as_mut(), step, &report.rejected)?;
         }
+        let answers = parts.eval.generate.as_ref().map(|config| {
+            let (model, device) = (&*parts.runner.model, &parts.runner.device);
+            let predictor = Predictor { rows, config, model, device };
+            let answers = predictor.run_until(&parts.runner.ranks, &stop, &|done, total| {
+                watch.borrow_mut().evaluating(done, total);
+            })?;
+            Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
+        });
+        let answers = match answers.transpose()? {
+            Some(None) => return Ok(false),
+            answers => answers.flatten(),
+        };
         self.evaluated_at = Some(step);
         if report.samples.is_empty() {
             // The loss of no rows would be 0, like a perfect loss.
@@ -54,14 +67,24 @@ impl Trainer {
         }
         let time_s = started.elapsed().as_secs_f64();
         let num_samples = report.samples.len() as u64;
-        let metrics =
+        let mut metrics =
             EvalMetrics::new(step, report.loss(), report.num_targets(), num_samples, time_s)
                 .with_accuracy(report.accuracy())
                 .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
-        if let Some(file) = &mut parts.evals {
+        let observer = watch.into_inner();
+        if let Some((means, answers)) = answers {
+            metrics.answers = means;
+            if let Some(file) = &mut parts.predictions {
+                let line = |prediction| StepPrediction { step, prediction };
+                answers.iter().try_for_each(|prediction| file.write(&line(prediction)))?;
+            }
+        }
+        // Before the row: a run that was killed here evaluates again.
+        self.compare(&mut metrics)?;
+        if let Some(file) = &mut self.parts.evals {
             file.write(&metrics)?;
         }
-        watch.into_inner().evaluated(&metrics);
+        observer.evaluated(&metrics);
         self.last_eval = Some(report);
         Ok(true)
     }

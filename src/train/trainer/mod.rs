@@ -1,11 +1,13 @@
 //! The training loop: steps, evaluations, checkpoints.
 
+mod best;
 mod evaluate;
 mod save;
 mod step;
 
 use self::save::Saves;
 use super::audit::Audit;
+use super::best::EvalRule;
 use super::config::{EvalConfig, OnNonFinite};
 use super::datasets::Rejected;
 use super::error::TrainError;
@@ -56,6 +58,9 @@ pub struct TrainerParts {
     pub rejected_texts: Rejected,
     /// When to evaluate.
     pub eval: EvalConfig,
+    /// How evaluations are compared; `None` if neither `checkpoint.best` nor `eval.early_stopping` is
+    /// set.
+    pub eval_rule: Option<EvalRule>,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
     /// Predicted peak memory of this process, or of the tensors on its GPU, in bytes.
@@ -64,6 +69,8 @@ pub struct TrainerParts {
     pub metrics: Option<JsonlSink>,
     /// `eval.jsonl`; `None` if another rank writes it.
     pub evals: Option<JsonlSink>,
+    /// `predictions.jsonl`; `None` without `eval.generate`, or if another rank writes it.
+    pub predictions: Option<JsonlSink>,
     /// `rejects.jsonl`; `None` if another rank writes it.
     pub rejects: Option<JsonlSink>,
     /// The rows and losses of each step.
@@ -99,12 +106,14 @@ impl Observer for () {
 /// How a run ended.
 #[derive(Debug)]
 pub enum Outcome {
-    /// All steps are done, and the folder `final` is written.
+    /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
     Finished {
         /// The last evaluation, if there is eval data.
         eval: Option<EvalReport>,
         /// `<output_dir>/final`.
         folder: PathBuf,
+        /// The reason why `eval.early_stopping` ended the run, if it did.
+        stopped_early: Option<String>,
     },
     /// A signal stopped the run. The same command resumes from the checkpoint.
     Stopped {
@@ -229,6 +238,9 @@ impl Trainer {
         }
         // The loader may end earlier than planned: it omits a step with only broken images.
         while self.parts.state.step < self.parts.max_steps {
+            if self.ends_early().is_some() {
+                break;
+            }
             self.poll_save()?;
             // a signal to one rank stops all
             let flags = [&self.parts.stop, &self.parts.save];
@@ -271,9 +283,13 @@ impl Trainer {
         } else {
             checkpointer.final_folder()
         };
+        let stopped_early = self.ends_early();
+        if let Some(reason) = stopped_early.as_ref().filter(|_| self.is_first()) {
+            tracing::info!("{reason}");
+        }
         self.finish_logs()?;
         self.ranks().wait_for_all()?;
-        Ok(Outcome::Finished { eval: self.last_eval.take(), folder })
+        Ok(Outcome::Finished { eval: self.last_eval.take(), folder, stopped_early })
     }
 
     /// Writes what is left of the logs, and says what went wrong in the run.
@@ -303,9 +319,9 @@ impl Trainer {
     /// The files that the run appends rows to.
     fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
         let parts = &mut self.parts;
-        let files =
-            [&mut parts.metrics, &mut parts.evals, &mut parts.rejects, &mut parts.samples.file];
-        files.into_iter().flatten()
+        let evals = [&mut parts.evals, &mut parts.predictions];
+        let files = [&mut parts.metrics, &mut parts.rejects, &mut parts.samples.file];
+        files.into_iter().chain(evals).flatten()
     }
 
     fn ranks(&self) -> &Ranks {

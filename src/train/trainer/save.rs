@@ -190,9 +190,9 @@ impl Trainer {
             tracing::info!(
                 step,
                 folder = %folder.display(),
-                time_s = %format_args!("{time_s:.3}"),
-                hold_s = %format_args!("{hold_s:.3}"),
-                "saved a checkpoint"
+                s = %format_args!("{time_s:.1}"),
+                hold = %format_args!("{hold_s:.1}"),
+                "checkpoint"
             );
             log_datasets(datasets);
         }
@@ -202,8 +202,7 @@ impl Trainer {
         if self.is_first() {
             tracing::warn!(
                 step,
-                "no checkpoint was written, and training continues; the next one is tried when it is \
-                 due: {}",
+                "cannot write a checkpoint; training continues until the next one is due: {}",
                 causes(error)
             );
         }
@@ -240,7 +239,7 @@ fn copy_fits(need: u64, free: Option<u64>) -> bool {
 }
 
 /// The messages of an error and of its causes.
-fn causes(error: &(dyn Error + 'static)) -> String {
+pub(super) fn causes(error: &(dyn Error + 'static)) -> String {
     let messages = successors(Some(error), |error| {
         let error = *error;
         error.source()
