@@ -2,7 +2,6 @@
 
 use super::adapter::open_run_model;
 use super::check::warn_about_resources;
-use super::device::device_name;
 use super::error::RunError;
 use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
@@ -17,7 +16,7 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
-use super::starts;
+use super::starts::log_start;
 use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
@@ -25,9 +24,7 @@ use crate::data::{
     BackgroundCacheWriter, CachedRows, DataSet, DataState, Encoder, JsonlRows, Loader, RowReader,
 };
 use crate::dist::{Group, Monitor, Rank, fail};
-use crate::ops::simd_level;
 use crate::optim::{OptimConfig, Schedule, Span};
-use crate::tape::Param;
 use crate::train::{
     BaseModel, EvalRule, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError,
     TrainState, Trainer, TrainerParts, write_rejects,
@@ -215,10 +212,6 @@ impl Run {
         let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        // A process that finds all steps done trains nothing.
-        if is_first && (state.step == 0 || state.step < state.total_steps) {
-            starts::log_start(config, state.step, rank.world);
-        }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
         Ok(Self { trainer, background, trackers, _lock: lock })
     }
@@ -416,49 +409,4 @@ fn log_data_sets(rows: &JsonlRows) {
             }
         }
     }
-}
-
-fn log_start(config: &RunConfig, runner: &StepRunner, rows: &JsonlRows, state: &TrainState) {
-    let count = |params: &mut dyn Iterator<Item = &Param>| {
-        params.map(|param| param.shape().elem_count()).sum::<usize>()
-    };
-    tracing::info!(
-        path = %config.model.path.display(),
-        parameters = count(&mut runner.params.iter()),
-        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        "model"
-    );
-    tracing::info!(
-        device = %device_name(&runner.device),
-        threads = rayon::current_num_threads(),
-        simd = simd_level().ok().map(tracing::field::display),
-        precision = %config.model.precision.hf_name(),
-        attention = %attention_kernels(config, runner),
-        "compute"
-    );
-    tracing::info!(
-        from_step = state.step,
-        steps = state.total_steps,
-        rows = rows.num_rows(),
-        fingerprint = %state.fingerprint,
-        "{}",
-        if state.step == 0 { "start" } else { "resume" }
-    );
-}
-
-/// Returns the name of the decoder's attention kernel, and the kernels of other components if they
-/// differ.
-fn attention_kernels(config: &RunConfig, runner: &StepRunner) -> String {
-    let backend = config.model.attention.backend();
-    let mut kernels = String::new();
-    let mut first = "";
-    for (name, head_dim) in runner.model.head_dims() {
-        let kernel = backend.kernel(&runner.device, runner.dtype, head_dim);
-        if kernels.is_empty() {
-            (kernels, first) = (kernel.to_owned(), kernel);
-        } else if kernel != first {
-            kernels.extend(["; ", name, ": ", kernel]);
-        }
-    }
-    kernels
 }
