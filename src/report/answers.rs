@@ -39,12 +39,12 @@ pub(super) fn answers(
         shown.len()
     );
     let pixels = PAGE_PIXELS / (shown.len() * num_runs).max(1) as u64;
-    let images_by_row = rows.map_or_else(BTreeMap::new, |rows| images_of(rows, &shown));
+    let images_of = rows.map_or_else(BTreeMap::new, |rows| images(rows, &shown));
     for answer in &shown {
         let is_right = is_right(answer);
         let class = if is_right { "right" } else { "wrong" };
         push(&mut html, format_args!("<article class=\"{class}\">\n"));
-        let images = images_by_row.get(text(answer, "row").as_str()).map_or(&[][..], Vec::as_slice);
+        let images = images_of.get(text(answer, "row").as_str()).map_or(&[][..], Vec::as_slice);
         for image in images.iter().take(MAX_IMAGES) {
             let small = thumbnail(image, pixels / images.len().min(MAX_IMAGES) as u64);
             let small = small.map_err(|error| ReportError::Image(error.to_string()))?;
@@ -83,7 +83,7 @@ fn text(answer: &Value, key: &str) -> String {
 }
 
 /// The images of rows, by the name of the row. Rows that cannot be read have none.
-fn images_of(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
+fn images(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
     let wanted: Vec<String> = shown.iter().map(|answer| text(answer, "row")).collect();
     let mut found = BTreeMap::new();
     for row in rows.rows() {
@@ -92,9 +92,9 @@ fn images_of(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>
             continue;
         }
         if let Ok(sample) = rows.read(row) {
-            let images = rows.encoder().image_processor();
+            let processor = rows.encoder().image_processor();
             let media = sample.media.iter().take(MAX_IMAGES);
-            let pixels = media.flat_map(|patches| images.pixels(patches)).collect();
+            let pixels = media.flat_map(|patches| processor.pixels(patches)).collect();
             found.insert(name, pixels);
         }
     }

@@ -14,6 +14,30 @@ pub(super) enum Unit {
     Bytes,
 }
 
+impl Unit {
+    /// What the shown numbers are multiples of, if the largest value is `high`.
+    fn size(self, high: f64) -> f64 {
+        match self {
+            Self::Number => 1.0,
+            Self::Share => 0.01,
+            Self::Bytes if high >= GIB => GIB,
+            Self::Bytes => MIB,
+        }
+    }
+
+    fn suffix(self, axis: &Axis) -> &'static str {
+        match self {
+            Self::Number => "",
+            Self::Share => "%",
+            Self::Bytes if axis.unit >= GIB => "GiB",
+            Self::Bytes => "MiB",
+        }
+    }
+}
+
+const MIB: f64 = 1_048_576.0;
+const GIB: f64 = 1024.0 * MIB;
+
 /// A line of a chart.
 #[derive(Debug)]
 pub(super) struct Line<'a> {
@@ -49,6 +73,8 @@ pub(super) struct Chart<'a> {
     pub(super) has_legend: bool,
     /// Maximum number of places of a line.
     pub(super) places: usize,
+    /// The right end of the axis of steps.
+    pub(super) last_step: u64,
 }
 
 /// Colours of the style sheet; further lines are dashed.
@@ -68,11 +94,9 @@ impl Chart<'_> {
         let lines: Vec<&Line<'_>> =
             self.lines.iter().filter(|line| line.series.finite().next().is_some()).collect();
         let Some(y) = Axis::of_values(self, &lines) else { return String::new() };
-        let steps = self.lines.iter().flat_map(|line| line.series.0.iter().map(|point| point.0));
-        let (first, last) = steps.fold((u64::MAX, 0), |(a, b), s| (a.min(s), b.max(s)));
-        let x = Axis::linear(first as f64, (last as f64).max(first as f64 + 1.0), false);
+        let x = Axis { low: 0.0, high: self.last_step.max(1) as f64, log: false, unit: 1.0 };
         let log = if y.log { ", logarithmic" } else { "" };
-        let (factor, suffix) = y.scale(self.unit);
+        let suffix = self.unit.suffix(&y);
         let unit = if suffix.is_empty() { String::new() } else { format!(" ({suffix})") };
         let title = escaped(&self.title);
         let mut out = format!(
@@ -87,7 +111,7 @@ impl Chart<'_> {
                     "<path class=\"grid\" d=\"M{LEFT} {at:.1}H{RIGHT}\"/><text class=\"y\" x=\"{}\" y=\"{:.1}\">{}</text>\n",
                     LEFT - 6.0,
                     at + 4.0,
-                    number(tick / factor)
+                    number(tick / y.unit)
                 ),
             );
         }
@@ -198,17 +222,16 @@ struct Axis {
     low: f64,
     high: f64,
     log: bool,
+    /// The shown numbers are multiples of it.
+    unit: f64,
 }
 
 impl Axis {
-    fn linear(low: f64, high: f64, widen: bool) -> Self {
-        let axis = Self { low, high, log: false };
-        if !widen {
-            return axis;
-        }
-        let step = axis.step(5);
+    /// The range with round ends.
+    fn linear(low: f64, high: f64, unit: f64) -> Self {
+        let step = Self { low, high, log: false, unit }.step(5);
         let (low, high) = ((low / step).floor() * step, (high / step).ceil() * step);
-        Self { low, high: if high > low { high } else { low + step }, log: false }
+        Self { low, high: if high > low { high } else { low + step }, log: false, unit }
     }
 
     /// The values of all lines; `None` without values.
@@ -218,13 +241,18 @@ impl Axis {
         let usual = lines.iter().filter_map(|line| line.series.median()).fold(0.0, f64::max);
         if chart.may_be_log && low > 0.0 && high > 30.0 * usual {
             let low = 10_f64.powf(low.log10().floor());
-            return Some(Self { low, high: 10_f64.powf(high.log10().ceil()), log: true });
+            return Some(Self {
+                low,
+                high: 10_f64.powf(high.log10().ceil()),
+                log: true,
+                unit: 1.0,
+            });
         }
         // Small changes of a large value are not drawn large.
         let low =
             if low > 0.0 && (low < 0.6 * high || chart.unit != Unit::Number) { 0.0 } else { low };
         let high = if high > low { high } else { low + low.abs().max(1e-12) };
-        Some(Self::linear(low, high, true))
+        Some(Self::linear(low, high, chart.unit.size(high)))
     }
 
     /// The place of a value, from 0 to 1.
@@ -235,10 +263,10 @@ impl Axis {
 
     /// Distance of about `count` round values.
     fn step(&self, count: usize) -> f64 {
-        let rough = (self.high - self.low) / count as f64;
+        let rough = (self.high - self.low) / self.unit / count as f64;
         let power = 10_f64.powf(rough.log10().floor());
         let round = [1.0, 2.0, 2.5, 5.0].into_iter().find(|by| by * power >= rough * 0.999);
-        round.unwrap_or(10.0) * power
+        round.unwrap_or(10.0) * power * self.unit
     }
 
     fn ticks(&self, count: usize) -> Vec<f64> {
@@ -251,16 +279,6 @@ impl Axis {
         let first = (self.low / step).ceil() as i64;
         let ticks = (first..).map(|index| index as f64 * step);
         ticks.take_while(|tick| *tick <= self.high + 1e-9 * step).take(20).collect()
-    }
-
-    /// What the shown numbers are divided by, and the name of that unit.
-    fn scale(&self, unit: Unit) -> (f64, &'static str) {
-        match unit {
-            Unit::Number => (1.0, ""),
-            Unit::Share => (0.01, "%"),
-            Unit::Bytes if self.high >= 1024_f64.powi(3) => (1024_f64.powi(3), "GiB"),
-            Unit::Bytes => (1024_f64.powi(2), "MiB"),
-        }
     }
 }
 
@@ -307,6 +325,7 @@ mod tests {
             may_be_log: true,
             has_legend: true,
             places: 100,
+            last_step: series.0.last().map_or(0, |point| point.0),
         };
         chart.html()
     }

@@ -90,10 +90,16 @@ fn data_sets(runs: &[RunFolder], run: &RunFolder) -> String {
             may_be_log: true,
             has_legend: true,
             places,
+            last_step: last_step(runs),
         };
         html.push_str(&chart.html());
     }
     html
+}
+
+/// The last step of any run: all charts have the same axis of steps.
+fn last_step(runs: &[RunFolder]) -> u64 {
+    runs.iter().filter_map(|run| run.last["step"].as_u64()).max().unwrap_or(0)
 }
 
 /// Keys of evaluations that have no chart of their own, such as those of generated answers.
@@ -159,5 +165,15 @@ fn with_marks<'a>(
         }
     }
     let places = PLACES / lines.len().max(4);
-    Chart { title: title.to_owned(), unit, lines, marks, may_be_log, has_legend: false, places }
+    let last_step = last_step(runs);
+    Chart {
+        title: title.to_owned(),
+        unit,
+        lines,
+        marks,
+        may_be_log,
+        has_legend: false,
+        places,
+        last_step,
+    }
 }

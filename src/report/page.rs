@@ -24,7 +24,7 @@ pub fn report(runs: &[RunFolder], rows: &[Option<&JsonlRows>]) -> Result<String,
         legend(names.iter().enumerate().map(|(colour, name)| (name.as_str(), colour)), &mut body);
         body.push_str("</div>\n");
     }
-    body.push_str("<h2>Curves</h2>\n");
+    body.push_str("<h2>Curves over optimizer steps</h2>\n");
     body.push_str(&charts(runs));
     if runs.len() > 1 {
         body.push_str(&tables::differences(runs));

@@ -41,7 +41,7 @@ fn table(rows: &[Vec<String>]) -> String {
     html
 }
 
-/// What is said of a run; `None` if the run does not have it.
+/// The value of a run in a row of the summary.
 type Fact = fn(&RunFolder) -> Option<String>;
 
 /// One row per fact and one column per run.
@@ -134,7 +134,9 @@ pub(super) fn starts(run: &RunFolder) -> String {
         rows.push(vec![
             (index + 1).to_string(),
             short(&plain(&start["after_step"])),
-            time.map_or_else(String::new, |time| time.format("%Y-%m-%d %H:%M:%S").to_string()),
+            time.map_or_else(String::new, |time| {
+                time.format("<span class=\"one\">%Y-%m-%d %H:%M:%S</span>").to_string()
+            }),
             short(&plain(&start["version"])),
             short(&plain(&start["world"])),
         ]);

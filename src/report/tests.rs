@@ -1,10 +1,10 @@
 //! Pages of run folders that are written by hand.
 
 use super::{RunFolder, report};
+use crate::checkpoint::write_atomically;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::Write as _;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -16,7 +16,7 @@ fn write(folder: &Path, name: &str, rows: impl IntoIterator<Item = Value>) {
     for row in rows {
         writeln!(text, "{row}").unwrap();
     }
-    fs::File::create(folder.join(name)).unwrap().write_all(text.as_bytes()).unwrap();
+    write_atomically(&folder.join(name), text.as_bytes()).unwrap();
 }
 
 fn row(step: u64, loss: Option<f64>) -> Value {
@@ -141,10 +141,7 @@ fn a_folder_without_metrics_and_one_without_steps_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let error = RunFolder::read(folder.path()).unwrap_err();
     assert!(error.to_string().ends_with("metrics.jsonl`"), "{error}");
-    fs::File::create(folder.path().join("metrics.jsonl"))
-        .unwrap()
-        .write_all(("{\"step").as_bytes())
-        .unwrap();
+    write_atomically(&folder.path().join("metrics.jsonl"), b"{\"step").unwrap();
     let error = RunFolder::read(folder.path()).unwrap_err();
     assert!(error.to_string().ends_with("has no step"), "{error}");
 }

@@ -16,8 +16,8 @@ use super::resume::{Resume, check_media, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
-use super::start_log::{log_data_sets, log_share, log_start};
-use super::starts;
+use super::start_log::{log_data_sets, log_share};
+use super::starts::log_start;
 use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
@@ -213,9 +213,6 @@ impl Run {
         let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        if is_first {
-            starts::log_start(config, state.step, rank.world);
-        }
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
         Ok(Self { trainer, background, trackers, _lock: lock })
     }

@@ -67,7 +67,7 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
         ],
     ),
     // Pages for people. `run` opens the data and the model of a run.
-    ("report", &["config", "data", "run", "train"]),
+    ("report", &["checkpoint", "config", "data", "run", "train"]),
     // The only module that prints, exits and reads the environment (except `TRAINER_SIMD`). `bench`
     // times the ops themselves.
     (
