@@ -301,7 +301,9 @@ fn ctrl_c_ends_an_answer_at_the_end_of_a_line() {
     let place = Place::empty();
     let model = golden("models/small-tied");
     let fixed = ["generate", "--model", model.to_str().unwrap(), "--prompt", "What is this?"];
-    let mut command = place.command(&[&fixed[..], &["--max-new-tokens", "30000"]].concat());
+    // takes a second
+    let long = ["--max-new-tokens", "30000", "--temperature", "100", "--seed", "1"];
+    let mut command = place.command(&[&fixed[..], &long].concat());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdout = child.stdout.take().unwrap();
     let mut first = [0];

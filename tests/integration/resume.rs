@@ -337,7 +337,8 @@ fn another_config_starts_a_new_run_and_keeps_the_old_one() {
     ] {
         place.trainer(&sft(more)).ends_with(0).says("start from_step=0").says("previous-");
         let aside = format!("run/previous-{number}");
-        let logs = ["metrics.jsonl", "rejects.jsonl", "samples.jsonl", "train.log"];
+        let logs = ["metrics.jsonl", "rejects.jsonl", "report.html", "samples.jsonl"];
+        let logs = [&logs[..], &["starts.jsonl", "train.log"]].concat();
         let all = [&["checkpoints", "config.yaml", "eval.jsonl", "final"], &logs[..]].concat();
         assert_eq!(place.names(&aside), all);
         assert_eq!(place.names(&format!("{aside}/checkpoints")).len(), 4);

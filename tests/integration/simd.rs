@@ -42,7 +42,7 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
                 println!("this CPU does not support `{level}`: not compared");
                 continue;
             }
-            run.ends_with(0).says(&format!("simd={level}")).says("attention=\"flash, cpu\"");
+            run.ends_with(0).says(&format!("simd={level}")).says("attention=flash, cpu");
             assert!(weights(level) == want, "{precision}: {level} trained other weights");
         }
     }
