@@ -33,7 +33,7 @@ impl dyn Model + '_ {
         Ok((hidden, cache))
     }
 
-    /// As [`Self::prefill`], with a cache of the first tokens of `prompt`: it receives the others, of
+    /// As `prefill`, with a cache of the first tokens of `prompt`: it receives the others, of
     /// which there is at least one.
     pub fn prefill_rest(
         &self,

@@ -64,7 +64,8 @@ const METADATA: [&str; 44] = [
 const ROW: [&str; 8] =
     ["system", "tools", "images", "videos", "train", "weight", "fps", "rejected_response"];
 /// Other spellings and refused keys of every row form.
-const ROW_TOO: [&str; 12] = [
+const ROW_TOO: [&str; 13] = [
+    "id",
     "image",
     "video",
     "audio",
