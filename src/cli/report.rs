@@ -60,7 +60,8 @@ fn lacks_resources(error: &anyhow::Error) -> bool {
     codes.filter_map(Errno::from_io_error).any(|code| RESOURCES.contains(&code))
 }
 
-const RESOURCES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
+/// `AGAIN`: no thread could be started.
+const RESOURCES: [Errno; 4] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN];
 
 #[cfg(test)]
 mod tests {
