@@ -7,6 +7,7 @@ be ended by a signal, take more than 512 MiB or, for each row, image or file, mo
 MUTANTS_SLOW=n multiplies this time on a busy machine.
 """
 
+import copy
 import base64
 import json
 import os
@@ -127,8 +128,6 @@ ODD = [
 
 def places(value, path=()):
     yield path
-    if len(path) > 200:  # deeper than any row that is accepted
-        return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield from places(item, (*path, key))
@@ -148,7 +147,7 @@ def mutate_value(draw, value):
         if action == 0:
             del parent[key]
         elif action == 1:
-            parent[key] = draw.choice(ODD)
+            parent[key] = copy.deepcopy(draw.choice(ODD))  # later rows draw it unchanged
         elif action == 2:
             parent[key] = [parent[key]] * draw.choice([2, 3, 100])
         elif action == 3:
