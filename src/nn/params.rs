@@ -1,6 +1,7 @@
 //! The list of parameters: published names, shapes, and the component that each belongs to.
 
 use super::adapter::Adapters;
+use super::init::Init;
 use crate::tape::Param;
 use std::collections::HashMap;
 
@@ -32,6 +33,8 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// The component that the tensor belongs to.
     pub component: Component,
+    /// Values of a model with random weights.
+    pub init: Init,
 }
 
 impl ParamSpec {

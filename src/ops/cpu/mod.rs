@@ -5,6 +5,8 @@ mod attention;
 pub(in crate::ops) mod blocks;
 mod caching_allocator;
 pub(in crate::ops) mod column_sums;
+pub(in crate::ops) mod delta_rule;
+pub(in crate::ops) mod delta_rule_backward;
 mod few_rows;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;

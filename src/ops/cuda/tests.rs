@@ -7,7 +7,7 @@ use super::select::{AttentionKernels, Gpu, Own};
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
-use crate::ops::{self, Gelu, RecomputeInput};
+use crate::ops::{self, Gelu, NormScale, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
@@ -53,12 +53,12 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
             let (dy, residual) = (operand(3, &[n, d], dtype), operand(4, &[n, d], dtype));
             let b = operand(5, &[d], dtype);
             let (gpu, cpu) = both!(path => {
-                let (y, rstd) = path::rms_norm(&x, &w, 1e-6)?;
+                let (y, rstd) = path::rms_norm(&x, &w, NormScale::Weight, 1e-6)?;
                 let dw = gradient_buffer(&[d]);
                 let dx =
-                    path::rms_norm_backward(&x, &rstd, &w, &dy, Some(&residual), Some(&dw))?;
-                let alone = path::rms_norm_backward(&x, &rstd, &w, &dy, None, None)?;
-                let again = path::rms_norm_apply(&x, &rstd, &w)?;
+                    path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, Some(&residual), Some(&dw))?;
+                let alone = path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, None, None)?;
+                let again = path::rms_norm_apply(&x, &rstd, &w, NormScale::Weight)?;
                 vec![y, rstd, dw, dx, alone, again]
             });
             assert_all_close(&format!("rms_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
@@ -81,8 +81,35 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
 #[test]
 fn a_row_too_long_for_a_block_is_rejected() {
     let (x, w) = (operand(1, &[1, 8200], DType::F32), operand(2, &[8200], DType::F32));
-    let error = message(super::rms_norm(&x, &w, 1e-6));
+    let error = message(super::rms_norm(&x, &w, NormScale::Weight, 1e-6));
     assert!(error.contains("rows have 8200 columns"), "{error}");
+}
+
+#[test]
+fn norms_of_one_plus_the_weight_and_partial_rotations_match_the_cpu() -> Result<()> {
+    let scale = NormScale::OnePlusWeight;
+    for (t, h, dh, rotated) in [(5, 3, 64, 16), (7, 2, 256, 64), (3, 1, 40, 12), (9, 4, 64, 64)] {
+        for (dtype, tolerance) in DTYPES {
+            let table = rope_table(t, rotated / 2);
+            let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
+            let (dy, all) = (operand(3, &[t, h, dh], dtype), operand(4, &[h * dh], dtype));
+            let (gpu, cpu) = both!(path => {
+                let (y, rstd) = path::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx =
+                    path::qk_norm_rope_backward(&x, &rstd, &w, scale, &table, &dy, Some(&dw))?;
+                let (normed, rstds) = path::rms_norm(&x, &all, scale, 1e-6)?;
+                let again = path::rms_norm_apply(&x, &rstds, &all, scale)?;
+                let d_all = gradient_buffer(&[h * dh]);
+                let back =
+                    path::rms_norm_backward(&x, &rstds, &all, scale, &normed, None, Some(&d_all))?;
+                vec![y, rstd, dw, dx, normed, again, d_all, back]
+            });
+            let what = format!("norms {dtype:?} {t} {h} {dh} {rotated}");
+            assert_all_close(&what, &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -94,10 +121,10 @@ fn rotary_embeddings_match_the_cpu() -> Result<()> {
             let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
             let dy = operand(3, &[t, h, dh], dtype);
             let (gpu, cpu) = both!(path => {
-                let (y, rstd) = path::qk_norm_rope(&x, &w, 1e-6, &table)?;
+                let (y, rstd) = path::qk_norm_rope(&x, &w, NormScale::Weight, 1e-6, &table)?;
                 let dw = gradient_buffer(&[dh]);
-                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, Some(&dw))?;
-                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, None)?;
+                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, Some(&dw))?;
+                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, None)?;
                 vec![y, rstd, dw, dx, alone]
             });
             assert_all_close(&format!("qk_norm_rope {what}"), &gpu, &cpu, tolerance);

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
 use trainer::models::RecomputePolicy;
-use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
+use trainer::models::vision_language::{LLM, MERGER, VISION};
 use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 

@@ -26,7 +26,7 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::qwen3_vl::{Config, VisionConfig, param_specs};
+use trainer::models::vision_language::{Config, VisionConfig, param_specs};
 use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
 use trainer::nn::{DecoderConfig, ParamSpec};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
@@ -122,6 +122,7 @@ fn config(head: Head) -> Config {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
+            hybrid: None,
         },
         mrope_section,
         vision: VisionConfig {

@@ -8,7 +8,7 @@ use super::Weights;
 use candle_core::{D, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::qwen3_vl::Config;
+use trainer::models::vision_language::Config;
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;

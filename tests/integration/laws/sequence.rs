@@ -11,7 +11,7 @@ use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
 use trainer::dist::{Group, SequenceAttention, threads};
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::RecomputePolicy;
-use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
+use trainer::models::vision_language::{LLM, MERGER, VISION};
 use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 
