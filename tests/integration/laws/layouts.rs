@@ -46,7 +46,7 @@ fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
 fn assert_same(subject: &Subject, what: &str, found: &Step, expected: &Step) {
     assert_each_close(what, &found.nll, &expected.nll, Tolerance::LAYOUT);
     let expected: Vec<_> = expected.grads.iter().map(|grad| wide(grad)).collect();
-    subject.assert_gradients(what, &found.grads, &expected, Tolerance::SUMMED);
+    subject.assert_gradients(what, &found.grads, &expected, subject.summed());
 }
 
 fn alone(samples: &[EncodedSample]) -> Vec<VarlenBatch> {
