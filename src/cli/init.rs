@@ -121,6 +121,7 @@ fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn weights_have_the_dtype_that_their_config_names() {

@@ -128,12 +128,12 @@ impl OpenModel {
 
     /// How checkpoints contain the parameters, in order; `None` for those that they do not contain.
     pub(super) fn saved_as(&self) -> candle_core::Result<Vec<Option<SavedAs>>> {
-        let saved = |(index, spec): (usize, &ParamSpec)| match &self.adapter {
-            Some(adapter) => adapter.saved_as(index, spec, self.dtype),
-            None => {
-                let (name, in_f32) = (spec.name.clone(), spec.is_saved_in_f32());
-                Ok(Some(SavedAs { name, joined: None, in_f32 }))
+        let saved = |(index, spec): (usize, &ParamSpec)| {
+            if let Some(adapter) = &self.adapter {
+                return adapter.saved_as(index, spec, self.dtype);
             }
+            let (name, in_f32) = (spec.name.clone(), spec.is_saved_in_f32());
+            Ok(Some(SavedAs { name, joined: None, in_f32 }))
         };
         self.specs.iter().enumerate().map(saved).collect()
     }

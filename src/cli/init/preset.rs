@@ -291,7 +291,7 @@ mod tests {
     use crate::models::config_from_json;
 
     #[test]
-    fn the_shapes_of_qwen35_have_as_many_parameters_as_their_names_say() {
+    fn the_decoders_of_qwen35_have_as_many_parameters_as_their_names_say() {
         for (preset, expected) in [
             (Preset::Hybrid0B8, 0.75e9),
             (Preset::Hybrid4B, 4.2e9),
