@@ -100,7 +100,7 @@ fn kernel_names_match_the_device_and_dtype() {
 fn both_backends_match_the_reference_for_every_head_shape() {
     for backend in BACKENDS {
         for masking in MASKINGS {
-            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128)] {
+            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128), (2, 1, 256)] {
                 check_backend(backend, &[5, 1, 17], (h, hkv, dh), masking);
             }
         }
@@ -199,7 +199,9 @@ fn tiles_of_every_segment_length_match_the_dense_backend() {
 #[test]
 fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     for masking in MASKINGS {
-        for (h, hkv, dh) in [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20)] {
+        for (h, hkv, dh) in
+            [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20), (2, 1, 256)]
+        {
             check_tiles(&[66, 1, 131], (h, hkv, dh), masking);
         }
     }

@@ -33,7 +33,7 @@ fn assert_all_close(what: &str, got: &[Tensor], want: &[Tensor], tolerance: Tole
 macro_rules! both {
     ($path:ident => $results:expr) => {{
         let gpu: Vec<Tensor> = {
-            use super as $path;
+            use crate::ops::cuda as $path;
             $results
         };
         let cpu: Vec<Tensor> = {
@@ -43,6 +43,8 @@ macro_rules! both {
         (gpu, cpu)
     }};
 }
+
+mod linear_attention;
 
 #[test]
 fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
