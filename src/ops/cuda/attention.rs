@@ -4,7 +4,7 @@
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::launch::{Address, Launch, address, empty, vectors};
-use super::select::{AttentionKernels, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
 use super::uploaded::Uploaded;
 use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
@@ -72,12 +72,12 @@ fn attend(
     if n == 0 {
         return Ok((o, lse));
     }
-    let plan = Plan { queries, num_past, own: Own::Queries, rows: kernels.rows() };
+    let Block { name, rows, threads, shared } = kernels.forward();
+    let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    let (threads, shared) = kernels.forward();
-    let mut launch = Launch::new(&kernels.name("attention_forward"), dtype);
+    let mut launch = Launch::new(&name, dtype);
     launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
     for (name, tensor) in
         [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
@@ -158,9 +158,9 @@ pub(super) fn flash_attention_backward_on(
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows: kernels.rows() };
+        let Block { name, rows, threads, shared } = kernels.backward(own);
+        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
-        let (name, threads, shared) = kernels.backward(own);
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {
