@@ -1,8 +1,8 @@
-// Gated delta rule: matrices of the chunks, and the passes over the states; see
+// Gated delta rule: matrices of the chunks, and the iterations over the states; see
 // src/ops/gated_delta_rule.rs for the contract, and src/ops/cpu/delta_rule.rs for the same algorithm.
 //
 // Only the states are sequential. One kernel computes the matrices of all chunks at once. In the
-// kernels that pass over the states, a block has 32 columns of the state of one head and iterates
+// kernels that iterate over the states, a block has 32 columns of the state of one head and iterates
 // over the chunks of a segment: columns do not depend on each other. The state stays in shared memory.
 #include "delta_rule.cuh"
 
