@@ -17,7 +17,7 @@ pub const FAMILIES: [(&str, ReadConfig); 4] = [
     ("qwen3_5_text", |json| Ok(Arc::new(qwen3_5::read_text(json)?))),
     ("qwen3", |json| Ok(Arc::new(qwen3::read(json)?))),
 ];
-const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen3_5`, `qwen3_5_text` (all dense) and `qwen3`";
+const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense";
 
 /// Reads `<folder>/config.json`. Also returns the whole file, which goes into checkpoints.
 pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), ModelConfigError> {
@@ -58,7 +58,7 @@ mod tests {
         let error = config_from_json(&json!({"model_type": "qwen3_vl_moe"})).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "config.json: `model_type` is `qwen3_vl_moe`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text` (all dense) and `qwen3`"
+            "config.json: `model_type` is `qwen3_vl_moe`, expected `qwen3_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense"
         );
         for (model_type, _) in FAMILIES {
             assert!(KNOWN_TYPES.contains(&format!("`{model_type}`")));

@@ -47,6 +47,13 @@ impl ParamSpec {
         (!is_table).then_some(layer)
     }
 
+    /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published folders
+    /// in `bf16` have the decays of linear attention and the weights of its norm so.
+    pub fn is_saved_in_f32(&self) -> bool {
+        let names = ["linear_attn.A_log", "linear_attn.norm.weight"];
+        names.iter().any(|name| self.name.ends_with(name))
+    }
+
     /// Whether the tensor is the weight of a linear layer, the token embedding or the head: nearly all
     /// elements of a model. Ops read these weights in `bf16` too while they compute in `f32`.
     pub fn is_large_matrix(&self) -> bool {

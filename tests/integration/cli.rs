@@ -92,6 +92,8 @@ fn init_writes_published_shapes_without_weights() {
         ("8b", 36, 4096),
         ("32b", 64, 5120),
         ("30b-a3b", 48, 2048),
+        ("qwen3.5-0.8b", 24, 1024),
+        ("qwen3.5-27b", 64, 5120),
     ] {
         place.trainer(&["init", "--preset", preset, "--out", preset]).ends_with(0);
         let folder: u64 = place.names(preset).iter().map(|name| size(&place, preset, name)).sum();

@@ -149,6 +149,7 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         weights: RankWeights::Whole,
         ranks: Ranks::alone(),
         saved_as: Vec::new(),
+        kept: Vec::new(),
         dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,

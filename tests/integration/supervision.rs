@@ -129,6 +129,15 @@ fn an_empty_thinking_block_that_the_template_writes_is_no_target() {
             assert_eq!(supervised(&encoder, &sample), "b<|im_end|>");
         }
     }
+    for encoder in [qwen35(), with_template(QWEN3)] {
+        let encoder = encoder.with_empty_thoughts(true);
+        let both = [user("a"), assistant("b"), user("c"), assistant("d")];
+        // the block of an earlier turn is not rendered
+        let expected = "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>";
+        assert_eq!(supervised(&encoder, &chat(&both, &[])), expected);
+        let thoughts = supervised(&encoder, &chat(&both, &[(3, "late")]));
+        assert!(thoughts.ends_with("late\n</think>\n\nd<|im_end|>"), "{thoughts}");
+    }
 }
 
 #[test]

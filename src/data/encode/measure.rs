@@ -120,6 +120,9 @@ impl Encoder {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
         key.update(format!("{:?}", self.loss_scale));
+        if self.train_empty_think {
+            key.update("train_empty_think");
+        }
         key.finalize().into()
     }
 

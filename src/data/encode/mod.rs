@@ -56,6 +56,7 @@ pub struct Encoder {
     text: TextFolder,
     media: MediaReader,
     loss_scale: LossScale,
+    train_empty_think: bool,
     /// Done when it has been reported that the template renders no thoughts.
     no_thoughts: Once,
 }
@@ -83,13 +84,26 @@ impl Encoder {
         };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         let media = MediaReader { images, videos };
-        Ok(Self { text, media, loss_scale: LossScale::default(), no_thoughts: Once::new() })
+        Ok(Self {
+            text,
+            media,
+            loss_scale: LossScale::default(),
+            train_empty_think: false,
+            no_thoughts: Once::new(),
+        })
     }
 
     /// Sets which tokens of chats are supervised.
     #[must_use]
     pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
         Self { loss_scale, ..self }
+    }
+
+    /// Sets whether an empty `<think>` block that the template writes before an answer is supervised
+    /// with it.
+    #[must_use]
+    pub fn with_empty_thoughts(self, train_empty_think: bool) -> Self {
+        Self { train_empty_think, ..self }
     }
 
     /// Digests of what this encoder reads from the model folder and from the settings of images and
@@ -291,7 +305,7 @@ impl Encoder {
             let what = "with `loss_scale: all`, a weight of a single turn of the user, the system or a tool is";
             return Err(SampleError::NotSupported { id: id.clone(), at, what });
         }
-        let supervision = self.loss_scale.supervision(messages, &chat);
+        let supervision = self.loss_scale.supervision(messages, &chat, self.train_empty_think);
         Ok((chat.text, supervision))
     }
 

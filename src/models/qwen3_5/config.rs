@@ -3,6 +3,7 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::{text, vision_language};
 use crate::nn::{DecoderConfig, HybridConfig};
+use crate::ops::CONV_TAPS;
 use serde_json::Value;
 
 /// Share of a head that is rotated if the file does not say it.
@@ -57,6 +58,9 @@ fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
         value_head_dim: text.size("linear_value_head_dim")?,
         conv_kernel: text.size("linear_conv_kernel_dim")?,
     };
+    if hybrid.conv_kernel != CONV_TAPS {
+        return Err(text.range("linear_conv_kernel_dim", format!("{CONV_TAPS}")));
+    }
     if !hybrid.num_value_heads.is_multiple_of(hybrid.num_key_heads) {
         let what = format!(
             "`linear_num_key_heads` {} does not divide `linear_num_value_heads` {}",
@@ -129,6 +133,7 @@ mod tests {
             ("layer_types", json!(vec!["sliding_attention"; 24])),
             ("linear_num_key_heads", json!(3)),
             ("linear_conv_kernel_dim", json!(0)),
+            ("linear_conv_kernel_dim", json!(3)),
             ("attention_bias", json!(true)),
         ] {
             let mut json = published();

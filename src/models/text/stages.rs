@@ -35,6 +35,10 @@ impl ModelConfig for Config {
         [self.text.num_attention_heads, self.text.num_key_value_heads]
     }
 
+    fn has_linear_attention(&self) -> bool {
+        self.text.hybrid.is_some()
+    }
+
     fn initializer_range(&self) -> f64 {
         self.initializer_range
     }

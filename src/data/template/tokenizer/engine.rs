@@ -8,7 +8,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::added::{AddedTokens, Piece};
-use super::classes::Classes;
+use super::classes::{Classes, Letters};
 use super::cuts::Cuts;
 use super::file::{Vocabulary, byte_to_char};
 use super::merges::{Merges, Workspace};
@@ -34,6 +34,7 @@ const CACHED_TOKENS: usize = 3;
 
 /// The tokenizer, shared by all threads.
 pub(super) struct Engine {
+    letters: Letters,
     merges: Merges,
     cuts: Cuts,
     added: AddedTokens,
@@ -60,7 +61,7 @@ struct CachedWord {
 
 impl Engine {
     pub(super) fn new(vocabulary: Vocabulary) -> Self {
-        let Vocabulary { byte_ids, merges, tokens: listed, added } = vocabulary;
+        let Vocabulary { letters, byte_ids, merges, tokens: listed, added } = vocabulary;
         let num_ids = listed.iter().map(|(id, _)| *id as usize + 1).max().unwrap_or(0);
         let mut tokens: Vec<Option<Box<str>>> = vec![None; num_ids];
         let mut lengths = vec![0; num_ids];
@@ -75,6 +76,7 @@ impl Engine {
             special[*id as usize] = *is_special;
         }
         Self {
+            letters,
             merges: Merges::new(byte_ids, &merges),
             cuts,
             added: AddedTokens::new(added.iter().map(|(id, content, _)| (content.as_str(), *id))),
@@ -96,7 +98,7 @@ impl Engine {
         let expected = text.len() / 3; // a token has about three bytes or more
         let mut tokens =
             Tokens { ids: Vec::with_capacity(expected), offsets: Vec::with_capacity(expected) };
-        let classes = Classes::get();
+        let classes = Classes::get(self.letters);
         self.added.split(text, |piece| match piece {
             Piece::Token(id, begin, end) => {
                 tokens.ids.push(id);

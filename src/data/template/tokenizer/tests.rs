@@ -34,6 +34,13 @@ impl Both {
         Self::of(&small_file())
     }
 
+    /// A tokenizer with each of the split patterns.
+    fn each() -> [Self; 2] {
+        let path = "/tests/golden/models/small-qwen35/tokenizer.json";
+        let path = [env!("CARGO_MANIFEST_DIR"), path].concat();
+        [Self::small(), Self::of(&std::fs::read(path).unwrap())]
+    }
+
     fn check(&self, text: &str) -> usize {
         let tokens = self.ours.encode(text).unwrap();
         let expected = self.reference.encode(text, false).unwrap();
@@ -115,42 +122,48 @@ const PIECES: [&str; 66] = [
 
 #[test]
 fn edge_case_texts_have_the_ids_and_offsets_of_the_reference() {
-    let both = Both::small();
-    let tokens = |text: &str| both.check(text);
-    assert_eq!(tokens(""), 0);
-    assert_eq!(tokens("<|im_start|><|im_start|>"), 2);
-    for piece in PIECES {
-        tokens(piece);
-        for other in PIECES {
-            tokens(&format!("{piece}{other}"));
-            tokens(&format!("x{other}{piece} {other}y"));
+    for both in Both::each() {
+        let tokens = |text: &str| both.check(text);
+        assert_eq!(tokens(""), 0);
+        assert_eq!(tokens("<|im_start|><|im_start|>"), 2);
+        for piece in PIECES {
+            tokens(piece);
+            for other in PIECES {
+                tokens(&format!("{piece}{other}"));
+                tokens(&format!("x{other}{piece} {other}y"));
+            }
         }
+        tokens("Cafe\u{301} 123 don't <|im_end|><|im_end|><|image_pad|>x<|image_pad");
+        tokens(&"<|image_pad|>".repeat(500));
     }
-    tokens("Cafe\u{301} 123 don't <|im_end|><|im_end|><|image_pad|>x<|image_pad");
-    tokens(&"<|image_pad|>".repeat(500));
 }
 
 #[test]
 fn every_character_has_the_class_of_the_reference() {
-    let both = Both::small();
-    let all: Vec<char> = ('\0'..=char::MAX).filter(|c| (*c as u32) < 0x32000).collect();
-    for chunk in all.chunks(64) {
-        let text: String =
-            chunk.iter().flat_map(|c| ['a', *c, 'b', ' ', *c, '1', '\'', *c]).collect();
-        both.check(&text);
+    for both in Both::each() {
+        let all: Vec<char> = ('\0'..=char::MAX).filter(|c| (*c as u32) < 0x32000).collect();
+        for chunk in all.chunks(64) {
+            let text: String =
+                chunk.iter().flat_map(|c| ['a', *c, 'b', ' ', *c, '1', '\'', *c]).collect();
+            both.check(&text);
+        }
     }
 }
 
 #[test]
 fn documents_have_the_ids_and_offsets_of_the_reference() {
-    let both = Both::small();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for name in
-        ["README.md", "docs/data-format.md", "src/data/template/tokenizer/file.rs", "Cargo.toml"]
-    {
-        let text = std::fs::read_to_string(root.join(name)).unwrap();
-        assert!(both.check(&text) > 100);
-        both.check(&text.replace('\n', "\r\n"));
+    for both in Both::each() {
+        for name in [
+            "README.md",
+            "docs/data-format.md",
+            "src/data/template/tokenizer/file.rs",
+            "Cargo.toml",
+        ] {
+            let text = std::fs::read_to_string(root.join(name)).unwrap();
+            assert!(both.check(&text) > 100);
+            both.check(&text.replace('\n', "\r\n"));
+        }
     }
 }
 
@@ -270,9 +283,10 @@ proptest! {
     fn random_mixtures_of_edge_cases_have_the_ids_and_offsets_of_the_reference(
         mixtures in prop::collection::vec(prop::collection::vec(0..PIECES.len(), 0..40), 20)
     ) {
-        let both = Both::small();
-        for pieces in mixtures {
-            both.check(&pieces.into_iter().map(|piece| PIECES[piece]).collect::<String>());
+        for both in Both::each() {
+            for pieces in &mixtures {
+                both.check(&pieces.iter().map(|piece| PIECES[*piece]).collect::<String>());
+            }
         }
     }
 }
