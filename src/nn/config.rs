@@ -1,7 +1,7 @@
 //! Sizes of a decoder, and the names of its tensors.
 
 use super::init::Init;
-use crate::ops::NormScale;
+use crate::ops::{DeltaHeads, NormScale};
 
 /// Sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,6 +49,16 @@ pub struct HybridConfig {
 }
 
 impl HybridConfig {
+    /// The heads of linear attention.
+    pub(super) fn heads(&self) -> DeltaHeads {
+        DeltaHeads {
+            key_heads: self.num_key_heads,
+            value_heads: self.num_value_heads,
+            key_dim: self.key_head_dim,
+            value_dim: self.value_head_dim,
+        }
+    }
+
     /// Width of queries, keys and values together, `2 Hk dk + Hv dv`.
     pub fn qkv_width(&self) -> usize {
         2 * self.num_key_heads * self.key_head_dim + self.value_width()

@@ -1,7 +1,8 @@
 //! Operations and memory of a decoder, for `trainer bench`.
 
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, HybridConfig};
 use crate::metrics::{ActivationMemory, PartWork, Rows};
+use crate::ops::DeltaHeads;
 use crate::tape::{Param, Recompute};
 
 /// Number of elements of the matrices among `params`, without `table`, an embedding that is not
@@ -78,12 +79,15 @@ impl DecoderConfig {
                 (tape, largest - element * hidden + intermediate)
             }
         };
+        let delta = self.hybrid.as_ref().map(HybridConfig::heads);
         ActivationMemory {
             token_context: 4.0 * self.rotary_dim() as f64,
             token_tape: tape,
             // `dy` and the gradient of SwiGLU's output
             token_backward: element * hidden + intermediate,
             token_recomputed: again,
+            token_delta_head: delta.map_or(0.0, DeltaHeads::gpu_bytes_per_token),
+            delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
             patch_values: 0.0,
             patch: 0.0,
         }

@@ -63,12 +63,7 @@ impl LinearAttentionBlock {
             dt_bias: params.get(&part("dt_bias"))?,
             gated_norm: params.get(&part("norm.weight"))?,
             eps: config.rms_norm_eps,
-            heads: DeltaHeads {
-                key_heads: sizes.num_key_heads,
-                value_heads: sizes.num_value_heads,
-                key_dim: sizes.key_head_dim,
-                value_dim: sizes.value_head_dim,
-            },
+            heads: sizes.heads(),
         })
     }
 

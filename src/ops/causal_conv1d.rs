@@ -88,6 +88,7 @@ fn taps(w: &[f32]) -> Vec<f32> {
 pub fn causal_conv1d(x: &Tensor, w: &Tensor, cu_seqlens: &CuSeqlens) -> Result<Tensor> {
     let op = "causal_conv1d";
     let (t, c, dtype) = check(op, x, w, cu_seqlens)?;
+    return_if_on_gpu!(x => causal_conv1d(x, w, cu_seqlens));
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, taps(&w.f32()?));
     let w: [&[f32]; CONV_TAPS] = std::array::from_fn(|tap| &w[tap * c..(tap + 1) * c]);
@@ -126,6 +127,7 @@ pub fn causal_conv1d_backward(
         expect_f32(op, "dw", dw, &[c, CONV_TAPS])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("w", w), ("dy", dy)])?;
     }
+    return_if_on_gpu!(x => causal_conv1d_backward(x, w, dy, cu_seqlens, dw));
     let (x, w, dy) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, w, dy) = (x.f32()?, taps(&w.f32()?), dy.f32()?);
     let (mut dx, mut sums) = (vec![0f32; t * c], vec![0f32; CONV_TAPS * c]);

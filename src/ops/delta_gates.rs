@@ -46,6 +46,7 @@ pub fn delta_gates(
 ) -> Result<(Tensor, Tensor)> {
     let op = "delta_gates";
     let (t, h, _) = check(op, [a, b, a_log, dt_bias])?;
+    return_if_on_gpu!(a => delta_gates(a, b, a_log, dt_bias));
     let (a, b) = (read(op, "a", a)?, read(op, "b", b)?);
     let (a_log, dt_bias) = (read(op, "a_log", a_log)?, read(op, "dt_bias", dt_bias)?);
     let (a, b) = (a.values()?, b.values()?);
@@ -80,6 +81,7 @@ pub fn delta_gates_backward(
         cpu::distinct(op, name, sums, &gates)?;
         cpu::distinct(op, name, sums, &[("dg", dg), ("dbeta", dbeta)])?;
     }
+    return_if_on_gpu!(a => delta_gates_backward([a, b, a_log, dt_bias], dg, dbeta, da_log, ddt_bias));
     let (a, b) = (read(op, "a", a)?, read(op, "b", b)?);
     let (a_log, dt_bias) = (read(op, "a_log", a_log)?, read(op, "dt_bias", dt_bias)?);
     let (dg, dbeta) = (read(op, "dg", dg)?, read(op, "dbeta", dbeta)?);

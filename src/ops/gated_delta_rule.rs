@@ -12,6 +12,11 @@
 //!
 //! Tokens are processed in chunks. The first chunk of a segment begins at its first token, so no
 //! segment changes a bit of another.
+//!
+//! On a GPU, keys have at most 128 dims, and a call needs temporary memory: for each value head,
+//! 8 KiB per chunk of 32 tokens, and in the backward pass also two states per chunk and `8 dv` bytes
+//! per token. With `dk = dv = 128` these are 5.25 KiB per token and value head. A call computes as many
+//! key heads at a time as fit into 1 GiB ([`GPU_DELTA_BYTES`]).
 
 use super::cpu::delta_rule::{Inputs, Sizes, forward};
 use super::cpu::delta_rule_backward::backward;
@@ -31,6 +36,38 @@ pub struct DeltaHeads {
     pub key_dim: usize,
     /// Size of a value.
     pub value_dim: usize,
+}
+
+/// Number of tokens of a chunk on a GPU.
+pub(super) const GPU_CHUNK: usize = 32;
+/// Maximum bytes of temporary memory of a call on a GPU, unless one key head needs more.
+pub const GPU_DELTA_BYTES: usize = 1 << 30;
+
+impl DeltaHeads {
+    /// Temporary memory of a key head on a GPU for the matrices of `chunks`, which is all that the
+    /// forward pass needs.
+    pub(super) fn gpu_matrices(self, chunks: usize) -> usize {
+        self.value_heads / self.key_heads * chunks * 2 * GPU_CHUNK * GPU_CHUNK * size_of::<f32>()
+    }
+
+    /// Temporary memory of a key head in the backward pass on a GPU.
+    pub(super) fn gpu_backward(self, chunks: usize, tokens: usize) -> usize {
+        let group = self.value_heads / self.key_heads;
+        let values = 2 * (chunks * self.key_dim + tokens) * self.value_dim;
+        self.gpu_matrices(chunks) + group * values * size_of::<f32>()
+    }
+
+    /// Number of key heads at a time on a GPU, if each needs `bytes` and all may take `most`.
+    pub(super) fn gpu_key_heads(self, bytes: usize, most: usize) -> usize {
+        let fit = (most / bytes.max(1)).clamp(1, self.key_heads);
+        self.key_heads.div_ceil(self.key_heads.div_ceil(fit))
+    }
+
+    /// Bytes of temporary memory per token of a key head in the backward pass on a GPU, for segments
+    /// that are much longer than 32 tokens.
+    pub fn gpu_bytes_per_token(self) -> f64 {
+        self.gpu_backward(1, GPU_CHUNK) as f64 / GPU_CHUNK as f64
+    }
 }
 
 /// Operands of the gated delta rule.
@@ -97,6 +134,7 @@ pub fn gated_delta_rule(
         expect_f32(op, "state", state, &shape)?;
         distinct(op, "state", state, &[("qkv", qkv), ("g", g), ("beta", beta)])?;
     }
+    return_if_on_gpu!(qkv => gated_delta_rule(inputs, heads, cu_seqlens, state));
     let segments: Vec<Range<usize>> = cu_seqlens.segments().collect();
     let shape = (cu_seqlens.num_tokens(), sizes.width());
     let (qkv, g, beta) = (read(op, "qkv", qkv)?, read(op, "g", g)?, read(op, "beta", beta)?);
@@ -124,6 +162,7 @@ pub fn gated_delta_rule_backward(
     let DeltaInputs { qkv, g, beta } = inputs;
     compute_dtype(op, &[("qkv", qkv), ("d_o", d_o)])?;
     expect_shape(op, "d_o", d_o, &[cu_seqlens.num_tokens(), sizes.width()])?;
+    return_if_on_gpu!(qkv => gated_delta_rule_backward(inputs, heads, cu_seqlens, d_o));
     let segments: Vec<Range<usize>> = cu_seqlens.segments().collect();
     let (shape, gates) = (qkv.dims2()?, g.dims2()?);
     let (qkv, g, beta) = (read(op, "qkv", qkv)?, read(op, "g", g)?, read(op, "beta", beta)?);

@@ -40,6 +40,7 @@ pub fn gated_rms_norm(x: &Tensor, z: &Tensor, w: &Tensor, eps: f64) -> Result<(T
     let dtype = compute_dtype(op, &[("x", x), ("z", z), ("w", w)])?;
     expect_shape(op, "z", z, &[n, d])?;
     expect_shape(op, "w", w, &[d])?;
+    return_if_on_gpu!(x => gated_rms_norm(x, z, w, eps));
     let rounding = NormScale::Weight.rounding(dtype);
     let (x, z, w) = (read(op, "x", x)?, read(op, "z", z)?, read(op, "w", w)?);
     let (x, z, w) = (x.values()?, z.values()?, w.f32()?);
@@ -77,6 +78,7 @@ pub fn gated_rms_norm_backward(
         let sources = [("x", x), ("z", z), ("rstd", rstd), ("w", w), ("dy", dy)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
+    return_if_on_gpu!(x => gated_rms_norm_backward(x, z, rstd, w, dy, dw));
     let rounding = NormScale::Weight.rounding(dtype);
     let (x, z, w) = (read(op, "x", x)?, read(op, "z", z)?, read(op, "w", w)?);
     let (rstd, dy) = (read(op, "rstd", rstd)?, read(op, "dy", dy)?);

@@ -90,7 +90,8 @@ pub use embedding::{
     interpolate_rows_backward,
 };
 pub use gated_delta_rule::{
-    DeltaGrad, DeltaHeads, DeltaInputs, gated_delta_rule, gated_delta_rule_backward,
+    DeltaGrad, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, gated_delta_rule,
+    gated_delta_rule_backward,
 };
 pub use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
 pub use gelu::{Gelu, gelu, gelu_backward};

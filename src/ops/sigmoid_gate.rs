@@ -43,6 +43,7 @@ pub fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     let op = "sigmoid_gate";
     let dtype = compute_dtype(op, &[("gate", gate), ("x", x)])?;
     expect_shape(op, "x", x, gate.dims())?;
+    return_if_on_gpu!(gate => sigmoid_gate(gate, x));
     let shape = gate.shape().clone();
     let (gate, x) = (read(op, "gate", gate)?, read(op, "x", x)?);
     let (gate, x) = (gate.values()?, x.values()?);
@@ -67,6 +68,7 @@ pub fn sigmoid_gate_backward(
     let inputs = [("gate", &gate), ("x", &x)];
     distinct(op, "gate", &gate, &[("x", &x), ("dy", &dy)])?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
+    return_if_on_gpu!(&gate => sigmoid_gate_backward(gate, x, dy, recompute));
     match recompute {
         RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;

@@ -83,24 +83,24 @@ fn check_backend(
 #[test]
 fn kernel_names_match_the_device_and_dtype() {
     let named = |backend: &dyn AttentionBackend| {
-        [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 20)]
+        [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 256), (DType::BF16, 20)]
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
     };
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     if crate::ops::cuda::supports_device(&device()) {
         let (plain, tiles) = ("flash, plain kernel in f32", "flash, tensor cores in bf16");
-        assert_eq!(named(&Flash), [plain, tiles, plain]);
+        assert_eq!(named(&Flash), [plain, tiles, tiles, plain]);
         return;
     }
-    assert_eq!(named(&Flash), ["flash, cpu"; 3]);
-    assert_eq!(named(&Masked), ["masked, cpu"; 3]);
+    assert_eq!(named(&Flash), ["flash, cpu"; 4]);
+    assert_eq!(named(&Masked), ["masked, cpu"; 4]);
 }
 
 #[test]
 fn both_backends_match_the_reference_for_every_head_shape() {
     for backend in BACKENDS {
         for masking in MASKINGS {
-            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128)] {
+            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128), (2, 1, 256)] {
                 check_backend(backend, &[5, 1, 17], (h, hkv, dh), masking);
             }
         }
@@ -190,7 +190,7 @@ fn check_tiles(lengths: &[usize], heads: (usize, usize, usize), masking: Masking
 fn tiles_of_every_segment_length_match_the_dense_backend() {
     let lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200];
     for masking in MASKINGS {
-        for (h, hkv, dh) in [(1, 1, 64), (1, 1, 72), (2, 1, 128)] {
+        for (h, hkv, dh) in [(1, 1, 64), (1, 1, 72), (2, 1, 128), (2, 1, 256)] {
             check_tiles(&lengths, (h, hkv, dh), masking);
         }
     }
@@ -199,7 +199,9 @@ fn tiles_of_every_segment_length_match_the_dense_backend() {
 #[test]
 fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     for masking in MASKINGS {
-        for (h, hkv, dh) in [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20)] {
+        for (h, hkv, dh) in
+            [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20), (4, 1, 256), (2, 2, 136)]
+        {
             check_tiles(&[66, 1, 131], (h, hkv, dh), masking);
         }
     }
@@ -210,7 +212,7 @@ fn tiles_of_every_group_of_heads_match_the_dense_backend() {
 #[test]
 fn large_scores_give_finite_gradients() {
     for masking in MASKINGS {
-        for dh in [64, 72, 128] {
+        for dh in [64, 72, 128, 256] {
             let (dense, tiled) = dense_and_tiled(&[70, 3, 1], (1, 1, dh), masking, 12.0);
             for (index, name, tolerance) in
                 [(0, "o", Tolerance::BF16), (1, "lse", Tolerance::F32), (4, "dv", bf16_grads())]

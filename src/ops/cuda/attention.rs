@@ -1,19 +1,14 @@
 //! Launches of the kernels in `attention_*.cu`.
 //!
 //! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
-//! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
-//! cached, because every layer of a step uses the same ones.
+//! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::launch::{Address, Launch, address, empty, vectors};
-use super::select::{AttentionKernels, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::uploaded::Uploaded;
 use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
-use crate::ops::upload;
 use candle_core::{DType, Error, Result, Tensor};
-use std::sync::{Mutex, PoisonError};
-
-/// Maximum number of cached task lists: forward and both backward passes of a few batches.
-const KEPT: usize = 16;
 
 /// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,26 +43,10 @@ impl Plan {
         tasks
     }
 
-    /// Returns the list `[tasks, 4]` on the device of `on`, from the cache if it is there.
+    /// Returns the list `[tasks, 4]` on the device of `on`.
     fn upload(self, on: &Tensor) -> Result<Tensor> {
-        static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
-        let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        // Compare devices, not GPU ordinals: a GPU that was opened twice has two unsynchronized
-        // streams.
-        let device = on.device();
-        let known =
-            |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
-        let found = if let Some(at) = uploaded.iter().position(known) {
-            uploaded.remove(at)
-        } else {
-            let tasks = self.tasks();
-            let shape = (tasks.len() / 4, 4);
-            (self, upload(tasks, shape, device)?)
-        };
-        let tasks = found.1.clone();
-        uploaded.insert(0, found); // most recently used first
-        uploaded.truncate(KEPT);
-        Ok(tasks)
+        static PLANS: Uploaded<Plan> = Uploaded::new();
+        PLANS.get(self, 4, on, Self::tasks)
     }
 }
 
@@ -93,12 +72,12 @@ fn attend(
     if n == 0 {
         return Ok((o, lse));
     }
-    let plan = Plan { queries, num_past, own: Own::Queries, rows: kernels.rows() };
+    let Block { name, rows, threads, shared } = kernels.forward();
+    let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    let (threads, shared) = kernels.forward();
-    let mut launch = Launch::new(&kernels.name("attention_forward"), dtype);
+    let mut launch = Launch::new(&name, dtype);
     launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
     for (name, tensor) in
         [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
@@ -179,9 +158,9 @@ pub(super) fn flash_attention_backward_on(
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows: kernels.rows() };
+        let Block { name, rows, threads, shared } = kernels.backward(own);
+        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
-        let (name, threads, shared) = kernels.backward(own);
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {

@@ -1,7 +1,8 @@
 // Attention forward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
 //
 // q, o: [T, H, Dh]; k, v: [., Hkv, Dh]; lse: [H, T]. A block has 128 queries of one head in four
-// warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum. The blocks
+// warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum; half as many
+// of both if D is 256, whose sums fill the registers. The blocks
 // of one task for different heads are adjacent, so that the heads of a group find their keys in L2.
 // The next keys are loaded during a whole tile, the values during the scores and the softmax. Only
 // tiles on the diagonal and at the end of the keys are masked. The kernel is bound by the tensor
@@ -10,10 +11,15 @@
 
 namespace {
 
-constexpr int MT = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT, KEYS = 64;
+constexpr int WARPS = 4, THREADS = WARPS * WARP;
+
+// Rows of a warp in units of 16, and keys of a tile.
+template <int D> constexpr int ROW_TILES = D > 128 ? 1 : 2;
+template <int D> constexpr int TILE_KEYS = D > 128 ? 32 : 64;
 
 // Running state of a row: the largest score so far, and the sum of exponentials relative to it.
 template <int D> struct Running {
+  static constexpr int MT = ROW_TILES<D>, KEYS = TILE_KEYS<D>;
   float max[MT][2], sum[MT][2]; // the sum covers the columns of this lane only
 
   // Replaces scores by exponentials, and rescales the accumulated output to the new maximum.
@@ -52,7 +58,7 @@ template <int D>
 __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv,
                         int dh, float scale, int causal) {
   DYNAMIC_SHARED(shared);
-  constexpr int TILE = KEYS * Rows<D>::BYTES;
+  constexpr int MT = ROW_TILES<D>, KEYS = TILE_KEYS<D>, ROWS = WARPS * 16 * MT, TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
@@ -91,7 +97,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     commit_copies();
     float scores[MT][KEYS / 8][4];
     clear(scores);
-    add_scores<D, MT, KEYS, D == 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
+    add_scores<D, MT, KEYS, D >= 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
     if (at + KEYS > unmasked_end) {
       Task task = task_of(tasks, block_here() / h);
       int here = lane_here(), g = here / 4, t = here % 4;
@@ -148,3 +154,4 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
 FORWARD(64)
 FORWARD(80)
 FORWARD(128)
+FORWARD(256)
