@@ -40,6 +40,7 @@ mod parity;
 mod plan;
 mod qlora;
 mod ranks;
+mod report;
 mod resume;
 mod rounding;
 mod rows;

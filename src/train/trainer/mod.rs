@@ -308,8 +308,8 @@ impl Trainer {
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
             tracing::warn!(
-                first,
-                last,
+                %first,
+                %last,
                 "the loss ended above its first values: the run has diverged"
             );
         }
