@@ -243,9 +243,9 @@ impl Trainer {
             }
             self.poll_save()?;
             // a signal to one rank stops all
-            let flags = [&self.parts.stop, &self.parts.save];
-            let [stop, save] =
-                [flags[0].load(Ordering::Relaxed), flags[1].swap(false, Ordering::Relaxed)];
+            let stop = self.parts.stop.load(Ordering::Relaxed);
+            // before the first step there is nothing to save: the request waits
+            let save = self.parts.state.step > 0 && self.parts.save.swap(false, Ordering::Relaxed);
             let all = self.ranks().gather([stop, save])?;
             if all.iter().any(|[stop, _]| *stop) {
                 let folder = (self.parts.state.step > 0).then(|| self.save()).transpose()?;
@@ -308,8 +308,8 @@ impl Trainer {
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
             tracing::warn!(
-                first,
-                last,
+                %first,
+                %last,
                 "the loss ended above its first values: the run has diverged"
             );
         }
