@@ -123,9 +123,9 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
-/// Maximum number of bytes of the texts of a row: about 2 million tokens. Tokenising 10 MB of brackets
-/// took 4 GB.
-const MAX_TEXT_BYTES: usize = 8 << 20;
+/// Maximum number of bytes of the texts of a row, also after the chat template: about 1 million tokens.
+/// A tokenizer takes many bytes for each byte of a word.
+pub(in crate::data) const MAX_TEXT_BYTES: usize = 4 << 20;
 /// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
 
