@@ -104,6 +104,7 @@ impl Cli {
 /// Runs the command that the arguments name, and reports its error.
 pub fn main() -> ExitCode {
     hide_library_backtraces();
+    crate::ops::share_one_heap_under_a_limit();
     let cli = match Cli::read() {
         Ok(cli) => cli,
         Err(error) => {

@@ -127,7 +127,8 @@ impl ModelShape {
         saved * element + trained * self.state_bytes(config)
     }
 
-    /// Bytes of host memory for the copy from which one process writes a checkpoint in the background.
+    /// Bytes of host memory for the copy from which a checkpoint is written in the background, over all
+    /// ranks.
     pub fn copy_bytes(&self, config: &RunConfig) -> f64 {
         if !config.checkpoint.background || config.checkpoint.every_steps == 0 {
             return 0.0;
