@@ -36,6 +36,7 @@ mod bytes;
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
+mod driver_version;
 mod dropout;
 mod eight_bit;
 mod embedding;
@@ -76,6 +77,7 @@ pub use cpu::{
 };
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
+pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
@@ -84,7 +86,8 @@ pub use embedding::{
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{
-    CUDA_BUILD, GpuMemory, copy_from_host, count_gpus, exit_at_once, gpu_memory, open_gpu, upload,
+    CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
+    gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{

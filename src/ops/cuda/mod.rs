@@ -11,6 +11,10 @@ mod adamw;
 mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
+#[cfg(all(feature = "cuda", unix))]
+mod download;
+#[cfg(any(feature = "cuda", test))]
+mod driver;
 mod dropout;
 mod embedding;
 mod gemm;
@@ -24,6 +28,8 @@ mod muon;
 mod nf4;
 mod norm;
 mod pointwise;
+#[cfg(any(feature = "cuda", test))]
+mod product;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -40,6 +46,8 @@ pub(super) use adamw::{
     adamw_step, clipped_update, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
+#[cfg(all(feature = "cuda", unix))]
+pub(super) use download::download;
 pub(super) use dropout::{dropout, dropout_add};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
@@ -64,4 +72,4 @@ pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
-pub(super) use upload::{upload, upload_bytes};
+pub(super) use upload::{upload, upload_bf16, upload_bytes};
