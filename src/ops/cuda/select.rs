@@ -23,6 +23,8 @@ pub(super) struct Gpu {
     pub(super) capability: (u32, u32),
     /// Maximum number of bytes of shared memory of a block.
     pub(super) shared_bytes: usize,
+    /// Number of bytes of shared memory of a multiprocessor.
+    pub(super) shared_bytes_of_all: usize,
 }
 
 impl Gpu {
@@ -33,7 +35,9 @@ impl Gpu {
             bail!("found operands on the CPU, expected a GPU")
         };
         let capability = super::module::capability(device)?;
-        Ok(Self { capability, shared_bytes: super::module::shared_bytes(device)? })
+        let (shared_bytes, shared_bytes_of_all) =
+            (super::module::shared_bytes(device)?, super::module::shared_bytes_of_all(device)?);
+        Ok(Self { capability, shared_bytes, shared_bytes_of_all })
     }
 
     /// The emulated GPU is an A100.
@@ -44,7 +48,14 @@ impl Gpu {
     }
 
     #[cfg(not(feature = "cuda"))]
-    pub(super) const A100: Self = Self { capability: SM80, shared_bytes: 163 << 10 };
+    pub(super) const A100: Self =
+        Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
+
+    /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
+    /// block.
+    fn holds_two(self, bytes: usize) -> bool {
+        2 * (bytes + 1024) <= self.shared_bytes_of_all
+    }
 }
 
 /// Side whose rows a block owns.
@@ -97,11 +108,26 @@ impl AttentionKernels {
         }
     }
 
-    /// Number of threads and bytes of shared memory of a forward block.
-    pub(super) fn forward(self) -> (u32, usize) {
+    /// Kernel name, number of threads and bytes of shared memory of a forward block.
+    pub(super) fn forward(self) -> (String, u32, usize) {
+        let name = self.name("attention_forward");
         match self.padded {
-            Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
-            None => (PLAIN_THREADS, 3 * PLAIN_ROWS * self.row_bytes + 4 * PLAIN_ROWS * 32),
+            Some(padded) => {
+                let bytes = (ROWS + 3 * FORWARD_KEYS) * self.row_bytes;
+                // Two blocks of the smallest have room on every GPU.
+                self.two_or_one(name, bytes, padded > 64)
+            }
+            None => (name, PLAIN_THREADS, 3 * PLAIN_ROWS * self.row_bytes + 4 * PLAIN_ROWS * 32),
+        }
+    }
+
+    /// The kernel with four warps, of which two blocks share a multiprocessor, or the one with eight
+    /// if `has_single` and there is room for one block only.
+    fn two_or_one(self, name: String, bytes: usize, has_single: bool) -> (String, u32, usize) {
+        if has_single && !self.gpu.holds_two(bytes) {
+            (format!("{name}_single"), 256, bytes)
+        } else {
+            (name, 128, bytes)
         }
     }
 
@@ -125,7 +151,10 @@ impl AttentionKernels {
         // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
         // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile.
         let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
-        if (self.padded, own) != (Some(128), Own::Keys) {
+        if own == Own::Queries {
+            return self.two_or_one(name, bytes(others), true);
+        }
+        if self.padded != Some(128) {
             return (name, threads, bytes(others));
         }
         let shared = bytes(others) + 4 * ROWS * others;

@@ -251,6 +251,10 @@ using Keys128Less = Shape<128, 1, 8, 32, true>; // for GPUs with 99 KiB of share
 using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;
+// For GPUs on whose multiprocessor only one block has room: twice the warps.
+using Queries64Single = Shape<64, 1, 8, 64, false>;
+using Queries80Single = Shape<80, 1, 8, 32, false>;
+using Queries128Single = Shape<128, 1, 8, 32, false>;
 
 BACKWARD(keys_d64, Keys64, 2)
 BACKWARD(keys_d80, Keys80, 1)
@@ -259,3 +263,6 @@ BACKWARD(keys_d128_less, Keys128Less, 1)
 BACKWARD(queries_d64, Queries64, 2)
 BACKWARD(queries_d80, Queries80, 2)
 BACKWARD(queries_d128, Queries128, 2)
+BACKWARD(queries_d64_single, Queries64Single, 1)
+BACKWARD(queries_d80_single, Queries80Single, 1)
+BACKWARD(queries_d128_single, Queries128Single, 1)
