@@ -38,6 +38,7 @@ impl DeviceChoice {
     }
 
     /// The device that `auto` stands for, before it is opened.
+    #[must_use]
     pub fn resolved(self) -> Self {
         match self {
             Self::Auto if count_gpus() > 0 => Self::Cuda(gpu_of_rank(0)),

@@ -49,7 +49,7 @@ def op_tables(ours, theirs):
 
 
 def step_tables(ours, theirs):
-    # The GPU's figure, if the program knows it; PyTorch ran on the same GPU.
+    # The figure of the GPU if trainer has one; PyTorch ran on the same GPU.
     known = [row["vendor_peak_GFLOP/s"] for row in ours if "vendor_peak_GFLOP/s" in row]
     vendor = float(os.environ["PEAK_TFLOPS"]) * 1e3 if "PEAK_TFLOPS" in os.environ else (known or [989e3])[0]
     print(f"\nsteps; the vendor's peak is {vendor / 1e3:,.0f} TFLOP/s\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | "

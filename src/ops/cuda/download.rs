@@ -13,6 +13,7 @@ use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// Number of bytes of a piece.
@@ -34,10 +35,10 @@ pub(in crate::ops) fn download(from: &Tensor, to: &mut [u8]) -> Result<()> {
     }
     let (source, stream) = (address("download", "from", from)?.0, gpu.cuda_stream());
     let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
-    if !all.contains_key(&gpu.id()) {
-        all.insert(gpu.id(), [page_locked(gpu)?, page_locked(gpu)?]);
-    }
-    let Some(buffers) = all.get_mut(&gpu.id()) else { bail!("download: no buffers") };
+    let buffers = match all.entry(gpu.id()) {
+        Entry::Occupied(buffers) => buffers.into_mut(),
+        Entry::Vacant(entry) => entry.insert([page_locked(gpu)?, page_locked(gpu)?]),
+    };
     stream.context().bind_to_thread().w()?;
     let mut start = |piece: usize, bytes: usize| -> Result<(*const u8, CudaEvent)> {
         let buffer = buffers[piece % 2].as_mut_ptr().w()?;
