@@ -23,6 +23,8 @@ struct Buffer {
     device: DeviceId,
     memory: PinnedHostSlice<u8>,
     copied: Option<CudaEvent>,
+    /// Whether the copy is on the stream for large tensors, so that it is done soon.
+    is_large: bool,
 }
 
 /// Idle and busy buffers of all devices. Their number is the peak number of concurrent uploads.
@@ -164,6 +166,7 @@ fn send<T: Copy + Send>(
         }
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
         buffer.copied = Some(event);
+        buffer.is_large = stream.cu_stream() != gpu.cuda_stream().cu_stream();
         BUFFERS.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
     Ok(())
@@ -198,8 +201,11 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
     let size = bytes.next_power_of_two().max(MIN_BUFFER_BYTES);
     let held = |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.memory.len()).sum::<usize>();
     while !buffers.is_empty() && held(&buffers) + size > MAX_BUFFER_BYTES {
-        // The first buffer has been busy for longest. If it is too small, it is freed.
-        let oldest = buffers.remove(0);
+        // The first buffers have been busy for longest. One that is too small is freed.
+        let done = buffers.iter().position(idle);
+        let soon = || buffers.iter().position(|buffer| buffer.is_large);
+        let oldest = done.or_else(soon).unwrap_or(0);
+        let oldest = buffers.remove(oldest);
         if let Some(copied) = &oldest.copied {
             copied.synchronize().w()?;
         }
@@ -211,7 +217,7 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
     let stream = gpu.cuda_stream();
     // SAFETY: the memory is written before it is read.
     let memory = unsafe { stream.context().alloc_pinned::<u8>(size) }.w()?;
-    Ok(Buffer { device: gpu.id(), memory, copied: None })
+    Ok(Buffer { device: gpu.id(), memory, copied: None, is_large: false })
 }
 
 #[cfg(test)]
