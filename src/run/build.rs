@@ -191,8 +191,7 @@ impl Run {
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
-        let place = (rank.world, device.is_cpu());
-        let predicted = forecast(config, &rows, packs.as_ref(), place);
+        let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
