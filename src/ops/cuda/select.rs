@@ -116,7 +116,7 @@ impl AttentionKernels {
     pub(super) fn forward(self) -> Block {
         let name = self.name("attention_forward");
         // A tile of own queries, two stages of keys, and one of values.
-        let shared = |rows, keys| (rows + 3 * keys) * self.row_bytes;
+        let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
         match self.padded {
             Some(256) => Block { name, rows: 64, threads: 128, shared: shared(64, 32) },
             // Two blocks of the smallest have room on every GPU.
