@@ -105,7 +105,7 @@ impl AttentionKernels {
     pub(super) fn forward(self) -> Block {
         let name = self.name("attention_forward");
         // A tile of own queries, two stages of keys, and one of values.
-        let shared = |rows, keys| (rows + 3 * keys) * self.row_bytes;
+        let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
         let (rows, threads, shared) = match self.padded {
             Some(256) => (64, 128, shared(64, 32)),
             Some(_) => (128, 128, shared(128, 64)),
@@ -139,7 +139,7 @@ impl AttentionKernels {
         // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
         // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile, at
         // once or, with 256 columns, one after the other.
-        let bytes = |others| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
+        let bytes = |others: usize| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
         let exchanged = match (self.padded, own) {
             (Some(128), Own::Keys) => 4 * rows * others,
             (Some(256), Own::Keys) => 2 * rows * others,
