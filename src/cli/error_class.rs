@@ -175,7 +175,7 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<OrderError>() {
         error.hint().to_owned()
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {
-        error.hint().to_owned()
+        error.hint()
     } else if let Some(error) = error.downcast_ref::<AdapterError>() {
         match error {
             AdapterError::Files { source, .. } => return classify(source.as_ref()),

@@ -38,6 +38,7 @@ pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
 mod delta_gates;
+mod driver_version;
 mod dropout;
 mod eight_bit;
 mod embedding;
@@ -78,11 +79,12 @@ pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{
     CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory, memory_advice,
-    set_memory_advice, set_predicted_memory, simd_level,
+    set_memory_advice, set_predicted_memory, share_one_heap_under_a_limit, simd_level,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
 pub use delta_gates::{DeltaGatesGrad, delta_gates, delta_gates_backward};
+pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
@@ -96,7 +98,8 @@ pub use gated_delta_rule::{
 pub use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{
-    CUDA_BUILD, GpuMemory, copy_from_host, count_gpus, exit_at_once, gpu_memory, open_gpu, upload,
+    CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
+    gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{

@@ -5,7 +5,11 @@ use super::harness::{Output, Place, finish, golden, without_measured, write};
 use serde_json::Value;
 use std::fs;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use trainer::dist::Monitor;
+use trainer::run::{Run, RunOptions};
 
 /// A folder with a tiny model, text rows, and a config of `steps` steps.
 fn place(steps: u64) -> Place {
@@ -133,6 +137,49 @@ fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
     assert_eq!(child.wait().unwrap().code(), Some(75));
     let last = place.rows("run/metrics.jsonl").last().unwrap()["step"].as_u64().unwrap();
     assert!(place.path(&format!("run/checkpoints/step-{last:08}/manifest.json")).is_file());
+}
+
+#[test]
+fn a_signal_before_the_first_step_saves_after_it() {
+    let place = super::ranks::place();
+    let settings = ["train.epochs=null", "train.max_steps=3", "checkpoint.every_steps=0"];
+    let config = super::ranks::config(&place, "run", &settings);
+    let options = RunOptions::default();
+    options.save.store(true, Ordering::Relaxed);
+    Run::with_options(&config, &options).unwrap().train(&mut ()).unwrap();
+    assert_eq!(place.names("run/checkpoints"), ["step-00000001", "step-00000003"]);
+    assert!(!options.save.load(Ordering::Relaxed));
+}
+
+/// The calls of a monitor.
+#[derive(Default)]
+struct Calls(Mutex<Vec<String>>);
+
+impl Monitor for Calls {
+    fn report(&self, work: &str) {
+        self.0.lock().unwrap().push(work.to_owned());
+    }
+
+    fn fail(&self, _: &str) {}
+
+    fn finish(&self) {
+        self.0.lock().unwrap().push("finished".to_owned());
+    }
+}
+
+#[test]
+fn the_watchdog_learns_that_training_has_ended() {
+    let place = super::ranks::place();
+    let settings = ["train.epochs=null", "train.max_steps=1", "checkpoint.every_steps=0"];
+    let config = super::ranks::config(&place, "run", &settings);
+    let calls = Arc::new(Calls::default());
+    let monitor: Arc<dyn Monitor> = calls.clone();
+    let options = RunOptions { monitor: Some(monitor), ..RunOptions::default() };
+    let mut run = Run::with_options(&config, &options).unwrap();
+    run.train(&mut ()).unwrap();
+    let calls = calls.0.lock().unwrap();
+    assert_eq!(calls.last().unwrap(), "finished", "{calls:?}"); // while `run` is in use
+    assert!(calls.len() > 1, "{calls:?}");
 }
 
 #[test]

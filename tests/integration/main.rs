@@ -41,6 +41,7 @@ mod plan;
 mod qlora;
 mod qwen35;
 mod ranks;
+mod report;
 mod resume;
 mod rounding;
 mod rows;

@@ -117,6 +117,52 @@ fn both_backends_match_the_reference_across_tile_boundaries() {
     }
 }
 
+/// Lengths with the sum `total`: one segment, or random lengths of which few are long.
+fn random_lengths(seed: u64, total: usize) -> Vec<usize> {
+    use rand::{Rng as _, SeedableRng as _};
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    let (mut lengths, mut left) = (Vec::new(), if seed == 0 { 0 } else { total });
+    while left > 0 {
+        let longest = total >> rng.random_range(0..8);
+        let length = rng.random_range(1..=longest.max(1)).min(left);
+        lengths.push(length);
+        left -= length;
+    }
+    if seed == 0 { vec![total] } else { lengths }
+}
+
+/// On a GPU: tensor cores in bf16 against the plain kernel in f32, with the tokens of a full pack.
+#[test]
+fn long_segments_of_random_lengths_match_f32() {
+    let (total, heads, dims) = if device().is_cpu() {
+        (420, (2, 1), &[128][..])
+    } else {
+        (16_384, (8, 2), &[64, 72, 128][..])
+    };
+    let (h, hkv) = heads;
+    for (seed, masking) in [(0, Masking::Causal), (1, Masking::Causal), (2, Masking::Full)] {
+        let lengths = random_lengths(seed, total);
+        for dh in dims {
+            let inputs = [h, hkv, hkv, h].map(|heads| {
+                random(heads as u64, &[total, heads, *dh]).to_dtype(DType::BF16).unwrap()
+            });
+            let results = [DType::BF16, DType::F32].map(|dtype| {
+                let [q, k, v, d_o] = inputs.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+                let segments = segments(&lengths);
+                let qkv = Qkv { q: &q, k: &k, v: &v };
+                let (o, lse) = Flash.forward(qkv, &segments, masking).unwrap();
+                let grads = Flash.backward(qkv, &o, &lse, &d_o, &segments, masking).unwrap();
+                [o, lse, grads.dq, grads.dk, grads.dv]
+            });
+            let [got, want] = &results;
+            for (index, (got, want)) in got.iter().zip(want).enumerate() {
+                let what = format!("{masking:?} {lengths:?} x {dh}: result {index}");
+                assert_close(&what, got, want, bf16_grads());
+            }
+        }
+    }
+}
+
 /// Returns `o`, `lse` and the gradients of a backend.
 fn run(
     backend: &dyn AttentionBackend,

@@ -27,5 +27,6 @@ pub(in crate::ops) use memory::{
 };
 pub use out_of_memory::{
     exit_when_out_of_memory, memory_advice, set_memory_advice, set_predicted_memory,
+    share_one_heap_under_a_limit,
 };
 pub use simd_level::{SimdError, SimdLevel, simd_level};

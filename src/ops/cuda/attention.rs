@@ -60,6 +60,7 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
 /// segment, and `num_past` keys precede its first query.
 fn attend(
     op: &str,
+    gpu: Gpu,
     qkv: Qkv<'_>,
     queries: CuSeqlens,
     num_past: usize,
@@ -67,7 +68,7 @@ fn attend(
 ) -> Result<(Tensor, Tensor)> {
     let ((n, h, dh), hkv) = (qkv.q.dims3()?, qkv.k.dim(1)?);
     let dtype = qkv.q.dtype();
-    let kernels = AttentionKernels::choose(op, dtype, dh, Gpu::of(qkv.q.device())?)?;
+    let kernels = AttentionKernels::choose(op, dtype, dh, gpu)?;
     let (o, lse) = (empty((n, h, dh), dtype, qkv.q)?, empty((h, n), DType::F32, qkv.q)?);
     if n == 0 {
         return Ok((o, lse));
@@ -94,7 +95,17 @@ pub(in crate::ops) fn flash_attention(
     cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<(Tensor, Tensor)> {
-    attend("flash_attention", qkv, cu_seqlens.clone(), 0, masking)
+    flash_attention_on(Gpu::of(qkv.q.device())?, qkv, cu_seqlens, masking)
+}
+
+/// [`flash_attention`] with the kernels for `gpu`.
+pub(super) fn flash_attention_on(
+    gpu: Gpu,
+    qkv: Qkv<'_>,
+    cu_seqlens: &CuSeqlens,
+    masking: Masking,
+) -> Result<(Tensor, Tensor)> {
+    attend("flash_attention", gpu, qkv, cu_seqlens.clone(), 0, masking)
 }
 
 pub(in crate::ops) fn decode_attention(
@@ -104,7 +115,8 @@ pub(in crate::ops) fn decode_attention(
     num_past: usize,
 ) -> Result<Tensor> {
     let one = CuSeqlens::from_lengths(&[q.dim(0)? as u32]).map_err(Error::wrap)?;
-    let (o, _) = attend("decode_attention", Qkv { q, k, v }, one, num_past, Masking::Causal)?;
+    let (gpu, qkv) = (Gpu::of(q.device())?, Qkv { q, k, v });
+    let (o, _) = attend("decode_attention", gpu, qkv, one, num_past, Masking::Causal)?;
     Ok(o)
 }
 

@@ -13,6 +13,10 @@ mod attention;
 mod blas;
 mod causal_conv1d;
 mod delta_gates;
+#[cfg(all(feature = "cuda", unix))]
+mod download;
+#[cfg(any(feature = "cuda", test))]
+mod driver;
 mod dropout;
 mod embedding;
 mod gated_delta_rule;
@@ -28,6 +32,8 @@ mod muon;
 mod nf4;
 mod norm;
 mod pointwise;
+#[cfg(any(feature = "cuda", test))]
+mod product;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -47,6 +53,8 @@ pub(super) use adamw::{
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
 pub(super) use causal_conv1d::{causal_conv1d, causal_conv1d_backward};
 pub(super) use delta_gates::{delta_gates, delta_gates_backward};
+#[cfg(all(feature = "cuda", unix))]
+pub(super) use download::download;
 pub(super) use dropout::{dropout, dropout_add};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
@@ -76,4 +84,4 @@ pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
-pub(super) use upload::{upload, upload_bytes};
+pub(super) use upload::{upload, upload_bf16, upload_bytes};

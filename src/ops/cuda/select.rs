@@ -19,6 +19,8 @@ pub(super) struct Gpu {
     pub(super) capability: (u32, u32),
     /// Maximum number of bytes of shared memory of a block.
     pub(super) shared_bytes: usize,
+    /// Number of bytes of shared memory of a multiprocessor.
+    pub(super) shared_bytes_of_all: usize,
 }
 
 impl Gpu {
@@ -29,7 +31,9 @@ impl Gpu {
             bail!("found operands on the CPU, expected a GPU")
         };
         let capability = super::module::capability(device)?;
-        Ok(Self { capability, shared_bytes: super::module::shared_bytes(device)? })
+        let (shared_bytes, shared_bytes_of_all) =
+            (super::module::shared_bytes(device)?, super::module::shared_bytes_of_all(device)?);
+        Ok(Self { capability, shared_bytes, shared_bytes_of_all })
     }
 
     /// The emulated GPU is an A100.
@@ -40,7 +44,14 @@ impl Gpu {
     }
 
     #[cfg(not(feature = "cuda"))]
-    pub(super) const A100: Self = Self { capability: SM80, shared_bytes: 163 << 10 };
+    pub(super) const A100: Self =
+        Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
+
+    /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
+    /// block.
+    fn holds_two(self, bytes: usize) -> bool {
+        2 * (bytes + 1024) <= self.shared_bytes_of_all
+    }
 }
 
 /// Side whose rows a block owns.
@@ -106,15 +117,26 @@ impl AttentionKernels {
         let name = self.name("attention_forward");
         // A tile of own queries, two stages of keys, and one of values.
         let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
-        let (rows, threads, shared) = match self.padded {
-            Some(256) => (64, 128, shared(64, 32)),
-            Some(_) => (128, 128, shared(128, 64)),
+        match self.padded {
+            Some(256) => Block { name, rows: 64, threads: 128, shared: shared(64, 32) },
+            // Two blocks of the smallest have room on every GPU.
+            Some(padded) => self.two_or_one(name, shared(128, 64), padded > 64),
             None => {
                 let tiles = 3 * PLAIN_ROWS * self.row_bytes;
-                (PLAIN_ROWS, PLAIN_THREADS, tiles + 4 * PLAIN_ROWS * 32)
+                let shared = tiles + 4 * PLAIN_ROWS * 32;
+                Block { name, rows: PLAIN_ROWS, threads: PLAIN_THREADS, shared }
             }
-        };
-        Block { name, rows, threads, shared }
+        }
+    }
+
+    /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or the
+    /// one with eight if `has_single` and there is room for one block only.
+    fn two_or_one(self, name: String, shared: usize, has_single: bool) -> Block {
+        if has_single && !self.gpu.holds_two(shared) {
+            Block { name: format!("{name}_single"), rows: 128, threads: 256, shared }
+        } else {
+            Block { name, rows: 128, threads: 128, shared }
+        }
     }
 
     /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
@@ -146,6 +168,9 @@ impl AttentionKernels {
             _ => 0,
         };
         let shared = bytes(others) + exchanged;
+        if self.padded != Some(256) && own == Own::Queries {
+            return self.two_or_one(name, shared, true);
+        }
         if self.padded == Some(128) && own == Own::Keys && shared > self.gpu.shared_bytes {
             return Block { name: format!("{name}_less"), rows, threads, shared: bytes(32) };
         }

@@ -3,7 +3,7 @@
 //! sides run the kernels.)
 
 use super::launch::vectors;
-use super::select::{AttentionKernels, Gpu, Own};
+use super::select::{AttentionKernels, Block, Gpu, Own};
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
@@ -293,7 +293,11 @@ fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()>
 }
 
 /// An RTX 4090 or an L40S.
-const SMALL: Gpu = Gpu { capability: (8, 9), shared_bytes: 99 << 10 };
+const SMALL: Gpu =
+    Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10 };
+/// An H100 or an H200.
+const HOPPER: Gpu =
+    Gpu { capability: (9, 0), shared_bytes: 227 << 10, shared_bytes_of_all: 228 << 10 };
 
 #[test]
 fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
@@ -306,26 +310,45 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
 }
 
 #[test]
-fn attention_gradients_match_with_99_kib_of_shared_memory() -> Result<()> {
+fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
+    for gpu in [SMALL, Gpu::A100, HOPPER] {
+        for dh in [8, 64, 72, 80, 128] {
+            let kernels = AttentionKernels::choose("attention", DType::BF16, dh, gpu).unwrap();
+            let passes =
+                [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)];
+            for Block { name, threads, shared, .. } in passes {
+                let blocks = gpu.shared_bytes_of_all / (shared + 1024);
+                assert!(blocks as u32 * threads >= 256, "{gpu:?} {name}: {blocks} of {threads}");
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_matches_with_99_kib_of_shared_memory() -> Result<()> {
     use crate::batch::CuSeqlens;
-    use crate::ops::{AttentionBackend as _, Flash, Masking, Qkv, Segments};
+    use crate::ops::{Masking, Qkv, Segments};
     use candle_core::Error;
     let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
     let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;
     let segments = &Segments::new(cu_seqlens, rows)?;
-    let ((h, hkv, dh), t) = ((4, 2, 128), 403);
-    for masking in [Masking::Causal, Masking::Full] {
+    let ((h, hkv), t) = ((4, 2), 403);
+    for (dh, masking) in
+        [(128, Masking::Causal), (128, Masking::Full), (64, Masking::Causal), (72, Masking::Full)]
+    {
         let dtype = DType::BF16;
         let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
         let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
         let qkv = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = Flash.forward(qkv, segments, masking)?;
-        let [little, much] = [SMALL, Gpu::A100].map(|gpu| {
+        let [little, much] = [SMALL, HOPPER].map(|gpu| {
+            let forward = super::attention::flash_attention_on;
             let backward = super::attention::flash_attention_backward_on;
-            let grads = backward(gpu, qkv, &o, &lse, &d_o, segments.cu_seqlens(), masking).unwrap();
-            [grads.dq, grads.dk, grads.dv]
+            let ends = segments.cu_seqlens();
+            let (o, lse) = forward(gpu, qkv, ends, masking).unwrap();
+            let grads = backward(gpu, qkv, &o, &lse, &d_o, ends, masking).unwrap();
+            [o, lse, grads.dq, grads.dk, grads.dv]
         });
-        assert_all_close(&format!("{masking:?}"), &little, &much, Tolerance::BF16);
+        assert_all_close(&format!("{dh} {masking:?}"), &little, &much, Tolerance::BF16);
     }
     Ok(())
 }

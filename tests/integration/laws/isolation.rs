@@ -82,7 +82,7 @@ fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
     }
 }
 
-/// The state of linear attention and the window of its convolution begin anew with each sample. Other
+/// The state of linear attention and the window of its convolution start from zero in each sample. Other
 /// code bases carried them over to the next sample of a pack. This test shows that the laws find it.
 #[test]
 fn without_boundaries_linear_attention_mixes_samples() {

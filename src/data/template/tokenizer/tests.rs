@@ -215,6 +215,20 @@ fn no_text_takes_quadratic_time() {
 }
 
 #[test]
+fn a_text_of_too_many_tokens_is_tokenised_only_until_this_is_certain() {
+    let tokenizer = Both::small().ours;
+    let text = "7<|im_end|>e\u{301}".repeat(1000);
+    let whole = tokenizer.encode(&text).unwrap();
+    let num = whole.ids.len();
+    assert_eq!(tokenizer.encode_up_to(&text, num).unwrap(), whole);
+    let some = tokenizer.encode_up_to(&text, num - 1).unwrap();
+    assert!(some.ids.len() > num - 1, "it must be seen that there are more");
+    let few = tokenizer.encode_up_to(&text, 100).unwrap();
+    assert!((101..110).contains(&few.ids.len()), "{}", few.ids.len());
+    assert_eq!(few.ids, whole.ids[..few.ids.len()]);
+}
+
+#[test]
 fn unsupported_files_are_run_by_the_tokenizers_crate() {
     let file: Value = serde_json::from_slice(&small_file()).unwrap();
     let with = |pointer: &str, value: Value| {
@@ -230,7 +244,9 @@ fn unsupported_files_are_run_by_the_tokenizers_crate() {
             tokenizer.encode(text).unwrap().ids,
             expected.encode(text, false).unwrap().get_ids()
         );
-        matches!(tokenizer.inner, Inner::Ours(_))
+        let is_ours = matches!(tokenizer.inner, Inner::Ours(_));
+        assert_eq!(tokenizer.max_bytes(), if is_ours { 4 << 20 } else { 1 << 20 });
+        is_ours
     };
     for (pointer, value) in [
         ("/normalizer", json!({"type": "NFKC"})),

@@ -261,6 +261,10 @@ using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;
 using Queries256 = Shape<256, 1, 4, 16, false>;
+// For GPUs on whose multiprocessor only one block has room: twice the warps.
+using Queries64Single = Shape<64, 1, 8, 64, false>;
+using Queries80Single = Shape<80, 1, 8, 32, false>;
+using Queries128Single = Shape<128, 1, 8, 32, false>;
 
 BACKWARD(keys_d64, Keys64, 2)
 BACKWARD(keys_d80, Keys80, 1)
@@ -271,3 +275,6 @@ BACKWARD(queries_d64, Queries64, 2)
 BACKWARD(queries_d80, Queries80, 2)
 BACKWARD(queries_d128, Queries128, 2)
 BACKWARD(queries_d256, Queries256, 2)
+BACKWARD(queries_d64_single, Queries64Single, 1)
+BACKWARD(queries_d80_single, Queries80Single, 1)
+BACKWARD(queries_d128_single, Queries128Single, 1)

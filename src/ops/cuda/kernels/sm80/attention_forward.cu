@@ -6,20 +6,20 @@
 // of one task for different heads are adjacent, so that the heads of a group find their keys in L2.
 // The next keys are loaded during a whole tile, the values during the scores and the softmax. Only
 // tiles on the diagonal and at the end of the keys are masked. The kernel is bound by the tensor
-// cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor.
+// cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor. Where its
+// shared memory has room for one block only, the queries are in eight warps of 16 instead.
 #include "attention.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP;
-
-// Rows of a warp in units of 16, and keys of a tile.
-template <int D> constexpr int ROW_TILES = D > 128 ? 1 : 2;
+// A block has WARPS warps of MT row tiles of 16 queries.
+template <int MT, int WARPS> constexpr int BLOCK_ROWS = WARPS * 16 * MT;
+// Keys of a tile.
 template <int D> constexpr int TILE_KEYS = D > 128 ? 32 : 64;
 
 // Running state of a row: the largest score so far, and the sum of exponentials relative to it.
-template <int D> struct Running {
-  static constexpr int MT = ROW_TILES<D>, KEYS = TILE_KEYS<D>;
+template <int D, int MT> struct Running {
+  static constexpr int KEYS = TILE_KEYS<D>;
   float max[MT][2], sum[MT][2]; // the sum covers the columns of this lane only
 
   // Replaces scores by exponentials, and rescales the accumulated output to the new maximum.
@@ -54,11 +54,11 @@ template <int D> struct Running {
   }
 };
 
-template <int D>
+template <int D, int MT, int WARPS>
 __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv,
                         int dh, float scale, int causal) {
   DYNAMIC_SHARED(shared);
-  constexpr int MT = ROW_TILES<D>, KEYS = TILE_KEYS<D>, ROWS = WARPS * 16 * MT, TILE = KEYS * Rows<D>::BYTES;
+  constexpr int KEYS = TILE_KEYS<D>, ROWS = BLOCK_ROWS<MT, WARPS>, THREADS = WARPS * WARP, TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
@@ -77,7 +77,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   unsigned char *own = q_tile + warp() * 16 * MT * Rows<D>::BYTES;
   float sums[MT][D / 8][4];
   clear(sums);
-  Running<D> running;
+  Running<D, MT> running;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -144,14 +144,16 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
 
 } // namespace
 
-#define FORWARD(D)                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                                 \
-      attention_forward_d##D##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    forward<D>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                               \
+#define FORWARD(D, MT, WARPS, BLOCKS, name)                                                                                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS)                                                                       \
+      attention_forward_##name##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
+    forward<D, MT, WARPS>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                               \
   }                                                                                                                                        \
-  EXPORT(attention_forward_d##D##_bf16)
+  EXPORT(attention_forward_##name##_bf16)
 
-FORWARD(64)
-FORWARD(80)
-FORWARD(128)
-FORWARD(256)
+FORWARD(64, 2, 4, 2, d64)
+FORWARD(80, 2, 4, 2, d80)
+FORWARD(128, 2, 4, 2, d128)
+FORWARD(256, 1, 4, 2, d256)
+FORWARD(80, 1, 8, 1, d80_single)
+FORWARD(128, 1, 8, 1, d128_single)
