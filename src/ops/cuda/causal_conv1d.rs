@@ -40,6 +40,9 @@ pub(in crate::ops) fn causal_conv1d(
     let op = "causal_conv1d";
     let (t, c) = x.dims2()?;
     let y = empty((t, c), x.dtype(), x)?;
+    if t == 0 {
+        return Ok(y);
+    }
     let starts = starts(cu_seqlens, x)?;
     let mut launch = launch(op, (t, c), FORWARD_RANGE, &[x, &y])?;
     for (name, tensor) in [("x", x), ("w", w), ("starts", &starts), ("y", &y)] {
@@ -59,6 +62,9 @@ pub(in crate::ops) fn causal_conv1d_backward(
     let op = "causal_conv1d_backward";
     let (t, c) = x.dims2()?;
     let dx = empty((t, c), x.dtype(), x)?;
+    if t == 0 {
+        return Ok(dx);
+    }
     let starts = starts(cu_seqlens, x)?;
     let range = t.div_ceil(RANGES).max(FORWARD_RANGE);
     let shares =

@@ -161,7 +161,7 @@ impl AttentionKernels {
         // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
         // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile, at
         // once or, with 256 columns, one after the other.
-        let bytes = |others| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
+        let bytes = |others: usize| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
         let exchanged = match (self.padded, own) {
             (Some(128), Own::Keys) => 4 * rows * others,
             (Some(256), Own::Keys) => 2 * rows * others,
