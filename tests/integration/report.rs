@@ -94,7 +94,7 @@ fn the_page_of_a_long_run_with_many_answers_is_small() {
     let place = Place::empty();
     fs::create_dir(place.path("run")).unwrap();
     let lines = |rows: &mut dyn Iterator<Item = Value>| {
-        rows.map(|row| format!("{row}\n")).collect::<String>()
+        rows.map(|row| row.to_string()).collect::<Vec<_>>().join("\n")
     };
     let step = |step: u64| {
         let value = 1.0 + (step as f64 * 0.37).sin();
