@@ -212,6 +212,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
         let exit = match error {
             LoaderError::Trouble { trouble, .. } => trouble_exit(*trouble),
+            LoaderError::Spawn { .. } => Exit::Resources,
             _ => Exit::Data,
         };
         ErrorClass::new(exit, error.hint().to_owned())
@@ -312,6 +313,12 @@ mod tests {
             let cache = CacheError::Exhausted { source: Box::new(error) };
             assert_eq!(classify(&cache).unwrap().exit, exit);
         }
+    }
+
+    #[test]
+    fn a_loader_thread_that_cannot_be_started_is_no_error_of_the_data() {
+        let error = LoaderError::Spawn { message: "os error 11".to_owned() };
+        assert_eq!(classify(&error).unwrap().exit, Exit::Resources);
     }
 
     #[test]

@@ -304,6 +304,14 @@ fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
 }
 
+/// Otherwise the C library reserves 64 MiB of addresses for each thread, and a thread cannot be started.
+#[test]
+fn many_threads_fit_into_a_limited_address_space() {
+    let place = place(2);
+    let many = sft(&["--set", "data.workers=64"]);
+    limited(&place, "export RAYON_NUM_THREADS=2; ulimit -v 1000000", &many).ends_with(0);
+}
+
 #[test]
 fn a_step_that_is_trained_again_has_the_same_loss_and_changes_no_file() {
     let place = place(8);

@@ -1,5 +1,5 @@
 //! The three parts of a save. The first and the last are common calls of all ranks and take little time.
-//! The second writes the tensors, and can run beside the training.
+//! The second writes the tensors, and can run in the background.
 
 use super::super::CheckpointError;
 use super::super::atomic::{NewFolder, sync_folder, temporary_folder};
@@ -30,7 +30,7 @@ pub(in crate::checkpoint) struct Written {
 }
 
 impl Written {
-    /// Writes what rank `rank` of `world` ranks holds into the files of a begun checkpoint.
+    /// Writes what rank `rank` of `world` ranks holds into the files that [`Checkpointer::begin`] created.
     pub(in crate::checkpoint) fn write(
         target: &Path,
         contents: &Contents<'_>,

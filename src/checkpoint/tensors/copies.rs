@@ -75,7 +75,7 @@ impl SavedTensor {
 pub(in crate::checkpoint) struct Copies(HashMap<usize, Vec<(Range<usize>, Tensor)>>);
 
 impl Copies {
-    /// What replaces `tensor`, one of those that were copied: its copied parts, or a fixed tensor itself.
+    /// The copy of `tensor`: its copied parts, or a fixed tensor itself.
     pub(in crate::checkpoint) fn take(&mut self, tensor: &SavedTensor) -> SavedTensor {
         if tensor.is_fixed {
             return tensor.clone();

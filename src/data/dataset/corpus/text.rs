@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::data::source::MAX_TEXT_BYTES;
 
 /// Length of the pieces of a row with a long text, in bytes.
-pub(super) const ROW_PIECE_BYTES: usize = 1 << 20;
+pub(super) const ROW_PIECE_BYTES: usize = 1 << 19;
 /// Maximum length of a piece in bytes; a text without a place to cut has longer pieces.
 const PIECE_BYTES: usize = 32 << 10;
 const BOM: &[u8] = b"\xef\xbb\xbf";
