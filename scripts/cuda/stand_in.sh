@@ -74,7 +74,9 @@ check() {
   STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::cuda::driver ops::cuda::upload ops::cuda::download
   sft plain 0
   [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
-  TRAINER_POISON=1 sft poison 0
+  # The stand-in writes no results, so they stay NaN.
+  TRAINER_POISON=1 sft poison 65
+  says poison 'the loss is NaN'
   STAND_IN_REFUSES=1 sft refused 0
   says refused 'cublasLt has no algorithm for this product'
   [ "$(calls refused 'kernel product')" -gt 0 ] || fail "no product was computed by our kernel" "$out/refused.calls"
@@ -91,7 +93,7 @@ train() {
   local precision steps
   for precision in f32 bf16; do
     steps=$([ $precision = f32 ] && echo 10 || echo 2)
-    STAND_IN_COMPUTES=1 sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
+    TRAINER_POISON=1 STAND_IN_COMPUTES=1 sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
     STAND_IN_COMPUTES=1 sft "cpu_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps --set device=cpu
     [ "$(calls "computed_$precision" 'kernel attention_forward')" -gt 0 ] || fail "no kernel ran" "$out/computed_$precision.calls"
     python3 - "$out/computed_$precision" "$out/cpu_$precision" $precision <<'PY'
