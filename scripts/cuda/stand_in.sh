@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the GPU build on a machine without a GPU, behind a stand-in for the driver and for the libraries
-# of CUDA (tests/fixtures/cuda/driver.cpp) that answers at once and computes nothing:
-#   scripts/cuda/stand_in.sh [check] [host]
+# of CUDA (tests/fixtures/cuda) that answers at once:
+#   scripts/cuda/stand_in.sh [check] [train] [host]
 #   check  memory that is exhausted, reads of the host, products that cuBLASLt refuses, an old driver
+#   train  ten steps with all computations on the stand-in (kernels in emulation) against the CPU
 #   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
 #          small matrices
 # It needs a C++ compiler, but neither nvcc nor a GPU. PROFILE=dev builds without optimisation.
@@ -18,7 +19,16 @@ names=(cuda cublas cublasLt curand nvrtc cudart)
 # One library with all functions, and links with the names of the others. Functions that the stand-in
 # lacks return CUDA_ERROR_NOT_SUPPORTED.
 library() {
-  g++ -std=c++17 -O1 -Wall -fPIC -c -o "$out/driver.o" tests/fixtures/cuda/driver.cpp
+  g++ -std=c++17 -O2 -Wall -fPIC -c -o "$out/driver.o" tests/fixtures/cuda/driver.cpp
+  g++ -std=c++17 -O3 -ffast-math -fno-finite-math-only -Wall -fPIC -c -o "$out/compute.o" tests/fixtures/cuda/compute.cpp
+  # As compile_object in build.rs. The objects of an earlier run stay if nothing changed.
+  find src/ops/cuda/kernels src/ops/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
+  if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
+    rm -rf "$out/kernels" && mkdir "$out/kernels"
+    printf '%s\n' src/ops/cuda/kernels/*/*.cu src/ops/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
+      -fno-strict-aliasing -fPIC -c -Isrc/ops/cuda/kernels/common -Isrc/ops/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
+    mv "$out/kernels.sha256.new" "$out/kernels.sha256"
+  fi
   local bindings sources
   bindings=$(cargo metadata -q --format-version 1 --features cuda | grep -o '"manifest_path":"[^"]*cudarc-[^"]*Cargo.toml"' | head -n 1 | cut -d'"' -f4)
   sources=$(dirname "$bindings")/src
@@ -26,7 +36,7 @@ library() {
   grep -rhoE 'fn (cu|cublas|cublasLt|curand|nvrtc)[A-Za-z0-9_]*' "$sources"/{driver,cublas,cublaslt,curand,nvrtc}/sys | awk '{ print $2 }' | sort -u |
     comm -23 - "$out/defined" | awk '{ print "int " $1 "(void) { return 801; }" }' >"$out/others.c"
   gcc -w -O1 -fPIC -c -o "$out/others.o" "$out/others.c"
-  g++ -shared -Wl,-soname,libcuda.so.1 -o "$lib/libcuda.so.1" "$out/driver.o" "$out/others.o"
+  g++ -shared -Wl,-soname,libcuda.so.1 -o "$lib/libcuda.so.1" "$out/driver.o" "$out/compute.o" "$out/others.o" "$out"/kernels/*.o
   local name
   for name in "${names[@]}"; do ln -sf libcuda.so.1 "$lib/lib$name.so"; done
 }
@@ -64,7 +74,9 @@ check() {
   STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::cuda::driver ops::cuda::upload ops::cuda::download
   sft plain 0
   [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
-  TRAINER_POISON=1 sft poison 0
+  # The stand-in writes no results, so they stay NaN.
+  TRAINER_POISON=1 sft poison 65
+  says poison 'the loss is NaN'
   STAND_IN_REFUSES=1 sft refused 0
   says refused 'cublasLt has no algorithm for this product'
   [ "$(calls refused 'kernel product')" -gt 0 ] || fail "no product was computed by our kernel" "$out/refused.calls"
@@ -74,6 +86,26 @@ check() {
   STAND_IN_DRIVER=12040 sft old_driver 64
   says old_driver 'the driver supports CUDA 12.4 at most, but this binary was built with CUDA 13.0'
   echo "ok: the GPU build behind the stand-in"
+}
+
+# The losses of ten steps in f32, and of a step in bf16, are those of the CPU.
+train() {
+  local precision steps
+  for precision in f32 bf16; do
+    steps=$([ $precision = f32 ] && echo 10 || echo 2)
+    TRAINER_POISON=1 STAND_IN_COMPUTES=1 sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
+    STAND_IN_COMPUTES=1 sft "cpu_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps --set device=cpu
+    [ "$(calls "computed_$precision" 'kernel attention_forward')" -gt 0 ] || fail "no kernel ran" "$out/computed_$precision.calls"
+    python3 - "$out/computed_$precision" "$out/cpu_$precision" $precision <<'PY'
+import json, sys
+found, expected = ([json.loads(line) for line in open(f"{folder}/metrics.jsonl")] for folder in sys.argv[1:3])
+bound = {"f32": 1e-4, "bf16": 1e-2}[sys.argv[3]]
+for key in ("loss", "grad_norm"):
+    off = max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
+    print(f"{sys.argv[3]}: {key} of {len(found)} steps differs by at most {off:.1e} of that of the CPU")
+    assert off <= bound, [(a[key], b[key]) for a, b in zip(found, expected)]
+PY
+  done
 }
 
 # The number of launches does not depend on the sizes of matrices, so the model has all layers of its
@@ -106,13 +138,13 @@ print(f"{of('kernel ', 'cublasLtMatmul') - of('cublasLtMatmulA', 'cublasLtMatmul
 PY
 }
 
-[ $# -gt 0 ] || set -- check host
+[ $# -gt 0 ] || set -- check train host
 library
 run build --bin trainer
 trainer=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")/trainer
 for part in "$@"; do
   case $part in
-    check | host) "$part" ;;
-    *) echo "unknown part \`$part\`, expected check or host" >&2; exit 64 ;;
+    check | train | host) "$part" ;;
+    *) echo "unknown part \`$part\`, expected check, train or host" >&2; exit 64 ;;
   esac
 done

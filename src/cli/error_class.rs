@@ -221,7 +221,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         ErrorClass::new(Exit::Data, hint.to_owned())
     } else if let Some(error) = error.downcast_ref::<StepError>() {
         match error {
-            StepError::Candle(_) => return None,
+            StepError::Candle(error) => return classify(error),
             StepError::Ranks(error) => return classify(error),
             StepError::NonFiniteLoss { .. } | StepError::NonFiniteGradient { .. } => {
                 ErrorClass::new(Exit::Data, error.hint().map(str::to_owned))
@@ -296,8 +296,11 @@ mod tests {
 
     #[test]
     fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
-        let error = candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
-        assert_eq!(classify(&TrainError::Candle(error)).unwrap().exit, Exit::Resources);
+        let error = || candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
+        let in_step = StepError::Candle(error());
+        for error in [TrainError::Candle(error()), TrainError::Step(in_step)] {
+            assert_eq!(classify(&error).unwrap().exit, Exit::Resources);
+        }
     }
 
     #[test]
