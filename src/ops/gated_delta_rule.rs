@@ -58,6 +58,7 @@ impl DeltaHeads {
     }
 
     /// Number of key heads at a time on a GPU, if each needs `bytes` and all may take `most`.
+    #[cfg(any(feature = "cuda", feature = "cuda-emulation", test))]
     pub(super) fn gpu_key_heads(self, bytes: usize, most: usize) -> usize {
         let fit = (most / bytes.max(1)).clamp(1, self.key_heads);
         self.key_heads.div_ceil(self.key_heads.div_ceil(fit))
