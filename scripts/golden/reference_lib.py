@@ -101,9 +101,12 @@ class Encoder:
         self.images = Qwen2VLImageProcessor(**{k: v for k, v in settings.items() if k not in drop})
 
     def render(self, messages, tools=None, prompt=False):
-        """Renders the chat template; `prompt` appends the header of the next assistant turn."""
+        """Renders the chat template; `prompt` appends the header of the next assistant turn.
+
+        Templates of thinking models write the header of an answer without thoughts, as in training.
+        """
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, enable_thinking=False
         )
 
     @staticmethod

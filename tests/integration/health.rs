@@ -126,11 +126,14 @@ fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
     let mut child = place.start(&sft(&[]));
     wait_until("step 2", &mut child, || has_step(&place, 2));
     send("USR1", &child);
-    let saved =
-        || place.path("run/checkpoints").is_dir() && !place.names("run/checkpoints").is_empty();
-    wait_until("checkpoint", &mut child, saved);
-    let step = place.names("run/checkpoints")[0].clone();
-    let step: u64 = step.rsplit('-').next().unwrap().parse().unwrap();
+    // a checkpoint that is being written has a hidden folder
+    let saved = || {
+        let folder = "run/checkpoints";
+        let names = if place.path(folder).is_dir() { place.names(folder) } else { Vec::new() };
+        names.into_iter().find_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok())
+    };
+    wait_until("checkpoint", &mut child, || saved().is_some());
+    let step = saved().unwrap();
     wait_until("a later step", &mut child, || has_step(&place, step + 2));
     // the terminal was closed
     send("HUP", &child);
