@@ -122,7 +122,7 @@ fn has_step(place: &Place, step: u64) -> bool {
 
 #[test]
 fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
-    let place = place(4000);
+    let place = place(16_000);
     let mut child = place.start(&sft(&[]));
     wait_until("step 2", &mut child, || has_step(&place, 2));
     send("USR1", &child);
