@@ -70,7 +70,7 @@ def main():
     rope = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_interleaved": True, "mrope_section": [half - 2 * side, side, side]}
     if a.family == "qwen3_5":
         rope["partial_rotary_factor"] = 0.25
-    cfg = Config(tie_word_embeddings=not a.untied,
+    cfg = Config(tie_word_embeddings=not a.untied, image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653,
         text_config=dict(hidden_size=a.hidden, num_hidden_layers=a.layers, num_attention_heads=a.heads, num_key_value_heads=a.kv_heads, head_dim=a.head_dim, intermediate_size=a.intermediate, vocab_size=a.vocab,
                          rope_parameters=rope, **more),
         vision_config=dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=128, out_hidden_size=a.hidden, **vision))

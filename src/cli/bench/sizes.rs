@@ -72,7 +72,13 @@ const CPU: Sizes = Sizes {
         (16, 128, 16, 8, 128, Masking::Causal),
         (4, 512, 16, 16, 64, Masking::Full),
     ],
-    delta_rules: &[[1, 2048, 16, 32, 128], [16, 128, 16, 32, 128]],
+    // 1,024 and 32,768 tokens: the time of a token does not depend on the length.
+    delta_rules: &[
+        [1, 2048, 16, 32, 128],
+        [16, 128, 16, 32, 128],
+        [1, 1024, 4, 8, 128],
+        [1, 32_768, 4, 8, 128],
+    ],
     head: [1024, 512, 151_936],
     dequantized: 64 << 20,
     optimizer: 16 << 20,

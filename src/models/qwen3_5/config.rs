@@ -19,7 +19,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
     let config = vision_language::Config {
         text: decoder(&text)?,
         mrope_section: text.rope().mrope_section()?,
-        vision: vision_language::VisionConfig::read(&vision)?,
+        vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
         // transformers reads only this one
         tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
         initializer_range: text.value["initializer_range"].as_f64().unwrap_or(0.02),
@@ -124,6 +124,26 @@ mod tests {
         let full: Vec<usize> = (0..24).filter(|k| !hybrid.is_linear[*k]).collect();
         assert_eq!(full, [3, 7, 11, 15, 19, 23]);
         assert_eq!(hybrid.qkv_width(), 3 * 16 * 128);
+    }
+
+    #[test]
+    fn a_folder_that_transformers_has_saved_lists_no_deepstack_layers() {
+        let mut vision = json!({
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+            "in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+            "num_position_embeddings": 2304, "out_hidden_size": 1024, "model_type": "qwen3_5_vision",
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0},
+        });
+        for list in [json!([]), Value::Null] {
+            vision["deepstack_visual_indexes"] = list;
+            let json = json!({
+                "model_type": "qwen3_5", "text_config": published(), "vision_config": vision,
+                "image_token_id": 248_056, "tie_word_embeddings": true,
+            });
+            let config = read(&json).unwrap();
+            assert!(config.vision.deepstack_visual_indexes.is_empty());
+            assert!(config.tie_word_embeddings);
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
     let config = Config {
         text: text.decoder()?,
         mrope_section: rope.mrope_section()?,
-        vision: VisionConfig::read(&vision)?,
+        vision: VisionConfig::read(&vision, vision.sizes("deepstack_visual_indexes")?)?,
         // Published files have the key in both places; transformers 5 writes the first only.
         tie_word_embeddings: json["tie_word_embeddings"]
             .as_bool()

@@ -115,7 +115,10 @@ impl Config {
 
 impl VisionConfig {
     /// Reads the section `vision_config`.
-    pub(in crate::models) fn read(section: &Section<'_>) -> Result<Self, ModelConfigError> {
+    pub(in crate::models) fn read(
+        section: &Section<'_>,
+        deepstack_visual_indexes: Vec<usize>,
+    ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
         let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
         Ok(Self {
@@ -129,7 +132,7 @@ impl VisionConfig {
             spatial_merge_size: section.size("spatial_merge_size")?,
             num_position_embeddings: section.size("num_position_embeddings")?,
             out_hidden_size: section.size("out_hidden_size")?,
-            deepstack_visual_indexes: section.sizes("deepstack_visual_indexes")?,
+            deepstack_visual_indexes,
             hidden_act: match act {
                 "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
                 "gelu" => Gelu::Erf,
