@@ -35,7 +35,7 @@ pub struct TruncationRule {
 /// The reason why a sample is too long, or cannot be truncated to the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TruncationError {
-    /// The row has more than [`MAX_TOKENS`] tokens.
+    /// The row has more than `MAX_TOKENS` tokens.
     #[error("the row has more than {MAX_TOKENS} tokens")]
     TooMany,
     /// The media alone reach the limit.
