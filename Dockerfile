@@ -7,7 +7,7 @@
 # the CUDA libraries, and NCCL for several GPUs (docs/cuda.md, docs/distributed.md).
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu22.04 AS build
-RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates curl gcc libc6-dev \
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates curl gcc g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 ENV CARGO_HOME=/opt/cargo RUSTUP_HOME=/opt/rustup CARGO_INCREMENTAL=0
 ENV PATH=/opt/cargo/bin:$PATH
@@ -20,9 +20,9 @@ WORKDIR /src
 COPY . .
 RUN cargo build --release --locked --bin trainer --features cuda && strip target/release/trainer
 
-# `runtime` has cuBLAS, cuRAND and NVRTC, and NCCL.
+# `runtime` has cuBLAS, cuRAND and NVRTC, and NCCL. The binary starts only where the driver is: the
+# container toolkit adds libcuda.so.1 to containers, not to builds.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu22.04
 COPY --from=build /src/target/release/trainer /usr/local/bin/trainer
-RUN trainer completions bash > /etc/bash_completion.d/trainer || true
 WORKDIR /work
 ENTRYPOINT ["trainer"]

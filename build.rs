@@ -25,7 +25,10 @@ fn main() {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets `OUT_DIR`"));
     if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
         compile_for_gpus(&out);
-    } else if std::env::var_os("CARGO_FEATURE_CUDA_EMULATION").is_some() {
+        return;
+    }
+    println!("cargo:rustc-env=TRAINER_GPU_CODE=without GPU code");
+    if std::env::var_os("CARGO_FEATURE_CUDA_EMULATION").is_some() {
         compile_for_the_host(&out);
     }
 }
@@ -83,8 +86,22 @@ fn compile_for_gpus(out: &Path) {
         );
         let _ = writeln!(images, "({:?}, include_bytes!({image:?}).as_slice()),", stem(&file));
     }
+    let toolkit = toolkit_version(&nvcc);
+    println!("cargo:rustc-env=TRAINER_CUDA_TOOLKIT={toolkit}");
+    println!("cargo:rustc-env=TRAINER_GPU_CODE=CUDA {toolkit}: sm_80, sm_90, PTX of compute_80");
+    // Otherwise a driver that lacks a function stops the program before it can say so.
+    println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
     images.push(']');
     std::fs::write(out.join("kernels.rs"), images).expect("OUT_DIR is writable");
+}
+
+/// The version of the CUDA toolkit, such as `13.0`.
+fn toolkit_version(nvcc: &Path) -> String {
+    let output = Command::new(nvcc).arg("--version").output();
+    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let text = text.unwrap_or_default();
+    let version = text.split_once("release ").and_then(|(_, rest)| rest.split(',').next());
+    version.expect("`nvcc --version` prints the release").to_owned()
 }
 
 /// Compiles the kernels into one archive. It is linked with `whole-archive`, because the kernels

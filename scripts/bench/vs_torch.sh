@@ -6,6 +6,8 @@
 # ARGS are passed to torch_step.py, for example `--mode padded`.
 # With LORA=8, both train an adapter of rank 8 of all linear layers of the decoder, with alpha 16 and
 # the dropout in LORA_DROPOUT (0); PyTorch uses the package peft.
+# With FAMILY=qwen3_5, both train a Qwen3.5; PyTorch computes sample by sample, its fastest mode in which
+# samples do not mix.
 # Needs npm, which downloads the published tokenizer on the first run, and a build:
 # cargo build --release
 set -euo pipefail
@@ -13,8 +15,12 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} rounds=${1:-3} steps=${2:-3}
 shift $(($# < 2 ? $# : 2))
 mode=("$@")
-[ ${#mode[@]} -gt 0 ] || mode=(--mode packed --only-targets)
-work=${WORK:-target/vs_torch}
+family=${FAMILY:-qwen3_vl}
+if [ "$family" = qwen3_vl ]; then usual=packed; else usual=per-sample; fi
+[ ${#mode[@]} -gt 0 ] || mode=(--mode "$usual" --only-targets)
+mode+=(--family "$family")
+if [ "$family" = qwen3_vl ]; then folder=target/vs_torch; else folder=target/vs_torch_$family; fi
+work=${WORK:-$folder}
 mkdir -p "$work"
 part='freeze: [vision, merger]' adapter=
 if [ -n "${LORA:-}" ]; then
@@ -25,7 +31,7 @@ fi
 
 if ! [ -f "$work/model/tokenizer.json" ]; then
   eval "$(scripts/golden/fetch_tokenizer.sh "$work")"
-  "$python" tests/bench/torch_step.py --mode packed --steps 0 --warmup 0 --model-out "$work/model" >/dev/null
+  "$python" tests/bench/torch_step.py --mode padded --family "$family" --steps 0 --warmup 0 --model-out "$work/model" >/dev/null
   small=tests/golden/models/small-tied
   cp "$TRAINER_QWEN3_TOKENIZER" "$work/model/tokenizer.json"
   cp "$small/chat_template.jinja" "$small/preprocessor_config.json" "$work/model/"

@@ -10,7 +10,10 @@
 #   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
 #   6. ranks: two and four that share the GPU train the same weights as one; the library NCCL, if it
 #      is installed, with one rank; two MPI ranks, if the bundle was built with FEATURES=cuda,mpi
-#   7. compute-sanitizer, if installed, on the tests of the ops, for at most four minutes
+#   7. every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
+#   8. compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
+#      racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not written)
+#      for at most one each. SANITIZER_S multiplies these times.
 # Ends within LIMIT_S (570) seconds; a part that has no time left fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -107,15 +110,19 @@ mpi() {
   cmp "$out/rank/final/model.safetensors" "$out/ranks/final/model.safetensors"
 }
 
-sanitizer() {
-  local ended=0 seconds=$((limit - SECONDS))
-  timeout --signal INT --kill-after 10 $((seconds > 240 ? 240 : seconds > 1 ? seconds : 1)) compute-sanitizer --tool memcheck --error-exitcode 1 "$bundle/unit_tests" ops:: --test-threads 1 >"$out/sanitizer.log" 2>&1 || ended=$?
-  if [ $ended -eq 124 ] || [ $ended -eq 137 ] && ! grep -qE '^=+ (Invalid|Program hit|Error)' "$out/sanitizer.log"; then
-    echo "stopped at the time limit after $(grep -c '\.\.\. ok$' "$out/sanitizer.log") tests without errors"
+poisoned() { TRAINER_POISON=1 in_time "$bundle/unit_tests" ops:: --test-threads 4; }
+
+# The tests of long segments take the tools minutes; the kernels are the same at other lengths.
+sanitizer() { # tool, seconds
+  local ended=0 seconds=$((limit - SECONDS)) most=$(($2 * ${SANITIZER_S:-1})) log=$out/$1.log
+  timeout --signal INT --kill-after 10 $((seconds > most ? most : seconds > 1 ? seconds : 1)) compute-sanitizer --tool "$1" --error-exitcode 1 \
+    "$bundle/unit_tests" ops:: --skip long_segments --test-threads 1 >"$log" 2>&1 || ended=$?
+  if { [ $ended -eq 124 ] || [ $ended -eq 137 ]; } && ! grep -qE '^=+ (Invalid|Program hit|Error|Warning: Race|Barrier|Uninitialized|Divergent)' "$log"; then
+    echo "stopped at the time limit after $(grep -c '\.\.\. ok$' "$log") tests without errors"
     return 0
   fi
   if [ $ended -ne 0 ]; then
-    tail -n 40 "$out/sanitizer.log"
+    tail -n 40 "$log"
     return 1
   fi
 }
@@ -129,7 +136,11 @@ part "memory over 1,000 steps" memory
 part "ranks that share the GPU" ranks
 if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
 if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
-if command -v compute-sanitizer >/dev/null; then part "compute-sanitizer" sanitizer; else echo "compute-sanitizer is not installed: skipped"; fi
+part "ops with poisoned memory" poisoned
+if command -v compute-sanitizer >/dev/null; then
+  part "memcheck" sanitizer memcheck 120
+  for tool in racecheck synccheck initcheck; do part "$tool" sanitizer "$tool" 60; done
+else echo "compute-sanitizer is not installed: skipped"; fi
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1

@@ -20,6 +20,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 IGNORE = -100
+MARK = "\u241fmark\u241f"
 IMAGE_PAD = "<|image_pad|>"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -101,9 +102,12 @@ class Encoder:
         self.images = Qwen2VLImageProcessor(**{k: v for k, v in settings.items() if k not in drop})
 
     def render(self, messages, tools=None, prompt=False):
-        """Renders the chat template; `prompt` appends the header of the next assistant turn."""
+        """Renders the chat template; `prompt` appends the header of the next assistant turn.
+
+        Templates of thinking models write the header of an answer without thoughts, as in training.
+        """
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, enable_thinking=False
         )
 
     @staticmethod
@@ -144,11 +148,13 @@ class Encoder:
         for k, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            head = self.expand(self.render(messages[:k], tools, prompt=True), counts) if k else "<|im_start|>assistant\n"
-            upto = self.expand(self.render(messages[: k + 1], tools), counts)
-            if not (text.startswith(head) and text.startswith(upto) and upto.endswith("<|im_end|>\n")):
-                raise SampleError("the chat template does not render turn by turn")
-            spans.append((len(head), len(upto) - 1))
+            # The rendering of the first turns need not be the start of the whole one: templates of thinking
+            # models drop earlier thoughts. So the whole chat is rendered again, with a mark as the answer.
+            marked = [{**m, "content": MARK} if i == k else m for i, m in enumerate(messages)]
+            head, tail = self.expand(self.render(marked, tools), counts).split(MARK)
+            if not (text.startswith(head) and text.endswith(tail) and tail.startswith("<|im_end|>\n")):
+                raise SampleError("the answer cannot be located in the rendered chat")
+            spans.append((len(head), len(text) - len(tail) + len("<|im_end|>")))
         encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         ids = encoded["input_ids"]
         labels = [IGNORE] * len(ids)

@@ -5,6 +5,7 @@
 The exit code is 128 plus the number of a signal that ended the command, and 124 after SECONDS.
 """
 
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -39,6 +40,34 @@ def run(seconds, command, **options):
     code = 124 if status is None else os.waitstatus_to_exitcode(status)
     child.returncode = code
     return code if code >= 0 else 128 - code, time.monotonic() - started, usage.ru_maxrss // 1024
+
+
+class Starter:
+    """Starts commands from a process of its own.
+
+    The peak memory of a child begins with that of the process that forked it, so a large script would
+    be measured in place of the command. Create this before the script allocates memory.
+    """
+
+    def __init__(self):
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        context.Process(target=Starter.serve, args=(other,), daemon=True).start()
+
+    @staticmethod
+    def serve(pipe):
+        while True:
+            try:
+                seconds, command, out, err = pipe.recv()
+            except EOFError:
+                return
+            with open(out, "wb") as out, open(err, "wb") as err:
+                pipe.send(run(seconds, command, stdout=out, stderr=err))
+
+    def run(self, seconds, command, out, err):
+        """`run` with the output in the files `out` and `err`."""
+        self.pipe.send((seconds, [str(part) for part in command], str(out), str(err)))
+        return self.pipe.recv()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from limited import run
+from limited import Starter
 
 MEMORY_MIB = 512
 SECONDS = 2 * float(os.environ.get("MUTANTS_SLOW", "1"))
@@ -33,6 +33,7 @@ class Runner:
     def __init__(self, trainer, model, folder, seed):
         self.trainer, self.model, self.folder = trainer, model, folder
         self.draw = random.Random(seed)
+        self.starter = Starter()
         self.failures = 0
         self.slowest = 0.0
         self.largest = 0
@@ -46,8 +47,8 @@ class Runner:
         return self.problem(["inspect", *config, "--num", "0", "--format", "jsonl"])
 
     def problem(self, arguments):
-        with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
-            code, took, peak = run(SECONDS, [self.trainer, *arguments], stdout=out, stderr=err)
+        command = [self.trainer, *arguments]
+        code, took, peak = self.starter.run(SECONDS, command, self.folder / "out", self.folder / "err")
         self.slowest, self.largest = max(self.slowest, took), max(self.largest, peak)
         self.code = code
         if code in CRASHES or b"panicked at" in (self.folder / "err").read_bytes():

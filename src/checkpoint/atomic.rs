@@ -45,6 +45,7 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
 
 /// A new folder that is being filled, in the same parent and with a hidden name. Dropping it removes
 /// it.
+#[derive(Debug)]
 pub(super) struct NewFolder {
     target: PathBuf,
     temporary: Option<PathBuf>,

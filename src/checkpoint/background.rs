@@ -1,11 +1,14 @@
 //! Checkpoints that a thread writes while training continues.
 
+use super::checkpointer::{Begun, Written};
+use super::together::agree;
 use super::{
     Alone, CarriedFiles, CheckpointError, Checkpointer, Contents, FolderLayout, ModelFiles,
-    SavedTensor,
+    SavedTensor, Together,
 };
 use serde_json::Value;
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -42,17 +45,22 @@ impl OwnedContents {
         }
     }
 
-    /// Bytes that a copy needs.
-    pub fn changing_bytes(&self) -> u64 {
-        self.weights.iter().chain(&self.optimizer).map(SavedTensor::changing_bytes).sum()
+    /// Bytes that the copy of rank `rank` of `world` ranks needs.
+    pub fn changing_bytes(&self, rank: usize, world: usize) -> Result<u64, CheckpointError> {
+        let files = self.contents().tensor_files()?;
+        Ok(files.iter().map(|file| file.changing_bytes(rank, world)).sum())
     }
 
-    /// A copy that later steps do not change: the values of all tensors but the
-    /// [fixed](SavedTensor::fixed) ones are copied to host memory. For a process that holds all values.
-    /// `None` if memory does not suffice.
-    pub fn copy(&self) -> Result<Option<Self>, CheckpointError> {
-        let Some(weights) = SavedTensor::copies(&self.weights)? else { return Ok(None) };
-        let Some(optimizer) = SavedTensor::copies(&self.optimizer)? else { return Ok(None) };
+    /// A copy that later steps do not change: what rank `rank` of `world` ranks writes is copied to host
+    /// memory, except for [fixed](SavedTensor::fixed) tensors. `None` if memory does not suffice.
+    pub fn copy(&self, rank: usize, world: usize) -> Result<Option<Self>, CheckpointError> {
+        let contents = self.contents();
+        let files = contents.tensor_files()?;
+        let Some(mut copies) = SavedTensor::copies(&files, rank, world)? else { return Ok(None) };
+        let mut copied = |tensors: &[SavedTensor]| -> Vec<SavedTensor> {
+            tensors.iter().map(|tensor| copies.take(tensor)).collect()
+        };
+        let (weights, optimizer) = (copied(&self.weights), copied(&self.optimizer));
         Ok(Some(Self {
             layout: self.layout,
             weights,
@@ -64,29 +72,57 @@ impl OwnedContents {
     }
 }
 
-/// A thread that writes a checkpoint. Dropping it waits for the thread.
+/// A thread that writes a checkpoint, or the part of this rank. Dropping it waits for the thread.
 #[derive(Debug)]
 pub struct BackgroundSave {
+    checkpointer: Checkpointer,
     step: u64,
-    thread: Option<JoinHandle<Result<Duration, CheckpointError>>>,
+    contents: Arc<OwnedContents>,
+    /// With several ranks, which complete the checkpoint together.
+    begun: Option<Begun>,
+    thread: Option<JoinHandle<Outcome>>,
 }
 
+/// What the thread wrote for ranks to complete, and the time that writing took.
+type Outcome = Result<(Vec<Written>, Duration), CheckpointError>;
+
 impl BackgroundSave {
-    /// Starts to write the checkpoint of `step`, as [`Checkpointer::save`] does for a run in one
-    /// process. `contents` must not change: see [`OwnedContents::copy`].
-    pub fn start(
+    /// Starts to write the checkpoint of `step`. `contents` must not change: see
+    /// [`OwnedContents::copy`].
+    ///
+    /// Without other ranks, the thread does all that [`Checkpointer::save`] does. With others, they
+    /// begin here and complete in [`Self::wait`] together, because only the training may exchange
+    /// messages. On an error of any rank, all ranks return an error.
+    pub fn start<T: Together>(
         checkpointer: Checkpointer,
         step: u64,
         contents: OwnedContents,
-    ) -> Result<Self, CheckpointError> {
+        together: &T,
+    ) -> Result<Self, T::Error> {
+        let (rank, world) = (together.rank(), together.world());
         let folder = checkpointer.step_folder(step);
+        let begin = || checkpointer.begin(folder.clone(), step, &contents.contents(), together);
+        let begun = (world > 1).then(begin).transpose()?;
+        let contents = Arc::new(contents);
+        let (own, whole, target) = (contents.clone(), checkpointer.clone(), folder.clone());
         let write = move || {
-            let started = Instant::now();
-            checkpointer.save(step, &contents.contents(), &Alone)?;
-            Ok(started.elapsed())
+            let (started, contents) = (Instant::now(), own.contents());
+            let written = if world > 1 {
+                Written::write(&target, &contents, rank, world)?
+            } else {
+                whole.save(step, &contents, &Alone)?;
+                Vec::new()
+            };
+            Ok((written, started.elapsed()))
         };
-        let thread = Builder::new().name("checkpoint".to_owned()).spawn(write);
-        Ok(Self { step, thread: Some(thread.map_err(CheckpointError::write(&folder))?) })
+        let spawned = Builder::new().name("checkpoint".to_owned()).spawn(write);
+        let (thread, spawned) = match spawned.map_err(CheckpointError::write(&folder)) {
+            Ok(thread) => (Some(thread), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        let save = Self { checkpointer, step, contents, begun, thread };
+        agree(together, spawned)?;
+        Ok(save)
     }
 
     /// The step of the checkpoint.
@@ -94,16 +130,26 @@ impl BackgroundSave {
         self.step
     }
 
-    /// Whether [`Self::wait`] returns at once.
+    /// Whether the thread of this process has ended.
     pub fn is_done(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the checkpoint is complete; returns the time that writing took. After an error
-    /// there is no new checkpoint. A panic of the thread continues here.
-    pub fn wait(mut self) -> Result<Duration, CheckpointError> {
-        let written = self.thread.take().map_or(Ok(Ok(Duration::ZERO)), JoinHandle::join);
-        written.unwrap_or_else(|panic| resume_unwind(panic))
+    /// Waits until the checkpoint is complete on all ranks; returns the time that writing took. After
+    /// an error there is no new checkpoint. A panic of the thread continues here.
+    pub fn wait<T: Together>(mut self, together: &T) -> Result<Duration, T::Error> {
+        let thread = self.thread.take().expect("`start` has started it");
+        let written = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let Some(begun) = self.begun.take() else { return Ok(written?.1) };
+        let (own, time) = match written {
+            Ok((own, time)) => (Ok(own), time),
+            Err(error) => (Err(error), Duration::ZERO),
+        };
+        self.checkpointer.complete(begun, &self.contents.contents(), own, together)?;
+        if together.rank() == 0 {
+            self.checkpointer.remove_old(self.step);
+        }
+        Ok(time)
     }
 }
 
@@ -116,5 +162,7 @@ impl Drop for BackgroundSave {
     }
 }
 
+#[cfg(test)]
+mod rank_tests;
 #[cfg(test)]
 mod tests;

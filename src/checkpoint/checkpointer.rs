@@ -1,25 +1,22 @@
 //! Saves the checkpoints of a run, removes old ones, and finds the newest undamaged one.
 
-use super::atomic::{
-    NewFolder, build_folder, recover, remove_folder, sync_folder, temporary_folder,
-};
+use super::atomic::{build_folder, recover, remove_folder};
 use super::claimed::check_place;
 use super::hf::{INDEX, SINGLE};
-use super::manifest::{Entry, MANIFEST, Manifest, damaged};
+use super::manifest::{MANIFEST, Manifest, damaged};
 use super::peft::ADAPTER_WEIGHTS;
-use super::pieces::Piece;
 use super::tensors::{SavedTensor, TensorFile};
 use super::together::{Together, agree, causes, exchange};
 use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+pub(super) use phases::{Begun, Written};
 
 const FOLDER: &str = "checkpoints";
 const FINAL: &str = "final";
@@ -40,7 +37,7 @@ pub struct Contents<'a> {
 }
 
 impl<'a> Contents<'a> {
-    fn tensor_files(&self) -> Result<Vec<TensorFile<'a>>, CheckpointError> {
+    pub(super) fn tensor_files(&self) -> Result<Vec<TensorFile<'a>>, CheckpointError> {
         let mut files = self.model.weight_files()?;
         if let Some(tensors) = self.optimizer {
             let tensors: Vec<_> = tensors.iter().collect();
@@ -63,14 +60,6 @@ impl<'a> Contents<'a> {
         files.iter().try_for_each(|file| file.create(folder))?;
         Ok(manifest)
     }
-}
-
-/// What a rank wrote into one file.
-#[derive(Serialize, Deserialize)]
-struct Written {
-    /// Checksum of the header, which must be the same on all ranks.
-    header: String,
-    pieces: Vec<Piece>,
 }
 
 /// Writes and finds the checkpoints below one `output_dir`. Only one run may write there at a time.
@@ -150,72 +139,6 @@ impl Checkpointer {
             self.remove_old(step);
         }
         Ok(target)
-    }
-
-    /// [`Self::save`] with another name of the folder.
-    fn save_as<T: Together>(
-        &self,
-        target: PathBuf,
-        step: u64,
-        contents: &Contents<'_>,
-        together: &T,
-    ) -> Result<PathBuf, T::Error> {
-        let (rank, world) = (together.rank(), together.world());
-        let folder = temporary_folder(&target);
-        let mut new = None; // on rank 0
-        let mut begin = || {
-            let files = contents.tensor_files()?;
-            if rank == 0 {
-                self.check_place()?;
-                let begun = NewFolder::create(&target)?;
-                new = Some((begun, contents.begin(&folder, step, &files)?));
-            }
-            Ok(files)
-        };
-        let files = agree(together, begin())?;
-        let write = |file: &TensorFile<'_>| {
-            let pieces = file.write(&folder, rank, world)?;
-            Ok(Written { header: format!("{:x}", Sha256::digest(file.header())), pieces })
-        };
-        let own: Result<Vec<Written>, _> = files.iter().map(write).collect();
-        let written = exchange(together, own)?;
-        let finished = match new {
-            Some((new, manifest)) => self.finish(new, manifest, &folder, &files, written),
-            None => Ok(()),
-        };
-        agree(together, finished)?;
-        Ok(target)
-    }
-
-    /// Writes the manifest and gives the folder its name.
-    fn finish(
-        &self,
-        new: NewFolder,
-        mut manifest: Manifest,
-        folder: &Path,
-        files: &[TensorFile<'_>],
-        mut written: Vec<Vec<Written>>,
-    ) -> Result<(), CheckpointError> {
-        for (index, file) in files.iter().enumerate() {
-            let expected = format!("{:x}", Sha256::digest(file.header()));
-            let mut pieces = Vec::new();
-            for (rank, of_rank) in written.iter_mut().enumerate() {
-                match of_rank.get_mut(index) {
-                    Some(written) if written.header == expected => {
-                        pieces.append(&mut written.pieces);
-                    }
-                    _ => {
-                        let file = file.name.clone();
-                        return Err(CheckpointError::OtherTensors { rank, file });
-                    }
-                }
-            }
-            manifest.files.insert(file.name.clone(), Entry::new(file.joined(pieces)?));
-        }
-        manifest.write(folder)?;
-        new.complete()?;
-        // `checkpoints` itself may be new.
-        sync_folder(&self.output_dir)
     }
 
     /// Creates `<output_dir>/final` from a checkpoint: the same files without
@@ -420,6 +343,7 @@ fn link_or_copy(
 }
 
 mod best;
+mod phases;
 #[cfg(test)]
 mod rank_tests;
 #[cfg(test)]

@@ -86,3 +86,54 @@ pub(super) fn causes(error: &CheckpointError) -> String {
     }
     text
 }
+
+#[cfg(test)]
+pub(super) use thread_ranks::on_ranks;
+
+#[cfg(test)]
+mod thread_ranks {
+    use super::{CheckpointError, Together};
+    use std::sync::{Barrier, Mutex};
+    use std::thread;
+
+    /// One of several ranks that are threads.
+    pub(in crate::checkpoint) struct ThreadRank<'a> {
+        rank: usize,
+        messages: &'a Mutex<Vec<String>>,
+        barrier: &'a Barrier,
+    }
+
+    impl Together for ThreadRank<'_> {
+        type Error = CheckpointError;
+
+        fn rank(&self) -> usize {
+            self.rank
+        }
+
+        fn world(&self) -> usize {
+            self.messages.lock().unwrap().len()
+        }
+
+        fn gather(&self, message: String) -> Result<Vec<String>, CheckpointError> {
+            self.messages.lock().unwrap()[self.rank] = message;
+            self.barrier.wait();
+            let all = self.messages.lock().unwrap().clone();
+            self.barrier.wait();
+            Ok(all)
+        }
+    }
+
+    /// Calls `f` on each of `world` ranks and returns the results in their order.
+    pub(in crate::checkpoint) fn on_ranks<V: Send>(
+        world: usize,
+        f: impl Fn(&ThreadRank<'_>) -> V + Sync,
+    ) -> Vec<V> {
+        let (messages, barrier) = (Mutex::new(vec![String::new(); world]), Barrier::new(world));
+        let (messages, barrier, f) = (&messages, &barrier, &f);
+        thread::scope(|scope| {
+            let rank = |rank| scope.spawn(move || f(&ThreadRank { rank, messages, barrier }));
+            let ranks: Vec<_> = (0..world).map(rank).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+}

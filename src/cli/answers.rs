@@ -1,6 +1,7 @@
 //! The end of a training run: a few answers of the model, and the next commands.
 
 use super::escaped::escaped;
+use super::terminal::{MAX_COLUMNS, Terminal, command, wrapped};
 use crate::config::RunConfig;
 use crate::data::RowReader;
 use crate::train::{GenerateConfig, Prediction, Predictor, Trainer};
@@ -57,36 +58,52 @@ pub(super) fn show_answers(
             cut(&answered)
         ); // writing to a String cannot fail
     }
-    print(&text);
+    print(&prose(&text));
     Ok(())
 }
 
 /// Prints the reason why a run ended before its last step.
 pub(super) fn print_end(reason: &str) {
-    print(&format!("\nThe run has ended before its last step: {reason}.\n"));
+    print(&prose(&format!("\nThe run has ended before its last step: {reason}.\n")));
 }
 
 /// Prints commands that use the trained model, or the adapter that was trained on `base`.
 pub(super) fn print_next_steps(config: &Path, folder: &Path, base: Option<&Path>) {
     let folder = folder.display();
-    if let Some(base) = base {
-        print(&format!(
-            "\nThe trained adapter is in {folder}. Next:\n  \
-             trainer generate --model {} --adapter {folder} --prompt \"What is this?\" --image cat.png\n  \
-             trainer eval --config {} --adapter {folder} --per-sample scores.jsonl\n  \
-             trainer export --adapter {folder} --merge --out merged\n",
-            base.display(),
-            config.display()
-        ));
-        return;
-    }
-    print(&format!(
-        "\nThe trained model is in {folder}. Next:\n  \
-         trainer generate --model {folder} --prompt \"What is this?\" --image cat.png\n  \
-         trainer eval --config {} --checkpoint {folder} --per-sample scores.jsonl\n  \
-         your own data: docs/data-format.md; a real Qwen3-VL checkpoint: configs/qwen3_vl_2b.yaml\n",
-        config.display()
-    ));
+    let config = format!("--config {}", config.display());
+    let prompt = ["--prompt \"What is this?\"", "--image cat.png"];
+    let scores = "--per-sample scores.jsonl";
+    let mut commands = String::new();
+    let mut add = |program: &str, arguments: &[&str]| {
+        commands += &command(program, arguments, columns());
+    };
+    let (what, more) = if let Some(base) = base {
+        let (model, adapter) =
+            (format!("--model {}", base.display()), format!("--adapter {folder}"));
+        add("trainer generate", &[&[&*model, &*adapter][..], &prompt].concat());
+        add("trainer eval", &[&config, &adapter, scores]);
+        add("trainer export", &[&adapter, "--merge", "--out merged"]);
+        ("adapter", "")
+    } else {
+        add("trainer generate", &[&[&*format!("--model {folder}")][..], &prompt].concat());
+        add("trainer eval", &[&config, &format!("--checkpoint {folder}"), scores]);
+        (
+            "model",
+            "  your own data: docs/data-format.md; a real Qwen3-VL checkpoint: \
+             configs/qwen3_vl_2b.yaml\n",
+        )
+    };
+    let head = prose(&format!("\nThe trained {what} is in {folder}. Next:\n"));
+    print(&(head + &commands + &prose(more)));
+}
+
+/// The text with its long lines broken at spaces.
+fn prose(text: &str) -> String {
+    wrapped(text, columns()).into_owned()
+}
+
+fn columns() -> usize {
+    Terminal::stderr().columns().unwrap_or(MAX_COLUMNS)
 }
 
 /// Writes text to stderr, outside of the log.

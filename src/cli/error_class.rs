@@ -136,6 +136,7 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::World { .. }
         | RunError::SequenceWorld { .. }
         | RunError::SequenceHeads { .. }
+        | RunError::SequenceLinear { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
         RunError::NoOptimizer { .. }
@@ -174,7 +175,7 @@ fn config(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<OrderError>() {
         error.hint().to_owned()
     } else if let Some(error) = error.downcast_ref::<DeviceError>() {
-        error.hint().to_owned()
+        error.hint()
     } else if let Some(error) = error.downcast_ref::<AdapterError>() {
         match error {
             AdapterError::Files { source, .. } => return classify(source.as_ref()),
@@ -211,6 +212,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
         let exit = match error {
             LoaderError::Trouble { trouble, .. } => trouble_exit(*trouble),
+            LoaderError::Spawn { .. } => Exit::Resources,
             _ => Exit::Data,
         };
         ErrorClass::new(exit, error.hint().to_owned())
@@ -219,7 +221,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         ErrorClass::new(Exit::Data, hint.to_owned())
     } else if let Some(error) = error.downcast_ref::<StepError>() {
         match error {
-            StepError::Candle(_) => return None,
+            StepError::Candle(error) => return classify(error),
             StepError::Ranks(error) => return classify(error),
             StepError::NonFiniteLoss { .. } | StepError::NonFiniteGradient { .. } => {
                 ErrorClass::new(Exit::Data, error.hint().map(str::to_owned))
@@ -294,8 +296,11 @@ mod tests {
 
     #[test]
     fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
-        let error = candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
-        assert_eq!(classify(&TrainError::Candle(error)).unwrap().exit, Exit::Resources);
+        let error = || candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
+        let in_step = StepError::Candle(error());
+        for error in [TrainError::Candle(error()), TrainError::Step(in_step)] {
+            assert_eq!(classify(&error).unwrap().exit, Exit::Resources);
+        }
     }
 
     #[test]
@@ -311,6 +316,12 @@ mod tests {
             let cache = CacheError::Exhausted { source: Box::new(error) };
             assert_eq!(classify(&cache).unwrap().exit, exit);
         }
+    }
+
+    #[test]
+    fn a_loader_thread_that_cannot_be_started_is_no_error_of_the_data() {
+        let error = LoaderError::Spawn { message: "os error 11".to_owned() };
+        assert_eq!(classify(&error).unwrap().exit, Exit::Resources);
     }
 
     #[test]

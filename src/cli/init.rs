@@ -1,5 +1,7 @@
 //! `trainer init`: writes a model folder with random weights.
 
+mod preset;
+
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
 use crate::checkpoint::{
@@ -8,8 +10,9 @@ use crate::checkpoint::{
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
 use candle_core::{DType, Device};
-use clap::{Args, ValueEnum};
-use serde_json::{Value, json};
+use clap::Args;
+use preset::Preset;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `init`.
@@ -34,30 +37,6 @@ pub(super) struct InitArgs {
     tokenizer: Option<PathBuf>,
 }
 
-/// Model shapes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Preset {
-    /// 0.4 M parameters, for tests
-    Debug,
-    /// 1.5 M parameters, for the CPU
-    Tiny,
-    /// Qwen3-VL 2B
-    #[value(name = "2b")]
-    B2,
-    /// Qwen3-VL 4B
-    #[value(name = "4b")]
-    B4,
-    /// Qwen3-VL 8B
-    #[value(name = "8b")]
-    B8,
-    /// Qwen3-VL 32B
-    #[value(name = "32b")]
-    B32,
-    /// Qwen3-VL 30B-A3B, a mixture of experts (config only)
-    #[value(name = "30b-a3b")]
-    B30A3,
-}
-
 /// Tokenizer, template and processor files of the small presets.
 const SMALL_FILES: [(&str, &str); 5] = [
     ("tokenizer.json", include_str!("../../data/quickstart/model/tokenizer.json")),
@@ -69,131 +48,6 @@ const SMALL_FILES: [(&str, &str); 5] = [
     ),
     ("generation_config.json", include_str!("../../data/quickstart/model/generation_config.json")),
 ];
-const SMALL_CONFIG: &str = include_str!("../../data/quickstart/model/config.json");
-
-/// Widths and depths of a published shape.
-struct Published {
-    layers: u64,
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    intermediate: u64,
-    tied: bool,
-    vision: [u64; 3], // depth, hidden, intermediate
-    deepstack: [u64; 3],
-}
-
-impl Preset {
-    fn config(self) -> Value {
-        let small = || serde_json::from_str::<Value>(SMALL_CONFIG).expect("a file of ours");
-        let vit_l = ([24, 1024, 4096], [5, 11, 17]);
-        let vit_so = ([27, 1152, 4304], [8, 16, 24]);
-        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self
-        {
-            Self::Tiny => return small(),
-            Self::Debug => {
-                let mut config = small();
-                config["text_config"]["num_hidden_layers"] = json!(2);
-                config["text_config"]["hidden_size"] = json!(64);
-                config["text_config"]["intermediate_size"] = json!(128);
-                config["vision_config"]["out_hidden_size"] = json!(64);
-                config["vision_config"]["depth"] = json!(2);
-                config["vision_config"]["deepstack_visual_indexes"] = json!([0]);
-                return config;
-            }
-            Self::B2 => (28, 2048, 16, 8, 6144, true, vit_l),
-            Self::B4 => (36, 2560, 32, 8, 9728, true, vit_l),
-            Self::B8 => (36, 4096, 32, 8, 12288, false, vit_so),
-            Self::B32 => (64, 5120, 64, 8, 25600, false, vit_so),
-            Self::B30A3 => (48, 2048, 32, 4, 6144, false, vit_so),
-        };
-        let mut config =
-            Published { layers, hidden, heads, kv_heads, intermediate, tied, vision, deepstack }
-                .config();
-        if self == Self::B30A3 {
-            config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
-            config["model_type"] = json!("qwen3_vl_moe");
-            config["vision_config"]["model_type"] = json!("qwen3_vl_moe");
-            let text = &mut config["text_config"];
-            text["model_type"] = json!("qwen3_vl_moe_text");
-            for (key, value) in [
-                ("decoder_sparse_step", json!(1)),
-                ("mlp_only_layers", json!([])),
-                ("moe_intermediate_size", json!(768)),
-                ("norm_topk_prob", json!(true)),
-                ("num_experts", json!(128)),
-                ("num_experts_per_tok", json!(8)),
-            ] {
-                text[key] = value;
-            }
-        }
-        config
-    }
-
-    fn is_small(self) -> bool {
-        matches!(self, Self::Debug | Self::Tiny)
-    }
-}
-
-impl Published {
-    fn config(&self) -> Value {
-        let [depth, vision_hidden, vision_intermediate] = self.vision;
-        json!({
-            "architectures": ["Qwen3VLForConditionalGeneration"],
-            "image_token_id": 151655,
-            "model_type": "qwen3_vl",
-            "text_config": {
-                "attention_bias": false,
-                "attention_dropout": 0.0,
-                "bos_token_id": 151643,
-                "dtype": "bfloat16",
-                "eos_token_id": 151645,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "hidden_size": self.hidden,
-                "initializer_range": 0.02,
-                "intermediate_size": self.intermediate,
-                "max_position_embeddings": 262144,
-                "model_type": "qwen3_vl_text",
-                "num_attention_heads": self.heads,
-                "num_hidden_layers": self.layers,
-                "num_key_value_heads": self.kv_heads,
-                "rms_norm_eps": 1e-6,
-                "rope_scaling": {
-                    "mrope_interleaved": true,
-                    "mrope_section": [24, 20, 20],
-                    "rope_type": "default"
-                },
-                "rope_theta": 5000000,
-                "tie_word_embeddings": self.tied,
-                "use_cache": true,
-                "vocab_size": 151936
-            },
-            "tie_word_embeddings": self.tied,
-            "transformers_version": "4.57.0.dev0",
-            "video_token_id": 151656,
-            "vision_config": {
-                "deepstack_visual_indexes": self.deepstack,
-                "depth": depth,
-                "hidden_act": "gelu_pytorch_tanh",
-                "hidden_size": vision_hidden,
-                "in_channels": 3,
-                "initializer_range": 0.02,
-                "intermediate_size": vision_intermediate,
-                "model_type": "qwen3_vl",
-                "num_heads": 16,
-                "num_position_embeddings": 2304,
-                "out_hidden_size": self.hidden,
-                "patch_size": 16,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2
-            },
-            "vision_end_token_id": 151653,
-            "vision_start_token_id": 151652
-        })
-    }
-}
-
 /// Writes `config.json`, and weights and tokenizer files if the arguments require them.
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if args.out.join("config.json").exists() || WeightFiles::open(&args.out).is_ok() {
@@ -267,6 +121,7 @@ fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn weights_have_the_dtype_that_their_config_names() {

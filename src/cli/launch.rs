@@ -21,8 +21,9 @@ const SIGNALLED: i32 = 128;
 /// Time between two checks of the processes and signals.
 const POLL: Duration = Duration::from_millis(10);
 
-/// SIGINT and SIGTERM, which a process receives and forwards to the ranks that it has started.
-pub(super) struct Signals([(Signal, Arc<AtomicBool>); 2]);
+/// SIGINT, SIGTERM and SIGUSR1, which a process receives and forwards to the ranks that it has
+/// started.
+pub(super) struct Signals([(Signal, Arc<AtomicBool>); 3]);
 
 impl Signals {
     /// Receives the signals from now on, in place of their default action.
@@ -36,7 +37,7 @@ impl Signals {
 
     /// Receives no signals.
     pub(super) fn none() -> Self {
-        Self([Signal::INT, Signal::TERM].map(|signal| (signal, Arc::default())))
+        Self([Signal::INT, Signal::TERM, Signal::USR1].map(|signal| (signal, Arc::default())))
     }
 
     /// The signals that were received after the last call.
@@ -87,6 +88,10 @@ fn watch(
     let mut deadline = None;
     while ranks.0.iter().any(Option::is_some) {
         for signal in signals.take() {
+            if signal == Signal::USR1 {
+                ranks.kill(signal); // the ranks save and continue; `mpirun` passes it on
+                continue;
+            }
             let is_first = forwarded.is_empty();
             forwarded.push(signal);
             ranks.kill(match how {
@@ -329,6 +334,28 @@ mod tests {
         let ended =
             watch(vec![shell("exec sleep 60")], &signals, Forwarded::Unchanged, LONG).unwrap_err();
         assert_eq!(exit(&ended), Exit::Interrupted);
+    }
+
+    #[test]
+    fn a_request_to_save_is_forwarded_and_the_ranks_continue() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, rank: usize| folder.path().join(format!("{name}-{rank}"));
+        let script = |rank: usize| {
+            let (ready, saved) = (file("ready", rank), file("saved", rank));
+            let (ready, saved) = (ready.display(), saved.display());
+            format!(
+                "trap ': >{saved}' USR1; : >{ready}; until [ -e {saved} ]; do sleep 0.01; done; exit 0"
+            )
+        };
+        let signals = Signals::none();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                wait_until(|| file("ready", 0).exists() && file("ready", 1).exists());
+                signals.0[2].1.store(true, Ordering::Relaxed);
+            });
+            let ranks = vec![shell(&script(0)), shell(&script(1))];
+            watch(ranks, &signals, Forwarded::AsUsr2, LONG).unwrap();
+        });
     }
 
     /// Starts a rank that sleeps and writes its process id to the file of the variable.

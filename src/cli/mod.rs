@@ -44,9 +44,12 @@ use self::failure::{Exit, Failure};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
 
+/// Version and GPU code of this binary.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("TRAINER_GPU_CODE"), ")");
+
 /// Supervised fine-tuning of Qwen3-VL-style vision-language models, in one binary
 #[derive(Debug, Parser)]
-#[command(name = "trainer", version, propagate_version = true, max_term_width = 100)]
+#[command(name = "trainer", version = VERSION, propagate_version = true, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -104,6 +107,7 @@ impl Cli {
 /// Runs the command that the arguments name, and reports its error.
 pub fn main() -> ExitCode {
     hide_library_backtraces();
+    crate::ops::share_one_heap_under_a_limit();
     let cli = match Cli::read() {
         Ok(cli) => cli,
         Err(error) => {

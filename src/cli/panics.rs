@@ -26,16 +26,36 @@ pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Resu
         // A panic of another thread of the pool ran the hook on that thread.
         let last = LAST.with_borrow_mut(std::mem::take);
         let last = if last.starts_with(&text) { last } else { text };
-        Err(Failure::new(Exit::Unknown, format!("the program failed: {last}"))
-            .hint("this is a bug in trainer: please report it with the command and config")
-            .into())
+        Err(failure(&last).into())
     })
 }
+
+/// The error for the message and place of a panic.
+fn failure(last: &str) -> Failure {
+    // the standard library and rayon panic if the system has no memory or no process for a thread
+    if NO_THREAD.iter().any(|start| last.starts_with(start)) {
+        return Failure::new(Exit::Resources, format!("cannot start a thread: {last}"))
+            .hint("raise the limits (`ulimit -v`, `ulimit -u`), or lower `data.workers`");
+    }
+    Failure::new(Exit::Unknown, format!("the program failed: {last}"))
+        .hint("this is a bug in trainer: please report it with the command and config")
+}
+
+const NO_THREAD: [&str; 2] =
+    ["failed to spawn thread", "The global thread pool has not been initialized"];
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::report::text;
+
+    #[test]
+    fn a_thread_that_cannot_be_started_is_no_bug() {
+        let failure = failure("failed to spawn thread: Os { code: 11 } at library/std");
+        let text = text(&failure.into());
+        assert!(text.starts_with("error: cannot start a thread: failed to spawn"), "{text}");
+        assert!(text.contains("\nhint: raise the limits"), "{text}");
+    }
 
     #[test]
     fn a_panic_is_reported_as_an_error_with_its_place() {

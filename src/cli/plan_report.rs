@@ -128,8 +128,8 @@ fn print_parts(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     }
     let all = [cpu.process(), gpu.device() + RESERVED].map(memory_text);
     writeln!(out, "{:24} {:>12} {:>12}", "all", all[0], all[1])?;
-    // several ranks save without a copy
-    let copy = if report.world == 1 { report.shape.copy_bytes(report.config) } else { 0.0 };
+    // each rank copies what it writes
+    let copy = report.shape.copy_bytes(report.config) / report.world as f64;
     if copy > 0.0 {
         let copy = memory_text(copy);
         writeln!(out, "\nwhile a checkpoint is written: {copy} more of host memory for a copy")?;

@@ -32,14 +32,15 @@ const NAME: &str = "report.html";
 
 /// Writes the page.
 pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
-    let path = match (&args.out, args.runs.as_slice()) {
-        (Some(path), _) => path.clone(),
-        (None, [run]) => run.join(NAME),
-        (None, _) => NAME.into(),
+    let given = OutputFile::open_given("--out", args.out.as_ref())?; // before any work
+    let default = match args.runs.as_slice() {
+        [run] => run.join(NAME),
+        _ => NAME.into(),
     };
     let read = |path: &PathBuf| RunFolder::read(path).map_err(failure);
     let runs = args.runs.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-    let file = OutputFile::open("--out", &path)?;
+    let file = given.map_or_else(|| OutputFile::open("--out", &default), Ok)?;
+    let path = file.path().to_owned();
     let rows: Vec<Option<JsonlRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();
     let rows: Vec<Option<&JsonlRows>> = rows.iter().map(Option::as_ref).collect();
     let page = report(&runs, &rows).map_err(failure)?;

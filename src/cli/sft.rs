@@ -10,7 +10,7 @@ use super::ranks::{Ending, group, started_ranks};
 use super::replay;
 use super::report;
 use super::run_report::write_report;
-use super::signals::Requests;
+use super::signals::{Requests, requests_to_save};
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
@@ -41,6 +41,7 @@ pub(super) struct SftArgs {
 
 /// Trains a model, prints a few answers, and prints the next commands.
 pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
+    let save = requests_to_save()?;
     let config = args.config.load(logging)?;
     if let Some(step) = args.replay_step {
         return replay::run(&args.config, &config, step, logging);
@@ -63,7 +64,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             Resume::From(folder)
         }
     };
-    let requests = Requests::listen()?;
+    let requests = Requests::listen(save)?;
     let group = group(&config.distributed, config.device)?;
     let is_first = group.as_ref().is_none_or(|group| group.rank.is_first());
     let ending = group.as_ref().map(Ending::of);

@@ -22,12 +22,19 @@ pub(super) struct Requests {
     pub(super) is_setup: Arc<AtomicBool>,
 }
 
+/// From now on, SIGUSR1 requests a checkpoint, and does not end the process.
+pub(super) fn requests_to_save() -> io::Result<Arc<AtomicBool>> {
+    let save = Arc::default();
+    signal_hook::flag::register(SIGUSR1, Arc::clone(&save))?;
+    Ok(save)
+}
+
 impl Requests {
     /// From now on, SIGINT, SIGTERM, SIGHUP, SIGXCPU and SIGUSR2 (which `mpirun` passes on to the
     /// ranks) stop the run after the current step, and SIGUSR1 saves a checkpoint. A second SIGINT
-    /// ends the process.
-    pub(super) fn listen() -> io::Result<Self> {
-        let requests = Self::default();
+    /// ends the process. `save` has the requests before.
+    pub(super) fn listen(save: Arc<AtomicBool>) -> io::Result<Self> {
+        let requests = Self { save, ..Self::default() };
         // SIGXFSZ: without a handler, a file beyond the size limit would kill the process. With it,
         // the write fails with an error.
         let mut handled = vec![SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ];

@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 
 /// Maximum number of columns of a log line on a terminal.
-const MAX_COLUMNS: usize = 100;
+pub(super) const MAX_COLUMNS: usize = 100;
 /// Minimum number of columns of a terminal for which lines are broken at spaces.
 const MIN_COLUMNS: usize = 30;
 /// Columns of the time at the start of a log line; a broken line continues below its level.
@@ -90,6 +90,23 @@ pub(super) fn wrapped(text: &str, columns: usize) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
+/// A shell command. Its arguments continue in further lines if it has more than `columns` columns.
+pub(super) fn command(program: &str, arguments: &[&str], columns: usize) -> String {
+    let mut out = format!("  {program}");
+    let mut at = width(&out);
+    for argument in arguments {
+        let width = width(argument);
+        // a space and the sign of a continued line follow
+        if at + 1 + width + 2 > columns {
+            out.push_str(" \\\n     ");
+            at = 5;
+        }
+        out.extend([" ", *argument]);
+        at += 1 + width;
+    }
+    out + "\n"
+}
+
 /// Number of columns of `text`, without colours; letters of East Asian scripts have two.
 fn width(text: &str) -> usize {
     let mut in_code = false;
@@ -140,6 +157,24 @@ mod tests {
             text,
             "\u{1b}[1m\u{1b}[31merror:\u{1b}[0m no `a`\n  error: quoted\n\u{1b}[32mhint:\u{1b}[0m write it\n"
         );
+    }
+
+    #[test]
+    fn a_long_command_continues_in_further_lines() {
+        let arguments = ["--model runs/a/final", "--prompt \"What is this?\"", "--image cat.png"];
+        let one = command("trainer generate", &arguments, 100);
+        assert_eq!(
+            one,
+            "  trainer generate --model runs/a/final --prompt \"What is this?\" --image cat.png\n"
+        );
+        let three = command("trainer generate", &arguments, 50);
+        assert_eq!(
+            three,
+            "  trainer generate --model runs/a/final \\\n      --prompt \"What is this?\" \
+             --image cat.png\n"
+        );
+        assert!(three.lines().all(|line| width(line) <= 50));
+        assert_eq!(three.replace(" \\\n     ", ""), one);
     }
 
     #[test]

@@ -14,7 +14,8 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
 /// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
 /// keys only.
-const LATER_DEFAULTS: [&str; 10] = [
+const LATER_DEFAULTS: [&str; 11] = [
+    ",\"train_empty_think\":false",
     ",\"offload\":\"none\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",

@@ -1,9 +1,32 @@
 //! The paths of a config.
 
 use super::RunConfig;
+use std::convert::Infallible;
 use std::path::PathBuf;
 
 impl RunConfig {
+    /// The config with `~` and `$` in its paths written so that expanding them gives these paths.
+    #[must_use]
+    pub fn with_escaped_paths(&self) -> Self {
+        self.with_paths(|path| {
+            let here = if path.starts_with('~') { "./" } else { "" };
+            format!("{here}{}", path.replace('$', "$$"))
+        })
+    }
+
+    /// The reverse of [`Self::with_escaped_paths`]. `./~` stays, which is the same path.
+    #[must_use]
+    pub fn with_unescaped_paths(&self) -> Self {
+        self.with_paths(|path| path.replace("$$", "$"))
+    }
+
+    fn with_paths(&self, replace: impl Fn(&str) -> String) -> Self {
+        let mut config = self.clone();
+        let replaced = config.expand_paths(&|path| Ok::<_, Infallible>(replace(path)));
+        replaced.unwrap_or_else(|(_, never)| match never {});
+        config
+    }
+
     /// Replaces each path by what `expand` returns. The error comes with the keys of the path.
     pub fn expand_paths<E>(
         &mut self,
@@ -69,6 +92,18 @@ data:
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(text.matches("/u/ada/").count(), 9, "{text}");
         assert!(!text.contains('~'), "{text}");
+    }
+
+    #[test]
+    fn escaped_paths_are_read_as_they_were() {
+        let mut config: RunConfig = load_text(Path::new("a.yaml"), CONFIG).unwrap();
+        config.output_dir = "a$b$$c".into();
+        let escaped = config.with_escaped_paths();
+        assert_eq!(escaped.output_dir, Path::new("a$$b$$$$c"));
+        assert_eq!(escaped.model.path, Path::new("./~/2"));
+        let read = escaped.with_unescaped_paths();
+        assert_eq!(read.output_dir, config.output_dir);
+        assert_eq!(read.with_escaped_paths(), escaped);
     }
 
     #[test]

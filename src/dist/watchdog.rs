@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 /// Maximum time between two checks of the last report.
 const TICK: Duration = Duration::from_secs(1);
 
-/// The last report and its time; `None` before the first one.
+/// The last report and its time; `None` before the first one and after the end.
 type Last = Mutex<Option<(String, Instant)>>;
 
 fn lock(last: &Last) -> MutexGuard<'_, Option<(String, Instant)>> {
     last.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls a function when nothing was reported for some time, from the first report on. Drop ends it.
+/// Calls a function when nothing was reported for some time, from the first report on until
+/// [`Monitor::finish`]. Drop ends it.
 pub struct Watchdog {
     last: Arc<Last>,
     _running: Sender<()>, // its drop ends the thread
@@ -69,7 +70,9 @@ impl Monitor for Watchdog {
 
     fn fail(&self, _: &str) {}
 
-    fn finish(&self) {}
+    fn finish(&self) {
+        *lock(&self.last) = None;
+    }
 }
 
 #[cfg(test)]
@@ -88,6 +91,19 @@ mod tests {
         assert!(receiver.try_recv().is_err(), "600 ms with reports");
         let work = receiver.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(work, "step 11");
+    }
+
+    #[test]
+    fn it_does_not_watch_the_work_after_the_end() {
+        let (sender, receiver) = channel();
+        let on_stuck = move |work: &str| sender.send(work.to_owned()).unwrap();
+        let watchdog = Watchdog::start(Duration::from_millis(40), on_stuck).unwrap();
+        watchdog.report("step 1");
+        watchdog.finish();
+        thread::sleep(Duration::from_millis(200));
+        assert!(receiver.try_recv().is_err());
+        watchdog.report("step 2"); // another run
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(20)).unwrap(), "step 2");
     }
 
     #[test]

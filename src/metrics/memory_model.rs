@@ -28,6 +28,10 @@ pub struct ActivationMemory {
     pub token_backward: f64,
     /// Per token: activations of one layer that backward computes again.
     pub token_recomputed: f64,
+    /// Per token and key head of linear attention: temporary memory of its backward on a GPU.
+    pub token_delta_head: f64,
+    /// Number of key heads of linear attention; 0 without it.
+    pub delta_heads: f64,
     /// Number of values of a patch; 0 without a vision encoder.
     pub patch_values: f64,
     /// Per patch: pixels, features and tape of the vision encoder.
@@ -76,6 +80,9 @@ pub struct MemoryModel {
     pub vocabulary: f64,
     /// Maximum bytes of logits at one time.
     pub logits: f64,
+    /// Maximum bytes of temporary memory of linear attention on a GPU, unless one head needs more. 0
+    /// on the CPU.
+    pub delta_limit: f64,
     /// Activations.
     pub activations: ActivationMemory,
 }
@@ -160,7 +167,8 @@ impl MemoryModel {
         let tokens = sizes.tokens;
         let activations = &self.activations;
         let Division { weights, weight_slots, stored_bytes, gradients, optimizer } = self.division;
-        let backward = tokens * (activations.token_backward + activations.token_recomputed);
+        let backward = tokens * (activations.token_backward + activations.token_recomputed)
+            + self.delta_bytes(tokens);
         let hidden = tokens * 2.0 * self.element * self.hidden;
         let head = self.head_bytes(sizes.targets);
         let (buffers, recomputed, logits) = if backward >= hidden + head {
@@ -185,6 +193,13 @@ impl MemoryModel {
                 + TOKENIZER_ENTRY * self.vocabulary
                 + FREE_BLOCKS.min(activations + recomputed + logits),
         }
+    }
+
+    /// Temporary memory of linear attention: as many heads at a time as fit into the limit.
+    fn delta_bytes(&self, tokens: f64) -> f64 {
+        let head = tokens * self.activations.token_delta_head;
+        let all = head * self.activations.delta_heads;
+        if self.delta_limit > 0.0 { all.min(self.delta_limit.max(head)) } else { 0.0 }
     }
 
     /// Head and loss: the supervised rows, their gradient, and one chunk of logits.
@@ -216,11 +231,14 @@ mod tests {
             hidden: 10.0,
             vocabulary: 100.0,
             logits: 4000.0,
+            delta_limit: 0.0,
             activations: ActivationMemory {
                 token_context: 20.0,
                 token_tape: 1752.0,
                 token_backward: 160.0,
                 token_recomputed: 0.0,
+                token_delta_head: 0.0,
+                delta_heads: 0.0,
                 patch_values: 12.0,
                 patch: 128.0,
             },
@@ -265,6 +283,22 @@ mod tests {
         let rows = |targets| 80.0 * targets;
         assert_eq!(model().head_bytes(5.0), 5.0 * 400.0 + rows(5.0));
         assert_eq!(model().head_bytes(50.0), 10.0 * 400.0 + rows(50.0)); // 4,000 bytes: ten rows
+    }
+
+    #[test]
+    fn linear_attention_takes_as_many_heads_at_a_time_as_fit_on_a_gpu() {
+        let mut model = model();
+        (model.activations.token_delta_head, model.activations.delta_heads) = (7.0, 4.0);
+        assert_eq!(model.delta_bytes(100.0), 0.0); // on the CPU
+        model.delta_limit = 2000.0;
+        let bytes = [50.0, 100.0, 300.0].map(|tokens| model.delta_bytes(tokens));
+        assert_eq!(bytes, [50.0 * 28.0, 2000.0, 2100.0]);
+        let parts = |model: &MemoryModel| {
+            model.parts(&MicroBatchSizes { tokens: 50.0, ..Default::default() }).activations
+        };
+        let with = parts(&model);
+        model.delta_limit = 0.0;
+        assert_eq!(with - parts(&model), 1400.0);
     }
 
     #[test]

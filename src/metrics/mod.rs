@@ -12,6 +12,7 @@ mod model_flops;
 mod rows;
 mod step_rows;
 mod tensorboard;
+mod vendor_peak;
 
 pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use jsonl::{JsonlError, JsonlSink};
@@ -23,3 +24,4 @@ pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
 pub use step_rows::StepRows;
 pub use tensorboard::{EventFile, scalars};
+pub use vendor_peak::vendor_peak_flops;

@@ -69,8 +69,8 @@ impl ModelConfigError {
                 "copy config.json from the published model again; `trainer init` writes a valid one"
             }
             Self::Unsupported { .. } => {
-                "use a Qwen3-VL or Qwen3 model in the transformers layout (`model_type` is \
-                 `qwen3_vl` or `qwen3`)"
+                "use a Qwen3-VL, Qwen3.5 or Qwen3 model in the transformers layout (`model_type` is \
+                 `qwen3_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`)"
             }
         }
     }
@@ -133,7 +133,7 @@ impl Section<'_> {
     }
 
     /// The error of a number that is outside of the range `expected`.
-    fn range(&self, key: &str, expected: String) -> ModelConfigError {
+    pub(super) fn range(&self, key: &str, expected: String) -> ModelConfigError {
         ModelConfigError::Range { key: self.key(key), found: self.value[key].to_string(), expected }
     }
 
@@ -151,6 +151,14 @@ impl Section<'_> {
         list.ok_or_else(|| ModelConfigError::Key {
             key: self.key(key),
             expected: "a list of integers",
+        })
+    }
+
+    /// Numbers of rotary frequencies of time, height and width.
+    pub(super) fn mrope_section(&self) -> Result<[usize; 3], ModelConfigError> {
+        self.sizes("mrope_section")?.try_into().map_err(|_| ModelConfigError::Key {
+            key: self.key("mrope_section"),
+            expected: "a list of 3 integers",
         })
     }
 
@@ -210,6 +218,13 @@ impl Section<'_> {
 
     /// Sizes of a decoder of the Qwen3 kind.
     pub(super) fn decoder(&self) -> Result<DecoderConfig, ModelConfigError> {
+        let config = self.decoder_sizes()?;
+        self.expect_full_attention(config.num_hidden_layers)?;
+        Ok(config)
+    }
+
+    /// Sizes of a decoder, without those of its linear attention.
+    pub(super) fn decoder_sizes(&self) -> Result<DecoderConfig, ModelConfigError> {
         self.expect("attention_bias", &Value::Bool(false), "`false`")?;
         self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
         let rope = self.rope();
@@ -236,8 +251,8 @@ impl Section<'_> {
             },
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
+            hybrid: None,
         };
-        self.expect_full_attention(config.num_hidden_layers)?;
         if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
             return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));
         }

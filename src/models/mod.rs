@@ -1,15 +1,19 @@
-//! Model families, one folder each, behind the traits [`ModelConfig`] and [`Model`].
+//! Models behind the traits [`ModelConfig`] and [`Model`].
 //!
-//! [`read_config`] selects the family by `model_type` in `config.json`. Other modules see only the
-//! traits. To add a family, add a folder, and a line in [`FAMILIES`].
+//! A family is a reader of `config.json`, selected by `model_type` ([`read_config`]). It describes
+//! its models to [`text`] or [`vision_language`]. Other modules see only the traits. To add a family,
+//! add a folder, and a line in [`FAMILIES`].
 
 mod config;
 mod generate;
 mod model;
 mod opaque;
-pub mod qwen3;
-pub mod qwen3_vl;
+mod qwen3;
+mod qwen3_5;
+mod qwen3_vl;
 mod registry;
+pub mod text;
+pub mod vision_language;
 
 pub use config::ModelConfigError;
 pub use generate::Cache;

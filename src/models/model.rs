@@ -19,6 +19,9 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Number of query heads and of key-value heads of the decoder.
     fn heads(&self) -> [usize; 2];
 
+    /// Whether some layers have linear attention, whose state passes from token to token.
+    fn has_linear_attention(&self) -> bool;
+
     /// Standard deviation of random weights.
     fn initializer_range(&self) -> f64;
 

@@ -1,12 +1,13 @@
 //! The first half of a decoder layer: RMS norm, grouped-query attention with q/k norm and rotary
-//! positions, residual.
+//! positions, residual. With `hybrid`, a gate multiplies the output of each head.
 
 use super::config::DecoderConfig;
 use super::context::DecoderContext;
+use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, AttentionBackend, Masking, Qkv, QkvGrad};
+use crate::ops::{self, AttentionBackend, Masking, NormScale, Qkv, QkvGrad};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
@@ -20,22 +21,25 @@ pub(super) struct AttentionBlock {
     o: Linear,
     q_norm: Param, // [Dh]
     k_norm: Param, // [Dh]
+    scale: NormScale,
     eps: f64,
     num_key_value_heads: usize,
     head_dim: usize,
+    has_gate: bool,
     backend: Arc<dyn AttentionBackend>,
 }
 
 /// The tensors that backward needs. Backward computes the rotated q and k again from their
 /// projections, which is cheap.
 pub(super) struct SavedAttention {
-    x: Tensor,      // [T, D]
-    rstd: Tensor,   // [T]
-    q_proj: Tensor, // [T, H * Dh]
-    k_proj: Tensor, // [T, Hkv * Dh]
-    v: Tensor,      // [T, Hkv, Dh]
-    o: Tensor,      // [T, H, Dh]
-    lse: Tensor,    // [H, T]
+    x: Tensor,            // [T, D]
+    rstd: Tensor,         // [T]
+    q_proj: Tensor,       // [T, H * Dh]
+    gate: Option<Tensor>, // [T, H * Dh]
+    k_proj: Tensor,       // [T, Hkv * Dh]
+    v: Tensor,            // [T, Hkv, Dh]
+    o: Tensor,            // [T, H, Dh]
+    lse: Tensor,          // [H, T]
 }
 
 impl AttentionBlock {
@@ -49,16 +53,18 @@ impl AttentionBlock {
         let linear = |part: &str| Linear::without_bias(params, &format!("{name}.self_attn.{part}"));
         let norm = format!("{name}.input_layernorm");
         Ok(Self {
-            norm: RmsNorm::new(params, &norm, config.rms_norm_eps)?,
+            norm: RmsNorm::new(params, &norm, config)?,
             q: linear("q_proj")?,
             k: linear("k_proj")?,
             v: linear("v_proj")?,
             o: linear("o_proj")?,
             q_norm: params.get(&format!("{name}.self_attn.q_norm.weight"))?,
             k_norm: params.get(&format!("{name}.self_attn.k_norm.weight"))?,
+            scale: config.norm_scale(),
             eps: config.rms_norm_eps,
             num_key_value_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
+            has_gate: config.hybrid.is_some(),
             backend,
         })
     }
@@ -76,29 +82,84 @@ impl AttentionBlock {
         norm: &Param,
         context: &DecoderContext,
     ) -> Result<(Tensor, Tensor)> {
-        ops::qk_norm_rope(x, &norm.tensor(), self.eps, &context.rope)
+        ops::qk_norm_rope(x, &norm.tensor(), self.scale, self.eps, &context.rope)
     }
 
     fn kv_shape(&self, x: &Tensor) -> Result<(usize, usize, usize)> {
         Ok((x.dim(0)?, self.num_key_value_heads, self.head_dim))
     }
 
-    /// Rotated q and k, and v, for generation.
-    pub(super) fn project(
-        &self,
-        x: &Tensor,
-        context: &DecoderContext,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let (normed, _) = self.norm.normed(x)?;
-        let (q, _) = self.rotate(&self.q.forward(&normed)?, &self.q_norm, context)?; // [T, H, Dh]
-        let (k, _) = self.rotate(&self.k.forward(&normed)?, &self.k_norm, context)?; // [T, Hkv, Dh]
-        let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
-        Ok((q, k, v))
+    /// The projection of queries, `[T, H * Dh]`, and of the output gate. The rows of a head's gate
+    /// follow those of its query.
+    fn queries(&self, normed: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let q = self.q.forward(normed)?;
+        if !self.has_gate {
+            return Ok((q, None));
+        }
+        let (num_tokens, width) = (q.dim(0)?, q.dim(1)? / 2);
+        let heads = q.reshape(((), 2 * self.head_dim))?; // [T * H, 2 * Dh]
+        let part = |first| {
+            let part = heads.narrow(1, first, self.head_dim)?.contiguous()?;
+            part.reshape((num_tokens, width))
+        };
+        Ok((part(0)?, Some(part(self.head_dim)?)))
     }
 
-    /// The output projection of `o: [T, H, Dh]` and the residual `x: [T, D]`.
-    pub(super) fn output(&self, x: &Tensor, o: &Tensor) -> Result<Tensor> {
-        self.o.forward_add(&o.flatten_from(1)?, x) // [T, D]
+    /// The gradient of the projection of queries and gate.
+    fn queries_grad(&self, d_q: Tensor, d_gate: Option<&Tensor>) -> Result<Tensor> {
+        let Some(d_gate) = d_gate else { return Ok(d_q) };
+        let heads = |d: &Tensor| d.reshape(((), self.head_dim)); // [T * H, Dh]
+        Tensor::cat(&[heads(&d_q)?, heads(d_gate)?], 1)?.reshape((d_q.dim(0)?, ()))
+    }
+
+    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    pub(super) fn decode(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        context: &DecoderContext,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
+        let (normed, _) = self.norm.normed(x)?;
+        let (q_proj, gate) = self.queries(&normed)?;
+        let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [N, H, Dh]
+        let (k, _) = self.rotate(&self.k.forward(&normed)?, &self.k_norm, context)?; // [N, Hkv, Dh]
+        let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [N, Hkv, Dh]
+        let (keys, values) = cache.append(layer, &k, &v)?; // [S, Hkv, Dh]
+        let o = ops::decode_attention(&q, &keys, &values, cache.len())?; // [N, H, Dh]
+        self.output(x, &o, gate.as_ref())
+    }
+
+    /// The output projection of `o: [T, H, Dh]`, gated, and the residual `x: [T, D]`.
+    fn output(&self, x: &Tensor, o: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
+        let o = o.flatten_from(1)?; // [T, H * Dh]
+        match gate {
+            Some(gate) => self.o.forward_add(&ops::sigmoid_gate(gate, &o)?, x), // [T, D]
+            None => self.o.forward_add(&o, x),
+        }
+    }
+
+    /// Backward of [`Self::output`] without the residual: the gradients of `o` and of the gate.
+    fn output_backward(
+        &self,
+        o: &Tensor,
+        gate: Option<Tensor>,
+        dy: &Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (shape, o) = (o.shape(), o.flatten_from(1)?);
+        let Some(gate) = gate else {
+            return Ok((self.o.backward(&o, dy, grads)?.reshape(shape)?, None));
+        };
+        let d_out = self.o.output_grad(dy)?;
+        let d_gated = self.o.backward_input(&d_out)?;
+        let recompute = self.o.recompute_input(grads);
+        // The op overwrites its operands, and the backward of attention needs `o`.
+        let (d_gate, d_o, gated) = ops::sigmoid_gate_backward(gate, o.copy()?, d_gated, recompute)?;
+        if let Some(gated) = gated {
+            self.o.backward_params(&gated, dy, &d_out, grads)?;
+        }
+        Ok((d_o.reshape(shape)?, Some(d_gate)))
     }
 
     /// `x: [T, D]` to `[T, D]`.
@@ -108,7 +169,7 @@ impl AttentionBlock {
         context: &DecoderContext,
     ) -> Result<(Tensor, SavedAttention)> {
         let (normed, rstd) = self.norm.normed(x)?; // [T, D]
-        let q_proj = self.q.forward(&normed)?; // [T, H * Dh]
+        let (q_proj, gate) = self.queries(&normed)?; // [T, H * Dh]
         let k_proj = self.k.forward(&normed)?; // [T, Hkv * Dh]
         let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
         let (o, lse) = {
@@ -117,8 +178,8 @@ impl AttentionBlock {
             let heads = Qkv { q: &q, k: &k, v: &v };
             self.backend.forward(heads, &context.segments, Masking::Causal)?
         };
-        let y = self.output(x, &o)?;
-        Ok((y, SavedAttention { x: x.clone(), rstd, q_proj, k_proj, v, o, lse }))
+        let y = self.output(x, &o, gate.as_ref())?;
+        Ok((y, SavedAttention { x: x.clone(), rstd, q_proj, gate, k_proj, v, o, lse }))
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
@@ -130,8 +191,8 @@ impl AttentionBlock {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let SavedAttention { x, rstd, q_proj, k_proj, v, o, lse } = saved;
-        let d_o = self.o.backward(&o.flatten_from(1)?, dy, grads)?.reshape(o.shape())?;
+        let SavedAttention { x, rstd, q_proj, gate, k_proj, v, o, lse } = saved;
+        let (d_o, d_gate) = self.output_backward(&o, gate, dy, grads)?;
         let (q, q_rstd) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
         let (k, k_rstd) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
@@ -141,9 +202,11 @@ impl AttentionBlock {
         let QkvGrad { dq, dk, dv } = d_heads;
         let unrotate = |x: Tensor, rstd: Tensor, norm: &Param, dy: Tensor| {
             let dw = grads.buffer(norm);
-            ops::qk_norm_rope_backward(&x, &rstd, &norm.tensor(), &context.rope, &dy, dw)
+            let (weight, rope) = (norm.tensor(), &context.rope);
+            ops::qk_norm_rope_backward(&x, &rstd, &weight, self.scale, rope, &dy, dw)
         };
         let d_q = unrotate(q_proj, q_rstd, &self.q_norm, dq)?; // [T, H * Dh]
+        let d_q = self.queries_grad(d_q, d_gate.as_ref())?;
         let d_k = unrotate(k_proj, k_rstd, &self.k_norm, dk)?; // [T, Hkv * Dh]
         let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]

@@ -1,5 +1,8 @@
 //! Sizes of a decoder, and the names of its tensors.
 
+use super::init::Init;
+use crate::ops::{DeltaHeads, NormScale};
+
 /// Sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
@@ -21,35 +24,127 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// The parts that Qwen3.5 has and Qwen3 does not have.
+    pub hybrid: Option<HybridConfig>,
 }
 
-/// Names and shapes of a decoder's tensors without the head; `prefix` is the name of its module.
-pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<(String, Vec<usize>)> {
-    let hidden = config.hidden_size;
-    let (q, kv) = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    );
-    let layer = [
-        ("input_layernorm", vec![hidden]),
-        ("self_attn.q_proj", vec![q, hidden]),
-        ("self_attn.k_proj", vec![kv, hidden]),
-        ("self_attn.v_proj", vec![kv, hidden]),
-        ("self_attn.o_proj", vec![hidden, q]),
-        ("self_attn.q_norm", vec![config.head_dim]),
-        ("self_attn.k_norm", vec![config.head_dim]),
-        ("post_attention_layernorm", vec![hidden]),
-        ("mlp.gate_proj", vec![config.intermediate_size, hidden]),
-        ("mlp.up_proj", vec![config.intermediate_size, hidden]),
-        ("mlp.down_proj", vec![hidden, config.intermediate_size]),
-    ];
-    let mut specs = vec![(embedding_name(prefix), vec![config.vocab_size, hidden])];
-    for k in 0..config.num_hidden_layers {
-        let name = |part: &str| format!("{}.{part}.weight", layer_name(prefix, k));
-        specs.extend(layer.iter().map(|(part, shape)| (name(part), shape.clone())));
+/// A decoder in which some layers have linear attention, and the others attention with an output
+/// gate. All norms but those of linear attention multiply by 1 + weight.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HybridConfig {
+    /// Number of leading dimensions of a head that are rotated, even.
+    pub rotary_dim: usize,
+    /// Whether each layer has linear attention.
+    pub is_linear: Vec<bool>,
+    /// Number of query and key heads of linear attention, `Hk`.
+    pub num_key_heads: usize,
+    /// Number of value heads of linear attention, `Hv`, a multiple of `Hk`.
+    pub num_value_heads: usize,
+    /// Size of a query or key head, `dk`.
+    pub key_head_dim: usize,
+    /// Size of a value head, `dv`.
+    pub value_head_dim: usize,
+    /// Number of tokens that the convolution reads.
+    pub conv_kernel: usize,
+}
+
+impl HybridConfig {
+    /// The heads of linear attention.
+    pub(super) fn heads(&self) -> DeltaHeads {
+        DeltaHeads {
+            key_heads: self.num_key_heads,
+            value_heads: self.num_value_heads,
+            key_dim: self.key_head_dim,
+            value_dim: self.value_head_dim,
+        }
     }
-    specs.push((format!("{prefix}.norm.weight"), vec![hidden]));
+
+    /// Width of queries, keys and values together, `2 Hk dk + Hv dv`.
+    pub fn qkv_width(&self) -> usize {
+        2 * self.num_key_heads * self.key_head_dim + self.value_width()
+    }
+
+    /// Width of the values, `Hv dv`.
+    pub fn value_width(&self) -> usize {
+        self.num_value_heads * self.value_head_dim
+    }
+}
+
+impl DecoderConfig {
+    /// Number of dimensions of a head that are rotated.
+    pub fn rotary_dim(&self) -> usize {
+        self.hybrid.as_ref().map_or(self.head_dim, |hybrid| hybrid.rotary_dim)
+    }
+
+    /// How the norms of the layers, of queries and of keys multiply by their weights.
+    pub fn norm_scale(&self) -> NormScale {
+        if self.hybrid.is_some() { NormScale::OnePlusWeight } else { NormScale::Weight }
+    }
+
+    /// Whether layer `k` has linear attention.
+    pub fn is_linear(&self, k: usize) -> bool {
+        self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
+    }
+}
+
+/// Name, shape and random values of a tensor.
+pub type DecoderSpec = (String, Vec<usize>, Init);
+
+/// The tensors of a decoder without the head; `prefix` is the name of its module.
+pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<DecoderSpec> {
+    let hidden = config.hidden_size;
+    let norm = match config.norm_scale() {
+        NormScale::Weight => Init::One,
+        NormScale::OnePlusWeight => Init::Zero,
+    };
+    let mut specs = vec![(embedding_name(prefix), vec![config.vocab_size, hidden], Init::Normal)];
+    for k in 0..config.num_hidden_layers {
+        let mut add = |part: &str, shape: &[usize], init| {
+            specs.push((format!("{}.{part}", layer_name(prefix, k)), shape.to_vec(), init));
+        };
+        add("input_layernorm.weight", &[hidden], norm);
+        match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
+            Some(hybrid) => linear_attention_specs(hybrid, hidden, &mut add),
+            None => attention_specs(config, norm, &mut add),
+        }
+        add("post_attention_layernorm.weight", &[hidden], norm);
+        let inner = config.intermediate_size;
+        add("mlp.gate_proj.weight", &[inner, hidden], Init::Normal);
+        add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
+        add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
+    }
+    specs.push((format!("{prefix}.norm.weight"), vec![hidden], norm));
     specs
+}
+
+fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str, &[usize], Init)) {
+    let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+    let q = config.num_attention_heads * head_dim;
+    let kv = config.num_key_value_heads * head_dim;
+    let q_and_gate = if config.hybrid.is_some() { 2 * q } else { q };
+    add("self_attn.q_proj.weight", &[q_and_gate, hidden], Init::Normal);
+    add("self_attn.k_proj.weight", &[kv, hidden], Init::Normal);
+    add("self_attn.v_proj.weight", &[kv, hidden], Init::Normal);
+    add("self_attn.o_proj.weight", &[hidden, q], Init::Normal);
+    add("self_attn.q_norm.weight", &[head_dim], norm);
+    add("self_attn.k_norm.weight", &[head_dim], norm);
+}
+
+fn linear_attention_specs(
+    config: &HybridConfig,
+    hidden: usize,
+    add: &mut dyn FnMut(&str, &[usize], Init),
+) {
+    let (qkv, values, heads) = (config.qkv_width(), config.value_width(), config.num_value_heads);
+    add("linear_attn.in_proj_qkv.weight", &[qkv, hidden], Init::Normal);
+    add("linear_attn.in_proj_z.weight", &[values, hidden], Init::Normal);
+    add("linear_attn.in_proj_b.weight", &[heads, hidden], Init::Normal);
+    add("linear_attn.in_proj_a.weight", &[heads, hidden], Init::Normal);
+    add("linear_attn.conv1d.weight", &[qkv, 1, config.conv_kernel], Init::Normal);
+    add("linear_attn.dt_bias", &[heads], Init::One);
+    add("linear_attn.A_log", &[heads], Init::LogDecay);
+    add("linear_attn.norm.weight", &[config.value_head_dim], Init::One);
+    add("linear_attn.out_proj.weight", &[hidden, values], Init::Normal);
 }
 
 pub(super) fn embedding_name(prefix: &str) -> String {

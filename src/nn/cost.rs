@@ -1,7 +1,8 @@
 //! Operations and memory of a decoder, for `trainer bench`.
 
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, HybridConfig};
 use crate::metrics::{ActivationMemory, PartWork, Rows};
+use crate::ops::DeltaHeads;
 use crate::tape::{Param, Recompute};
 
 /// Number of elements of the matrices among `params`, without `table`, an embedding that is not
@@ -25,11 +26,17 @@ impl DecoderConfig {
         head: &Param,
     ) -> [PartWork; 2] {
         let heads = self.num_attention_heads * self.head_dim;
+        let num_linear = (0..self.num_hidden_layers).filter(|k| self.is_linear(*k)).count();
+        // a token reads the state of each head, changes it and reads it again
+        let states = self
+            .hybrid
+            .as_ref()
+            .map_or(0, |hybrid| 3 * num_linear * hybrid.value_width() * hybrid.key_head_dim);
         [
             PartWork {
                 params: indexes(decoder),
-                weights: matrix_elements(decoder, embedding),
-                attention: (self.num_hidden_layers * heads) as f64,
+                weights: matrix_elements(decoder, embedding) + states as f64,
+                attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
                 rows: Rows::Tokens,
             },
             PartWork {
@@ -41,33 +48,46 @@ impl DecoderConfig {
         ]
     }
 
-    /// Bytes that backward needs of one layer and token: `x` twice; `q`, `o`; `k`, `v`; `gate`,
-    /// `up`; two `rstd` and `lse` in `f32`.
-    fn saved_bytes(&self, element: f64) -> f64 {
-        let wide = ((self.num_attention_heads + self.num_key_value_heads) * self.head_dim) as f64;
-        let (hidden, intermediate) = (self.hidden_size as f64, self.intermediate_size as f64);
-        let statistics = 4.0 * (2.0 + self.num_attention_heads as f64);
-        2.0 * element * (hidden + wide + intermediate) + statistics
+    /// Bytes that backward needs of layer `k` and a token: `x` twice, `gate`, `up`, two `rstd` in
+    /// `f32`, and what the first half of the layer keeps.
+    fn saved_bytes(&self, k: usize, element: f64) -> f64 {
+        let both = 2.0 * element * (self.hidden_size + self.intermediate_size) as f64 + 8.0;
+        if let Some(hybrid) = self.hybrid.as_ref().filter(|_| self.is_linear(k)) {
+            // input of the convolution, `z`, `o`, `a`, `b`, and the `rstd` of each head in `f32`
+            let heads = hybrid.num_value_heads;
+            let wide = hybrid.qkv_width() + 2 * hybrid.value_width() + 2 * heads;
+            return both + element * wide as f64 + 4.0 * heads as f64;
+        }
+        // `q`, `o`, `k`, `v`, `lse` in `f32`, and the gate of Qwen3.5
+        let (q, kv) = (self.num_attention_heads, self.num_key_value_heads);
+        let gate = if self.hybrid.is_some() { q } else { 0 };
+        both + element * ((2 * q + 2 * kv + gate) * self.head_dim) as f64 + 4.0 * q as f64
     }
 
     /// Memory of activations without images, for elements of `element` bytes. Counts all layers,
     /// as if a parameter of the first layer or before it is trained.
     pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
-        let (hidden, saved) = (self.hidden_size as f64, self.saved_bytes(element));
-        let (layer, again) = match recompute {
-            Recompute::No => (saved, 0.0),
+        let hidden = self.hidden_size as f64;
+        let intermediate = element * self.intermediate_size as f64;
+        let saved = (0..self.num_hidden_layers).map(|k| self.saved_bytes(k, element));
+        let (tape, again) = match recompute {
+            Recompute::No => (saved.sum(), 0.0),
             // and the output of SwiGLU, which nothing saves
             Recompute::Yes => {
-                let intermediate = element * self.intermediate_size as f64;
-                (element * hidden, saved - element * hidden + intermediate)
+                let largest = saved.fold(0.0, f64::max);
+                let tape = self.num_hidden_layers as f64 * element * hidden;
+                (tape, largest - element * hidden + intermediate)
             }
         };
+        let delta = self.hybrid.as_ref().map(HybridConfig::heads);
         ActivationMemory {
-            token_context: 4.0 * self.head_dim as f64,
-            token_tape: self.num_hidden_layers as f64 * layer,
+            token_context: 4.0 * self.rotary_dim() as f64,
+            token_tape: tape,
             // `dy` and the gradient of SwiGLU's output
-            token_backward: element * (hidden + self.intermediate_size as f64),
+            token_backward: element * hidden + intermediate,
             token_recomputed: again,
+            token_delta_head: delta.map_or(0.0, DeltaHeads::gpu_bytes_per_token),
+            delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
             patch_values: 0.0,
             patch: 0.0,
         }
@@ -88,6 +108,7 @@ mod tests {
         head_dim: 5,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        hybrid: None,
     };
 
     #[test]

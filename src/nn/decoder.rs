@@ -4,37 +4,105 @@ use super::attention::{AttentionBlock, SavedAttention};
 use super::config::{DecoderConfig, embedding_name, layer_name};
 use super::context::DecoderContext;
 use super::kv_cache::KvCache;
+use super::linear_attention::{LinearAttentionBlock, SavedLinearAttention};
 use super::mlp::{MlpBlock, SavedMlp};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
+
+/// The first half of a decoder layer.
+enum Mixer {
+    Attention(Box<AttentionBlock>),
+    Linear(Box<LinearAttentionBlock>),
+}
+
+/// The tensors that the backward of a [`Mixer`] needs.
+enum SavedMixer {
+    Attention(SavedAttention),
+    Linear(SavedLinearAttention),
+}
+
+impl Mixer {
+    fn params(&self) -> Vec<&Param> {
+        match self {
+            Self::Attention(block) => block.params().collect(),
+            Self::Linear(block) => block.params().collect(),
+        }
+    }
+
+    fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, SavedMixer)> {
+        Ok(match self {
+            Self::Attention(block) => {
+                let (y, saved) = block.forward(x, context)?;
+                (y, SavedMixer::Attention(saved))
+            }
+            Self::Linear(block) => {
+                let (y, saved) = block.forward(x, context)?;
+                (y, SavedMixer::Linear(saved))
+            }
+        })
+    }
+
+    fn backward(
+        &self,
+        saved: SavedMixer,
+        dy: &Tensor,
+        context: &DecoderContext,
+        grads: &dyn GradSink,
+        input_grad: InputGrad,
+    ) -> Result<Option<Tensor>> {
+        match (self, saved) {
+            (Self::Attention(block), SavedMixer::Attention(saved)) => {
+                block.backward(saved, dy, context, grads, input_grad)
+            }
+            (Self::Linear(block), SavedMixer::Linear(saved)) => {
+                block.backward(saved, dy, context, grads, input_grad)
+            }
+            _ => bail!("the saved tensors belong to a layer of another kind"),
+        }
+    }
+
+    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    fn decode(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        context: &DecoderContext,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
+        match self {
+            Self::Attention(block) => block.decode(layer, x, context, cache),
+            Self::Linear(block) => block.decode(x, cache.state(layer)),
+        }
+    }
+}
 
 /// One decoder layer.
 struct DecoderLayer {
-    attention: AttentionBlock,
+    mixer: Mixer,
     mlp: MlpBlock,
 }
 
 impl Stage for DecoderLayer {
     type Context = DecoderContext;
-    type Saved = (SavedAttention, SavedMlp);
+    type Saved = (SavedMixer, SavedMlp);
 
     fn params(&self) -> Vec<&Param> {
-        self.attention.params().chain(self.mlp.params()).collect()
+        self.mixer.params().into_iter().chain(self.mlp.params()).collect()
     }
 
     fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, Self::Saved)> {
-        let (x, attention) = self.attention.forward(x, context)?; // [T, D]
+        let (x, mixer) = self.mixer.forward(x, context)?; // [T, D]
         let (y, mlp) = self.mlp.forward(&x)?; // [T, D]
-        Ok((y, (attention, mlp)))
+        Ok((y, (mixer, mlp)))
     }
 
     fn backward(
         &self,
-        (attention, mlp): Self::Saved,
+        (mixer, mlp): Self::Saved,
         dy: Tensor,
         context: &DecoderContext,
         grads: &dyn GradSink,
@@ -42,7 +110,7 @@ impl Stage for DecoderLayer {
     ) -> Result<Option<Tensor>> {
         let dx = self.mlp.backward(mlp, &dy, grads)?; // [T, D]
         drop(dy); // a layer's peak has one gradient of the residual stream
-        self.attention.backward(attention, &dx, context, grads, input_grad)
+        self.mixer.backward(mixer, &dx, context, grads, input_grad)
     }
 }
 
@@ -66,16 +134,22 @@ impl Decoder {
         config: &DecoderConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let eps = config.rms_norm_eps;
         let layers = (0..config.num_hidden_layers).map(|k| {
             let name = layer_name(prefix, k);
-            let attention = AttentionBlock::new(params, &name, config, attention.clone())?;
-            Ok(DecoderLayer { attention, mlp: MlpBlock::new(params, &name, eps)? })
+            let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
+            let mixer = if let Some(sizes) = sizes {
+                let block = LinearAttentionBlock::new(params, &name, config, sizes)?;
+                Mixer::Linear(Box::new(block))
+            } else {
+                let block = AttentionBlock::new(params, &name, config, attention.clone())?;
+                Mixer::Attention(Box::new(block))
+            };
+            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(params, &name, config)? })
         });
         Ok(Self {
             embed_tokens: params.get(&embedding_name(prefix))?,
             layers: layers.collect::<std::result::Result<_, _>>()?,
-            norm: RmsNorm::new(params, &format!("{prefix}.norm"), eps)?,
+            norm: RmsNorm::new(params, &format!("{prefix}.norm"), config)?,
         })
     }
 
@@ -185,10 +259,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         let num_new = h.dim(0)?;
         for (k, layer) in self.layers.iter().enumerate() {
-            let (q, keys, values) = layer.attention.project(&h, context)?;
-            let (keys, values) = cache.append(k, &keys, &values)?; // [S, Hkv, Dh]
-            let o = ops::decode_attention(&q, &keys, &values, cache.len())?; // [N, H, Dh]
-            let x = layer.attention.output(&h, &o)?;
+            let x = layer.mixer.decode(k, &h, context, cache)?;
             h = layer.mlp.forward(&x)?.0;
             after_layer(k, &h)?;
         }

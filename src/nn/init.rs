@@ -1,6 +1,6 @@
 //! Random weights from a seed, in the distribution that transformers uses for new models.
 
-use super::ParamSpec;
+use super::params::ParamSpec;
 use candle_core::{Device, Result, Tensor};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -8,8 +8,20 @@ use rand_distr::{Distribution, Normal, Uniform};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 
-/// Norm weights are 1, biases are 0. Other weights are normal with the standard deviation
-/// `initializer_range`.
+/// The random values of a tensor, as in transformers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Init {
+    /// Normal with the standard deviation `initializer_range`.
+    Normal,
+    /// Zeros.
+    Zero,
+    /// Ones.
+    One,
+    /// The logarithm of a number that is uniform between 0.01 and 16.
+    LogDecay,
+}
+
+/// The tensor of `spec`, drawn as [`ParamSpec::init`] says.
 ///
 /// Each tensor has its own stream of random numbers, seeded by `seed` and the tensor's name. The
 /// values therefore do not depend on the order of the tensors or on the other tensors.
@@ -32,15 +44,20 @@ pub fn random_part(
     device: &Device,
 ) -> Result<Tensor> {
     let count = part.len();
-    let values: Vec<f32> = if spec.name.ends_with("bias") {
-        vec![0.0; count]
-    } else if spec.shape.len() == 1 {
-        vec![1.0; count]
-    } else {
-        let mut rng = stream(seed, &spec.name);
-        let normal =
-            Normal::new(0.0f32, initializer_range as f32).map_err(candle_core::Error::wrap)?;
-        (0..part.end).map(|_| normal.sample(&mut rng)).skip(part.start).collect()
+    let values: Vec<f32> = match spec.init {
+        Init::Zero => vec![0.0; count],
+        Init::One => vec![1.0; count],
+        Init::Normal => {
+            let mut rng = stream(seed, &spec.name);
+            let normal =
+                Normal::new(0.0f32, initializer_range as f32).map_err(candle_core::Error::wrap)?;
+            (0..part.end).map(|_| normal.sample(&mut rng)).skip(part.start).collect()
+        }
+        Init::LogDecay => {
+            let mut rng = stream(seed, &spec.name);
+            let uniform = Uniform::new(0.01f32, 16.0).map_err(candle_core::Error::wrap)?;
+            (0..part.end).map(|_| uniform.sample(&mut rng).ln()).skip(part.start).collect()
+        }
     };
     Tensor::from_vec(values, count, device)
 }

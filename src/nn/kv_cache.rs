@@ -1,6 +1,9 @@
-//! Keys and values of the tokens of one sample so far, for generation.
+//! What the layers keep of the tokens of one sample so far, for generation: keys and values, and the
+//! states of linear attention.
 
-use candle_core::{Result, Tensor};
+use crate::ops::{CONV_TAPS, DeltaHeads};
+use candle_core::{DType, Result, Tensor};
+use std::collections::BTreeMap;
 
 /// Minimum number of further tokens for which the buffers are enlarged.
 const GROWTH: usize = 64;
@@ -10,8 +13,27 @@ const GROWTH: usize = 64;
 pub struct KvCache {
     /// Keys and values of each layer, `[C, Hkv, Dh]` with `C >= len`. Rows from `len` on have no
     /// meaning.
-    layers: Vec<[Tensor; 2]>,
+    layers: BTreeMap<usize, [Tensor; 2]>,
+    /// State of each layer with linear attention.
+    states: BTreeMap<usize, Option<LinearState>>,
     len: usize,
+}
+
+/// The state of linear attention after some tokens of a sample.
+pub(super) struct LinearState {
+    /// The last inputs of the convolution, `[3, C]`.
+    pub(super) window: Tensor,
+    /// State of the gated delta rule, `[1, Hv, dk, dv]`, `f32`.
+    pub(super) rule: Tensor,
+}
+
+impl LinearState {
+    /// The state before the first token; `qkv: [N, C]` has the dtype and the device.
+    pub(super) fn zeros(heads: DeltaHeads, qkv: &Tensor) -> Result<Self> {
+        let window = Tensor::zeros((CONV_TAPS - 1, qkv.dim(1)?), qkv.dtype(), qkv.device())?;
+        let shape = (1, heads.value_heads, heads.key_dim, heads.value_dim);
+        Ok(Self { window, rule: Tensor::zeros(shape, DType::F32, qkv.device())? })
+    }
 }
 
 impl KvCache {
@@ -25,9 +47,18 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Removes all tokens after the first `len`. Those before do not depend on them.
+    /// Removes all tokens after the first `len`. Those before do not depend on them. Removes all tokens
+    /// if a layer has a state, which cannot go back.
     pub fn truncate(&mut self, len: usize) {
+        if len < self.len && !self.states.is_empty() {
+            *self = Self::default();
+        }
         self.len = self.len.min(len);
+    }
+
+    /// The state of layer `layer`, which has linear attention; `None` before the first token.
+    pub(super) fn state(&mut self, layer: usize) -> &mut Option<LinearState> {
+        self.states.entry(layer).or_default()
     }
 
     /// Writes keys and values of the next tokens, `[N, Hkv, Dh]` each, of layer `layer`, and returns
@@ -39,15 +70,17 @@ impl KvCache {
         values: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
         let end = self.len + keys.dim(0)?;
-        if layer == self.layers.len() {
-            self.layers.push([self.enlarged(None, keys, end)?, self.enlarged(None, values, end)?]);
-        } else if self.layers[layer][0].dim(0)? < end {
-            let [old_keys, old_values] = &self.layers[layer];
-            let old = [Some(old_keys), Some(old_values)];
-            self.layers[layer] =
-                [self.enlarged(old[0], keys, end)?, self.enlarged(old[1], values, end)?];
+        let old = self.layers.get(&layer);
+        let is_large = old.is_some_and(|[keys, _]| keys.dim(0).is_ok_and(|size| size >= end));
+        if !is_large {
+            let old = old.map(|[keys, values]| [keys, values]);
+            let enlarged = [
+                self.enlarged(old.map(|[keys, _]| keys), keys, end)?,
+                self.enlarged(old.map(|[_, values]| values), values, end)?,
+            ];
+            self.layers.insert(layer, enlarged);
         }
-        let [all_keys, all_values] = &self.layers[layer];
+        let [all_keys, all_values] = &self.layers[&layer];
         all_keys.slice_set(&keys.contiguous()?, 0, self.len)?;
         all_values.slice_set(&values.contiguous()?, 0, self.len)?;
         Ok((all_keys.narrow(0, 0, end)?, all_values.narrow(0, 0, end)?)) // [S, Hkv, Dh]

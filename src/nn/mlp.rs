@@ -1,5 +1,6 @@
 //! The second half of a decoder layer: RMS norm, SwiGLU, residual.
 
+use super::config::DecoderConfig;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
@@ -28,11 +29,11 @@ impl MlpBlock {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
-        eps: f64,
+        config: &DecoderConfig,
     ) -> std::result::Result<Self, WeightError> {
         let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
         Ok(Self {
-            norm: RmsNorm::new(params, &format!("{name}.post_attention_layernorm"), eps)?,
+            norm: RmsNorm::new(params, &format!("{name}.post_attention_layernorm"), config)?,
             gate: linear("gate_proj")?,
             up: linear("up_proj")?,
             down: linear("down_proj")?,

@@ -1,13 +1,15 @@
 //! RMS norm and layer norm with their parameters.
 
+use super::config::DecoderConfig;
 use super::params::{ParamMap, WeightError};
-use crate::ops;
+use crate::ops::{self, NormScale};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 
 /// RMS norm of rows. As a stage, it is the decoder's final norm.
 pub(crate) struct RmsNorm {
     weight: Param, // [D]
+    scale: NormScale,
     eps: f64,
 }
 
@@ -15,9 +17,10 @@ impl RmsNorm {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
-        eps: f64,
+        config: &DecoderConfig,
     ) -> std::result::Result<Self, WeightError> {
-        Ok(Self { weight: params.get(&format!("{name}.weight"))?, eps })
+        let weight = params.get(&format!("{name}.weight"))?;
+        Ok(Self { weight, scale: config.norm_scale(), eps: config.rms_norm_eps })
     }
 
     pub(super) fn param(&self) -> &Param {
@@ -26,12 +29,12 @@ impl RmsNorm {
 
     /// Returns the normalised rows, and `rstd: [T]` for backward.
     pub(super) fn normed(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        ops::rms_norm(x, &self.weight.tensor(), self.eps)
+        ops::rms_norm(x, &self.weight.tensor(), self.scale, self.eps)
     }
 
     /// Recomputes the normalised rows from a saved `rstd`.
     pub(super) fn apply(&self, x: &Tensor, rstd: &Tensor) -> Result<Tensor> {
-        ops::rms_norm_apply(x, rstd, &self.weight.tensor())
+        ops::rms_norm_apply(x, rstd, &self.weight.tensor(), self.scale)
     }
 
     /// `dx + residual`.
@@ -44,7 +47,7 @@ impl RmsNorm {
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
         let dw = grads.buffer(&self.weight);
-        ops::rms_norm_backward(x, rstd, &self.weight.tensor(), dy, residual, dw)
+        ops::rms_norm_backward(x, rstd, &self.weight.tensor(), self.scale, dy, residual, dw)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The list of parameters: published names, shapes, and the component that each belongs to.
 
 use super::adapter::Adapters;
+use super::init::Init;
 use crate::tape::Param;
 use std::collections::HashMap;
 
@@ -32,6 +33,8 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// The component that the tensor belongs to.
     pub component: Component,
+    /// Values of a model with random weights.
+    pub init: Init,
 }
 
 impl ParamSpec {
@@ -42,6 +45,13 @@ impl ParamSpec {
         let name = layer.rsplit('.').next().unwrap_or(layer);
         let is_table = ["embed_tokens", "pos_embed", "lm_head"].contains(&name);
         (!is_table).then_some(layer)
+    }
+
+    /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published folders
+    /// in `bf16` have the decays of linear attention and the weights of its norm so.
+    pub fn is_saved_in_f32(&self) -> bool {
+        let names = ["linear_attn.A_log", "linear_attn.norm.weight"];
+        names.iter().any(|name| self.name.ends_with(name))
     }
 
     /// Whether the tensor is the weight of a linear layer, the token embedding or the head: nearly all

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::WrapErr as _;
-use candle_core::{Device, Result, Shape, Tensor, WithDType};
+use candle_core::{DType, Device, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 
 /// Number of bytes that one task copies.
@@ -27,12 +27,17 @@ pub struct GpuMemory {
 /// tensors. Fails if the CUDA libraries cannot be loaded or there is no such GPU.
 #[cfg(feature = "cuda")]
 pub fn open_gpu(ordinal: usize) -> Result<Device> {
+    if let Some(problem) = driver_problem() {
+        candle_core::bail!("{problem}");
+    }
     // cudarc panics if a library is missing.
     let opened = std::panic::catch_unwind(|| Device::new_cuda_with_stream(ordinal));
     let device = opened.unwrap_or_else(|_| {
         candle_core::bail!("cannot load the CUDA libraries: install the NVIDIA driver")
     })?;
     let gpu = device.as_cuda_device()?;
+    // A wait must not occupy a core: the threads of the loader need it.
+    gpu.cuda_stream().context().set_blocking_synchronize().w()?;
     // SAFETY: all tensors are used on the single stream of this device, so uses and frees are in
     // order.
     #[expect(unsafe_code, reason = "the caller must guarantee the order of streams")]
@@ -41,6 +46,18 @@ pub fn open_gpu(ordinal: usize) -> Result<Device> {
     }
     keep_freed_memory(ordinal)?;
     Ok(device)
+}
+
+/// Why the driver of this machine cannot run the GPU code of this binary.
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "a driver call")]
+fn driver_problem() -> Option<String> {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let mut version = 0;
+    // SAFETY: the result is written to a variable.
+    let found = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
+    found.ok()?; // opening the device reports the error
+    super::driver_version::problem_of_driver(version.unsigned_abs())
 }
 
 /// Fails, because this build has no CUDA support.
@@ -62,6 +79,18 @@ pub fn count_gpus() -> usize {
 #[cfg(not(feature = "cuda"))]
 pub fn count_gpus() -> usize {
     0
+}
+
+/// The GPU of rank `local_rank` of a machine: the one with this number, or the only one that
+/// `CUDA_VISIBLE_DEVICES` leaves to this process. Slurm gives each rank a GPU in this way.
+pub fn gpu_of_rank(local_rank: usize) -> usize {
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    gpu_of_visible(local_rank, visible.as_deref())
+}
+
+fn gpu_of_visible(local_rank: usize, visible: Option<&str>) -> usize {
+    let is_single = |list: &str| !list.trim().is_empty() && !list.contains(',');
+    if visible.is_some_and(is_single) { 0 } else { local_rank }
 }
 
 /// Ends the process without the exit handlers of libraries. Those of CUDA wait for running kernels,
@@ -105,6 +134,38 @@ pub fn upload<T: WithDType>(
         return super::cuda::upload(&values, shape, device);
     }
     Tensor::from_vec(values, shape.into(), device)
+}
+
+/// As [`upload`] of `values` as `dtype`, `f32` or `bf16`. For a GPU they are rounded on the host, so
+/// that fewer bytes are copied.
+pub fn upload_rounded(
+    values: Vec<f32>,
+    shape: impl Into<Shape>,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() && dtype == DType::BF16 {
+        return super::cuda::upload_bf16(&values, shape, device);
+    }
+    upload(values, shape, device)?.to_dtype(dtype)
+}
+
+/// Returns a copy of `t`, a contiguous `f32`, `bf16` or `u8` tensor, in host memory. Waits for a GPU.
+pub fn copy_to_host(t: &Tensor) -> Result<Tensor> {
+    if t.device().is_cpu() {
+        return t.copy();
+    }
+    #[cfg(all(feature = "cuda", unix))]
+    if matches!(t.dtype(), DType::F32 | DType::BF16 | DType::U8)
+        && t.is_contiguous()
+        && t.elem_count() > 0
+    {
+        let host = Tensor::zeros(t.shape(), t.dtype(), &Device::Cpu)?;
+        super::change_bytes(&host, |bytes| super::cuda::download(t, bytes))??;
+        return Ok(host);
+    }
+    t.to_device(&Device::Cpu)
 }
 
 /// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of elements
@@ -154,8 +215,56 @@ pub fn gpu_memory(device: &Device) -> Option<GpuMemory> {
     Some(GpuMemory { peak, reserved, used })
 }
 
+/// Properties of a GPU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GpuProperties {
+    /// The name that the driver reports.
+    pub name: String,
+    /// Bytes of its memory.
+    pub memory: u64,
+    /// Bytes that no process uses.
+    pub free: u64,
+}
+
+/// Returns the properties of the GPU `device`, or `None` on the CPU or if the driver reports an
+/// error.
+#[cfg(feature = "cuda")]
+pub fn gpu_properties(device: &Device) -> Option<GpuProperties> {
+    use candle_core::cuda_backend::cudarc::driver::result;
+    let Device::Cuda(gpu) = device else { return None };
+    let stream = gpu.cuda_stream();
+    let context = stream.context();
+    context.bind_to_thread().ok()?;
+    let (free, memory) = result::mem_get_info().ok()?;
+    Some(GpuProperties { name: context.name().ok()?, memory: memory as u64, free: free as u64 })
+}
+
+/// Returns `None`, because this build has no CUDA support.
+#[cfg(not(feature = "cuda"))]
+pub fn gpu_properties(_: &Device) -> Option<GpuProperties> {
+    None
+}
+
 /// Returns `None`, because this build has no CUDA support.
 #[cfg(not(feature = "cuda"))]
 pub fn gpu_memory(_: &Device) -> Option<GpuMemory> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_sees_one_gpu_uses_it() {
+        for (visible, gpu) in [
+            (None, 3),
+            (Some("0,1,2,3"), 3),
+            (Some("5"), 0),
+            (Some("GPU-8932f937"), 0),
+            (Some(""), 3),
+        ] {
+            assert_eq!(gpu_of_visible(3, visible), gpu, "{visible:?}");
+        }
+    }
 }

@@ -33,12 +33,17 @@ mod adafactor;
 mod adamw;
 mod attention;
 mod bytes;
+mod causal_conv1d;
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
+mod delta_gates;
+mod driver_version;
 mod dropout;
 mod eight_bit;
 mod embedding;
+mod gated_delta_rule;
+mod gated_rms_norm;
 mod gelu;
 mod gpu;
 mod layer_norm;
@@ -50,6 +55,7 @@ mod nf4;
 mod rms_norm;
 mod rope;
 mod rows;
+mod sigmoid_gate;
 mod stored;
 mod swiglu;
 #[cfg(test)]
@@ -67,24 +73,33 @@ pub use attention::{
     AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
 };
 pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
+pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
 #[cfg(test)]
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{
     CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory, memory_advice,
-    set_memory_advice, set_predicted_memory, simd_level,
+    set_memory_advice, set_predicted_memory, share_one_heap_under_a_limit, simd_level,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;
+pub use delta_gates::{DeltaGatesGrad, delta_gates, delta_gates_backward};
+pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,
 };
+pub use gated_delta_rule::{
+    DeltaGrad, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, gated_delta_rule,
+    gated_delta_rule_backward,
+};
+pub use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{
-    CUDA_BUILD, GpuMemory, copy_from_host, count_gpus, exit_at_once, gpu_memory, open_gpu, upload,
+    CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
+    gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
@@ -96,8 +111,9 @@ pub use linear_cross_entropy::{
 };
 pub use muon::{MuonUpdate, muon_step};
 pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_maps, nf4_places, nf4_span};
-pub use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
+pub use rms_norm::{NormScale, rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
+pub use sigmoid_gate::{sigmoid_gate, sigmoid_gate_backward};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

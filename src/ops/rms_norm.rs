@@ -1,30 +1,49 @@
-//! Root-mean-square norm over the last axis: `y = w * (x * rstd)` with
-//! `rstd = 1 / sqrt(mean(x^2) + eps)`.
+//! Root-mean-square norm over the last axis: `y = w * (x * rstd)` or `y = (1 + w) * (x * rstd)`
+//! ([`NormScale`]) with `rstd = 1 / sqrt(mean(x^2) + eps)`.
 //!
 //! Shapes: `x`, `y`, `dy`, `dx`: `[N, D]`; `w: [D]`; `rstd: [N]` (`f32`). Arithmetic is in `f32`;
-//! with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, as in
-//! transformers.
+//! with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, but not
+//! before it is multiplied by `1 + w`, as in transformers.
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use candle_core::{DType, Result, Tensor};
+use std::borrow::Cow;
+
+/// The factor that a norm multiplies by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormScale {
+    /// The weight, as in Qwen3.
+    Weight,
+    /// 1 + the weight, as in Qwen3.5.
+    OnePlusWeight,
+}
+
+impl NormScale {
+    /// The factors, from the weights.
+    pub(super) fn factors(self, w: Cow<'_, [f32]>) -> Cow<'_, [f32]> {
+        match self {
+            Self::Weight => w,
+            Self::OnePlusWeight => Cow::Owned(w.iter().map(|w| 1.0 + w).collect()),
+        }
+    }
+
+    /// Rounding for a compute dtype.
+    pub(super) fn rounding(self, dtype: DType) -> Rounding {
+        let rounds = dtype == DType::BF16 && self == Self::Weight;
+        if rounds { Rounding::Bf16 } else { Rounding::None }
+    }
+}
 
 /// Rounding of `x * rstd` before the multiplication by the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rounding {
-    /// No rounding, for `f32` operands.
+    /// No rounding.
     None,
-    /// Rounding to `bf16`, for `bf16` operands.
+    /// Rounding to `bf16`.
     Bf16,
-}
-
-impl Rounding {
-    /// Rounding for a compute dtype.
-    pub(super) fn of(dtype: DType) -> Self {
-        if dtype == DType::BF16 { Self::Bf16 } else { Self::None }
-    }
 }
 
 kernels! {
@@ -85,15 +104,15 @@ pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) 
 }
 
 /// Returns the normalized rows `[N, D]` and `rstd [N]`, which the backward needs.
-pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+pub fn rms_norm(x: &Tensor, w: &Tensor, scale: NormScale, eps: f64) -> Result<(Tensor, Tensor)> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
-    return_if_on_gpu!(x => rms_norm(x, w, eps));
-    let rounding = Rounding::of(dtype);
+    return_if_on_gpu!(x => rms_norm(x, w, scale, eps));
+    let rounding = scale.rounding(dtype);
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
-    let (x, w) = (x.values()?, w.f32()?);
+    let (x, w) = (x.values()?, scale.factors(w.f32()?));
     let [y, rstd] = filled(n, ROWS, [(d, dtype), (1, DType::F32)], |rows, [y, rstd]| {
         let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(rstd) {
@@ -105,16 +124,16 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
 }
 
 /// Recomputes the normalized rows `[N, D]` of [`rms_norm`] from its `rstd`.
-pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
+pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor, scale: NormScale) -> Result<Tensor> {
     let op = "rms_norm";
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    return_if_on_gpu!(x => rms_norm_apply(x, rstd, w));
-    let rounding = Rounding::of(dtype);
+    return_if_on_gpu!(x => rms_norm_apply(x, rstd, w, scale));
+    let rounding = scale.rounding(dtype);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let (x, w, rstd) = (x.values()?, scale.factors(w.f32()?), rstd.slice::<f32>()?);
     let [y] = filled(n, ROWS, [(d, dtype)], |rows, [y]| {
         let x = x.view(span(&rows, d));
         for ((y, x), rstd) in y.chunks_mut(d).zip(x.chunks(d)).zip(&rstd[rows]) {
@@ -130,6 +149,7 @@ pub fn rms_norm_backward(
     x: &Tensor,
     rstd: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     dy: &Tensor,
     residual: Option<&Tensor>,
     dw: Option<&Tensor>,
@@ -150,11 +170,11 @@ pub fn rms_norm_backward(
         let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    return_if_on_gpu!(x => rms_norm_backward(x, rstd, w, dy, residual, dw));
+    return_if_on_gpu!(x => rms_norm_backward(x, rstd, w, scale, dy, residual, dw));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
-    let (x, w, rstd) = (x.values()?, w.f32()?, rstd.slice::<f32>()?);
+    let (x, w, rstd) = (x.values()?, scale.factors(w.f32()?), rstd.slice::<f32>()?);
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = ColumnSums::new(n, d, dw.is_some());
@@ -197,9 +217,17 @@ mod tests {
                 &inputs,
                 |t| plain(&t[0], &t[1]),
                 |t, dy| {
-                    let (y, rstd) = rms_norm(&t[0], &t[1], 1e-6)?;
+                    let (y, rstd) = rms_norm(&t[0], &t[1], NormScale::Weight, 1e-6)?;
                     let dw = gradient_buffer(&[d]);
-                    let dx = rms_norm_backward(&t[0], &rstd, &t[1], dy, None, Some(&dw))?;
+                    let dx = rms_norm_backward(
+                        &t[0],
+                        &rstd,
+                        &t[1],
+                        NormScale::Weight,
+                        dy,
+                        None,
+                        Some(&dw),
+                    )?;
                     Ok((y, vec![dx, added(&dw)]))
                 },
             );
@@ -207,14 +235,51 @@ mod tests {
     }
 
     #[test]
+    fn a_norm_of_one_plus_the_weight_and_its_gradients_match_the_reference() {
+        let inputs = [random(1, &[31, 65]), random(2, &[65])];
+        let scale = NormScale::OnePlusWeight;
+        check(
+            "rms_norm of 1 + w",
+            &inputs,
+            |t| plain(&t[0], &(&t[1] + 1.0)?),
+            |t, dy| {
+                let (y, rstd) = rms_norm(&t[0], &t[1], scale, 1e-6)?;
+                let dw = gradient_buffer(&[65]);
+                let dx = rms_norm_backward(&t[0], &rstd, &t[1], scale, dy, None, Some(&dw))?;
+                Ok((y, vec![dx, added(&dw)]))
+            },
+        );
+    }
+
+    #[test]
+    fn in_bf16_a_factor_of_one_plus_the_weight_is_applied_without_rounding_before() {
+        let (x, w) = (random(1, &[9, 77]), random(2, &[77]));
+        let (x, w) = (x.to_dtype(DType::BF16).unwrap(), w.to_dtype(DType::BF16).unwrap());
+        let wide = w.to_dtype(DType::F64).unwrap();
+        let want = plain(&x.to_dtype(DType::F64).unwrap(), &(wide + 1.0).unwrap()).unwrap();
+        let want = want.to_dtype(DType::BF16).unwrap();
+        let got = rms_norm(&x, &w, NormScale::OnePlusWeight, 1e-6).unwrap().0;
+        let differing = (got.ne(&want).unwrap().to_dtype(DType::F32).unwrap()).sum_all().unwrap();
+        assert!(differing.to_scalar::<f32>().unwrap() <= 3.0, "{differing}");
+    }
+
+    #[test]
     fn the_residual_gradient_is_added() {
         let inputs = [random(1, &[40, 96]), random(2, &[96])];
         let residual = |t: &[Tensor]| Tensor::cat(&[&plain(&t[0], &t[1])?, &t[0]], 0);
         check("rms_norm with residual", &inputs, residual, |t, dy| {
-            let (y, rstd) = rms_norm(&t[0], &t[1], 1e-6)?;
+            let (y, rstd) = rms_norm(&t[0], &t[1], NormScale::Weight, 1e-6)?;
             let dw = gradient_buffer(&[96]);
             let (dy, after) = (dy.narrow(0, 0, 40)?, dy.narrow(0, 40, 40)?);
-            let dx = rms_norm_backward(&t[0], &rstd, &t[1], &dy, Some(&after), Some(&dw))?;
+            let dx = rms_norm_backward(
+                &t[0],
+                &rstd,
+                &t[1],
+                NormScale::Weight,
+                &dy,
+                Some(&after),
+                Some(&dw),
+            )?;
             Ok((Tensor::cat(&[&y, &t[0]], 0)?, vec![dx, added(&dw)]))
         });
     }
@@ -222,8 +287,8 @@ mod tests {
     #[test]
     fn applying_a_known_rstd_gives_the_same_rows() {
         let (x, w) = (random(1, &[9, 77]), random(2, &[77]));
-        let (y, rstd) = rms_norm(&x, &w, 1e-6).unwrap();
-        let again = rms_norm_apply(&x, &rstd, &w).unwrap();
+        let (y, rstd) = rms_norm(&x, &w, NormScale::Weight, 1e-6).unwrap();
+        let again = rms_norm_apply(&x, &rstd, &w, NormScale::Weight).unwrap();
         assert_eq!(y.to_vec2::<f32>().unwrap(), again.to_vec2::<f32>().unwrap());
     }
 
@@ -235,7 +300,7 @@ mod tests {
         let ones = Tensor::ones(77, DType::F64, x.device()).unwrap();
         let h = plain(&wide, &ones).unwrap().to_dtype(DType::BF16).unwrap();
         let want = h.broadcast_mul(&w).unwrap();
-        let got = rms_norm(&x, &w, 1e-6).unwrap().0;
+        let got = rms_norm(&x, &w, NormScale::Weight, 1e-6).unwrap().0;
         let differing = (got.ne(&want).unwrap().to_dtype(DType::F32).unwrap()).sum_all().unwrap();
         // Ties may round differently in f32 and f64. Without the rounding, a fifth of the elements
         // differs.

@@ -1,27 +1,28 @@
 //! Per-head RMS norm and rotary embedding of queries and keys, in one pass.
 //!
-//! Shapes: `T` tokens, `H` heads, `Dh` head dim; `x`, `dx`: `[T, H*Dh]`, the output of the
-//! projection; `y`, `dy`: `[T, H, Dh]`; `w: [Dh]`; `rstd: [T, H]` (`f32`). Dims `i` and `i + Dh/2`
-//! of a head are rotated by angle `i` of the token (the `rotate_half` convention of transformers).
+//! Shapes: `T` tokens, `H` heads, `Dh` head dim, `R <= Dh` rotated dims; `x`, `dx`: `[T, H*Dh]`, the
+//! output of the projection; `y`, `dy`: `[T, H, Dh]`; `w: [Dh]`; `rstd: [T, H]` (`f32`). Dims `i` and
+//! `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half` convention of
+//! transformers); dims from `R` on are only normalised.
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::rms_norm::{Rounding, add_input_grad, add_weight_grad, norm_row, row_rstd};
+use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Cosines and sines of the rotary angles of each token.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
-    /// Cosines, `[T, Dh/2]`, `f32`.
+    /// Cosines, `[T, R/2]`, `f32`.
     pub cos: Tensor,
-    /// Sines, `[T, Dh/2]`, `f32`.
+    /// Sines, `[T, R/2]`, `f32`.
     pub sin: Tensor,
 }
 
 impl RopeTable {
-    /// Returns `(T, Dh/2)`. Fails unless both tables are `f32` and have the same shape.
+    /// Returns `(T, R/2)`. Fails unless both tables are `f32` and have the same shape.
     pub(super) fn shape(&self, op: &str) -> Result<(usize, usize)> {
         let (t, half) = self.cos.dims2()?;
         expect_f32(op, "cos", &self.cos, &[t, half])?;
@@ -34,7 +35,7 @@ kernels! {
     fn rotate_head(x: &mut [f32], cos: &[f32], sin: &[f32]) {
         let half = cos.len();
         let (a, b) = x.split_at_mut(half);
-        let (b, sin) = (&mut b[..half], &sin[..half]);
+        let (b, sin) = (&mut b[..half], &sin[..half]); // the rest is not rotated
         for i in 0..half {
             let (p, q) = (a[i], b[i]);
             a[i] = p * cos[i] - q * sin[i];
@@ -45,7 +46,7 @@ kernels! {
     fn rotate_head_back(x: &mut [f32], cos: &[f32], sin: &[f32]) {
         let half = cos.len();
         let (a, b) = x.split_at_mut(half);
-        let (b, sin) = (&mut b[..half], &sin[..half]);
+        let (b, sin) = (&mut b[..half], &sin[..half]); // the rest is not rotated
         for i in 0..half {
             let (p, q) = (a[i], b[i]);
             a[i] = p * cos[i] + q * sin[i];
@@ -65,19 +66,24 @@ pub(super) fn rotate_back(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     rotate_head_back(x, cos, sin);
 }
 
-/// Validates the operands and returns `(T, H, Dh)`.
-fn shape_of(op: &str, x: &Tensor, w: &Tensor, table: &RopeTable) -> Result<(usize, usize, usize)> {
+/// Validates the operands and returns `(T, H, Dh)` and `R/2`.
+fn shape_of(
+    op: &str,
+    x: &Tensor,
+    w: &Tensor,
+    table: &RopeTable,
+) -> Result<((usize, usize, usize), usize)> {
     let ((t, width), dh) = (x.dims2()?, w.dims1()?);
     let (table_t, half) = table.shape(op)?;
-    if dh == 0 || dh != 2 * half || table_t != t || width % dh != 0 {
+    if dh == 0 || dh % 2 != 0 || dh < 2 * half || table_t != t || width % dh != 0 {
         bail!(
-            "{op}: `x` is {:?}, `w` is {:?} and the table {:?}, expected [T, H*Dh], [Dh] and [T, Dh/2]",
+            "{op}: `x` is {:?}, `w` is {:?} and the table {:?}, expected [T, H*Dh], [Dh] and [T, R/2] with R <= Dh",
             x.dims(),
             w.dims(),
             table.cos.dims()
         );
     }
-    Ok((t, width / dh, dh))
+    Ok(((t, width / dh, dh), half))
 }
 
 /// Applies RMS norm to each head, then the rotation. Returns `y [T, H, Dh]` and `rstd [T, H]`,
@@ -85,19 +91,21 @@ fn shape_of(op: &str, x: &Tensor, w: &Tensor, table: &RopeTable) -> Result<(usiz
 pub fn qk_norm_rope(
     x: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     eps: f64,
     table: &RopeTable,
 ) -> Result<(Tensor, Tensor)> {
     let op = "qk_norm_rope";
-    let (t, h, dh) = shape_of(op, x, w, table)?;
+    let ((t, h, dh), half) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
-    return_if_on_gpu!(x => qk_norm_rope(x, w, eps, table));
-    let rounding = Rounding::of(dtype);
-    let (width, half) = (h * dh, dh / 2);
+    return_if_on_gpu!(x => qk_norm_rope(x, w, scale, eps, table));
+    let rounding = scale.rounding(dtype);
+    let width = h * dh;
     let x = read(op, "x", x)?;
     let (w, cos) = (read(op, "w", w)?, read(op, "cos", &table.cos)?);
     let sin = read(op, "sin", &table.sin)?;
-    let (x, w, cos, sin) = (x.values()?, w.f32()?, cos.slice::<f32>()?, sin.slice::<f32>()?);
+    let (x, w) = (x.values()?, scale.factors(w.f32()?));
+    let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
     let outputs = [(width, dtype), (h, DType::F32)];
     let [y, rstd] = filled(t, ROWS, outputs, |tokens, [y, rstd]| {
         let x = x.view(span(&tokens, width));
@@ -119,12 +127,13 @@ pub fn qk_norm_rope_backward(
     x: &Tensor,
     rstd: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     table: &RopeTable,
     dy: &Tensor,
     dw: Option<&Tensor>,
 ) -> Result<Tensor> {
     let op = "qk_norm_rope_backward";
-    let (t, h, dh) = shape_of(op, x, w, table)?;
+    let ((t, h, dh), half) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("dy", dy)])?;
     expect_shape(op, "dy", dy, &[t, h, dh])?;
     expect_f32(op, "rstd", rstd, &[t, h])?;
@@ -132,12 +141,13 @@ pub fn qk_norm_rope_backward(
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    return_if_on_gpu!(x => qk_norm_rope_backward(x, rstd, w, table, dy, dw));
-    let (width, half) = (h * dh, dh / 2);
+    return_if_on_gpu!(x => qk_norm_rope_backward(x, rstd, w, scale, table, dy, dw));
+    let width = h * dh;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
     let dy = read(op, "dy", dy)?;
-    let (x, w, rstd, dy) = (x.values()?, w.f32()?, rstd.slice::<f32>()?, dy.values()?);
+    let (x, w) = (x.values()?, scale.factors(w.f32()?));
+    let (rstd, dy) = (rstd.slice::<f32>()?, dy.values()?);
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
     let sums = ColumnSums::new(t, dh, dw.is_some());
     let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
@@ -181,9 +191,40 @@ mod tests {
                 rotate_half(&x.broadcast_div(&rms)?.broadcast_mul(&i[1])?, &table)
             };
             check(&format!("qk_norm_rope {t} {h} {dh}"), &inputs, plain, |i, dy| {
-                let (y, rstd) = qk_norm_rope(&i[0], &i[1], 1e-6, &table)?;
+                let (y, rstd) = qk_norm_rope(&i[0], &i[1], NormScale::Weight, 1e-6, &table)?;
                 let dw = gradient_buffer(&[dh]);
-                let dx = qk_norm_rope_backward(&i[0], &rstd, &i[1], &table, dy, Some(&dw))?;
+                let dx = qk_norm_rope_backward(
+                    &i[0],
+                    &rstd,
+                    &i[1],
+                    NormScale::Weight,
+                    &table,
+                    dy,
+                    Some(&dw),
+                )?;
+                Ok((y, vec![dx, added(&dw)]))
+            });
+        }
+    }
+
+    #[test]
+    fn the_first_dims_of_a_head_are_rotated_and_the_others_normalised() {
+        let (t, h, dh) = (9, 3, 40);
+        for rotated in [8, 16, 40] {
+            let table = rope_table(t, rotated / 2);
+            let inputs = [random(1, &[t, h * dh]), random(2, &[dh])];
+            let scale = NormScale::OnePlusWeight;
+            let plain = |i: &[Tensor]| {
+                let x = i[0].reshape((t, h, dh))?;
+                let rms = (x.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
+                let x = x.broadcast_div(&rms)?.broadcast_mul(&(&i[1] + 1.0)?)?;
+                let first = x.narrow(2, 0, rotated)?.contiguous()?;
+                Tensor::cat(&[rotate_half(&first, &table)?, x.narrow(2, rotated, dh - rotated)?], 2)
+            };
+            check(&format!("qk_norm_rope of {rotated} dims"), &inputs, plain, |i, dy| {
+                let (y, rstd) = qk_norm_rope(&i[0], &i[1], scale, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx = qk_norm_rope_backward(&i[0], &rstd, &i[1], scale, &table, dy, Some(&dw))?;
                 Ok((y, vec![dx, added(&dw)]))
             });
         }
@@ -199,8 +240,12 @@ mod tests {
             RopeTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() }
         };
         let score = |q_at: f64, k_at: f64| {
-            let q = qk_norm_rope(&random(1, &[1, 16]), &w, 1e-6, &angle(q_at)).unwrap().0;
-            let k = qk_norm_rope(&random(2, &[1, 16]), &w, 1e-6, &angle(k_at)).unwrap().0;
+            let q = qk_norm_rope(&random(1, &[1, 16]), &w, NormScale::Weight, 1e-6, &angle(q_at))
+                .unwrap()
+                .0;
+            let k = qk_norm_rope(&random(2, &[1, 16]), &w, NormScale::Weight, 1e-6, &angle(k_at))
+                .unwrap()
+                .0;
             values(&(q * k).unwrap().sum_all().unwrap())[0]
         };
         assert!((score(9.0, 4.0) - score(25.0, 20.0)).abs() < 1e-4);
@@ -209,8 +254,13 @@ mod tests {
 
     #[test]
     fn a_table_of_another_length_is_rejected() {
-        let error =
-            message(qk_norm_rope(&random(1, &[3, 8]), &random(2, &[4]), 1e-6, &rope_table(2, 2)));
-        assert!(error.contains("[T, Dh/2]"), "{error}");
+        let error = message(qk_norm_rope(
+            &random(1, &[3, 8]),
+            &random(2, &[4]),
+            NormScale::Weight,
+            1e-6,
+            &rope_table(2, 2),
+        ));
+        assert!(error.contains("[T, R/2]"), "{error}");
     }
 }

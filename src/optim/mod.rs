@@ -8,6 +8,7 @@ mod state;
 pub use groups::{GroupError, Named, ParamGroup, ParamGroups, matches};
 pub use optimizer::{GradNorm, Norms, OptimError, Optimizer, Update};
 pub use schedule::{Schedule, ScheduleConfig, Span};
+pub(crate) use state::MASTER;
 pub use state::{OwnedPart, ParamState, StateKind, state_bytes_per_weight};
 
 use indexmap::IndexMap;

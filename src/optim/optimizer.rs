@@ -119,7 +119,7 @@ impl Optimizer {
             let part = (elements, weight);
             let mut state = ParamState::new(config, (param, group, index), part, master, device)?;
             if place == Place::Host {
-                state.host_weight = Some(on_host(&state.weight()?)?);
+                state.host_weight = Some(ops::copy_to_host(&state.weight()?)?);
             }
             Ok(state)
         });
@@ -175,7 +175,7 @@ impl Optimizer {
     fn placed(&self, grads: Vec<Tensor>) -> Result<Vec<Tensor>> {
         match self.place {
             Place::Device => Ok(grads),
-            Place::Host => grads.iter().map(on_host).collect(),
+            Place::Host => grads.iter().map(ops::copy_to_host).collect(),
         }
     }
 
@@ -205,7 +205,7 @@ impl Optimizer {
         for (state, weight) in self.states.iter().zip(&weights) {
             let Some(host_weight) = &state.host_weight else { continue };
             if weight.elem_count() > 0 {
-                weight.slice_set(&host_weight.to_device(weight.device())?, 0, 0)?;
+                ops::copy_from_host(host_weight, weight)?;
             }
         }
         Ok(Update { squares })
@@ -340,14 +340,6 @@ fn whole(params: &[Param], groups: &ParamGroups) -> Vec<OwnedPart> {
         weight: None,
     };
     trained.map(part).collect()
-}
-
-/// A copy in host memory.
-fn on_host(t: &Tensor) -> Result<Tensor> {
-    match t.device() {
-        Device::Cpu => t.copy(),
-        _ => t.to_device(&Device::Cpu),
-    }
 }
 
 #[cfg(test)]

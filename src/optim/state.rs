@@ -115,7 +115,7 @@ pub(super) fn kinds(config: &OptimConfig, param: &Param, group: &ParamGroup) -> 
 }
 
 /// Name of the kind of master weights.
-pub(super) const MASTER: &str = "master";
+pub(crate) const MASTER: &str = "master";
 
 /// Mean bytes of the state of a trained weight.
 pub fn state_bytes_per_weight(config: &OptimConfig, params: &[Param], groups: &ParamGroups) -> f64 {

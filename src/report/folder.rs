@@ -90,7 +90,9 @@ impl RunFolder {
             starts: Vec::new(),
             rejects: Vec::new(),
             answers: Vec::new(),
-            config: config.map_err(|error| error.to_string()),
+            config: config
+                .map(|config| config.with_unescaped_paths())
+                .map_err(|error| error.to_string()),
             is_finished: path.join("final").is_dir(),
             damaged: 0,
         };

@@ -67,7 +67,8 @@ pub struct Run {
     trainer: Trainer,
     background: Option<BackgroundCacheWriter>,
     trackers: Trackers,
-    _lock: Option<File>, // rank 0 has it
+    monitor: Option<Arc<dyn Monitor>>, // of a run in one process
+    _lock: Option<File>,               // rank 0 has it
 }
 
 /// Options of [`Run::with_options`] that are not part of the config.
@@ -78,8 +79,8 @@ pub struct RunOptions<'a> {
     pub stop: Arc<AtomicBool>,
     /// When set, training saves a checkpoint after the current step and continues.
     pub save: Arc<AtomicBool>,
-    /// Receives what the training loop does, for a run in one process; ignored by default. Several
-    /// ranks use that of their [`Group`].
+    /// Receives what the training loop does, and its end, for a run in one process; ignored by
+    /// default. Several ranks use that of their [`Group`].
     pub monitor: Option<Arc<dyn Monitor>>,
     /// Receives the progress of assembling the run; `()` by default.
     pub observer: &'a dyn SetupObserver,
@@ -190,13 +191,13 @@ impl Run {
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
-        let place = (rank.world, device.is_cpu());
-        let predicted = forecast(config, &rows, packs.as_ref(), place);
+        let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let mut state = TrainState { total_steps, planned, inputs, ..state };
-        bring_best(eval_rule.as_ref(), &checkpointer, found.filter(|_| is_first), &mut state)?;
+        let of_first = found.filter(|_| is_first);
+        bring_best(config, eval_rule.as_ref(), &checkpointer, of_first, &mut state)?;
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
@@ -214,13 +215,17 @@ impl Run {
         let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
         let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
-        Ok(Self { trainer, background, trackers, _lock: lock })
+        let monitor = options.monitor.clone().filter(|_| rank.world == 1);
+        Ok(Self { trainer, background, trackers, monitor, _lock: lock })
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
         self.background = None;
+        if let Some(monitor) = &self.monitor {
+            monitor.finish(); // what follows, such as a report, is not watched
+        }
         outcome
     }
 

@@ -1,7 +1,8 @@
 //! Opens the device of the config key `device`.
 
 use crate::dist::Rank;
-use crate::ops::{CUDA_BUILD, open_gpu};
+use crate::metrics::available_memory_bytes;
+use crate::ops::{CUDA_BUILD, count_gpus, gpu_of_rank, gpu_properties, needed_driver, open_gpu};
 use crate::train::DeviceChoice;
 use candle_core::Device;
 
@@ -15,12 +16,16 @@ pub struct DeviceError {
 
 impl DeviceError {
     /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
+    pub fn hint(&self) -> String {
         if CUDA_BUILD {
-            "run `nvidia-smi`: it must list a GPU of this number and a driver of version 580 or later; `CUDA_VISIBLE_DEVICES` may hide GPUs. \
-             `device: cpu` trains without a GPU"
+            let driver = needed_driver();
+            format!(
+                "run `nvidia-smi`: it must list a GPU of this number and {driver}; \
+                 `CUDA_VISIBLE_DEVICES` may hide GPUs. `device: cpu` trains without a GPU"
+            )
         } else {
             "this binary was built without CUDA: build it with `--features cuda`, or use `device: cpu`"
+                .to_owned()
         }
     }
 }
@@ -32,6 +37,25 @@ impl DeviceChoice {
         self.open_for(Rank::ALONE)
     }
 
+    /// The device that `auto` stands for, before it is opened.
+    #[must_use]
+    pub fn resolved(self) -> Self {
+        match self {
+            Self::Auto if count_gpus() > 0 => Self::Cuda(gpu_of_rank(0)),
+            Self::Auto => Self::Cpu,
+            known => known,
+        }
+    }
+
+    /// The bytes that are free on the device for a new process; `None` if they are not known.
+    pub fn free_memory(self) -> Option<f64> {
+        match self.resolved() {
+            Self::Cuda(_) if !CUDA_BUILD => None,
+            Self::Cuda(ordinal) => Some(gpu_properties(&open_gpu(ordinal).ok()?)?.free as f64),
+            _ => Some(available_memory_bytes()? as f64),
+        }
+    }
+
     /// Opens the device of a rank. With `auto`, each rank of a machine has a GPU of its own.
     pub fn open_for(self, rank: Rank) -> Result<Device, DeviceError> {
         match self {
@@ -40,7 +64,7 @@ impl DeviceChoice {
                 open_gpu(ordinal).map_err(|source| DeviceError { ordinal, source })
             }
             Self::Auto if !CUDA_BUILD => Ok(Device::Cpu),
-            Self::Auto if rank.world > 1 => Self::Cuda(rank.local_rank).open(),
+            Self::Auto if rank.world > 1 => Self::Cuda(gpu_of_rank(rank.local_rank)).open(),
             Self::Auto => Ok(open_gpu(0).unwrap_or_else(|error| {
                 tracing::warn!(%error, "`device: auto` found no usable GPU: training on the CPU");
                 Device::Cpu

@@ -239,6 +239,14 @@ pub enum RunError {
         /// Numbers of ranks that fit.
         fitting: Vec<usize>,
     },
+    /// The ranks of a sequence group cannot share layers with linear attention.
+    #[error(
+        "`distributed.sequence` is {sequence}, but the model has layers with linear attention, whose state passes from token to token"
+    )]
+    SequenceLinear {
+        /// Number of ranks of a sequence group.
+        sequence: usize,
+    },
     /// The ranks cannot work together.
     #[error(transparent)]
     Ranks(#[from] DistError),
@@ -271,9 +279,9 @@ impl RunError {
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
-            Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
-                Some(dotted("distributed.sequence"))
-            }
+            Self::SequenceWorld { .. }
+            | Self::SequenceHeads { .. }
+            | Self::SequenceLinear { .. } => Some(dotted("distributed.sequence")),
             _ => None,
         }
     }
@@ -329,6 +337,9 @@ impl RunError {
             Self::SequenceHeads { fitting, .. } => {
                 let fitting: Vec<String> = fitting.iter().map(ToString::to_string).collect();
                 return Some(format!("this model fits: {}", fitting.join(", ")));
+            }
+            Self::SequenceLinear { .. } => {
+                "set `distributed.sequence` to 1; `distributed.shard` divides weights and state"
             }
             Self::World { world, sequence, below, above, .. } => {
                 let groups = world / sequence;

@@ -10,7 +10,7 @@ use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MemoryParts, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::models::{Model, RecomputePolicy};
-use crate::ops::{GPU_LOGITS_BYTES, LOGITS_BYTES};
+use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, LOGITS_BYTES};
 use crate::optim::{Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
 use crate::train::{
@@ -73,6 +73,7 @@ pub(crate) fn memory_model(
         hidden: hidden as f64,
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
+        delta_limit: 0.0,
         activations: model.activation_memory(element, recompute, grads),
     })
 }
@@ -237,6 +238,7 @@ impl ModelShape {
         }
         if config.device != DeviceChoice::Cpu {
             memory.logits = GPU_LOGITS_BYTES as f64;
+            memory.delta_limit = GPU_DELTA_BYTES as f64;
         }
         Ok(memory)
     }

@@ -39,7 +39,9 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
     let data = &config.data;
     let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
     let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
-    let encoder = encoder.map(|encoder| encoder.with_loss_scale(data.loss_scale));
+    let encoder = encoder.map(|encoder| {
+        encoder.with_loss_scale(data.loss_scale).with_empty_thoughts(data.train_empty_think)
+    });
     let encoder = encoder.map_err(|error| match error {
         EncoderError::Image(problem @ ImageConfigError::Budget { .. })
             if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>

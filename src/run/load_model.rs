@@ -2,7 +2,7 @@
 
 use super::adapter::{AdapterError, OpenAdapter};
 use super::setup_error::SetupError;
-use crate::checkpoint::{CheckpointError, WeightFiles};
+use crate::checkpoint::{CheckpointError, SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{Dropout, ParamSpec, random_part};
 use crate::ops::{AttentionBackend, Nf4};
@@ -59,7 +59,7 @@ enum MatrixDtype {
 
 /// Source of the exact `f32` weights.
 enum WeightSource {
-    Files(WeightFiles),
+    Files(Arc<WeightFiles>),
     Seed(u64),
 }
 
@@ -75,7 +75,7 @@ impl OpenModel {
         let specs = config.param_specs();
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
-            Weights::Pretrained => WeightSource::Files(open_files(folder, &specs)?),
+            Weights::Pretrained => WeightSource::Files(Arc::new(open_files(folder, &specs)?)),
         };
         Ok(Self {
             config_json,
@@ -128,16 +128,39 @@ impl OpenModel {
 
     /// How checkpoints contain the parameters, in order; `None` for those that they do not contain.
     pub(super) fn saved_as(&self) -> candle_core::Result<Vec<Option<SavedAs>>> {
-        let saved = |(index, spec): (usize, &ParamSpec)| match &self.adapter {
-            Some(adapter) => adapter.saved_as(index, spec, self.dtype),
-            None => Ok(Some(SavedAs { name: spec.name.clone(), joined: None })),
+        let saved = |(index, spec): (usize, &ParamSpec)| {
+            if let Some(adapter) = &self.adapter {
+                return adapter.saved_as(index, spec, self.dtype);
+            }
+            let (name, in_f32) = (spec.name.clone(), spec.is_saved_in_f32());
+            Ok(Some(SavedAs { name, joined: None, in_f32 }))
         };
         self.specs.iter().enumerate().map(saved).collect()
+    }
+
+    /// The tensors of the model folder that the model does not use, as they are stored. The checkpoints
+    /// of an adapter do not contain them.
+    pub(super) fn kept(&self) -> Vec<SavedTensor> {
+        let (WeightSource::Files(files), None) = (&self.source, &self.adapter) else {
+            return Vec::new();
+        };
+        let kept = unused(files, &self.specs).into_iter().filter_map(|name| {
+            let (dtype, shape) = (files.dtype(name)?, files.shape(name)?);
+            let (files, of) = (Arc::clone(files), name.to_owned());
+            let make = move || files.load(&of, dtype, &Device::Cpu);
+            Some(SavedTensor::made(name, &shape, dtype, make))
+        });
+        kept.collect()
     }
 
     /// Number of query heads and of key-value heads of the decoder.
     pub(super) fn heads(&self) -> [usize; 2] {
         self.config.heads()
+    }
+
+    /// Whether some layers have linear attention.
+    pub(super) fn has_linear_attention(&self) -> bool {
+        self.config.has_linear_attention()
     }
 
     /// Replaces the attention of the model.
@@ -339,18 +362,20 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
             });
         }
     }
-    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    let unused: Vec<&str> = files.names().filter(|name| !known.contains(name)).collect();
-    // Some checkpoints contain a tied head, which equals the embedding.
-    let surprising = unused.iter().filter(|name| **name != "lm_head.weight").count();
-    if surprising > 0 {
-        tracing::warn!(
-            count = surprising,
-            first = unused.iter().find(|name| **name != "lm_head.weight"),
-            "the model folder has tensors that this model does not use; checkpoints will not contain them"
-        );
+    for name in unused(&files, specs) {
+        // An error now is better than one when the first checkpoint is written.
+        let dtype = files.dtype(name).unwrap_or(DType::F32);
+        files.load(name, dtype, &Device::Cpu).map_err(|source| files_error(folder, source))?;
     }
     Ok(files)
+}
+
+/// Names of the tensors that the model does not use, such as those of multi-token prediction. Some
+/// folders contain a tied head, which equals the embedding and is not listed.
+fn unused<'a>(files: &'a WeightFiles, specs: &[ParamSpec]) -> Vec<&'a str> {
+    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    let names = files.names().filter(|name| *name != "lm_head.weight");
+    names.filter(|name| !known.contains(name)).collect()
 }
 
 /// What weight files have in place of the tensors of a model.

@@ -2,6 +2,7 @@
 
 use super::error::RunError;
 use super::observer::SetupObserver;
+use super::temporary::remove_left;
 use crate::checkpoint::{Checkpointer, Found, write_atomically};
 use crate::config::{RunConfig, to_yaml};
 use std::fs::{self, File, TryLockError};
@@ -31,6 +32,7 @@ pub(super) fn take_over(
 ) -> Result<(), RunError> {
     let output_dir = config.output_dir.as_path();
     remove_empty_asides(output_dir);
+    remove_left(output_dir);
     if let Some(found) = found.filter(|found| lies_in(output_dir, found)) {
         set_later_aside(output_dir, checkpointer, found.step)?;
         checkpointer.remove_old(found.step);
@@ -45,7 +47,8 @@ pub(super) fn take_over(
     }
     let log = output_dir.join("train.log");
     observer.log_to(&log).map_err(cannot("write", &log))?;
-    Ok(write_atomically(&output_dir.join("config.yaml"), to_yaml(&config.portable())?.as_bytes())?)
+    let yaml = to_yaml(&config.portable().with_escaped_paths())?;
+    Ok(write_atomically(&output_dir.join("config.yaml"), yaml.as_bytes())?)
 }
 
 /// Moves checkpoints of steps after `step` to `previous-N`: the resumed run writes these steps
@@ -61,10 +64,7 @@ fn set_later_aside(
         return Ok(());
     }
     let aside = next_aside(output_dir)?;
-    for folder in later.iter().map(|step| checkpointer.step_folder(*step)) {
-        let name = folder.file_name().unwrap_or_default();
-        fs::rename(&folder, aside.join(name)).map_err(cannot("move", &folder))?;
-    }
+    later.iter().try_for_each(|step| move_into(&aside, &checkpointer.step_folder(*step)))?;
     tracing::info!(folder = %aside.display(), ?later, "moved the checkpoints of later steps aside");
     Ok(())
 }
@@ -91,6 +91,18 @@ fn next_aside(output_dir: &Path) -> Result<PathBuf, RunError> {
     let aside = output_dir.join(format!("previous-{number}"));
     fs::create_dir(&aside).map_err(cannot("create", &aside))?;
     Ok(aside)
+}
+
+/// Moves a folder to `previous-N`, and returns that folder.
+pub(super) fn set_one_aside(output_dir: &Path, folder: &Path) -> Result<PathBuf, RunError> {
+    let aside = next_aside(output_dir)?;
+    move_into(&aside, folder)?;
+    Ok(aside)
+}
+
+fn move_into(aside: &Path, path: &Path) -> Result<(), RunError> {
+    let name = path.file_name().unwrap_or_default();
+    fs::rename(path, aside.join(name)).map_err(cannot("move", path))
 }
 
 /// Whether the checkpoint was written to this `output_dir`.
@@ -120,7 +132,9 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
     let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
     let metrics = fs::metadata(output_dir.join("metrics.jsonl"));
     let trained = metrics.is_ok_and(|file| file.len() > 0)
-        || left.iter().any(|name| matches!(*name, "checkpoints" | "final" | "report.html"));
+        || left
+            .iter()
+            .any(|name| matches!(*name, "checkpoints" | "final" | "best" | "report.html"));
     if !trained {
         // The earlier run ended before its first step. Its rejected rows will be reported again.
         let rejects = output_dir.join("rejects.jsonl");
@@ -132,10 +146,7 @@ fn set_aside(output_dir: &Path) -> Result<(), RunError> {
         };
     }
     let aside = next_aside(output_dir)?;
-    for path in left.into_iter().map(|name| output_dir.join(name)) {
-        let name = path.file_name().unwrap_or_default();
-        fs::rename(&path, aside.join(name)).map_err(cannot("move", &path))?;
-    }
+    left.into_iter().try_for_each(|name| move_into(&aside, &output_dir.join(name)))?;
     tracing::info!(folder = %aside.display(), "moved the files of an earlier run aside");
     Ok(())
 }

@@ -9,7 +9,7 @@ use super::temporary::TemporaryFolder;
 use crate::config::RunConfig;
 use crate::dist::Distributed;
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::train::Observer;
+use crate::train::{EvalConfig, Observer};
 use std::num::NonZeroU64;
 use std::path::Path;
 
@@ -37,6 +37,7 @@ pub fn calibrate(
     config.data.cache_dir = Some(config.cache_dir());
     folder.path().clone_into(&mut config.output_dir);
     config.data.eval.clear();
+    (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
     let Distributed { exact, .. } = config.distributed;
     config.distributed = Distributed { exact, ..Distributed::default() };
     (config.train.epochs, config.train.max_steps) = (None, Some(steps.saturating_add(1)));

@@ -4,12 +4,15 @@
 use super::error::RunError;
 use super::estimate::ModelShape;
 use super::plan_data::sample_fractions;
-use super::plan_memory::{Load, RunMemory, advice};
+use super::plan_memory::{Load, RESERVED, RunMemory, advice};
 use crate::config::RunConfig;
 use crate::data::{JsonlRows, Plan};
 use crate::metrics::{available_memory_bytes, memory_text, resident_memory_bytes};
-use crate::ops::{memory_advice, set_memory_advice, set_predicted_memory};
+use crate::ops::{
+    gpu_memory, gpu_properties, memory_advice, set_memory_advice, set_predicted_memory,
+};
 use crate::train::DeviceChoice;
+use candle_core::Device;
 
 /// The fractions of tokens of images and of supervised tokens before the data is read: an assumption.
 pub(super) const FRACTIONS: (f64, f64) = (0.5, 0.25);
@@ -18,9 +21,7 @@ impl RunMemory {
     /// A run whose data is not known.
     pub(super) fn before_data(shape: &ModelShape, config: &RunConfig, world: usize) -> Self {
         let mut config = config.clone();
-        if config.device == DeviceChoice::Auto {
-            config.device = DeviceChoice::Cpu;
-        }
+        config.device = config.device.resolved();
         let load = Load::full(shape, &config, FRACTIONS);
         Self { config, load, world }
     }
@@ -36,14 +37,25 @@ impl RunMemory {
     }
 }
 
+/// The memory that this process can use on the device, with what it uses already.
+fn capacity(device: &Device) -> Option<f64> {
+    if device.is_cpu() {
+        return Some((available_memory_bytes()? + resident_memory_bytes()) as f64);
+    }
+    // The context of CUDA and the libraries exist already; the prediction contains them.
+    let (gpu, own) = (gpu_properties(device)?, gpu_memory(device)?);
+    Some((gpu.free + own.reserved) as f64 + RESERVED)
+}
+
 /// Predicts the peak memory of a rank from the data of the run, and warns if it exceeds what is free.
 /// `plan` has its packs, if they are known. `None`: the micro-batches are not known.
 pub(super) fn forecast(
     config: &RunConfig,
     rows: &JsonlRows,
     plan: Option<&Plan>,
-    (world, on_cpu): (usize, bool),
+    (world, device): (usize, &Device),
 ) -> Option<u64> {
+    let on_cpu = device.is_cpu();
     let mut config = config.clone();
     config.device = match config.device {
         DeviceChoice::Cuda(index) => DeviceChoice::Cuda(index),
@@ -61,9 +73,7 @@ pub(super) fn forecast(
     };
     let run = RunMemory { config, load, world };
     let need = run.announce(&shape).ok()?;
-    let own = resident_memory_bytes();
-    if let Some(free) = available_memory_bytes().map(|free| (free + own) as f64)
-        && on_cpu
+    if let Some(free) = capacity(device)
         && need > free
     {
         let (need, free, advice) = (memory_text(need), memory_text(free), memory_advice());

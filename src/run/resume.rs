@@ -59,7 +59,8 @@ pub(super) fn find_checkpoint(
 /// cannot be read.
 pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
     let earlier = load::<RunConfig>(&output_dir.join("config.yaml"), &[]);
-    earlier.map_or_else(|_| Vec::new(), |earlier| config.changes_since(&earlier))
+    let changes = |earlier: RunConfig| config.changes_since(&earlier.with_unescaped_paths());
+    earlier.map_or_else(|_| Vec::new(), changes)
 }
 
 /// Says why the run in `output_dir` is not resumed.

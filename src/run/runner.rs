@@ -71,6 +71,7 @@ pub(crate) fn step_runner(
         weights,
         ranks: Ranks::alone(), // set when the run is assembled
         saved_as: loaded.open.saved_as()?,
+        kept: loaded.open.kept(),
         dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,

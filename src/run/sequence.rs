@@ -28,6 +28,9 @@ pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunErr
 /// share them evenly.
 pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
     let sequence = ranks.sequence();
+    if sequence.size > 1 && open.has_linear_attention() {
+        return Err(RunError::SequenceLinear { sequence: sequence.size });
+    }
     let heads = open.heads();
     let fits = |size: &usize| heads.iter().all(|heads| heads.is_multiple_of(*size));
     if !fits(&sequence.size) {

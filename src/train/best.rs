@@ -125,9 +125,14 @@ impl EvalHistory {
         }
     }
 
-    /// Step of the best evaluation.
-    pub fn best_step(&self) -> Option<u64> {
-        self.best.map(|best| best.step)
+    /// The history in `trainer_state.json`, if it has one.
+    pub fn of_state(state: &Value) -> Option<Self> {
+        Self::deserialize(&state["evals"]).ok()
+    }
+
+    /// Step of the best evaluation by this rule.
+    pub fn best_step(&self, rule: &EvalRule) -> Option<u64> {
+        self.best.filter(|_| self.compared == rule.identity()).map(|best| best.step)
     }
 
     /// Forgets the best evaluation, whose model is lost. The next one becomes the best.
@@ -136,8 +141,9 @@ impl EvalHistory {
     }
 
     /// Restores the best evaluation of an earlier history: the model of this one could not be kept.
+    /// That of another metric cannot be compared.
     pub fn restore_best(&mut self, before: &Self) {
-        self.best = before.best;
+        self.best = before.best.filter(|_| before.compared == self.compared);
     }
 
     /// Whether the evaluation of a step was added.
@@ -218,6 +224,11 @@ mod tests {
         let row = json!({"loss": 1.0, "accuracy": 0.5});
         assert!(history.add(&loss, 1, &row) && !history.add(&loss, 2, &row));
         assert!(history.ends(&loss).is_some() && history.ends(&accuracy).is_none());
+        let before = history.clone();
         assert!(!history.has(&accuracy, 2) && history.add(&accuracy, 2, &row));
+        // the model could not be kept: the loss is no accuracy
+        history.restore_best(&before);
+        assert_eq!(history.best_step(&accuracy), None);
+        assert!(history.add(&accuracy, 3, &row));
     }
 }

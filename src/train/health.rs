@@ -73,10 +73,10 @@ impl Health {
         for (name, value, recent, limit) in values {
             let usual = limit.is_exceeded(value, recent);
             spikes.extend(usual.map(|usual| Spike { name, value, usual }));
-            push(recent, value as f32);
+            push(recent, narrow(value));
         }
         if self.first.len() < FIRST_STEPS {
-            self.first.push(loss as f32);
+            self.first.push(narrow(loss));
         }
         let is_above = self.means().is_some_and(|[first, now]| now > first);
         self.above = if is_above { self.above + 1 } else { 0 };
@@ -144,6 +144,11 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     *values.select_nth_unstable_by(middle, f64::total_cmp).1
 }
 
+/// A finite `f32`: JSON has no infinity, so a checkpoint with one could not be read again.
+fn narrow(value: f64) -> f32 {
+    value.clamp(f32::MIN.into(), f32::MAX.into()) as f32
+}
+
 fn push(recent: &mut VecDeque<f32>, value: f32) {
     if recent.len() == WINDOW {
         recent.pop_front();
@@ -209,6 +214,14 @@ mod tests {
         assert_eq!([health.skip(), health.skip()], [1, 2]);
         health.add(1.0, 1.0);
         assert_eq!((health.skip(), health.skipped()), (1, 3));
+    }
+
+    #[test]
+    fn values_beyond_f32_can_be_read_again() {
+        let mut health = Health::default();
+        health.add(1e39, 1e300); // finite
+        let text = serde_json::to_string(&health).unwrap();
+        assert_eq!(serde_json::from_str::<Health>(&text).unwrap(), health);
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub struct Prediction {
     pub expected: String,
     /// The answer of the model.
     pub answered: String,
-    /// Whether the answer ended before the maximum number of tokens.
+    /// Whether the answer is complete: not cut at the maximum number of tokens.
     pub ended: bool,
     /// Number of images and videos of the prompt.
     pub num_media: usize,
@@ -73,20 +73,23 @@ impl Predictor<'_> {
         let Some(sample) = self.rows.sample(row) else { return Ok(None) };
         let encoder = self.rows.encoder();
         let (prompt, expected) = encoder.encode_prompt(&sample?)?;
+        let most = self.config.max_new_tokens.get();
         let options = GenerateOptions {
-            max_new_tokens: self.config.max_new_tokens.get(),
+            max_new_tokens: most.saturating_add(1), // does the answer end after the maximum length?
             sampling: Sampling::ArgMax,
             seed: 0,
             stop_ids: encoder.stop_ids().to_vec(),
         };
         let num_media = prompt.media.len();
-        let ids = generate(self.model, prompt, &options, self.device)?;
+        let mut ids = generate(self.model, prompt, &options, self.device)?;
+        let ended = ids.len() <= most;
+        ids.truncate(most);
         let decoded = encoder.decode(&ids);
         let answered = decoded.map_err(|error| EvalError::from(candle_core::Error::wrap(error)))?;
         Ok(Some(Prediction {
             id: self.rows.own_id(row),
             row: self.rows.id(row).to_string(),
-            ended: ids.len() < options.max_new_tokens,
+            ended,
             num_media,
             scores: self.scores(&expected, &answered),
             expected,

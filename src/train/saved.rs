@@ -3,8 +3,9 @@
 use super::step::StepRunner;
 use super::weights::RankWeights;
 use crate::checkpoint::SavedTensor;
+use crate::optim::{MASTER, StateKind};
 use crate::tape::Param;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -18,6 +19,8 @@ pub struct SavedAs {
     pub name: String,
     /// Constants that the tensor also contains.
     pub joined: Option<Joined>,
+    /// Whether the tensor is in `f32` whatever the compute dtype is.
+    pub in_f32: bool,
 }
 
 /// Constants in the tensor of a parameter.
@@ -51,7 +54,10 @@ impl Joined {
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
     let trained: HashSet<usize> = runner.optimizer.trained().iter().map(Param::index).collect();
     let saved = |(param, saved): (&Param, &Option<SavedAs>)| {
-        let SavedAs { name, joined } = saved.clone()?;
+        let SavedAs { name, joined, in_f32 } = saved.clone()?;
+        if in_f32 && param.dtype() != DType::F32 {
+            return Some(saved_in_f32(runner, param, name));
+        }
         let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
         let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
         let tensor = match &runner.weights {
@@ -68,33 +74,52 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         let is_fixed = !trained.contains(&param.index());
         Some(tensor.map(|tensor| if is_fixed { tensor.fixed() } else { tensor }))
     };
-    runner.params.iter().zip(&runner.saved_as).filter_map(saved).collect()
+    let weights = runner.params.iter().zip(&runner.saved_as).filter_map(saved);
+    weights.chain(runner.kept.iter().cloned().map(Ok)).collect()
+}
+
+/// A weight in `f32`: the master weight, or the weight in the compute dtype if there is none.
+fn saved_in_f32(runner: &StepRunner, param: &Param, name: String) -> Result<SavedTensor> {
+    let kinds = runner.optimizer.kinds().find(|(trained, _)| trained.index() == param.index());
+    let master = kinds.and_then(|(_, kinds)| kinds.iter().find(|kind| kind.name == MASTER));
+    if let Some(master) = master {
+        return saved_state(runner, param, master, name);
+    }
+    let weight = param.stored()?.to_dtype(DType::F32)?;
+    Ok(SavedTensor::whole(name, weight.reshape(param.shape())?))
 }
 
 /// The state of the optimizer: `exp_avg.<parameter>` and so on.
 pub(super) fn saved_optimizer(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
     let mut saved = Vec::new();
     for (param, kinds) in runner.optimizer.kinds() {
-        let states = || {
-            let states = runner.optimizer.states().iter();
-            states.filter(|state| state.param.index() == param.index())
-        };
         for kind in kinds {
             let name = format!("{}.{}", kind.name, param.name());
-            let held = states().filter_map(|state| {
-                Some((kind.elements(&state.elements), state.tensor(kind.name)?.clone()))
-            });
-            let shape = kind.shape(&param.shape());
-            saved.push(if matches!(runner.weights, RankWeights::Whole) {
-                let whole = held.map(|(_, values)| values.reshape(&shape));
-                SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0))
-            } else {
-                let held = divided(held.collect(), runner)?;
-                SavedTensor::parts(name, shape.dims(), kind.dtype, held)
-            });
+            saved.push(saved_state(runner, param, kind, name)?);
         }
     }
     Ok(saved)
+}
+
+/// A state tensor of a parameter.
+fn saved_state(
+    runner: &StepRunner,
+    param: &Param,
+    kind: &StateKind,
+    name: String,
+) -> Result<SavedTensor> {
+    let states = runner.optimizer.states().iter();
+    let states = states.filter(|state| state.param.index() == param.index());
+    let held = states.filter_map(|state| {
+        Some((kind.elements(&state.elements), state.tensor(kind.name)?.clone()))
+    });
+    let shape = kind.shape(&param.shape());
+    if matches!(runner.weights, RankWeights::Whole) {
+        let whole = held.map(|(_, values)| values.reshape(&shape));
+        return Ok(SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0)));
+    }
+    let held = divided(held.collect(), runner)?;
+    Ok(SavedTensor::parts(name, shape.dims(), kind.dtype, held))
 }
 
 /// The part of `held` that this rank writes: shard groups have the same state and divide the work.

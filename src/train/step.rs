@@ -6,6 +6,7 @@ use super::saved::SavedAs;
 use super::sequence::{OwnTargets, own_part};
 use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
+use crate::checkpoint::SavedTensor;
 use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
@@ -86,6 +87,8 @@ pub struct StepRunner {
     pub params: Vec<Param>,
     /// How checkpoints contain them; `None` for those that they do not contain.
     pub saved_as: Vec<Option<SavedAs>>,
+    /// Tensors of the model folder that the model does not use. Checkpoints contain them unchanged.
+    pub kept: Vec<SavedTensor>,
     /// Dropout of the adapter, if there is one.
     pub dropout: Option<Arc<Dropout>>,
     /// State and update.

@@ -49,14 +49,18 @@ def op_tables(ours, theirs):
 
 
 def step_tables(ours, theirs):
-    vendor = float(os.environ.get("PEAK_TFLOPS", 989)) * 1e3
-    print("\nsteps\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | lmms-engine | device GiB | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    # The figure of the GPU if trainer has one; PyTorch ran on the same GPU.
+    known = [row["vendor_peak_GFLOP/s"] for row in ours if "vendor_peak_GFLOP/s" in row]
+    vendor = float(os.environ["PEAK_TFLOPS"]) * 1e3 if "PEAK_TFLOPS" in os.environ else (known or [989e3])[0]
+    print(f"\nsteps; the vendor's peak is {vendor / 1e3:,.0f} TFLOP/s\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | "
+          "MFU of the vendor's peak | lmms-engine | device GiB | predicted | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for by, row in [*(("trainer", row) for row in ours), *((f"PyTorch, {row.get('way', '')}", row) for row in theirs)]:
         if "tokens/s" not in row:
             continue
         lmms = row["mfu_lmms_engine"] * row["peak_GFLOP/s"] / vendor if "mfu_lmms_engine" in row else None
         cells = [row["name"], by, number(row, "tokens/s", 0), f"{row['computed_tokens'] / row['tokens']:.2f}", number(row, "step_s", 3), number(row, "data_wait", 4),
-                 f"{row['GFLOP/s'] / 1e3:,.1f}", f"{row['mfu']:.1%}", "" if lmms is None else f"{lmms:.1%}", number(row, "peak_device_memory_gib", 1),
+                 f"{row['GFLOP/s'] / 1e3:,.1f}", f"{row['mfu']:.1%}", f"{row['GFLOP/s'] / vendor:.1%}", "" if lmms is None else f"{lmms:.1%}", number(row, "peak_device_memory_gib", 1),
+                 number(row, "predicted_device_memory_gib", 1),
                  f"{row['vision_tokens'] / row['tokens']:.0%}"]
         print("| " + " | ".join(cells) + " |")
     for row in ours:

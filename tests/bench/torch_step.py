@@ -1,4 +1,4 @@
-"""Times PyTorch training a small Qwen3-VL text model on random tokens with log-normal lengths.
+"""Times PyTorch training a small text model of the Qwen3-VL or Qwen3.5 kind on random tokens with log-normal lengths.
 
   python tests/bench/torch_step.py --mode padded|per-sample|packed|packed-dense --hidden 512 ...
 
@@ -6,6 +6,9 @@ padded        right-padded batches, Hugging Face model, sdpa with an attention m
 per-sample    one forward and backward per sample, no padding, causal sdpa
 packed-dense  one row per micro-batch of samples, with a dense block-diagonal mask
 packed        the same row, with causal sdpa on each segment, so that no masked work is computed
+
+--family qwen3_5 trains a Qwen3.5 of the same sizes. transformers mixes the samples of its packed rows, so
+only `padded` and `per-sample` are right.
 
 --lora R trains a PEFT adapter of rank R of all linear layers of the decoder instead of the decoder
 (needs the package peft). --only-targets computes lm_head and the loss on target positions only. --dump-lengths FILE writes the
@@ -32,11 +35,14 @@ def main():
     ap.add_argument("--mode", default="padded", choices=["padded", "per-sample", "packed", "packed-dense"])
     for k, v in dict(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, intermediate=1536, vocab=151936, batch_size=8, micro=4, steps=4, warmup=1, min_len=64, max_len=1024, median=256, seed=0, threads=2).items():
         ap.add_argument("--" + k.replace("_", "-"), type=int, default=v)
+    ap.add_argument("--family", default="qwen3_vl", choices=["qwen3_vl", "qwen3_5"])
     ap.add_argument("--sigma", type=float, default=0.7); ap.add_argument("--target-fraction", type=float, default=0.5)
     ap.add_argument("--lr", type=float, default=1e-4); ap.add_argument("--untied", action="store_true"); ap.add_argument("--only-targets", action="store_true")
     ap.add_argument("--dtype", default="f32", choices=["f32", "bf16"], help="bf16: autocast over f32 weights")
     ap.add_argument("--lora", type=int, default=0); ap.add_argument("--lora-dropout", type=float, default=0.0); ap.add_argument("--checkpointing", action="store_true"); ap.add_argument("--dump-lengths"); ap.add_argument("--jsonl"); ap.add_argument("--only-data", action="store_true", help="write --jsonl and stop"); ap.add_argument("--model-out", help="write the model folder's config and weights here")
     a = ap.parse_args()
+    if a.family == "qwen3_5" and a.mode.startswith("packed"):
+        ap.error("transformers mixes the samples of packed rows of Qwen3.5: use padded or per-sample")
     L = lengths(a)
     if a.dump_lengths:
         json.dump(L, open(a.dump_lengths, "w"))
@@ -51,21 +57,32 @@ def main():
         if a.only_data:
             return
     torch.set_num_threads(a.threads); torch.manual_seed(0)
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
-    import transformers.models.qwen3_vl.modeling_qwen3_vl as mod
-    half = a.head_dim // 2; side = round(half * 20 / 64)
-    cfg = Qwen3VLConfig(tie_word_embeddings=not a.untied,
+    more, vision = {}, {"deepstack_visual_indexes": [0]}
+    if a.family == "qwen3_5":
+        from transformers import Qwen3_5Config as Config, Qwen3_5ForConditionalGeneration as Model
+        half = a.head_dim // 8; vision = {}
+        more = dict(linear_num_key_heads=a.kv_heads, linear_num_value_heads=a.heads, linear_key_head_dim=a.head_dim, linear_value_head_dim=a.head_dim, linear_conv_kernel_dim=4,
+                    layer_types=["full_attention" if k % 4 == 3 else "linear_attention" for k in range(a.layers)])
+    else:
+        from transformers import Qwen3VLConfig as Config, Qwen3VLForConditionalGeneration as Model
+        half = a.head_dim // 2
+    side = round(half * 20 / 64)
+    rope = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_interleaved": True, "mrope_section": [half - 2 * side, side, side]}
+    if a.family == "qwen3_5":
+        rope["partial_rotary_factor"] = 0.25
+    cfg = Config(tie_word_embeddings=not a.untied, image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653,
         text_config=dict(hidden_size=a.hidden, num_hidden_layers=a.layers, num_attention_heads=a.heads, num_key_value_heads=a.kv_heads, head_dim=a.head_dim, intermediate_size=a.intermediate, vocab_size=a.vocab,
-                         rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "mrope_interleaved": True, "mrope_section": [half - 2 * side, side, side]}),
-        vision_config=dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=128, out_hidden_size=a.hidden, deepstack_visual_indexes=[0]))
-    model = Qwen3VLForConditionalGeneration._from_config(cfg, attn_implementation="sdpa") if hasattr(Qwen3VLForConditionalGeneration, "_from_config") else Qwen3VLForConditionalGeneration(cfg)
+                         rope_parameters=rope, **more),
+        vision_config=dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=128, out_hidden_size=a.hidden, **vision))
+    model = Model._from_config(cfg, attn_implementation="sdpa")
     model.train()
     if a.model_out:
         model.save_pretrained(a.model_out)
         p = os.path.join(a.model_out, "config.json"); c = json.load(open(p)); t = c["text_config"]     # the published layout
-        r = t.pop("rope_parameters"); t["rope_theta"] = r.pop("rope_theta"); t["rope_scaling"] = r; t["tie_word_embeddings"] = not a.untied
-        c["vision_config"].pop("rope_parameters", None); c["vision_config"]["model_type"] = "qwen3_vl"; json.dump(c, open(p, "w"), indent=2)
+        t["tie_word_embeddings"] = not a.untied
+        if a.family == "qwen3_vl":
+            r = t.pop("rope_parameters"); t["rope_theta"] = r.pop("rope_theta"); t["rope_scaling"] = r
+        c["vision_config"].pop("rope_parameters", None); c["vision_config"]["model_type"] = a.family; json.dump(c, open(p, "w"), indent=2)
     if a.checkpointing:
         model.gradient_checkpointing_enable()
     params = [p for n, p in model.named_parameters() if ".visual." not in n]

@@ -148,3 +148,56 @@ fn answers_of_evaluations_are_written_once_and_have_the_means_of_the_evaluation(
     assert_eq!(scores[1]["answered"], answers[5]["answered"]);
     assert!(scores[4]["answered"].is_null(), "only four rows are answered");
 }
+
+#[test]
+fn a_best_model_of_an_earlier_run_does_not_become_that_of_a_new_one() {
+    let place = place();
+    let short = ["train.epochs=null", "train.max_steps=2", "eval.every_steps=1"];
+    let max = "checkpoint.best={metric: eval.loss, mode: max}";
+    finish(&config(&place, "one", &[&short[..], &[max]].concat()), 1);
+    let best = |output: &str| place.read(&format!("{output}/best/model.safetensors"));
+    for name in ["new", "resumed"] {
+        copy_folder(&place.path("one/final"), &place.path(&format!("{name}/best")));
+    }
+    assert!(best("one") != best("resumed"), "step 1 is the best one");
+    // the run keeps no best model
+    finish(&config(&place, "new", &short), 1);
+    assert!(!place.path("new/best").exists() && place.path("new/previous-1/best").is_dir());
+    // the run brings the one of its checkpoint
+    let options = trainer::run::RunOptions {
+        resume: trainer::run::Resume::From(place.path("one/checkpoints/step-00000002")),
+        ..Default::default()
+    };
+    let longer = [&short[..], &[max, "train.max_steps=3"]].concat();
+    let resumed = config(&place, "resumed", &longer);
+    trainer::run::Run::with_options(&resumed, &options).unwrap().train(&mut ()).unwrap();
+    assert!(best("one") == best("resumed"), "both are of step 1");
+}
+
+#[test]
+fn a_best_model_of_a_later_step_without_an_evaluation_is_moved_aside() {
+    let place = place();
+    let with = |more: &[&str]| {
+        let short = ["train.epochs=null", "checkpoint.best={metric: eval.loss}"];
+        config(&place, "run", &[&short[..], more].concat())
+    };
+    finish(&with(&["train.max_steps=4", "eval.every_steps=1"]), 1);
+    for name in ["step-00000003", "step-00000004"] {
+        fs::remove_dir_all(place.path(&format!("run/checkpoints/{name}"))).unwrap();
+    }
+    let step = |folder: &str| -> Value {
+        let manifest = place.read(&format!("run/{folder}/manifest.json"));
+        serde_json::from_slice::<Value>(&manifest).unwrap()["step"].clone()
+    };
+    assert_eq!(step("best"), 4);
+    // step 4 is evaluated again
+    train(&with(&["train.max_steps=4", "eval.every_steps=4"]), 1, Some(3));
+    assert_eq!(step("best"), 4);
+    fs::remove_dir_all(place.path("run/checkpoints/step-00000003")).unwrap();
+    // it is not
+    train(&with(&["train.max_steps=5", "eval.every_steps=5"]), 1, Some(3));
+    assert_eq!(step("previous-1/best"), 4);
+    assert!(!place.path("run/best").exists());
+    finish(&with(&["train.max_steps=5", "eval.every_steps=5"]), 1);
+    assert_eq!(step("best"), 5);
+}

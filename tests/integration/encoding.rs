@@ -350,6 +350,34 @@ fn errors_of_rows_that_cannot_be_encoded_name_the_reason_and_the_row() {
     }
 }
 
+/// One row must not take the memory of thousands.
+#[test]
+fn rows_with_too_much_text_after_rendering_or_too_many_tokens_are_rejected() {
+    let text = |text: String| row(&[user(text), assistant("y")]);
+    let large =
+        json!({"type": "image", "image": "images/exact_moon_64x64.png", "min_pixels": 1 << 27});
+    let images = |count| row(&[user(vec![large.clone(); count]), assistant("y")]);
+    for (row, reason, message) in [
+        // the template adds text to a row that is just small enough
+        (
+            text("a".repeat((4 << 20) - 1)),
+            "row_too_large",
+            "bytes of text for the tokenizer, expected at most 4194304",
+        ),
+        // each digit is a token
+        (text("7".repeat(1 << 20)), "too_many_tokens", "more than 1048576 tokens"),
+        // each image has 131,072 tokens
+        (images(8), "too_many_tokens", "more than 1048576 tokens"),
+    ] {
+        let error = encode(row).unwrap_err();
+        assert_eq!(error.reason(), reason, "{error}");
+        assert!(error.to_string().contains(message), "{error}");
+    }
+    let (_folder, file) = rows(&[images(7)]);
+    let length = encoder().length(&file.read(0).unwrap()).unwrap();
+    assert!((7 << 17..1 << 20).contains(&length.tokens), "{length:?}");
+}
+
 #[test]
 fn a_prompt_needs_an_assistant_turn() {
     let (_folder, file) = rows(&[row(&[user("x")])]);

@@ -1,6 +1,6 @@
 //! Generation: answers of transformers, cached turns, weights in their own dtype, and the command.
 
-use crate::harness::{Output, Place, device, finish, golden};
+use crate::harness::{Output, Place, copy_folder, device, finish, golden, write};
 use candle_core::DType;
 use candle_transformers::generation::Sampling;
 use serde_json::Value;
@@ -52,6 +52,11 @@ fn answers_of_transformers(model: &str) {
 #[test]
 fn greedy_answers_equal_those_of_transformers() {
     answers_of_transformers("small-tied");
+}
+
+#[test]
+fn greedy_answers_of_qwen35_equal_those_of_transformers() {
+    answers_of_transformers("small-qwen35");
 }
 
 #[test]
@@ -202,6 +207,11 @@ fn a_wrong_line_ends_a_conversation_that_is_not_on_a_terminal() {
     let place = Place::empty();
     let model = golden("models/small-tied");
     let output = chat(&place, &model, &[], "/imaeg cat.png\n").ends_with(64);
+    write(&place.path("bytes.txt"), b"caf\xe9?\n");
+    let arguments = ["generate", "--chat", "--model", model.to_str().unwrap()];
+    let mut command = place.command(&arguments);
+    let bytes = finish(command.stdin(fs::File::open(place.path("bytes.txt")).unwrap()));
+    bytes.ends_with(64).says("the line is not UTF-8").says("`caf\u{fffd}?`");
     output.says("unknown command `/imaeg`").says("`/image FILE`");
     chat(&place, &model, &[], "/image nowhere.png\n").ends_with(65).says("`nowhere.png`");
     let video = chat(&place, &model, &[], "/video nowhere.mp4\nWhat?\n").ends_with(65);
@@ -316,4 +326,41 @@ fn ctrl_c_ends_an_answer_at_the_end_of_a_line() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(rest.ends_with(b"\n") && said.contains("stopped by Ctrl-C"), "{said}");
+}
+
+#[test]
+fn an_answer_of_the_maximum_length_has_ended_if_a_stop_id_follows() {
+    let place = Place::empty();
+    copy_folder(&golden("models/small-tied"), &place.path("model"));
+    let row = fs::read_to_string(golden("data/image_exact.jsonl")).unwrap();
+    place.write("eval.jsonl", row.lines().nth(30).unwrap());
+    let (encoder, loaded) = load("small-tied");
+    let rows = RowFile::open(&place.path("eval.jsonl"), Some(&golden("data"))).unwrap();
+    let (prompt, _) = encoder.encode_prompt(&rows.read(0).unwrap()).unwrap();
+    let ids = generate(&*loaded.model, prompt, &greedy(&encoder, 3), &device()).unwrap();
+    assert!(ids.len() == 3 && !ids[..2].contains(&ids[2]), "{ids:?}");
+    // the third token ends the answer
+    let stops = [encoder.stop_ids(), &ids[2..]].concat();
+    let stops = serde_json::json!({ "eos_token_id": stops }).to_string();
+    place.write("model/generation_config.json", &stops);
+    let images = golden("data").display().to_string();
+    place.write(
+        "config.yaml",
+        &format!(
+            "output_dir: run\nmodel: {{path: model}}\ndevice: cpu\ndata:\n\
+             \x20 train: [{{path: eval.jsonl, image_root: '{images}'}}]\n\
+             \x20 eval: [{{path: eval.jsonl, image_root: '{images}'}}]\n\
+             \x20 packing_length: 1024\ntrain: {{max_steps: 1}}\noptim: {{lr: 0.0, weight_decay: 0.0}}\n"
+        ),
+    );
+    for (most, ended) in [(1, false), (2, true), (3, true)] {
+        let run = format!("output_dir=run-{most}");
+        let generate = format!("eval.generate={{max_new_tokens: {most}}}");
+        let sft = ["sft", "--config", "config.yaml", "--set", &run, "--set", &generate];
+        place.trainer(&sft).ends_with(0);
+        let answer = place.rows(&format!("run-{most}/predictions.jsonl")).remove(0);
+        assert_eq!(answer["ended"], ended, "{most}: {answer}");
+        let text = encoder.decode(&ids[..most.min(2)]).unwrap();
+        assert_eq!(answer["answered"], text, "{most}: {answer}");
+    }
 }

@@ -5,7 +5,11 @@ use super::harness::{Output, Place, finish, golden, without_measured, write};
 use serde_json::Value;
 use std::fs;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use trainer::dist::Monitor;
+use trainer::run::{Run, RunOptions};
 
 /// A folder with a tiny model, text rows, and a config of `steps` steps.
 fn place(steps: u64) -> Place {
@@ -118,21 +122,67 @@ fn has_step(place: &Place, step: u64) -> bool {
 
 #[test]
 fn a_signal_of_a_scheduler_saves_and_the_run_continues() {
-    let place = place(4000);
+    let place = place(16_000);
     let mut child = place.start(&sft(&[]));
     wait_until("step 2", &mut child, || has_step(&place, 2));
     send("USR1", &child);
-    let saved =
-        || place.path("run/checkpoints").is_dir() && !place.names("run/checkpoints").is_empty();
-    wait_until("checkpoint", &mut child, saved);
-    let step = place.names("run/checkpoints")[0].clone();
-    let step: u64 = step.rsplit('-').next().unwrap().parse().unwrap();
+    // a checkpoint that is being written has a hidden folder
+    let saved = || {
+        let folder = "run/checkpoints";
+        let names = if place.path(folder).is_dir() { place.names(folder) } else { Vec::new() };
+        names.into_iter().find_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok())
+    };
+    wait_until("checkpoint", &mut child, || saved().is_some());
+    let step = saved().unwrap();
     wait_until("a later step", &mut child, || has_step(&place, step + 2));
     // the terminal was closed
     send("HUP", &child);
     assert_eq!(child.wait().unwrap().code(), Some(75));
     let last = place.rows("run/metrics.jsonl").last().unwrap()["step"].as_u64().unwrap();
     assert!(place.path(&format!("run/checkpoints/step-{last:08}/manifest.json")).is_file());
+}
+
+#[test]
+fn a_signal_before_the_first_step_saves_after_it() {
+    let place = super::ranks::place();
+    let settings = ["train.epochs=null", "train.max_steps=3", "checkpoint.every_steps=0"];
+    let config = super::ranks::config(&place, "run", &settings);
+    let options = RunOptions::default();
+    options.save.store(true, Ordering::Relaxed);
+    Run::with_options(&config, &options).unwrap().train(&mut ()).unwrap();
+    assert_eq!(place.names("run/checkpoints"), ["step-00000001", "step-00000003"]);
+    assert!(!options.save.load(Ordering::Relaxed));
+}
+
+/// The calls of a monitor.
+#[derive(Default)]
+struct Calls(Mutex<Vec<String>>);
+
+impl Monitor for Calls {
+    fn report(&self, work: &str) {
+        self.0.lock().unwrap().push(work.to_owned());
+    }
+
+    fn fail(&self, _: &str) {}
+
+    fn finish(&self) {
+        self.0.lock().unwrap().push("finished".to_owned());
+    }
+}
+
+#[test]
+fn the_watchdog_learns_that_training_has_ended() {
+    let place = super::ranks::place();
+    let settings = ["train.epochs=null", "train.max_steps=1", "checkpoint.every_steps=0"];
+    let config = super::ranks::config(&place, "run", &settings);
+    let calls = Arc::new(Calls::default());
+    let monitor: Arc<dyn Monitor> = calls.clone();
+    let options = RunOptions { monitor: Some(monitor), ..RunOptions::default() };
+    let mut run = Run::with_options(&config, &options).unwrap();
+    run.train(&mut ()).unwrap();
+    let calls = calls.0.lock().unwrap();
+    assert_eq!(calls.last().unwrap(), "finished", "{calls:?}"); // while `run` is in use
+    assert!(calls.len() > 1, "{calls:?}");
 }
 
 #[test]
@@ -255,6 +305,14 @@ fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     let long = sft(&["--set", "data.packing_length=100000", "--set", "data.packing=false"]);
     let said = limited(&place, "ulimit -v 900000", &long);
     said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
+}
+
+/// Otherwise the C library reserves 64 MiB of addresses for each thread, and a thread cannot be started.
+#[test]
+fn many_threads_fit_into_a_limited_address_space() {
+    let place = place(2);
+    let many = sft(&["--set", "data.workers=64"]);
+    limited(&place, "export RAYON_NUM_THREADS=2; ulimit -v 1000000", &many).ends_with(0);
 }
 
 #[test]

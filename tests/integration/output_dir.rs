@@ -131,3 +131,32 @@ fn a_full_disk_under_stdout_is_reported() {
         output.says("error: cannot write to stdout").says("caused by: ").says("hint: free space");
     }
 }
+
+#[test]
+fn the_config_of_a_run_is_read_again_with_the_same_paths() {
+    let place = finished();
+    std::fs::rename(place.path("model"), place.path("mod$el")).unwrap();
+    let rows = place.path("~rows.jsonl");
+    std::fs::copy(golden("data/text.jsonl"), rows).unwrap();
+    let set = ["output_dir=r$$UN", "model.path=mod$$el", "data.train.0.path=./~rows.jsonl"];
+    let set: Vec<&str> = set.iter().flat_map(|setting| ["--set", *setting]).collect();
+    place.trainer(&sft(&set)).ends_with(0).says("start from_step=0");
+    let stored = ["sft", "--config", "r$$UN/config.yaml"];
+    place.trainer(&stored).ends_with(0).says("all steps of this run are done");
+    // a new run: only what was changed is named
+    let changed = place.trainer(&[&stored[..], &["--set", "optim.lr=1e-4"]].concat()).ends_with(0);
+    assert_eq!(changed.stderr.matches("a setting differs").count(), 1, "{}", changed.stderr);
+}
+
+#[test]
+fn folders_that_killed_commands_have_left_are_removed() {
+    let place = finished();
+    let own = format!("run/.trainer-{}-0", std::process::id());
+    for name in ["run/.trainer-4194305-0", &own] {
+        // above the maximum process id of Linux; a process that runs
+        std::fs::create_dir_all(place.path(name).join("cache")).unwrap();
+    }
+    place.trainer(&SFT).ends_with(0);
+    assert!(!place.path("run/.trainer-4194305-0").exists());
+    assert!(place.path(&own).exists());
+}

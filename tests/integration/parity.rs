@@ -149,6 +149,7 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         weights: RankWeights::Whole,
         ranks: Ranks::alone(),
         saved_as: Vec::new(),
+        kept: Vec::new(),
         dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,
@@ -263,7 +264,14 @@ fn digits_follow_the_reference_in_every_layout() {
     assert_all_variants_follow(&golden_json("curves.json")["digits_small-tied"]);
 }
 
-/// The second family, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
+#[test]
+fn qwen35_follows_the_reference_in_every_layout() {
+    for name in ["text_small-qwen35", "image_exact_small-qwen35"] {
+        assert_all_variants_follow(&golden_json("curves.json")[name]);
+    }
+}
+
+/// Text-only Qwen3, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
 #[test]
 fn text_only_qwen3_follows_the_reference_in_every_layout() {
     let golden = golden_json("qwen3_text.json");
@@ -295,10 +303,14 @@ fn text_only_qwen3_gradient_norms_equal_the_references() {
 
 #[test]
 fn gradient_norms_of_every_parameter_equal_the_references() {
-    for (data, name) in [("text", "text_small-tied"), ("image_exact", "image_exact_small-tied")] {
-        let golden = &golden_json("curves.json")[name]["grad_norms_step1"];
-        let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
-        assert_gradient_norms(&rows, &runner, golden);
+    let curves = golden_json("curves.json");
+    for (model, data) in ["small-tied", "small-qwen35"]
+        .into_iter()
+        .flat_map(|model| ["text", "image_exact"].map(|data| (model, data)))
+    {
+        let golden = &curves[format!("{data}_{model}")]["grad_norms_step1"];
+        let runner = runner(model, PLAIN, Precision::F32);
+        assert_gradient_norms(&rows_for(model, data), &runner, golden);
     }
 }
 
@@ -323,8 +335,8 @@ pub(crate) fn assert_gradient_norms(rows: &JsonlRows, runner: &StepRunner, golde
 fn losses_of_single_samples_equal_the_references() {
     let golden = golden_json("losses_at_init.json");
     for (name, entry) in golden.as_object().unwrap() {
-        let data = name.split('|').nth(1).unwrap();
-        let (rows, runner) = (rows(data), runner(SMALL, PLAIN, Precision::F32));
+        let (model, data) = name.split_once('|').unwrap();
+        let (rows, runner) = (rows_for(model, data), runner(model, PLAIN, Precision::F32));
         let device = device();
         let dtype = runner.dtype;
         let evaluator = Evaluator {

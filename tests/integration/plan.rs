@@ -47,6 +47,25 @@ fn a_calibration_times_steps_and_leaves_no_file() {
 }
 
 #[test]
+fn a_calibration_of_a_config_that_evaluates_only_trains() {
+    let place = place();
+    let planned = plan(
+        &place,
+        &[
+            "--calibrate",
+            "1",
+            "--set",
+            "data.eval=[{path: rows.jsonl}]",
+            "--set",
+            "checkpoint.best={metric: eval.exact}",
+            "--set",
+            "eval={every_steps: 1, generate: {max_new_tokens: 2}, early_stopping: {patience: 1}}",
+        ],
+    );
+    assert!(planned["seconds"].as_f64().unwrap() > 0.0, "{planned}");
+}
+
+#[test]
 fn the_search_prints_settings_that_can_be_pasted() {
     let place = place();
     let fits = plan(&place, &["--memory", "1TiB"])["fits"].clone();

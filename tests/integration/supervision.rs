@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use trainer::batch::{EncodedSample, IGNORE_INDEX, Sample};
-use trainer::data::{Encoder, KeptEnd, Length, LossScale, RowFile, TruncationRule};
+use trainer::data::{Encoder, ImageConfig, KeptEnd, Length, LossScale, RowFile, TruncationRule};
 
 use super::encoding::{
     assert_matches, assistant, encoder, golden, golden_json, load_changed, row, rows,
@@ -35,19 +35,8 @@ fn with_template(template: &str) -> Encoder {
     load_changed(|folder| write(&folder.join("chat_template.jinja"), template.as_bytes())).unwrap()
 }
 
-/// The folder of the tiny model with the template and the pre-tokenizer of Qwen3.5.
 fn qwen35() -> Encoder {
-    let template = std::fs::read(golden("chat_template_qwen35.jinja")).unwrap();
-    load_changed(|folder| {
-        write(&folder.join("chat_template.jinja"), &template);
-        let path = folder.join("tokenizer.json");
-        let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!(
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        );
-        write(&path, tokenizer.to_string().as_bytes());
-    })
-    .unwrap()
+    Encoder::from_folder(&golden("models/small-qwen35"), &ImageConfig::default()).unwrap()
 }
 
 fn read(row: Value) -> Sample {
@@ -139,6 +128,15 @@ fn an_empty_thinking_block_that_the_template_writes_is_no_target() {
             assert!(encoder.render(&sample).unwrap().ends_with(text));
             assert_eq!(supervised(&encoder, &sample), "b<|im_end|>");
         }
+    }
+    for encoder in [qwen35(), with_template(QWEN3)] {
+        let encoder = encoder.with_empty_thoughts(true);
+        let both = [user("a"), assistant("b"), user("c"), assistant("d")];
+        // the block of an earlier turn is not rendered
+        let expected = "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>";
+        assert_eq!(supervised(&encoder, &chat(&both, &[])), expected);
+        let thoughts = supervised(&encoder, &chat(&both, &[(3, "late")]));
+        assert!(thoughts.ends_with("late\n</think>\n\nd<|im_end|>"), "{thoughts}");
     }
 }
 

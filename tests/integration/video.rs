@@ -172,6 +172,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             weights: RankWeights::Whole,
             ranks: Ranks::alone(),
             saved_as: Vec::new(),
+            kept: Vec::new(),
             dropout: None,
             model: loaded.model,
             params: loaded.params,

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 /// Tensors of all dtypes.
-fn tensors() -> Vec<Tensor> {
+pub(super) fn tensors() -> Vec<Tensor> {
     let large: Vec<f32> = (0..5000).map(|i| (i as f32).sin()).collect();
     let len = large.len();
     let large = Tensor::from_vec(large, len, &Device::Cpu).unwrap();
@@ -22,7 +22,7 @@ fn tensors() -> Vec<Tensor> {
     vec![large.copy().unwrap(), cast(DType::BF16), cast(DType::F16), codes, view]
 }
 
-fn contents(tensors: &[Tensor]) -> OwnedContents {
+pub(super) fn contents(tensors: &[Tensor]) -> OwnedContents {
     let name = |(index, tensor): (usize, &Tensor)| {
         SavedTensor::whole(format!("tensor{index}"), tensor.clone())
     };
@@ -37,12 +37,12 @@ fn contents(tensors: &[Tensor]) -> OwnedContents {
     }
 }
 
-fn checkpointer(folder: &Path) -> Checkpointer {
+pub(super) fn checkpointer(folder: &Path) -> Checkpointer {
     Checkpointer::new(folder, &CheckpointConfig::default())
 }
 
 /// The files of a folder with their bytes.
-fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(super) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let file = |path: std::path::PathBuf| {
         (path.file_name().unwrap().to_str().unwrap().to_owned(), fs::read(&path).unwrap())
@@ -51,7 +51,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 /// Overwrites the values of a tensor in place, as an update does.
-fn overwrite(tensor: &Tensor) {
+pub(super) fn overwrite(tensor: &Tensor) {
     let flat = tensor.flatten_all().unwrap();
     let ones = flat.ones_like().unwrap();
     flat.slice_set(&ones, 0, 0).unwrap();
@@ -70,7 +70,7 @@ fn steps_during_a_save_do_not_change_a_byte_of_it() {
     let expected = checkpointer(&expected).save(1, &contents(&own).contents(), &Alone).unwrap();
 
     // the first tensor is written when the test allows it: after all others were overwritten
-    let mut copy = contents(&tensors).copy().unwrap().unwrap();
+    let mut copy = contents(&tensors).copy(0, 1).unwrap().unwrap();
     let (allow, wait) = channel::<()>();
     let (wait, value) = (Mutex::new(wait), own[0].clone());
     let make = move || {
@@ -78,11 +78,11 @@ fn steps_during_a_save_do_not_change_a_byte_of_it() {
         Ok(value.clone())
     };
     copy.weights[0] = SavedTensor::made("tensor0", own[0].dims(), DType::F32, make);
-    let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy).unwrap();
+    let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy, &Alone).unwrap();
     tensors.iter().for_each(overwrite);
     assert!(!save.is_done());
     allow.send(()).unwrap();
-    assert!(save.wait().unwrap() > Duration::ZERO);
+    assert!(save.wait(&Alone).unwrap() > Duration::ZERO);
     let found = files(&checkpointer(folder.path()).step_folder(1));
     for (name, bytes) in files(&expected) {
         assert!(found[&name] == bytes, "{name}");
@@ -98,7 +98,7 @@ fn a_copy_of_every_tensor_is_written_to_the_same_bytes() {
         [&[large][..], &tensors()].concat()
     };
     let tensors = all();
-    let copy = contents(&tensors).copy().unwrap().unwrap();
+    let copy = contents(&tensors).copy(0, 1).unwrap().unwrap();
     tensors.iter().for_each(overwrite);
     let original = contents(&all());
     let written = [("a", &original), ("b", &copy)].map(|(name, contents)| {
@@ -113,11 +113,11 @@ fn a_copy_of_every_tensor_is_written_to_the_same_bytes() {
 fn a_fixed_tensor_needs_no_copy() {
     let tensors = tensors();
     let mut contents = contents(&tensors);
-    let all = contents.changing_bytes();
+    let all = contents.changing_bytes(0, 1).unwrap();
     contents.weights[0] = contents.weights[0].clone().fixed();
-    assert_eq!(all - contents.changing_bytes(), 4 * tensors[0].elem_count() as u64);
-    let copy = contents.copy().unwrap().unwrap();
-    assert_eq!(copy.changing_bytes(), 0);
+    assert_eq!(all - contents.changing_bytes(0, 1).unwrap(), 4 * tensors[0].elem_count() as u64);
+    let copy = contents.copy(0, 1).unwrap().unwrap();
+    assert_eq!(copy.changing_bytes(0, 1).unwrap(), 0);
     overwrite(&tensors[0]);
     let folder = tempfile::tempdir().unwrap();
     let saved = checkpointer(folder.path()).save(1, &copy.contents(), &Alone).unwrap();
@@ -131,12 +131,12 @@ fn an_error_of_the_thread_is_returned_and_leaves_no_folder() {
     let folder = tempfile::tempdir().unwrap();
     fs::File::create(folder.path().join("checkpoints")).unwrap();
     let start = || {
-        let copy = contents(&tensors()).copy().unwrap().unwrap();
-        BackgroundSave::start(checkpointer(folder.path()), 1, copy).unwrap()
+        let copy = contents(&tensors()).copy(0, 1).unwrap().unwrap();
+        BackgroundSave::start(checkpointer(folder.path()), 1, copy, &Alone).unwrap()
     };
-    assert!(start().wait().unwrap_err().is_write());
+    assert!(start().wait(&Alone).unwrap_err().is_write());
     fs::remove_file(folder.path().join("checkpoints")).unwrap();
-    start().wait().unwrap();
+    start().wait(&Alone).unwrap();
     assert_eq!(checkpointer(folder.path()).steps().unwrap(), [1]);
 }
 
@@ -150,9 +150,9 @@ fn a_value_that_is_not_finite_is_found_in_the_copy() {
     ] {
         let mut contents = contents(&tensors());
         contents.optimizer.push(SavedTensor::whole("bad", bad));
-        let copy = contents.copy().unwrap().unwrap();
-        let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy).unwrap();
-        let error = save.wait().unwrap_err().to_string();
+        let copy = contents.copy(0, 1).unwrap().unwrap();
+        let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy, &Alone).unwrap();
+        let error = save.wait(&Alone).unwrap_err().to_string();
         assert!(error.starts_with("tensor `bad` is not finite: its element 1"), "{error}");
     }
     assert!(checkpointer(folder.path()).steps().unwrap().is_empty());
@@ -164,9 +164,9 @@ fn a_panic_of_the_thread_continues_in_the_run() {
     let mut contents = contents(&tensors());
     let make = || -> Result<Tensor, CheckpointError> { panic!("planted") };
     contents.optimizer.push(SavedTensor::made("planted", &[1], DType::F32, make));
-    let copy = contents.copy().unwrap().unwrap();
-    let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy).unwrap();
-    let panic = catch_unwind(AssertUnwindSafe(|| save.wait())).unwrap_err();
+    let copy = contents.copy(0, 1).unwrap().unwrap();
+    let save = BackgroundSave::start(checkpointer(folder.path()), 1, copy, &Alone).unwrap();
+    let panic = catch_unwind(AssertUnwindSafe(|| save.wait(&Alone))).unwrap_err();
     assert_eq!(panic.downcast_ref::<&str>(), Some(&"planted"));
     assert!(checkpointer(folder.path()).steps().unwrap().is_empty());
 }

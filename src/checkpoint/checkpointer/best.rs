@@ -3,7 +3,8 @@
 use super::super::CheckpointError;
 use super::super::manifest::Manifest;
 use super::super::together::Together;
-use super::{Checkpointer, Contents};
+use super::{Checkpointer, Contents, read_state};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 const BEST: &str = "best";
@@ -12,6 +13,12 @@ impl Checkpointer {
     /// The folder that [`Self::save_best`] writes.
     pub fn best_folder(&self) -> PathBuf {
         self.output_dir.join(BEST)
+    }
+
+    /// Step and training state of the folder `best`; `None` if it cannot be read.
+    pub fn best(&self) -> Option<(u64, Value)> {
+        let (_, found) = read_state(&self.best_folder()).ok()?;
+        Some((found.step, found.state))
     }
 
     /// Writes the folder `best` as [`Self::save`] writes a checkpoint. Replaces an older one when the

@@ -5,6 +5,7 @@
 )]
 
 use super::super::manifest::{MANIFEST, Manifest};
+use super::super::together::on_ranks;
 use super::super::{Alone, CarriedFiles, CheckpointConfig, FolderLayout, ModelFiles, SavedTensor};
 use super::*;
 use candle_core::{DType, Device, Tensor};
@@ -12,46 +13,6 @@ use serde_json::json;
 use std::fs::File;
 use std::io::Write;
 use std::ops::Range;
-use std::sync::{Barrier, Mutex};
-use std::thread;
-
-/// One of several ranks that are threads.
-struct ThreadRank<'a> {
-    rank: usize,
-    messages: &'a Mutex<Vec<String>>,
-    barrier: &'a Barrier,
-}
-
-impl Together for ThreadRank<'_> {
-    type Error = CheckpointError;
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn world(&self) -> usize {
-        self.messages.lock().unwrap().len()
-    }
-
-    fn gather(&self, message: String) -> Result<Vec<String>, CheckpointError> {
-        self.messages.lock().unwrap()[self.rank] = message;
-        self.barrier.wait();
-        let all = self.messages.lock().unwrap().clone();
-        self.barrier.wait();
-        Ok(all)
-    }
-}
-
-/// Calls `f` on each of `world` ranks and returns the results in their order.
-fn on_ranks<V: Send>(world: usize, f: impl Fn(&ThreadRank<'_>) -> V + Sync) -> Vec<V> {
-    let (messages, barrier) = (Mutex::new(vec![String::new(); world]), Barrier::new(world));
-    let (messages, barrier, f) = (&messages, &barrier, &f);
-    thread::scope(|scope| {
-        let rank = |rank| scope.spawn(move || f(&ThreadRank { rank, messages, barrier }));
-        let ranks: Vec<_> = (0..world).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
 
 /// Name, number of elements and dtype of each tensor: more tensors than ranks, one of them smaller
 /// than the number of ranks, one larger than a buffer.
@@ -255,7 +216,7 @@ fn parts_that_do_not_fit_to_their_tensor_are_refused() {
 fn ranks_that_save_other_tensors_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let errors = on_ranks(2, |rank| {
-        let name = ["a", "b"][rank.rank];
+        let name = ["a", "b"][rank.rank()];
         let weights = [SavedTensor::whole(name, values("w", 4, DType::F32))];
         let contents = Contents {
             model: ModelFiles {
@@ -282,7 +243,7 @@ fn a_rank_that_cannot_write_ends_the_save_on_all_ranks() {
     let dir = save(folder.path(), 1, everywhere, everywhere, &Alone).unwrap();
     // Rank 1 looks for the files in another folder.
     let errors = on_ranks(3, |rank| {
-        let output_dir = folder.path().join(if rank.rank == 1 { "elsewhere" } else { "" });
+        let output_dir = folder.path().join(if rank.rank() == 1 { "elsewhere" } else { "" });
         save(&output_dir, 2, everywhere, equal, rank)
     });
     for (rank, error) in errors.into_iter().enumerate() {
@@ -357,7 +318,10 @@ fn a_rank_that_does_not_share_the_folder_is_refused() {
     let output_dir = |rank: usize| if rank == 1 { elsewhere.as_path() } else { folder.path() };
     let find = || {
         let found = on_ranks(2, |rank| {
-            checkpointer(output_dir(rank.rank)).newest_good(|_| true, rank).unwrap_err().to_string()
+            checkpointer(output_dir(rank.rank()))
+                .newest_good(|_| true, rank)
+                .unwrap_err()
+                .to_string()
         });
         assert!(found[0].starts_with("rank 1 failed: checkpoint"), "{}", found[0]);
         assert!(found[1].ends_with("is another one than on rank 0, or is missing"), "{}", found[1]);

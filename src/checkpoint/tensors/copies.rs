@@ -1,9 +1,10 @@
 //! Copies of tensors that training changes while a thread writes a checkpoint.
 
-use super::{Held, SavedTensor};
+use super::{Held, SavedTensor, Span, TensorFile};
 use crate::checkpoint::CheckpointError;
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
 use rayon::prelude::*;
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// Maximum number of elements that one thread copies at once.
@@ -27,20 +28,21 @@ impl SavedTensor {
         Self { is_fixed: true, ..self }
     }
 
-    /// Bytes that its copy needs.
-    pub(in crate::checkpoint) fn changing_bytes(&self) -> u64 {
-        if self.is_fixed { 0 } else { self.num_bytes() }
-    }
-
-    /// Copies the values of `tensors` to host memory, except for fixed ones, for a process that holds
-    /// all of them. The files of the copies have the same bytes. `None` if memory does not suffice.
+    /// Copies what rank `rank` of `world` ranks writes of `files` to host memory, except for fixed
+    /// tensors. `None` if memory does not suffice.
     pub(in crate::checkpoint) fn copies(
-        tensors: &[Self],
-    ) -> std::result::Result<Option<Vec<Self>>, CheckpointError> {
+        files: &[TensorFile<'_>],
+        rank: usize,
+        world: usize,
+    ) -> std::result::Result<Option<Copies>, CheckpointError> {
         let mut parts = Vec::new();
-        for tensor in tensors.iter().filter(|tensor| !tensor.is_fixed) {
-            let fault = |source| CheckpointError::Tensor { tensor: tensor.name.clone(), source };
-            tensor.push_parts(&mut parts).map_err(fault)?;
+        for file in files {
+            for span in file.changing(rank, world) {
+                let tensor = span.tensor;
+                let fault =
+                    |source| CheckpointError::Tensor { tensor: tensor.name.clone(), source };
+                parts.extend(divided(&span).map_err(fault)?);
+            }
         }
         let copy = |part: &Part<'_>| {
             let fault = |source| {
@@ -49,10 +51,10 @@ impl SavedTensor {
             };
             let end = part.first + part.range.len();
             let values = part.copy().map_err(fault)?;
-            Ok(values.map(|values| (part.first..end, values)))
+            Ok(values.map(|values| (place(part.tensor), (part.first..end, values))))
         };
         let is_on_cpu = parts.iter().all(|part| part.values.device().is_cpu());
-        let copied: std::result::Result<Vec<_>, _> = if is_on_cpu {
+        let copied: std::result::Result<Vec<_>, CheckpointError> = if is_on_cpu {
             parts.par_iter().map(copy).collect()
         } else {
             parts.iter().map(copy).collect() // one stream of the GPU
@@ -60,41 +62,58 @@ impl SavedTensor {
         let Some(copied) = copied?.into_iter().collect::<Option<Vec<_>>>() else {
             return Ok(None);
         };
-        let mut copies: Vec<Self> = Vec::with_capacity(tensors.len());
-        let mut rest = parts.iter().zip(copied).peekable();
-        for tensor in tensors {
-            if tensor.is_fixed {
-                copies.push(tensor.clone());
-                continue;
-            }
-            let mut own = Vec::new();
-            while let Some((_, part)) = rest.next_if(|(of, _)| std::ptr::eq(of.tensor, tensor)) {
-                own.push(part);
-            }
-            copies.push(Self { held: Held::Parts(own), is_fixed: true, ..tensor.clone() });
+        let mut copies = Copies::default();
+        for (tensor, part) in copied {
+            copies.0.entry(tensor).or_default().push(part);
         }
         Ok(Some(copies))
     }
+}
 
-    /// Divides what this rank holds into parts that several threads can copy.
-    fn push_parts<'a>(&'a self, parts: &mut Vec<Part<'a>>) -> Result<()> {
-        let held = match &self.held {
-            Held::Whole(values) => vec![(0..values.elem_count(), values)],
-            Held::Parts(held) => {
-                held.iter().map(|(range, values)| (range.clone(), values)).collect()
-            }
-            Held::Made(_) => Vec::new(),
-        };
-        for (place, values) in held {
-            let values = values.flatten_all()?;
-            for start in (0..place.len()).step_by(PART_ELEMENTS) {
-                let range = start..place.len().min(start + PART_ELEMENTS);
-                let first = place.start + start;
-                parts.push(Part { tensor: self, values: values.clone(), range, first });
-            }
+/// Copied parts of tensors, by the place of the tensor in memory.
+#[derive(Debug, Default)]
+pub(in crate::checkpoint) struct Copies(HashMap<usize, Vec<(Range<usize>, Tensor)>>);
+
+impl Copies {
+    /// The copy of `tensor`: its copied parts, or a fixed tensor itself.
+    pub(in crate::checkpoint) fn take(&mut self, tensor: &SavedTensor) -> SavedTensor {
+        if tensor.is_fixed {
+            return tensor.clone();
         }
-        Ok(())
+        let own = self.0.remove(&place(tensor)).unwrap_or_default();
+        SavedTensor { held: Held::Parts(own), is_fixed: true, ..tensor.clone() }
     }
+}
+
+fn place(tensor: &SavedTensor) -> usize {
+    std::ptr::from_ref(tensor).addr()
+}
+
+impl TensorFile<'_> {
+    /// Bytes that [`SavedTensor::copies`] needs.
+    pub(in crate::checkpoint) fn changing_bytes(&self, rank: usize, world: usize) -> u64 {
+        let bytes = |span: &Span<'_>| span.range.len() * span.tensor.dtype.size_in_bytes();
+        self.changing(rank, world).map(|span| bytes(&span) as u64).sum()
+    }
+
+    /// What a rank writes of tensors that are not fixed.
+    fn changing(&self, rank: usize, world: usize) -> impl Iterator<Item = Span<'_>> {
+        self.spans(rank, world).into_iter().filter(|span| !span.tensor.is_fixed)
+    }
+}
+
+/// Divides a span into parts that several threads can copy.
+fn divided<'a>(span: &Span<'a>) -> Result<Vec<Part<'a>>> {
+    let Some(values) = span.values else { return Ok(Vec::new()) };
+    let values = values.flatten_all()?;
+    let Range { start, end } = span.range;
+    let part = |at: usize| Part {
+        tensor: span.tensor,
+        values: values.clone(),
+        range: at..end.min(at + PART_ELEMENTS),
+        first: span.first + at - start,
+    };
+    Ok((start..end).step_by(PART_ELEMENTS).map(part).collect())
 }
 
 impl Part<'_> {

@@ -7,12 +7,14 @@ use super::table::Table;
 use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
-    Adafactor, AdafactorUpdate, AdamW, AdamWTensors, AttentionBackend, Flash, Gelu, Masking, Nf4,
-    Qkv, RecomputeInput, RopeTable, SecondMoment, Segments, adafactor_step, adamw_step, embedding,
-    embedding_backward, fill_zero, gelu, gelu_backward, gpu_memory, layer_norm,
-    layer_norm_backward, linear, linear_backward_input, linear_backward_weight,
-    linear_cross_entropy_backward, nf4_bytes, qk_norm_rope, qk_norm_rope_backward, rms_norm,
-    rms_norm_backward, swiglu, swiglu_backward, vision_rope_merge_backward, vision_rope_split,
+    Adafactor, AdafactorUpdate, AdamW, AdamWTensors, AttentionBackend, CONV_TAPS, DeltaHeads,
+    DeltaInputs, Flash, Gelu, Masking, Nf4, NormScale, Qkv, RecomputeInput, RopeTable,
+    SecondMoment, Segments, adafactor_step, adamw_step, causal_conv1d, causal_conv1d_backward,
+    embedding, embedding_backward, fill_zero, gated_delta_rule, gated_delta_rule_backward, gelu,
+    gelu_backward, gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
+    linear_backward_weight, linear_cross_entropy_backward, nf4_bytes, qk_norm_rope,
+    qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
+    vision_rope_merge_backward, vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -134,6 +136,7 @@ impl Bench {
         self.pointwise(&mut time)?;
         self.embeddings(&mut time)?;
         self.attention(&mut time)?;
+        self.delta_rule(&mut time)?;
         if let Some(memory) = head_memory {
             Head::new(self)?.time(memory, &mut time)?;
         }
@@ -175,12 +178,12 @@ impl Bench {
         for &[n, d] in self.sizes.rms_norms {
             let (x, dy, w) = (self.random(&[n, d])?, self.random(&[n, d])?, self.random(&[d])?);
             let (dw, size, pass) = (self.zeros(&[d])?, format!("{n}x{d}"), self.bytes(&[n, d]));
-            let (_, rstd) = rms_norm(&x, &w, 1e-6)?;
+            let (_, rstd) = rms_norm(&x, &w, NormScale::Weight, 1e-6)?;
             time(case(&format!("rms_norm {size}"), Work::Bytes(2.0 * pass), || {
-                rms_norm(&x, &w, 1e-6).map(drop)
+                rms_norm(&x, &w, NormScale::Weight, 1e-6).map(drop)
             }))?;
             time(case(&format!("rms_norm backward {size}"), Work::Bytes(3.0 * pass), || {
-                rms_norm_backward(&x, &rstd, &w, &dy, None, Some(&dw)).map(drop)
+                rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, None, Some(&dw)).map(drop)
             }))?;
         }
         for &[n, d] in self.sizes.layer_norms {
@@ -207,13 +210,14 @@ impl Bench {
         for &[n, h, dh] in self.sizes.rotations {
             let (x, w) = (self.random(&[n, h * dh])?, self.random(&[dh])?);
             let (dw, table) = (self.zeros(&[dh])?, self.rope_table(n, dh)?);
-            let (rotated, rstd) = qk_norm_rope(&x, &w, 1e-6, &table)?;
+            let (rotated, rstd) = qk_norm_rope(&x, &w, NormScale::Weight, 1e-6, &table)?;
             let (size, pass) = (format!("{n}x{h}x{dh}"), self.bytes(&[n, h, dh]));
             time(case(&format!("qk_norm_rope {size}"), Work::Bytes(2.0 * pass), || {
-                qk_norm_rope(&x, &w, 1e-6, &table).map(drop)
+                qk_norm_rope(&x, &w, NormScale::Weight, 1e-6, &table).map(drop)
             }))?;
             time(case(&format!("qk_norm_rope backward {size}"), Work::Bytes(3.0 * pass), || {
-                qk_norm_rope_backward(&x, &rstd, &w, &table, &rotated, Some(&dw)).map(drop)
+                qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &rotated, Some(&dw))
+                    .map(drop)
             }))?;
         }
         for &[n, h, dh] in self.sizes.vision_rotations {
@@ -298,6 +302,39 @@ impl Bench {
             }))?;
             time(case(&format!("attention backward {name}"), Work::Flops(5.0 * product), || {
                 Flash.backward(qkv(), &o, &lse, &o, boundaries, masking).map(drop)
+            }))?;
+        }
+        Ok(())
+    }
+
+    fn delta_rule(&self, time: &mut Time<'_>) -> anyhow::Result<()> {
+        for &[segments, length, key_heads, value_heads, dim] in self.sizes.delta_rules {
+            let tokens = segments * length;
+            let cu_seqlens = &CuSeqlens::from_lengths(&vec![length as u32; segments])?;
+            let heads = DeltaHeads { key_heads, value_heads, key_dim: dim, value_dim: dim };
+            let channels = (2 * key_heads + value_heads) * dim;
+            let (qkv, d_o) =
+                (self.random(&[tokens, channels])?, self.random(&[tokens, value_heads * dim])?);
+            let gates = self.f32s(&[tokens, value_heads])?;
+            let (g, beta) = ((gates.abs()? * -0.1)?, (gates.abs()? * 0.5)?);
+            let inputs = || DeltaInputs { qkv: &qkv, g: &g, beta: &beta };
+            let name = format!("{segments}x{length} h{key_heads}/{value_heads} d{dim}");
+            // The recurrence reads, writes and reads each state once.
+            let product = 2.0 * (tokens * value_heads * dim * dim) as f64;
+            time(case(&format!("delta_rule {name}"), Work::Flops(3.0 * product), || {
+                gated_delta_rule(inputs(), heads, cu_seqlens, None).map(drop)
+            }))?;
+            time(case(&format!("delta_rule backward {name}"), Work::Flops(8.0 * product), || {
+                gated_delta_rule_backward(inputs(), heads, cu_seqlens, &d_o).map(drop)
+            }))?;
+            let (w, dw) =
+                (self.random(&[channels, CONV_TAPS])?, self.zeros(&[channels, CONV_TAPS])?);
+            let pass = self.bytes(&[tokens, channels]);
+            time(case(&format!("causal_conv1d {name}"), Work::Bytes(2.0 * pass), || {
+                causal_conv1d(&qkv, &w, cu_seqlens).map(drop)
+            }))?;
+            time(case(&format!("causal_conv1d backward {name}"), Work::Bytes(3.0 * pass), || {
+                causal_conv1d_backward(&qkv, &w, &qkv, cu_seqlens, Some(&dw)).map(drop)
             }))?;
         }
         Ok(())

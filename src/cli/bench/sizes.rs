@@ -46,6 +46,8 @@ pub(super) struct Sizes {
     /// Rows `N`, hidden size `D`, vocabulary `V`.
     pub(super) embeddings: &'static [[usize; 3]],
     pub(super) attention: &'static [AttentionSizes],
+    /// Number of segments, their length, `Hk`, `Hv`, head size.
+    pub(super) delta_rules: &'static [[usize; 5]],
     /// Supervised rows `S`, hidden size `D`, vocabulary `V`.
     pub(super) head: [usize; 3],
     /// Number of elements of a matrix in NF4.
@@ -69,6 +71,13 @@ const CPU: Sizes = Sizes {
         (1, 2048, 16, 8, 128, Masking::Causal),
         (16, 128, 16, 8, 128, Masking::Causal),
         (4, 512, 16, 16, 64, Masking::Full),
+    ],
+    // 1,024 and 32,768 tokens: the time of a token does not depend on the length.
+    delta_rules: &[
+        [1, 2048, 16, 32, 128],
+        [16, 128, 16, 32, 128],
+        [1, 1024, 4, 8, 128],
+        [1, 32_768, 4, 8, 128],
     ],
     head: [1024, 512, 151_936],
     dequantized: 64 << 20,
@@ -100,12 +109,14 @@ const GPU: Sizes = Sizes {
         (8, 4096, 16, 16, 64, Masking::Causal),
         (8, 4096, 32, 8, 128, Masking::Causal),
         (1, 16384, 32, 8, 128, Masking::Causal),
+        (8, 4096, 16, 4, 256, Masking::Causal),
         (128, 128, 32, 8, 128, Masking::Causal),
         (1024, 16, 32, 8, 128, Masking::Causal),
         (16, 4096, 16, 16, 64, Masking::Full),
         (16, 4096, 16, 16, 72, Masking::Full),
         (128, 256, 16, 16, 72, Masking::Full),
     ],
+    delta_rules: &[[1, 16384, 16, 32, 128], [8, 2048, 16, 32, 128], [128, 128, 16, 32, 128]],
     head: [16384, 2560, 151_936],
     dequantized: 512 << 20,
     optimizer: 512 << 20,
@@ -128,6 +139,7 @@ const TINY: Sizes = Sizes {
         (5, 3, 2, 1, 128, Masking::Causal),
         (2, 33, 2, 2, 72, Masking::Full),
     ],
+    delta_rules: &[[2, 70, 1, 2, 16]],
     head: [40, 24, 600],
     dequantized: 5000,
     optimizer: 5000,

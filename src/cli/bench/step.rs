@@ -7,11 +7,12 @@ use crate::config::RunConfig;
 use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
 use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
+    vendor_peak_flops,
 };
-use crate::ops::gpu_memory;
+use crate::ops::{GPU_LOGITS_BYTES, gpu_memory, gpu_properties};
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    load_with_adapter, loader_options, memory_model, order, step_runner, weight_storage,
+    RESERVED, load_with_adapter, loader_options, memory_model, order, step_runner, weight_storage,
     whole_model,
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
@@ -67,7 +68,11 @@ fn memory_of(
     let division = visiting_memory(&runner.model.stages(), &visit, storage).of(division);
     let bytes = (runner.dtype, state);
     let model = &*runner.model;
-    Ok(memory_model(model, division, bytes, runner.recompute, runner.grads())?)
+    let mut memory = memory_model(model, division, bytes, runner.recompute, runner.grads())?;
+    if !runner.device.is_cpu() {
+        memory.logits = GPU_LOGITS_BYTES as f64;
+    }
+    Ok(memory)
 }
 
 /// A step whose upload has started, and its sizes.
@@ -85,7 +90,8 @@ impl Ready {
         let sizes = sizes(&data, merge);
         let micro_batches = data.micro_batches.iter();
         let predicted = micro_batches.map(|batch| {
-            memory.peak_bytes(&micro_batch_sizes(batch, sizes.patches, data.num_samples))
+            let parts = memory.parts(&micro_batch_sizes(batch, sizes.patches, data.num_samples));
+            if runner.device.is_cpu() { parts.process() } else { parts.device() + RESERVED }
         });
         let predicted_bytes = predicted.fold(0.0, f64::max);
         let computed: usize = data.micro_batches.iter().map(|batch| batch.input_ids.len()).sum();
@@ -195,7 +201,6 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         ("mfu_lmms_engine", lmms_engine_flops / (seconds - waited) / peak),
         ("peak_GFLOP/s", peak / 1e9),
         ("peak_memory_gib", peak_memory_bytes() as f64 / gib),
-        ("predicted_memory_gib", predicted / gib),
         ("vision_tokens", sizes.merged),
         ("targets", sizes.targets),
         ("first_step_s", first_step_s),
@@ -203,8 +208,17 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         ("first_grad_norm", first.1),
         ("loss", loss),
     ];
+    // The memory of the GPU, if there is one, otherwise of the process.
+    let name = if device.is_cpu() { "predicted_memory_gib" } else { "predicted_device_memory_gib" };
+    figures.push((name, predicted / gib));
     figures
         .extend(device_memory.map(|memory| ("peak_device_memory_gib", memory.peak as f64 / gib)));
+    if bench.runner.dtype == DType::BF16
+        && let Some(vendor) = gpu_properties(&device).and_then(|gpu| vendor_peak_flops(&gpu.name))
+    {
+        figures.push(("vendor_peak_GFLOP/s", vendor / 1e9));
+        figures.push(("mfu_vendor", model_flops / seconds / vendor));
+    }
     table.row("step", &figures)
 }
 

@@ -6,7 +6,7 @@ use super::super::report;
 use super::super::stdout::is_stdout_error;
 use super::Session;
 use super::conversation::Conversation;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
 
 const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/exit`";
@@ -22,6 +22,15 @@ enum Line<'a> {
     Text(&'a str),
     /// Only white space.
     Empty,
+}
+
+/// The text of a line.
+fn text(line: &[u8]) -> Result<&str, Failure> {
+    str::from_utf8(line).map_err(|_| {
+        let found = String::from_utf8_lossy(line);
+        let message = format!("the line is not UTF-8: `{}`", found.trim_end());
+        Failure::new(Exit::Usage, message).hint("set the terminal, or the file, to UTF-8")
+    })
 }
 
 /// Reads a line. A command is a word that begins with `/` at the start of the line.
@@ -57,13 +66,13 @@ pub(super) fn run(session: &mut Session<'_>, mut conversation: Conversation) -> 
     if is_terminal {
         note(&format!("Commands: {COMMANDS}. Ctrl-C ends an answer, Ctrl-D the conversation.\n"));
     }
-    let mut line = String::new();
+    let mut line = Vec::new();
     loop {
         if is_terminal {
             note("> ");
         }
         line.clear();
-        if io::stdin().read_line(&mut line)? == 0 {
+        if io::stdin().lock().read_until(b'\n', &mut line)? == 0 {
             if is_terminal {
                 note("\n");
             }
@@ -88,9 +97,9 @@ enum Next {
 fn take(
     session: &mut Session<'_>,
     conversation: &mut Conversation,
-    line: &str,
+    line: &[u8],
 ) -> anyhow::Result<Next> {
-    match parse(line)? {
+    match parse(text(line)?)? {
         Line::Empty => {}
         Line::Image(path) => conversation.add_image(path)?,
         Line::Video(path) => conversation.add_video(path)?,

@@ -18,7 +18,6 @@ pub(super) enum Family {
 const OTHERS: &[&str] = &[
     "qwen1",
     "qwen2",
-    "qwen3.5",
     "qwen3-next",
     "qwen3-omni",
     "qwen-vl",
@@ -88,7 +87,7 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
         return Err("mixture of experts is not supported");
     }
     if OTHERS.iter().any(|other| name.contains(other)) {
-        return Err("only dense Qwen3-VL models and the text decoder Qwen3 are supported");
+        return Err("only dense models of Qwen3-VL, Qwen3 and Qwen3.5 are supported");
     }
     let is_text = name.starts_with("qwen3-") && !name.contains("vl");
     Ok(if is_text { Family::Text } else { Family::VisionLanguage })
@@ -96,7 +95,8 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
 
 fn thinking(work: &mut Work, path: &str) {
     while let Some(setting) = work.take(Role::Thinking) {
-        if path.to_lowercase().contains("thinking") {
+        let path = path.to_lowercase();
+        if path.contains("thinking") || path.contains("qwen3.5") {
             work.refuse(
                 &setting,
                 "the chat template of the model folder decides; write the thoughts into the rows",

@@ -72,6 +72,10 @@ pub struct DataConfig {
     /// Which tokens of a chat are supervised; `default` by default.
     #[serde(default)]
     pub loss_scale: LossScale,
+    /// Whether an empty `<think>` block that the chat template writes before an answer is supervised
+    /// with it; false by default.
+    #[serde(default)]
+    pub train_empty_think: bool,
     /// Whether each epoch has a new random order (the default); false: the order of the files.
     #[serde(default = "default_true")]
     pub shuffle: bool,
@@ -177,6 +181,9 @@ pub enum DataConfigError {
         /// Valid values.
         expected: &'static str,
     },
+    /// `train_empty_think` trains what `loss_scale` leaves out.
+    #[error("`data.train_empty_think` is true, but `data.loss_scale` is `ignore_empty_think`")]
+    EmptyThink,
     /// `max_rejected` is not from 0 to 1.
     #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
     MaxRejected {
@@ -205,6 +212,7 @@ impl DataConfigError {
             Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
             Self::Balance => "data.balance".to_owned(),
             Self::Entry { key, .. } => key.clone(),
+            Self::EmptyThink => "data.train_empty_think".to_owned(),
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
             Self::UrlTimeout { .. } => "data.url.timeout_s".to_owned(),
             Self::NoLimit { .. } => "data.truncation".to_owned(),
@@ -218,6 +226,7 @@ impl DataConfigError {
             Self::Weight { .. } => "to leave a data set out, remove its entry",
             Self::Balance => "remove `data.balance`, or set both packing keys",
             Self::Entry { .. } => "docs/corpora.md and docs/config.md list the valid combinations",
+            Self::EmptyThink => "remove one of the two",
             Self::MaxRejected { .. } => {
                 "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
             }
@@ -246,6 +255,9 @@ impl DataConfig {
         let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
         if self.balance == Balance::Cost && !best_fit {
             return Err(DataConfigError::Balance);
+        }
+        if self.train_empty_think && self.loss_scale == LossScale::IgnoreEmptyThink {
+            return Err(DataConfigError::EmptyThink);
         }
         if !(0.0..=1.0).contains(&self.max_rejected) {
             return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });

@@ -17,7 +17,7 @@ fn the_defaults_are_those_of_the_contract() {
             + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
             + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
             + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
-            + r#""max_length":null,"truncation":"delete","loss_scale":"default","shuffle":true,"#
+            + r#""max_length":null,"truncation":"delete","loss_scale":"default","train_empty_think":false,"shuffle":true,"#
             + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"#
             + r#""allow_urls":false,"url":{"timeout_s":30.0,"max_bytes":33554432},"#
             + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
@@ -55,6 +55,12 @@ fn weights_and_shares_out_of_range_are_named() {
     config.packing_strategy = PackingStrategy::Sequential;
     assert_eq!(config.validate(), Err(DataConfigError::Balance));
     config.balance = Balance::None;
+    config.train_empty_think = true;
+    config.validate().unwrap();
+    config.loss_scale = LossScale::IgnoreEmptyThink;
+    let error = config.validate().unwrap_err();
+    assert_eq!(error.key(), "data.train_empty_think");
+    config.train_empty_think = false;
     for max_rejected in [-0.1, 1.1, f64::NAN] {
         config.max_rejected = max_rejected;
         assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));

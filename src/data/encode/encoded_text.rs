@@ -33,9 +33,10 @@ impl EncodedText {
         let mut moved = Vec::with_capacity(vision_rows.len()); // truncation keeps all of them
         let mut num_kept = 0;
         for range in &ranges {
-            let inside = |row: &&u32| range.contains(&(**row as usize));
+            let before = |end: usize| vision_rows.partition_point(|row| (*row as usize) < end);
+            let inside = &vision_rows[before(range.start)..before(range.end)];
             let shift = (range.start - num_kept) as u32;
-            moved.extend(vision_rows.iter().filter(inside).map(|row| row - shift));
+            moved.extend(inside.iter().map(|row| row - shift));
             num_kept += range.len();
         }
         let weights = weights.map(|weights| kept_of(&weights, &ranges));

@@ -10,7 +10,7 @@ use super::encoded_text::kept_text;
 use super::media::{MediumGrid, MediumHeader};
 use crate::batch::Sample;
 use crate::data::encode::truncate::{
-    DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped, kept_tokens,
+    DroppedTokens, TokenCounts, TruncationError, TruncationRule, check_tokens, dropped, kept_tokens,
 };
 use crate::data::media::image::ImageSize;
 use crate::data::row::Length;
@@ -76,6 +76,7 @@ impl Encoder {
         cut: Option<TruncationRule>,
     ) -> Result<Length, TruncationError> {
         let token_counts = self.token_counts(text, sizes);
+        check_tokens(token_counts.num_tokens())?;
         let kept = token_counts.kept_text(cut)?.len();
         let patches = self.grids_of(sizes).map(|grid| grid.map(u64::from).iter().product::<u64>());
         let patches = patches.sum::<u64>() + u64::from(video_patches);
@@ -120,6 +121,9 @@ impl Encoder {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
         key.update(format!("{:?}", self.loss_scale));
+        if self.train_empty_think {
+            key.update("train_empty_think");
+        }
         key.finalize().into()
     }
 

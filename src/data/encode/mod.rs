@@ -42,7 +42,7 @@ use crate::batch::{
     Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId,
 };
 use crate::data::encode::positions::position_ids;
-use crate::data::encode::truncate::TruncationRule;
+use crate::data::encode::truncate::{TruncationRule, check_tokens};
 use crate::data::media::image::{ImageConfig, ImageProcessor};
 use crate::data::media::video::{VideoConfig, VideoProcessor};
 use crate::data::row::Length;
@@ -56,6 +56,7 @@ pub struct Encoder {
     text: TextFolder,
     media: MediaReader,
     loss_scale: LossScale,
+    train_empty_think: bool,
     /// Done when it has been reported that the template renders no thoughts.
     no_thoughts: Once,
 }
@@ -83,13 +84,26 @@ impl Encoder {
         };
         let videos = VideoProcessor::from_folder(folder, video, &images)?;
         let media = MediaReader { images, videos };
-        Ok(Self { text, media, loss_scale: LossScale::default(), no_thoughts: Once::new() })
+        Ok(Self {
+            text,
+            media,
+            loss_scale: LossScale::default(),
+            train_empty_think: false,
+            no_thoughts: Once::new(),
+        })
     }
 
     /// Sets which tokens of chats are supervised.
     #[must_use]
     pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
         Self { loss_scale, ..self }
+    }
+
+    /// Sets whether an empty `<think>` block that the template writes before an answer is supervised
+    /// with it.
+    #[must_use]
+    pub fn with_empty_thoughts(self, train_empty_think: bool) -> Self {
+        Self { train_empty_think, ..self }
     }
 
     /// Digests of what this encoder reads from the model folder and from the settings of images and
@@ -183,6 +197,7 @@ impl Encoder {
             .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
             .map_err(|cause| template_error(id, cause))?
             .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        self.check_bytes(id, &text)?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(id, &text, media)?;
         let (grids, media) = self.media.load(id, media, &self.text.media)?;
@@ -279,6 +294,7 @@ impl Encoder {
                 check_turns(messages, &chat, keeps_parts).map(|()| chat)
             })
             .map_err(|cause| template_error(id, cause))?;
+        self.check_bytes(id, &chat.text)?;
         self.check_placeholders(id, &chat.text, media)?;
         let has_thoughts = |message: &Message| message.reasoning_content.is_some();
         if !self.text.template.renders_thoughts() && messages.iter().any(has_thoughts) {
@@ -291,7 +307,7 @@ impl Encoder {
             let what = "with `loss_scale: all`, a weight of a single turn of the user, the system or a tool is";
             return Err(SampleError::NotSupported { id: id.clone(), at, what });
         }
-        let supervision = self.loss_scale.supervision(messages, &chat);
+        let supervision = self.loss_scale.supervision(messages, &chat, self.train_empty_think);
         Ok((chat.text, supervision))
     }
 
@@ -347,19 +363,19 @@ impl Encoder {
         mut supervision: Supervision,
         grids: &[MediumGrid],
     ) -> Result<EncodedText, SampleError> {
+        let too_many = |cause| SampleError::Truncation { id: id.clone(), cause };
+        let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
+        check_tokens(expected).map_err(too_many)?; // before their text is written
         let places = self.media.placeholders(text, &self.text.media).into_iter();
         let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
         let targets = supervision.targets.iter_mut().map(|target| &mut target.range);
         let (text, media) = expand(text, &places, targets);
-        let Tokens { ids, offsets } = self.text.tokenizer.encode(&text).map_err(|error| {
-            SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
-        })?;
+        let Tokens { ids, offsets } = self.tokens(id, &text)?;
         let vision_rows: Vec<u32> =
             (0..ids.len() as u32) // [M]
                 .filter(|row| self.text.media.is_pad(ids[*row as usize]))
                 .collect();
-        let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
         if vision_rows.len() != expected {
             let tokens = vision_rows.len();
             return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });

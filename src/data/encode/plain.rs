@@ -2,6 +2,7 @@
 
 use super::Encoder;
 use crate::batch::SampleId;
+use crate::data::encode::truncate::{MAX_TOKENS, check_tokens};
 use crate::data::source::SampleError;
 use crate::data::template::tokenizer::Tokens;
 
@@ -19,10 +20,28 @@ impl Encoder {
             let token = token.to_owned();
             return Err(SampleError::ReservedInText { id: id.clone(), token });
         }
-        self.text
-            .tokenizer
-            .encode(text)
-            .map_err(|error| SampleError::Tokenizer { id: id.clone(), problem: error.to_string() })
+        self.check_bytes(id, text)?;
+        self.tokens(id, text)
+    }
+
+    /// Checks that a text is short enough for the tokenizer.
+    pub(super) fn check_bytes(&self, id: &SampleId, text: &str) -> Result<(), SampleError> {
+        let (found, most) = (text.len(), self.text.tokenizer.max_bytes());
+        if found > most {
+            let what = "bytes of text for the tokenizer";
+            return Err(SampleError::TooLarge { id: id.clone(), what, found, most });
+        }
+        Ok(())
+    }
+
+    /// The tokens of a text; an error if they are more than one row may have.
+    pub(super) fn tokens(&self, id: &SampleId, text: &str) -> Result<Tokens, SampleError> {
+        let tokens = self.text.tokenizer.encode_up_to(text, MAX_TOKENS).map_err(|error| {
+            SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
+        })?;
+        check_tokens(tokens.ids.len())
+            .map_err(|cause| SampleError::Truncation { id: id.clone(), cause })?;
+        Ok(tokens)
     }
 
     /// Id of the token with this text.

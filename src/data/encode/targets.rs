@@ -50,12 +50,21 @@ impl LossScale {
         messages.iter().position(is_unequal).filter(|_| self == Self::All)
     }
 
-    /// The supervised parts of a chat whose needed answers were located.
-    pub(super) fn supervision(self, messages: &[Message], chat: &RenderedChat) -> Supervision {
+    /// The supervised parts of a chat whose needed answers were located. With `train_empty_think`, an
+    /// empty `<think>` block that the template wrote before an answer belongs to it.
+    pub(super) fn supervision(
+        self,
+        messages: &[Message],
+        chat: &RenderedChat,
+        train_empty_think: bool,
+    ) -> Supervision {
         let target = |answer: &Answer| {
             let Range { mut start, end } = answer.range;
             if self == Self::IgnoreEmptyThink {
                 start += empty_thoughts(&chat.text[start..end]);
+            }
+            if train_empty_think {
+                start = before_empty_thoughts(&chat.text[..start]).unwrap_or(start);
             }
             Target { range: start..end, weight: messages[answer.turn].weight }
         };
@@ -71,6 +80,13 @@ fn empty_thoughts(answer: &str) -> usize {
     let rest = answer.trim_start().strip_prefix("<think>");
     let rest = rest.and_then(|rest| rest.trim_start().strip_prefix("</think>"));
     rest.map_or(0, |rest| answer.len() - rest.trim_start().len())
+}
+
+/// The start of the empty `<think>` block at the end of the text before an answer; `None` if it has
+/// none.
+fn before_empty_thoughts(header: &str) -> Option<usize> {
+    let rest = header.trim_end().strip_suffix("</think>")?;
+    Some(rest.trim_end().strip_suffix("<think>")?.len())
 }
 
 /// A part of a rendered chat and the weight of its tokens.

@@ -11,6 +11,9 @@ use std::ops::Range;
 
 use crate::batch::IGNORE_INDEX;
 
+/// Maximum number of tokens of a row, before truncation. It limits the memory of a single row.
+pub(in crate::data) const MAX_TOKENS: usize = 1 << 20;
+
 /// Which text tokens truncation keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeptEnd {
@@ -29,9 +32,12 @@ pub struct TruncationRule {
     pub keep: KeptEnd,
 }
 
-/// The reason why a sample cannot be truncated to the limit.
+/// The reason why a sample is too long, or cannot be truncated to the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TruncationError {
+    /// The row has more than `MAX_TOKENS` tokens.
+    #[error("the row has more than {MAX_TOKENS} tokens")]
+    TooMany,
     /// The media alone reach the limit.
     #[error("its media have {media_tokens} tokens, the limit `max_length` is {max_length}")]
     Media {
@@ -54,6 +60,7 @@ impl TruncationError {
     /// Short key under which rejected rows are counted.
     pub fn reason(&self) -> &'static str {
         match self {
+            Self::TooMany => "too_many_tokens",
             Self::Media { .. } => "media_exceed_max_length",
             Self::NoTarget { .. } => "no_target_after_truncation",
         }
@@ -62,6 +69,9 @@ impl TruncationError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
+            Self::TooMany => {
+                "divide the row into several, or lower `data.image.max_tokens` (or `max_pixels`)"
+            }
             Self::Media { .. } => {
                 "lower `data.image.max_tokens` (or `max_pixels`), or raise `data.max_length`"
             }
@@ -70,6 +80,11 @@ impl TruncationError {
             }
         }
     }
+}
+
+/// Fails for more than [`MAX_TOKENS`] tokens.
+pub(in crate::data) fn check_tokens(num_tokens: usize) -> Result<(), TruncationError> {
+    if num_tokens > MAX_TOKENS { Err(TruncationError::TooMany) } else { Ok(()) }
 }
 
 /// The token counts of a sample, which decide its truncation. Indices count text tokens only.

@@ -129,7 +129,9 @@ impl LoaderError {
             }
             Self::Trouble { trouble, .. } => trouble.hint(),
             Self::Ranks(error) => error.hint(),
-            Self::Spawn { .. } => "lower `data.workers`, or raise the limit on processes",
+            Self::Spawn { .. } => {
+                "lower `data.workers`, or raise the limits (`ulimit -u`, `ulimit -v`)"
+            }
             Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
                 "this is a bug in trainer: please report it with the row"
             }

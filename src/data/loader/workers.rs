@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::num::NonZeroUsize;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
@@ -219,7 +219,13 @@ impl<K: Copy, J, O> Shared<K, J, O> {
                 return None;
             }
             if queue.slots.len() < limits.items.max(1) && queue.bytes < limits.bytes.max(1) {
-                if let Some((key, job)) = queue.jobs.next().or_else(|| queue.fed.pop_front()) {
+                let job = catch_unwind(AssertUnwindSafe(|| queue.jobs.next()));
+                let job = job.unwrap_or_else(|panic| {
+                    // Under the same lock: another worker would go on with the next item.
+                    queue.phase = Phase::Broken;
+                    resume_unwind(panic)
+                });
+                if let Some((key, job)) = job.or_else(|| queue.fed.pop_front()) {
                     let number = queue.num_taken + queue.slots.len() as u64;
                     queue.slots.push_back(Slot { key, result: None });
                     return Some((key, job, number));

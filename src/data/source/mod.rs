@@ -19,6 +19,7 @@ pub use error::SampleError;
 pub use file_error::FileError;
 pub use grounding_error::GroundingError;
 pub use row_file::RowFile;
+pub(in crate::data) use rows::MAX_TEXT_BYTES;
 pub use rows::{RowForm, RowRules, UnknownKeys};
 pub use source_error::SourceError;
 pub(in crate::data) use stamp::{ImageStamp, Stamp};

@@ -1,49 +1,18 @@
-//! Sizes of a Qwen3 model, read from `config.json`, and its parameters.
+//! Reads the sizes of a Qwen3 model from `config.json`.
 
 use crate::models::config::{ModelConfigError, Section};
-use crate::nn::{Component, DecoderConfig, Inputs, ParamSpec, decoder_specs};
+use crate::models::text::Config;
 use serde_json::Value;
 
-/// All parameters of the model.
-pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
-
-/// Name of the decoder's module.
-pub(super) const DECODER: &str = "model";
-/// Name of an untied head.
-pub(super) const LM_HEAD: &str = "lm_head.weight";
-
-/// Sizes of the whole model.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Config {
-    /// The decoder.
-    pub text: DecoderConfig,
-    /// Whether head and embedding are one tensor.
-    pub tie_word_embeddings: bool,
-    /// Standard deviation of random weights.
-    pub initializer_range: f64,
-}
-
-impl Config {
-    /// Reads the sizes from the parsed `config.json`.
-    pub fn from_json(json: &Value) -> Result<Self, ModelConfigError> {
-        let top = Section { value: json, name: "" };
-        top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-        Ok(Self {
-            text: top.decoder()?,
-            tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
-            initializer_range: json["initializer_range"].as_f64().unwrap_or(0.02),
-        })
-    }
-
-    /// Every tensor of the model in a fixed order. A tied head is not listed.
-    pub(super) fn specs(&self) -> Vec<ParamSpec> {
-        let mut specs = decoder_specs(&self.text, DECODER);
-        if !self.tie_word_embeddings {
-            specs.push((LM_HEAD.to_owned(), vec![self.text.vocab_size, self.text.hidden_size]));
-        }
-        let spec = |(name, shape)| ParamSpec { name, shape, component: LLM };
-        specs.into_iter().map(spec).collect()
-    }
+/// Reads the sizes from the parsed `config.json`.
+pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
+    Ok(Config {
+        text: top.decoder()?,
+        tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
+        initializer_range: json["initializer_range"].as_f64().unwrap_or(0.02),
+    })
 }
 
 #[cfg(test)]
@@ -64,7 +33,7 @@ mod tests {
     #[test]
     fn unsupported_values_are_refused_by_name() {
         let published = published();
-        assert_eq!(Config::from_json(&published).unwrap().text.rope_theta, 1e6);
+        assert_eq!(read(&published).unwrap().text.rope_theta, 1e6);
         for (key, value) in [
             ("use_sliding_window", json!(true)),
             ("attention_bias", json!(true)),
@@ -77,7 +46,7 @@ mod tests {
         ] {
             let mut json = published.clone();
             json[key] = value;
-            let error = Config::from_json(&json).unwrap_err().to_string();
+            let error = read(&json).unwrap_err().to_string();
             let named = if key == "rope_scaling" { "type`" } else { key };
             assert!(error.contains(named), "{error}");
         }
@@ -86,7 +55,7 @@ mod tests {
         json["use_sliding_window"] = json!(true);
         json["max_window_layers"] = json!(28);
         json["attention_dropout"] = json!(0);
-        Config::from_json(&json).unwrap();
+        read(&json).unwrap();
     }
 
     #[test]
@@ -103,7 +72,7 @@ mod tests {
         ] {
             let mut json = published();
             json[key] = value;
-            let error = Config::from_json(&json).unwrap_err().to_string();
+            let error = read(&json).unwrap_err().to_string();
             assert!(error.contains(key) && error.contains(expected), "{error}");
         }
     }

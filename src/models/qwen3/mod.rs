@@ -1,6 +1,5 @@
 //! Dense Qwen3: the text-only decoder.
 
 mod config;
-mod stages;
 
-pub use config::{Config, LLM};
+pub(super) use config::read;

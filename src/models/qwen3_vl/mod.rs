@@ -1,17 +1,5 @@
-//! Dense Qwen3-VL: features of a vision encoder enter the embedding and the first decoder layers.
-//!
-//! Shapes: `T` tokens, `P` patches, `M` merged vision tokens, `D` and `Dv` hidden sizes of the
-//! decoder and the vision encoder, `H` heads, `Dh` head dim, `F` intermediate size, `V` vocabulary.
+//! Dense Qwen3-VL.
 
 mod config;
-mod cost;
-mod encoder;
-mod input;
-mod merger;
-mod params;
-mod positions;
-mod stages;
-mod vision;
 
-pub use config::{Config, VisionConfig};
-pub use params::{LLM, MERGER, VISION, param_specs};
+pub(super) use config::read;

@@ -1,7 +1,7 @@
 //! Compares the adapters of layers with candle's autograd.
 
 use super::super::linear::Linear;
-use super::super::{Component, ParamSpec};
+use super::super::{Component, Init, ParamSpec};
 use super::*;
 use crate::tape::{Gradients, Trainable};
 use candle_core::{Device, Var};
@@ -37,7 +37,7 @@ fn computed(x: &Tensor, dy: &Tensor, is_dora: bool, dropout: f64) -> Vec<Tensor>
         .collect();
     let component = Component { name: "llm", inputs: Inputs::All };
     let name = format!("{LAYER}.weight");
-    let specs = [ParamSpec { name, shape: vec![6, 5], component }];
+    let specs = [ParamSpec { name, shape: vec![6, 5], component, init: Init::Normal }];
     let module = AdapterModule { name: LAYER.to_owned(), rank: 2, scale: SCALE, is_dora };
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
     adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));

@@ -83,24 +83,24 @@ fn check_backend(
 #[test]
 fn kernel_names_match_the_device_and_dtype() {
     let named = |backend: &dyn AttentionBackend| {
-        [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 20)]
+        [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 256), (DType::BF16, 20)]
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
     };
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     if crate::ops::cuda::supports_device(&device()) {
         let (plain, tiles) = ("flash, plain kernel in f32", "flash, tensor cores in bf16");
-        assert_eq!(named(&Flash), [plain, tiles, plain]);
+        assert_eq!(named(&Flash), [plain, tiles, tiles, plain]);
         return;
     }
-    assert_eq!(named(&Flash), ["flash, cpu"; 3]);
-    assert_eq!(named(&Masked), ["masked, cpu"; 3]);
+    assert_eq!(named(&Flash), ["flash, cpu"; 4]);
+    assert_eq!(named(&Masked), ["masked, cpu"; 4]);
 }
 
 #[test]
 fn both_backends_match_the_reference_for_every_head_shape() {
     for backend in BACKENDS {
         for masking in MASKINGS {
-            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128)] {
+            for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128), (2, 1, 256)] {
                 check_backend(backend, &[5, 1, 17], (h, hkv, dh), masking);
             }
         }
@@ -113,6 +113,55 @@ fn both_backends_match_the_reference_across_tile_boundaries() {
         for masking in MASKINGS {
             check_backend(backend, &[1, 2, 63, 64, 65], (4, 1, 32), masking);
             check_backend(backend, &[127, 128, 129], (1, 1, 16), masking);
+        }
+    }
+}
+
+/// Lengths with the sum `total`: one segment, or random lengths of which few are long.
+fn random_lengths(seed: u64, total: usize) -> Vec<usize> {
+    use rand::{Rng as _, SeedableRng as _};
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    let (mut lengths, mut left) = (Vec::new(), if seed == 0 { 0 } else { total });
+    while left > 0 {
+        let longest = total >> rng.random_range(0..8);
+        let length = rng.random_range(1..=longest.max(1)).min(left);
+        lengths.push(length);
+        left -= length;
+    }
+    if seed == 0 { vec![total] } else { lengths }
+}
+
+/// On a GPU: tensor cores in bf16 against the plain kernel in f32, with the tokens of a full pack.
+#[test]
+fn long_segments_of_random_lengths_match_f32() {
+    let (total, heads, dims) = if device().is_cpu() {
+        (420, (2, 1), &[128][..])
+    } else {
+        (16_384, (8, 2), &[64, 72, 128][..])
+    };
+    let (h, hkv) = heads;
+    for (seed, masking) in [(0, Masking::Causal), (1, Masking::Causal), (2, Masking::Full)] {
+        let lengths = random_lengths(seed, total);
+        for dh in dims {
+            let inputs = [h, hkv, hkv, h].map(|heads| {
+                random(heads as u64, &[total, heads, *dh]).to_dtype(DType::BF16).unwrap()
+            });
+            let results = |dtype: DType, rounded_o: Option<&Tensor>| {
+                let [q, k, v, d_o] = inputs.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+                let segments = segments(&lengths);
+                let qkv = Qkv { q: &q, k: &k, v: &v };
+                let (o, lse) = Flash.forward(qkv, &segments, masking).unwrap();
+                let saved = rounded_o.map_or_else(|| o.clone(), |o| o.to_dtype(dtype).unwrap());
+                let grads = Flash.backward(qkv, &saved, &lse, &d_o, &segments, masking).unwrap();
+                [o, lse, grads.dq, grads.dk, grads.dv]
+            };
+            let got = results(DType::BF16, None);
+            // Backward reads the rounded output, whose error grows with the length of a segment.
+            let want = results(DType::F32, Some(&got[0]));
+            for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+                let what = format!("{masking:?} {lengths:?} x {dh}: result {index}");
+                assert_close(&what, got, want, bf16_grads());
+            }
         }
     }
 }
@@ -190,7 +239,7 @@ fn check_tiles(lengths: &[usize], heads: (usize, usize, usize), masking: Masking
 fn tiles_of_every_segment_length_match_the_dense_backend() {
     let lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200];
     for masking in MASKINGS {
-        for (h, hkv, dh) in [(1, 1, 64), (1, 1, 72), (2, 1, 128)] {
+        for (h, hkv, dh) in [(1, 1, 64), (1, 1, 72), (2, 1, 128), (2, 1, 256)] {
             check_tiles(&lengths, (h, hkv, dh), masking);
         }
     }
@@ -199,7 +248,9 @@ fn tiles_of_every_segment_length_match_the_dense_backend() {
 #[test]
 fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     for masking in MASKINGS {
-        for (h, hkv, dh) in [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20)] {
+        for (h, hkv, dh) in
+            [(2, 2, 96), (4, 2, 64), (4, 1, 128), (8, 1, 72), (3, 1, 20), (4, 1, 256), (2, 2, 136)]
+        {
             check_tiles(&[66, 1, 131], (h, hkv, dh), masking);
         }
     }
@@ -210,7 +261,7 @@ fn tiles_of_every_group_of_heads_match_the_dense_backend() {
 #[test]
 fn large_scores_give_finite_gradients() {
     for masking in MASKINGS {
-        for dh in [64, 72, 128] {
+        for dh in [64, 72, 128, 256] {
             let (dense, tiled) = dense_and_tiled(&[70, 3, 1], (1, 1, dh), masking, 12.0);
             for (index, name, tolerance) in
                 [(0, "o", Tolerance::BF16), (1, "lse", Tolerance::F32), (4, "dv", bf16_grads())]

@@ -75,6 +75,54 @@ pub(in crate::ops) unsafe fn product(
     }
 }
 
+/// A row-major matrix inside a slice, or its transpose.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct Matrix<'a> {
+    data: &'a [f32],
+    stride: usize,
+    transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// The matrix at the start of `data` whose rows are `stride` elements apart.
+    pub(in crate::ops) fn rows(data: &'a [f32], stride: usize) -> Self {
+        Self { data, stride, transposed: false }
+    }
+
+    /// Returns the transposed matrix, without moving data.
+    pub(in crate::ops) fn t(self) -> Self {
+        Self { transposed: !self.transposed, ..self }
+    }
+
+    /// Address of the matrix `[rows, columns]`, which must be inside the slice.
+    fn raw(self, rows: usize, columns: usize) -> Raw<*const f32> {
+        let (stored, across) = if self.transposed { (columns, rows) } else { (rows, columns) };
+        assert!(self.data.len() >= extent(stored, across, self.stride), "shapes were checked");
+        let raw = Raw::rows(self.data.as_ptr(), self.stride);
+        if self.transposed { raw.t() } else { raw }
+    }
+}
+
+/// Number of elements from the first to the last one of a matrix.
+fn extent(rows: usize, columns: usize, stride: usize) -> usize {
+    if rows == 0 { 0 } else { (rows - 1) * stride + columns }
+}
+
+/// Computes `a b` on this thread, in the matrix `[m, n]` at the start of `dst` whose rows are
+/// `stride` elements apart.
+pub(in crate::ops) fn multiply(
+    (m, n, k): (usize, usize, usize),
+    (dst, stride): (&mut [f32], usize),
+    into: Into,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+) {
+    assert!(dst.len() >= extent(m, n, stride), "shapes were checked");
+    let (dst, a, b) = (Raw::rows(dst.as_mut_ptr(), stride), a.raw(m, k), b.raw(k, n));
+    // SAFETY: the matrices are inside their slices, and that of `dst` is mutably borrowed.
+    unsafe { product((m, n, k), dst, into, a, b, Parallelism::None) };
+}
+
 /// Computes `a b^T` in `dst [m, n]` from `a [m, k]` and `b [n, k]`, on all threads.
 pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),

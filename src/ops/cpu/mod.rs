@@ -5,6 +5,8 @@ mod attention;
 pub(in crate::ops) mod blocks;
 mod caching_allocator;
 pub(in crate::ops) mod column_sums;
+pub(in crate::ops) mod delta_rule;
+pub(in crate::ops) mod delta_rule_backward;
 mod few_rows;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
@@ -25,5 +27,6 @@ pub(in crate::ops) use memory::{
 };
 pub use out_of_memory::{
     exit_when_out_of_memory, memory_advice, set_memory_advice, set_predicted_memory,
+    share_one_heap_under_a_limit,
 };
 pub use simd_level::{SimdError, SimdLevel, simd_level};

@@ -70,6 +70,25 @@ fn message(failed: usize, predicted: u64, advice: &str) -> Text {
     text
 }
 
+/// Lets all threads allocate from one heap if the address space is limited (`ulimit -v`). Otherwise the
+/// C library reserves 64 MiB of it for each thread, and allocations fail long before memory is used.
+/// Call this before the first thread starts.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn share_one_heap_under_a_limit() {
+    use rustix::process::{Resource, getrlimit};
+    if getrlimit(Resource::As).current.is_some() {
+        #[expect(unsafe_code, reason = "a function of the C library")]
+        // SAFETY: it changes a setting of the allocator; there is one thread.
+        unsafe {
+            libc::mallopt(libc::M_ARENA_MAX, 1);
+        }
+    }
+}
+
+/// Other C libraries reserve no heap for each thread.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn share_one_heap_under_a_limit() {}
+
 /// From now on, a failed allocation that aborts the process prints a message and exits with `code`.
 #[cfg(unix)]
 pub fn exit_when_out_of_memory(code: i32) {

@@ -1,19 +1,14 @@
 //! Launches of the kernels in `attention_*.cu`.
 //!
 //! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
-//! of the rows of the other side. The host builds the list of tasks and uploads it. Lists are
-//! cached, because every layer of a step uses the same ones.
+//! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::launch::{Address, Launch, address, empty, vectors};
-use super::select::{AttentionKernels, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::uploaded::Uploaded;
 use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
-use crate::ops::upload;
 use candle_core::{DType, Error, Result, Tensor};
-use std::sync::{Mutex, PoisonError};
-
-/// Maximum number of cached task lists: forward and both backward passes of a few batches.
-const KEPT: usize = 16;
 
 /// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,26 +43,10 @@ impl Plan {
         tasks
     }
 
-    /// Returns the list `[tasks, 4]` on the device of `on`, from the cache if it is there.
+    /// Returns the list `[tasks, 4]` on the device of `on`.
     fn upload(self, on: &Tensor) -> Result<Tensor> {
-        static UPLOADED: Mutex<Vec<(Plan, Tensor)>> = Mutex::new(Vec::new());
-        let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        // Compare devices, not GPU ordinals: a GPU that was opened twice has two unsynchronized
-        // streams.
-        let device = on.device();
-        let known =
-            |(plan, tasks): &(Plan, Tensor)| *plan == self && tasks.device().same_device(device);
-        let found = if let Some(at) = uploaded.iter().position(known) {
-            uploaded.remove(at)
-        } else {
-            let tasks = self.tasks();
-            let shape = (tasks.len() / 4, 4);
-            (self, upload(tasks, shape, device)?)
-        };
-        let tasks = found.1.clone();
-        uploaded.insert(0, found); // most recently used first
-        uploaded.truncate(KEPT);
-        Ok(tasks)
+        static PLANS: Uploaded<Plan> = Uploaded::new();
+        PLANS.get(self, 4, on, Self::tasks)
     }
 }
 
@@ -81,6 +60,7 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
 /// segment, and `num_past` keys precede its first query.
 fn attend(
     op: &str,
+    gpu: Gpu,
     qkv: Qkv<'_>,
     queries: CuSeqlens,
     num_past: usize,
@@ -88,17 +68,17 @@ fn attend(
 ) -> Result<(Tensor, Tensor)> {
     let ((n, h, dh), hkv) = (qkv.q.dims3()?, qkv.k.dim(1)?);
     let dtype = qkv.q.dtype();
-    let kernels = AttentionKernels::choose(op, dtype, dh, Gpu::of(qkv.q.device())?)?;
+    let kernels = AttentionKernels::choose(op, dtype, dh, gpu)?;
     let (o, lse) = (empty((n, h, dh), dtype, qkv.q)?, empty((h, n), DType::F32, qkv.q)?);
     if n == 0 {
         return Ok((o, lse));
     }
-    let plan = Plan { queries, num_past, own: Own::Queries, rows: kernels.rows() };
+    let Block { name, rows, threads, shared } = kernels.forward();
+    let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    let (threads, shared) = kernels.forward();
-    let mut launch = Launch::new(&kernels.name("attention_forward"), dtype);
+    let mut launch = Launch::new(&name, dtype);
     launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
     for (name, tensor) in
         [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
@@ -115,7 +95,17 @@ pub(in crate::ops) fn flash_attention(
     cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<(Tensor, Tensor)> {
-    attend("flash_attention", qkv, cu_seqlens.clone(), 0, masking)
+    flash_attention_on(Gpu::of(qkv.q.device())?, qkv, cu_seqlens, masking)
+}
+
+/// [`flash_attention`] with the kernels for `gpu`.
+pub(super) fn flash_attention_on(
+    gpu: Gpu,
+    qkv: Qkv<'_>,
+    cu_seqlens: &CuSeqlens,
+    masking: Masking,
+) -> Result<(Tensor, Tensor)> {
+    attend("flash_attention", gpu, qkv, cu_seqlens.clone(), 0, masking)
 }
 
 pub(in crate::ops) fn decode_attention(
@@ -125,7 +115,8 @@ pub(in crate::ops) fn decode_attention(
     num_past: usize,
 ) -> Result<Tensor> {
     let one = CuSeqlens::from_lengths(&[q.dim(0)? as u32]).map_err(Error::wrap)?;
-    let (o, _) = attend("decode_attention", Qkv { q, k, v }, one, num_past, Masking::Causal)?;
+    let (gpu, qkv) = (Gpu::of(q.device())?, Qkv { q, k, v });
+    let (o, _) = attend("decode_attention", gpu, qkv, one, num_past, Masking::Causal)?;
     Ok(o)
 }
 
@@ -179,9 +170,9 @@ pub(super) fn flash_attention_backward_on(
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows: kernels.rows() };
+        let Block { name, rows, threads, shared } = kernels.backward(own);
+        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
-        let (name, threads, shared) = kernels.backward(own);
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         for tensor in operands {

@@ -1,12 +1,14 @@
 //! Matrix products by cublasLt, with an optional addend and bias.
 //!
 //! A row-major `[r, c]` matrix is a column-major `[c, r]` matrix, so each product is computed
-//! transposed: `dst^T = op(b)^T op(a)^T`.
+//! transposed: `dst^T = op(b)^T op(a)^T`. A product that cublasLt refuses with every setting is
+//! computed by our own kernel, which is slow.
 
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::address;
+use super::product::{self, address_and_stride};
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
@@ -17,12 +19,20 @@ use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+use sys::cublasLtReductionScheme_t as ReductionScheme;
 
 /// Workspace size that NVIDIA recommends for Hopper, in bytes. All products of a device share the
 /// workspace, because they run on one stream.
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// Maximum number of cached algorithms. Packs vary in length, so new shapes keep occurring.
 const MAX_ALGORITHMS: usize = 8192;
+/// Settings of a product, in the order in which they are tried: bytes of the workspace, and how a
+/// product that is split adds its parts. All of them add in `f32`.
+const SETTINGS: [(usize, ReductionScheme); 3] = [
+    (WORKSPACE_BYTES, ReductionScheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE),
+    (4 << 20, ReductionScheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE),
+    (0, ReductionScheme::CUBLASLT_REDUCTION_SCHEME_NONE),
+];
 
 /// Properties that determine the choice of an algorithm.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -41,7 +51,8 @@ struct Key {
 struct Library {
     handle: sys::cublasLtHandle_t,
     workspace: Tensor,
-    algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
+    /// `None`: cublasLt refuses the product.
+    algorithms: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
 }
 
 // SAFETY: a handle may be used from any thread, and it is used under the lock only.
@@ -80,15 +91,6 @@ fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
         dtype => bail!("{op}: products of {dtype:?} are not supported"),
     }
-}
-
-/// Returns the address and the row stride, in elements of the dtype of the matrix.
-fn address_and_stride(op: &str, matrix: Matrix<'_>, columns: usize) -> Result<(u64, usize)> {
-    let start = address(op, matrix.name(), matrix.tensor())?.0;
-    Ok(match matrix {
-        Matrix::Whole(..) => (start, columns),
-        Matrix::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
-    })
 }
 
 /// Returns the largest power of two, up to 256, that divides the address.
@@ -192,10 +194,12 @@ impl Library {
                 b: layout(operands, a_rows, a_columns, a_stride)?,
                 c: layout(result, m, n, n)?,
             };
-            let algorithm = self.algorithm(key, descriptor.0, &layouts)?;
+            let Some(algorithm) = self.algorithm(key.clone(), descriptor.0, &layouts)? else {
+                return Ok(false);
+            };
             let alpha = 1f32;
             // SAFETY: addresses and layouts describe tensors that outlive the work on their stream.
-            unsafe {
+            let started = unsafe {
                 result::matmul(
                     self.handle,
                     descriptor.0,
@@ -214,9 +218,19 @@ impl Library {
                     WORKSPACE_BYTES,
                     device.cuda_stream().cu_stream().cast(),
                 )
+            };
+            match started {
+                Err(error) if is_refusal(error) => {
+                    self.algorithms.insert(key, None);
+                    Ok(false)
+                }
+                started => started.map(|()| true),
             }
         })();
-        status.map_err(|error| failed(op, gemm, error))
+        if status.map_err(|error| failed(op, gemm, error))? {
+            return Ok(());
+        }
+        product::run(op, gemm, dst)
     }
 
     /// Creates a descriptor with `f32` sums, without TF32, and with the bias if there is one.
@@ -245,24 +259,50 @@ impl Library {
         Ok(descriptor)
     }
 
-    /// Returns the first choice of cublasLt, with `f32` partial sums in split products.
+    /// Returns the first choice of cublasLt for the first settings with which it has one; `None` if
+    /// there are none.
     fn algorithm(
         &mut self,
         key: Key,
         descriptor: sys::cublasLtMatmulDesc_t,
         layouts: &Layouts,
-    ) -> Status<sys::cublasLtMatmulAlgo_t> {
+    ) -> Status<Option<sys::cublasLtMatmulAlgo_t>> {
         if let Some(known) = self.algorithms.get(&key) {
             return Ok(*known);
         }
+        let mut found = None;
+        for settings in SETTINGS {
+            match self.choice(&key, settings, descriptor, layouts) {
+                Ok(algorithm) => found = Some(algorithm),
+                Err(error) if is_refusal(error) => continue,
+                Err(error) => return Err(error),
+            }
+            break;
+        }
+        if found.is_none() {
+            tracing::warn!(
+                product = ?key,
+                "cublasLt has no algorithm for this product: a slow kernel computes it"
+            );
+        }
+        if self.algorithms.len() >= MAX_ALGORITHMS {
+            self.algorithms.clear();
+        }
+        self.algorithms.insert(key, found);
+        Ok(found)
+    }
+
+    /// Returns the first choice of cublasLt for these settings.
+    fn choice(
+        &self,
+        key: &Key,
+        (workspace, reduction): (usize, ReductionScheme),
+        descriptor: sys::cublasLtMatmulDesc_t,
+        layouts: &Layouts,
+    ) -> Status<sys::cublasLtMatmulAlgo_t> {
         let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref as _);
-        prefer(
-            preference.0,
-            Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-            &WORKSPACE_BYTES,
-        )?;
-        let f32_sums = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-        prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &f32_sums)?;
+        prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
+        prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction)?;
         let alignments = [
             Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
             Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -284,10 +324,17 @@ impl Library {
                 preference.0,
             )
         }?;
-        if self.algorithms.len() >= MAX_ALGORITHMS {
-            self.algorithms.clear();
-        }
-        self.algorithms.insert(key, found.algo);
         Ok(found.algo)
     }
+}
+
+/// Whether cublasLt has no way to compute a product, as opposed to a failure of the GPU.
+fn is_refusal(result::CublasError(status): result::CublasError) -> bool {
+    use sys::cublasStatus_t as Code;
+    matches!(
+        status,
+        Code::CUBLAS_STATUS_NOT_SUPPORTED
+            | Code::CUBLAS_STATUS_INVALID_VALUE
+            | Code::CUBLAS_STATUS_ARCH_MISMATCH
+    )
 }

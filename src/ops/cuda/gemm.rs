@@ -96,12 +96,12 @@ impl Gemm<'_> {
 }
 
 #[cfg(feature = "cuda")]
-fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     super::blas::run(op, gemm, dst)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     use crate::ops::cpu::gemm::{Into, nn, nt, tn};
     use crate::ops::cpu::{self, Element as _, read};
     use half::bf16;

@@ -11,8 +11,16 @@ mod adamw;
 mod attention;
 #[cfg(feature = "cuda")]
 mod blas;
+mod causal_conv1d;
+mod delta_gates;
+#[cfg(all(feature = "cuda", unix))]
+mod download;
+#[cfg(any(feature = "cuda", test))]
+mod driver;
 mod dropout;
 mod embedding;
+mod gated_delta_rule;
+mod gated_rms_norm;
 mod gemm;
 mod launch;
 mod layer_norm;
@@ -24,6 +32,8 @@ mod muon;
 mod nf4;
 mod norm;
 mod pointwise;
+#[cfg(any(feature = "cuda", test))]
+mod product;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -35,15 +45,22 @@ mod side_stream;
 mod tests;
 #[cfg(feature = "cuda")]
 mod upload;
+mod uploaded;
 
 pub(super) use adamw::{
     adamw_step, clipped_update, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
+pub(super) use causal_conv1d::{causal_conv1d, causal_conv1d_backward};
+pub(super) use delta_gates::{delta_gates, delta_gates_backward};
+#[cfg(all(feature = "cuda", unix))]
+pub(super) use download::download;
 pub(super) use dropout::{dropout, dropout_add};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
+pub(super) use gated_delta_rule::{gated_delta_rule, gated_delta_rule_backward};
+pub(super) use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
 pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
@@ -54,7 +71,10 @@ pub(super) use linear_cross_entropy::{
 };
 pub(super) use muon::combine;
 pub(super) use nf4::nf4_dequantize;
-pub(super) use pointwise::{add_in_place, fill_zero, gelu, gelu_backward, swiglu, swiglu_backward};
+pub(super) use pointwise::{
+    add_in_place, fill_zero, gelu, gelu_backward, sigmoid_gate, sigmoid_gate_backward, swiglu,
+    swiglu_backward,
+};
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub(super) use rope::{
     qk_norm_rope, qk_norm_rope_backward, vision_rope_merge_backward, vision_rope_split,
@@ -64,4 +84,4 @@ pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]
-pub(super) use upload::{upload, upload_bytes};
+pub(super) use upload::{upload, upload_bf16, upload_bytes};

@@ -73,6 +73,12 @@ pub(super) fn shared_bytes(device: &CudaDevice) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
+/// Number of bytes of shared memory of a multiprocessor.
+pub(super) fn shared_bytes_of_all(device: &CudaDevice) -> Result<usize> {
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
+    Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
 fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<Kernel> {
     for module in modules {
         let function = match module.load_function(name) {

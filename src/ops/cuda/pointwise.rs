@@ -45,6 +45,22 @@ pub(in crate::ops) fn swiglu_backward(
     Ok((gate, up, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 
+pub(in crate::ops) fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let y = empty_like(gate)?;
+    run("sigmoid_gate", &[("gate", gate), ("x", x), ("y", &y)])?;
+    Ok(y)
+}
+
+pub(in crate::ops) fn sigmoid_gate_backward(
+    gate: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    recompute: RecomputeInput,
+) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    run(&backward("sigmoid_gate", recompute), &[("gate", &gate), ("x", &x), ("dy", &dy)])?;
+    Ok((gate, x, (recompute == RecomputeInput::Yes).then_some(dy)))
+}
+
 fn backward(op: &str, recompute: RecomputeInput) -> String {
     match recompute {
         RecomputeInput::Yes => format!("{op}_backward_recompute"),

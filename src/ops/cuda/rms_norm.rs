@@ -2,11 +2,22 @@
 
 use super::launch::{address, empty};
 use super::norm::{Geometry, Pass, add_columns};
+use crate::ops::NormScale;
 use candle_core::{DType, Result, Tensor};
 
 const OP: &str = "rms_norm";
 
-pub(in crate::ops) fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+/// What the kernels add to each weight.
+pub(super) fn added(scale: NormScale) -> usize {
+    usize::from(scale == NormScale::OnePlusWeight)
+}
+
+pub(in crate::ops) fn rms_norm(
+    x: &Tensor,
+    w: &Tensor,
+    scale: NormScale,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
     let (n, d) = x.dims2()?;
     let (y, rstd) = (empty((n, d), x.dtype(), x)?, empty(n, DType::F32, x)?);
     let geometry = Geometry::new(OP, Pass::Forward, n, d, &[x, w, &y])?;
@@ -14,11 +25,16 @@ pub(in crate::ops) fn rms_norm(x: &Tensor, w: &Tensor, eps: f64) -> Result<(Tens
     for (name, tensor) in [("x", x), ("w", w), ("y", &y), ("rstd", &rstd)] {
         launch = launch.address(address(OP, name, tensor)?);
     }
-    launch.int(n).int(d).int(geometry.warps()).float(eps as f32).run(x)?;
+    launch.int(n).int(d).int(geometry.warps()).int(added(scale)).float(eps as f32).run(x)?;
     Ok((y, rstd))
 }
 
-pub(in crate::ops) fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> Result<Tensor> {
+pub(in crate::ops) fn rms_norm_apply(
+    x: &Tensor,
+    rstd: &Tensor,
+    w: &Tensor,
+    scale: NormScale,
+) -> Result<Tensor> {
     let (n, d) = x.dims2()?;
     let y = empty((n, d), x.dtype(), x)?;
     let geometry = Geometry::new(OP, Pass::Forward, n, d, &[x, w, &y])?;
@@ -26,7 +42,7 @@ pub(in crate::ops) fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor) -> R
     for (name, tensor) in [("x", x), ("rstd", rstd), ("w", w), ("y", &y)] {
         launch = launch.address(address(OP, name, tensor)?);
     }
-    launch.int(n).int(d).int(geometry.warps()).run(x)?;
+    launch.int(n).int(d).int(geometry.warps()).int(added(scale)).run(x)?;
     Ok(y)
 }
 
@@ -34,6 +50,7 @@ pub(in crate::ops) fn rms_norm_backward(
     x: &Tensor,
     rstd: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     dy: &Tensor,
     residual: Option<&Tensor>,
     dw: Option<&Tensor>,
@@ -53,7 +70,7 @@ pub(in crate::ops) fn rms_norm_backward(
     launch = launch.optional(op, "residual", residual)?;
     launch = launch.address(address(op, "dx", &dx)?);
     launch = launch.optional(op, "shares", shares.as_ref())?;
-    launch.int(n).int(d).int(geometry.warps()).run(x)?;
+    launch.int(n).int(d).int(geometry.warps()).int(added(scale)).run(x)?;
     if let (Some(shares), Some(dw)) = (&shares, dw) {
         add_columns(op, shares, dw)?;
     }

@@ -2,7 +2,8 @@
 
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::{MULTIPROCESSORS, WARP, add_columns};
-use crate::ops::RopeTable;
+use super::rms_norm::added;
+use crate::ops::{NormScale, RopeTable};
 use candle_core::{DType, Result, Tensor, bail};
 
 const THREADS: usize = 256;
@@ -19,9 +20,16 @@ struct Heads {
 }
 
 impl Heads {
-    /// `tensors` are the operands whose half heads are accessed, and the table.
-    fn new(op: &str, dtype: DType, half: usize, tensors: &[&Tensor]) -> Result<Self> {
-        let chunks = vectors(half, tensors)?;
+    /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the `half`
+    /// pairs of dims are rotated.
+    fn new(
+        op: &str,
+        dtype: DType,
+        half: usize,
+        rotated: usize,
+        tensors: &[&Tensor],
+    ) -> Result<Self> {
+        let chunks = vectors(half, tensors)? && vectors(rotated, tensors)?;
         let most = SINGLES * WARP;
         if half > most {
             bail!("{op}: a head has {} dims, but a warp supports at most {}", 2 * half, 2 * most);
@@ -45,6 +53,7 @@ impl Heads {
 pub(in crate::ops) fn qk_norm_rope(
     x: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     eps: f64,
     table: &RopeTable,
 ) -> Result<(Tensor, Tensor)> {
@@ -55,14 +64,16 @@ pub(in crate::ops) fn qk_norm_rope(
     let h = width / dh;
     let (y, rstd) = (empty((t, h, dh), x.dtype(), x)?, empty((t, h), DType::F32, x)?);
     let (cos, sin) = (&table.cos, &table.sin);
-    let heads = Heads::new(op, x.dtype(), dh / 2, &[x, w, &y, cos, sin])?;
+    let rotated = cos.dim(1)?;
+    let heads = Heads::new(op, x.dtype(), dh / 2, rotated, &[x, w, &y, cos, sin])?;
     let mut launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * h.div_ceil(HEADS)));
     for (name, tensor) in
         [("x", x), ("w", w), ("cos", cos), ("sin", sin), ("y", &y), ("rstd", &rstd)]
     {
         launch = launch.address(address(op, name, tensor)?);
     }
-    launch.int(t).int(h).int(dh / 2).int(heads.lanes).float(eps as f32).run(x)?;
+    launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
+    launch.int(added(scale)).float(eps as f32).run(x)?;
     Ok((y, rstd))
 }
 
@@ -70,6 +81,7 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     x: &Tensor,
     rstd: &Tensor,
     w: &Tensor,
+    scale: NormScale,
     table: &RopeTable,
     dy: &Tensor,
     dw: Option<&Tensor>,
@@ -79,7 +91,8 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     let h = width / dh;
     let dx = empty((t, width), x.dtype(), x)?;
     let (cos, sin) = (&table.cos, &table.sin);
-    let heads = Heads::new(op, x.dtype(), dh / 2, &[x, w, dy, &dx, cos, sin])?;
+    let rotated = cos.dim(1)?;
+    let heads = Heads::new(op, x.dtype(), dh / 2, rotated, &[x, w, dy, &dx, cos, sin])?;
     let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
     let shares = dw.map(|_| empty((blocks, dh), DType::F32, x)).transpose()?;
     let mut launch = heads.launch(op, x.dtype()).grid(blocks).shared(THREADS / WARP * dh * 4);
@@ -88,7 +101,8 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     }
     launch = launch.address(address(op, "dy", dy)?).address(address(op, "dx", &dx)?);
     launch = launch.optional(op, "shares", shares.as_ref())?;
-    launch.int(t).int(h).int(dh / 2).int(heads.lanes).run(x)?;
+    launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
+    launch.int(added(scale)).run(x)?;
     if let (Some(shares), Some(dw)) = (&shares, dw) {
         add_columns(op, shares, dw)?;
     }

@@ -5,14 +5,10 @@ use candle_core::{DType, Device, Result, bail};
 
 /// Minimum compute capability for the bf16 tensor-core kernels.
 const SM80: (u32, u32) = (8, 0);
-/// Number of own rows (queries or keys) of a block of the tensor-core kernels.
-const ROWS: usize = 128;
 /// Number of own rows of a block of the plain kernels, and of other rows in a tile.
 pub(super) const PLAIN_ROWS: usize = 32;
 /// Number of threads of a block of the plain kernels and of the row-product kernel.
 pub(super) const PLAIN_THREADS: u32 = 256;
-/// Number of keys in a tile of the forward pass.
-const FORWARD_KEYS: usize = 64;
 /// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
 
@@ -23,6 +19,8 @@ pub(super) struct Gpu {
     pub(super) capability: (u32, u32),
     /// Maximum number of bytes of shared memory of a block.
     pub(super) shared_bytes: usize,
+    /// Number of bytes of shared memory of a multiprocessor.
+    pub(super) shared_bytes_of_all: usize,
 }
 
 impl Gpu {
@@ -33,7 +31,9 @@ impl Gpu {
             bail!("found operands on the CPU, expected a GPU")
         };
         let capability = super::module::capability(device)?;
-        Ok(Self { capability, shared_bytes: super::module::shared_bytes(device)? })
+        let (shared_bytes, shared_bytes_of_all) =
+            (super::module::shared_bytes(device)?, super::module::shared_bytes_of_all(device)?);
+        Ok(Self { capability, shared_bytes, shared_bytes_of_all })
     }
 
     /// The emulated GPU is an A100.
@@ -44,7 +44,14 @@ impl Gpu {
     }
 
     #[cfg(not(feature = "cuda"))]
-    pub(super) const A100: Self = Self { capability: SM80, shared_bytes: 163 << 10 };
+    pub(super) const A100: Self =
+        Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
+
+    /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
+    /// block.
+    fn holds_two(self, bytes: usize) -> bool {
+        2 * (bytes + 1024) <= self.shared_bytes_of_all
+    }
 }
 
 /// Side whose rows a block owns.
@@ -52,6 +59,18 @@ impl Gpu {
 pub(super) enum Own {
     Queries,
     Keys,
+}
+
+/// A kernel and the sizes of its blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Block {
+    /// Kernel name.
+    pub(super) name: String,
+    /// Number of own rows (queries or keys).
+    pub(super) rows: usize,
+    pub(super) threads: u32,
+    /// Number of bytes of shared memory.
+    pub(super) shared: usize,
 }
 
 /// Kernels and shared-memory layout of an attention call.
@@ -72,68 +91,90 @@ impl AttentionKernels {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
         }
         let tensor_cores = gpu.capability >= SM80 && dtype == DType::BF16;
-        if !tensor_cores || !dh.is_multiple_of(8) || dh > 128 {
+        if !tensor_cores || !dh.is_multiple_of(8) {
             return Ok(Self { gpu, padded: None, row_bytes: 4 * (dh | 1) });
         }
         // Same as `Rows` in attention.cuh: rows of 80 columns are padded, the others permuted.
         let (padded, row_bytes) = match dh {
             0..=64 => (64, 128),
             65..=80 => (80, 176),
-            _ => (128, 256),
+            81..=128 => (128, 256),
+            _ => (256, 512),
         };
         Ok(Self { gpu, padded: Some(padded), row_bytes })
     }
 
-    /// Number of own rows of a block.
-    pub(super) fn rows(self) -> usize {
-        if self.padded.is_some() { ROWS } else { PLAIN_ROWS }
-    }
-
     /// Kernel name for a pass.
-    pub(super) fn name(self, name: &str) -> String {
+    fn name(self, name: &str) -> String {
         match self.padded {
             Some(padded) => format!("{name}_d{padded}"),
             None => format!("{name}_plain"),
         }
     }
 
-    /// Number of threads and bytes of shared memory of a forward block.
-    pub(super) fn forward(self) -> (u32, usize) {
+    /// The kernel of the forward pass. The sizes match `attention_forward.cu`.
+    pub(super) fn forward(self) -> Block {
+        let name = self.name("attention_forward");
+        // A tile of own queries, two stages of keys, and one of values.
+        let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
         match self.padded {
-            Some(_) => (128, (ROWS + 3 * FORWARD_KEYS) * self.row_bytes),
-            None => (PLAIN_THREADS, 3 * PLAIN_ROWS * self.row_bytes + 4 * PLAIN_ROWS * 32),
+            Some(256) => Block { name, rows: 64, threads: 128, shared: shared(64, 32) },
+            // Two blocks of the smallest have room on every GPU.
+            Some(padded) => self.two_or_one(name, shared(128, 64), padded > 64),
+            None => {
+                let tiles = 3 * PLAIN_ROWS * self.row_bytes;
+                let shared = tiles + 4 * PLAIN_ROWS * 32;
+                Block { name, rows: PLAIN_ROWS, threads: PLAIN_THREADS, shared }
+            }
         }
     }
 
-    /// Kernel name, number of threads and bytes of shared memory of a backward block. The sizes match
-    /// the shapes in `attention_backward.cu`.
-    pub(super) fn backward(self, own: Own) -> (String, u32, usize) {
+    /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or the
+    /// one with eight if `has_single` and there is room for one block only.
+    fn two_or_one(self, name: String, shared: usize, has_single: bool) -> Block {
+        if has_single && !self.gpu.holds_two(shared) {
+            Block { name: format!("{name}_single"), rows: 128, threads: 256, shared }
+        } else {
+            Block { name, rows: 128, threads: 128, shared }
+        }
+    }
+
+    /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
+    pub(super) fn backward(self, own: Own) -> Block {
         let name = match own {
             Own::Keys => self.name("attention_backward_keys"),
             Own::Queries => self.name("attention_backward_queries"),
         };
-        let (threads, others) = match (self.padded, own) {
+        let (rows, threads, others) = match (self.padded, own) {
             (None, _) => {
                 let tiles = 4 * PLAIN_ROWS * self.row_bytes;
-                return (name, PLAIN_THREADS, tiles + 2 * 4 * PLAIN_ROWS * 32);
+                let shared = tiles + 2 * 4 * PLAIN_ROWS * 32;
+                return Block { name, rows: PLAIN_ROWS, threads: PLAIN_THREADS, shared };
             }
-            (Some(64), Own::Keys) => (128, 32),
-            (Some(_), Own::Keys) => (256, 64),
-            (Some(64), Own::Queries) => (128, 64),
-            (Some(_), Own::Queries) => (128, 32),
+            (Some(64), Own::Keys) => (128, 128, 32),
+            (Some(256), Own::Keys) => (32, 128, 32),
+            (Some(_), Own::Keys) => (128, 256, 64),
+            (Some(64), Own::Queries) => (128, 128, 64),
+            (Some(256), Own::Queries) => (64, 128, 16),
+            (Some(_), Own::Queries) => (128, 128, 32),
         };
         // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
-        // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile.
-        let bytes = |others| (2 * ROWS + 4 * others) * self.row_bytes + 4 * others * 4;
-        if (self.padded, own) != (Some(128), Own::Keys) {
-            return (name, threads, bytes(others));
+        // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile, at
+        // once or, with 256 columns, one after the other.
+        let bytes = |others: usize| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
+        let exchanged = match (self.padded, own) {
+            (Some(128), Own::Keys) => 4 * rows * others,
+            (Some(256), Own::Keys) => 2 * rows * others,
+            _ => 0,
+        };
+        let shared = bytes(others) + exchanged;
+        if self.padded != Some(256) && own == Own::Queries {
+            return self.two_or_one(name, shared, true);
         }
-        let shared = bytes(others) + 4 * ROWS * others;
-        if shared <= self.gpu.shared_bytes {
-            (name, threads, shared)
-        } else {
-            (format!("{name}_less"), threads, bytes(32))
+        if self.padded == Some(128) && own == Own::Keys && shared > self.gpu.shared_bytes {
+            return Block { name: format!("{name}_less"), rows, threads, shared: bytes(32) };
         }
+        Block { name, rows, threads, shared }
     }
 }
 

@@ -3,11 +3,11 @@
 //! sides run the kernels.)
 
 use super::launch::vectors;
-use super::select::{AttentionKernels, Gpu, Own};
+use super::select::{AttentionKernels, Block, Gpu, Own};
 use crate::ops::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
-use crate::ops::{self, Gelu, RecomputeInput};
+use crate::ops::{self, Gelu, NormScale, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
@@ -33,7 +33,7 @@ fn assert_all_close(what: &str, got: &[Tensor], want: &[Tensor], tolerance: Tole
 macro_rules! both {
     ($path:ident => $results:expr) => {{
         let gpu: Vec<Tensor> = {
-            use super as $path;
+            use crate::ops::cuda as $path;
             $results
         };
         let cpu: Vec<Tensor> = {
@@ -44,6 +44,8 @@ macro_rules! both {
     }};
 }
 
+mod linear_attention;
+
 #[test]
 fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
     // The last size has more rows than a backward pass has blocks, so blocks iterate.
@@ -53,12 +55,12 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
             let (dy, residual) = (operand(3, &[n, d], dtype), operand(4, &[n, d], dtype));
             let b = operand(5, &[d], dtype);
             let (gpu, cpu) = both!(path => {
-                let (y, rstd) = path::rms_norm(&x, &w, 1e-6)?;
+                let (y, rstd) = path::rms_norm(&x, &w, NormScale::Weight, 1e-6)?;
                 let dw = gradient_buffer(&[d]);
                 let dx =
-                    path::rms_norm_backward(&x, &rstd, &w, &dy, Some(&residual), Some(&dw))?;
-                let alone = path::rms_norm_backward(&x, &rstd, &w, &dy, None, None)?;
-                let again = path::rms_norm_apply(&x, &rstd, &w)?;
+                    path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, Some(&residual), Some(&dw))?;
+                let alone = path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, None, None)?;
+                let again = path::rms_norm_apply(&x, &rstd, &w, NormScale::Weight)?;
                 vec![y, rstd, dw, dx, alone, again]
             });
             assert_all_close(&format!("rms_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
@@ -81,8 +83,35 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
 #[test]
 fn a_row_too_long_for_a_block_is_rejected() {
     let (x, w) = (operand(1, &[1, 8200], DType::F32), operand(2, &[8200], DType::F32));
-    let error = message(super::rms_norm(&x, &w, 1e-6));
+    let error = message(super::rms_norm(&x, &w, NormScale::Weight, 1e-6));
     assert!(error.contains("rows have 8200 columns"), "{error}");
+}
+
+#[test]
+fn norms_of_one_plus_the_weight_and_partial_rotations_match_the_cpu() -> Result<()> {
+    let scale = NormScale::OnePlusWeight;
+    for (t, h, dh, rotated) in [(5, 3, 64, 16), (7, 2, 256, 64), (3, 1, 40, 12), (9, 4, 64, 64)] {
+        for (dtype, tolerance) in DTYPES {
+            let table = rope_table(t, rotated / 2);
+            let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
+            let (dy, all) = (operand(3, &[t, h, dh], dtype), operand(4, &[h * dh], dtype));
+            let (gpu, cpu) = both!(path => {
+                let (y, rstd) = path::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx =
+                    path::qk_norm_rope_backward(&x, &rstd, &w, scale, &table, &dy, Some(&dw))?;
+                let (normed, rstds) = path::rms_norm(&x, &all, scale, 1e-6)?;
+                let again = path::rms_norm_apply(&x, &rstds, &all, scale)?;
+                let d_all = gradient_buffer(&[h * dh]);
+                let back =
+                    path::rms_norm_backward(&x, &rstds, &all, scale, &normed, None, Some(&d_all))?;
+                vec![y, rstd, dw, dx, normed, again, d_all, back]
+            });
+            let what = format!("norms {dtype:?} {t} {h} {dh} {rotated}");
+            assert_all_close(&what, &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -94,10 +123,10 @@ fn rotary_embeddings_match_the_cpu() -> Result<()> {
             let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
             let dy = operand(3, &[t, h, dh], dtype);
             let (gpu, cpu) = both!(path => {
-                let (y, rstd) = path::qk_norm_rope(&x, &w, 1e-6, &table)?;
+                let (y, rstd) = path::qk_norm_rope(&x, &w, NormScale::Weight, 1e-6, &table)?;
                 let dw = gradient_buffer(&[dh]);
-                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, Some(&dw))?;
-                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, &table, &dy, None)?;
+                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, Some(&dw))?;
+                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, None)?;
                 vec![y, rstd, dw, dx, alone]
             });
             assert_all_close(&format!("qk_norm_rope {what}"), &gpu, &cpu, tolerance);
@@ -264,39 +293,62 @@ fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()>
 }
 
 /// An RTX 4090 or an L40S.
-const SMALL: Gpu = Gpu { capability: (8, 9), shared_bytes: 99 << 10 };
+const SMALL: Gpu =
+    Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10 };
+/// An H100 or an H200.
+const HOPPER: Gpu =
+    Gpu { capability: (9, 0), shared_bytes: 227 << 10, shared_bytes_of_all: 228 << 10 };
 
 #[test]
 fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
-    for dh in [8, 64, 72, 80, 128] {
+    for dh in [8, 64, 72, 80, 128, 136, 256] {
         let kernels = AttentionKernels::choose("attention", DType::BF16, dh, SMALL).unwrap();
-        let backward = |own| kernels.backward(own).2;
-        let sizes = [kernels.forward().1, backward(Own::Keys), backward(Own::Queries)];
+        let backward = |own| kernels.backward(own).shared;
+        let sizes = [kernels.forward().shared, backward(Own::Keys), backward(Own::Queries)];
         assert!(sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes), "{dh}: {sizes:?}");
     }
 }
 
 #[test]
-fn attention_gradients_match_with_99_kib_of_shared_memory() -> Result<()> {
+fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
+    for gpu in [SMALL, Gpu::A100, HOPPER] {
+        for dh in [8, 64, 72, 80, 128] {
+            let kernels = AttentionKernels::choose("attention", DType::BF16, dh, gpu).unwrap();
+            let passes =
+                [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)];
+            for Block { name, threads, shared, .. } in passes {
+                let blocks = gpu.shared_bytes_of_all / (shared + 1024);
+                assert!(blocks as u32 * threads >= 256, "{gpu:?} {name}: {blocks} of {threads}");
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_matches_with_99_kib_of_shared_memory() -> Result<()> {
     use crate::batch::CuSeqlens;
-    use crate::ops::{AttentionBackend as _, Flash, Masking, Qkv, Segments};
+    use crate::ops::{Masking, Qkv, Segments};
     use candle_core::Error;
     let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
     let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;
     let segments = &Segments::new(cu_seqlens, rows)?;
-    let ((h, hkv, dh), t) = ((4, 2, 128), 403);
-    for masking in [Masking::Causal, Masking::Full] {
+    let ((h, hkv), t) = ((4, 2), 403);
+    for (dh, masking) in
+        [(128, Masking::Causal), (128, Masking::Full), (64, Masking::Causal), (72, Masking::Full)]
+    {
         let dtype = DType::BF16;
         let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
         let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
         let qkv = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = Flash.forward(qkv, segments, masking)?;
-        let [little, much] = [SMALL, Gpu::A100].map(|gpu| {
+        let [little, much] = [SMALL, HOPPER].map(|gpu| {
+            let forward = super::attention::flash_attention_on;
             let backward = super::attention::flash_attention_backward_on;
-            let grads = backward(gpu, qkv, &o, &lse, &d_o, segments.cu_seqlens(), masking).unwrap();
-            [grads.dq, grads.dk, grads.dv]
+            let ends = segments.cu_seqlens();
+            let (o, lse) = forward(gpu, qkv, ends, masking).unwrap();
+            let grads = backward(gpu, qkv, &o, &lse, &d_o, ends, masking).unwrap();
+            [o, lse, grads.dq, grads.dk, grads.dv]
         });
-        assert_all_close(&format!("{masking:?}"), &little, &much, Tolerance::BF16);
+        assert_all_close(&format!("{dh} {masking:?}"), &little, &much, Tolerance::BF16);
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The layers of a model that receive an adapter.
 
 use super::error::AdapterError;
-use crate::nn::{AdapterModule, AdapterTensor, ParamSpec};
+use crate::nn::{AdapterModule, AdapterTensor, Init, ParamSpec};
 use crate::optim::{Named, matches};
 use crate::train::{AdapterConfig, AdapterKind, Targets};
 use std::collections::BTreeSet;
@@ -122,6 +122,7 @@ pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> V
         }
         all.extend(tensors.into_iter().map(|(tensor, shape)| ParamSpec {
             name: tensor.name(&module.name),
+            init: if shape.len() == 1 { Init::One } else { Init::Normal },
             shape,
             component: layer.weight.component,
         }));

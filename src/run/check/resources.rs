@@ -6,7 +6,6 @@ use super::super::plan_memory::{RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
-use crate::metrics::available_memory_bytes;
 use crate::ops::memory_advice;
 use crate::train::DeviceChoice;
 use std::fs;
@@ -61,15 +60,13 @@ impl Need {
             }
             _ => String::new(),
         };
-        if matches!(config.device, DeviceChoice::Cuda(_)) {
-            let text = format!("about {need:.1} GiB of GPU memory{copy}");
-            return report.fact(Topic::Memory, text);
-        }
+        let is_gpu = matches!(self.run.config.device, DeviceChoice::Cuda(_));
+        let of = if is_gpu { " of GPU memory" } else { "" };
         match self.memory_lack(config) {
-            None => report.fact(Topic::Memory, format!("about {need:.1} GiB{copy}")),
+            None => report.fact(Topic::Memory, format!("about {need:.1} GiB{of}{copy}")),
             Some([_, free]) => {
                 let free = free / GIB;
-                let text = format!("about {need:.1} GiB are needed, {free:.1} GiB are free");
+                let text = format!("about {need:.1} GiB{of} are needed, {free:.1} GiB are free");
                 let hint = self.run.savings().ok().and_then(|savings| advice(&savings));
                 let hint = hint.unwrap_or_else(memory_advice);
                 report.add(Topic::Memory, Finding::Problem(Note::new(text, &hint)));
@@ -95,9 +92,8 @@ impl Need {
 
     /// The bytes that are needed and those that are free, if the memory does not suffice.
     pub(super) fn memory_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
-        let free = available_memory_bytes()? as f64;
-        let on_gpu = matches!(config.device, DeviceChoice::Cuda(_));
-        (!on_gpu && self.memory > free).then_some([self.memory, free])
+        let free = config.device.free_memory()?;
+        (self.memory > free).then_some([self.memory, free])
     }
 
     fn check_disk(&self, config: &RunConfig, report: &mut CheckReport) {
@@ -127,7 +123,8 @@ impl ModelShape {
         saved * element + trained * self.state_bytes(config)
     }
 
-    /// Bytes of host memory for the copy from which one process writes a checkpoint in the background.
+    /// Bytes of host memory for the copy from which a checkpoint is written in the background, over all
+    /// ranks.
     pub fn copy_bytes(&self, config: &RunConfig) -> f64 {
         if !config.checkpoint.background || config.checkpoint.every_steps == 0 {
             return 0.0;

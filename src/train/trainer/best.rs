@@ -27,11 +27,11 @@ impl Trainer {
             self.parts.state.evals.get_or_insert_default().restore_best(&before);
         } else if self.is_first() {
             let folder = self.parts.checkpointer.best_folder();
-            let value = row[rule.key()].as_f64().unwrap_or(f64::NAN) as f32;
+            let value = row[rule.key()].as_f64().unwrap_or(f64::NAN);
             tracing::info!(
                 step = metrics.step,
-                metric = rule.metric(),
-                value,
+                metric = %rule.metric(),
+                value = %format_args!("{value:.4}"),
                 folder = %folder.display(),
                 "best"
             );

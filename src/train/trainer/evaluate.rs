@@ -16,6 +16,10 @@ impl Trainer {
     /// Scores the eval rows, at most once per step. A signal ends it without a result; then this
     /// returns `false` on all ranks.
     pub(super) fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        if self.ranks().rank().world > 1 {
+            // A thread alone completes the checkpoint during the evaluation, ranks do not.
+            self.finish_save()?;
+        }
         let parts = &mut self.parts;
         let step = parts.state.step;
         let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step))

@@ -241,17 +241,19 @@ impl Trainer {
             if self.ends_early().is_some() {
                 break;
             }
-            self.poll_save()?;
-            // a signal to one rank stops all
-            let flags = [&self.parts.stop, &self.parts.save];
-            let [stop, save] =
-                [flags[0].load(Ordering::Relaxed), flags[1].swap(false, Ordering::Relaxed)];
-            let all = self.ranks().gather([stop, save])?;
-            if all.iter().any(|[stop, _]| *stop) {
+            // a signal to one rank stops all, and a checkpoint is complete when all have written it
+            let stop = self.parts.stop.load(Ordering::Relaxed);
+            // before the first step there is nothing to save: the request waits
+            let save = self.parts.state.step > 0 && self.parts.save.swap(false, Ordering::Relaxed);
+            let all = self.ranks().gather([stop, save, self.saves.is_written()])?;
+            if all.iter().all(|[.., is_written]| *is_written) {
+                self.finish_save()?;
+            }
+            if all.iter().any(|[stop, ..]| *stop) {
                 let folder = (self.parts.state.step > 0).then(|| self.save()).transpose()?;
                 return Ok(Outcome::Stopped { folder });
             }
-            if all.iter().any(|[_, save]| *save) {
+            if all.iter().any(|[_, save, _]| *save) {
                 self.try_save()?;
             }
             self.ranks().begin_step(self.parts.state.step + 1);
@@ -308,8 +310,8 @@ impl Trainer {
         if let Some(found) = health.divergence() {
             let (first, last) = (found.first as f32, found.now as f32);
             tracing::warn!(
-                first,
-                last,
+                %first,
+                %last,
                 "the loss ended above its first values: the run has diverged"
             );
         }

@@ -5,7 +5,7 @@ use super::super::error::TrainError;
 use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
 use crate::checkpoint::{BackgroundSave, OwnedContents};
-use crate::dist::DistError;
+use crate::dist::{DistError, Rank};
 use crate::metrics::available_memory_bytes;
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -42,6 +42,11 @@ impl Saves {
     /// `at` is the step of the checkpoint that the run continues from.
     pub(super) fn new(at: Option<u64>) -> Self {
         Self { at, running: None, lacks_memory: false, times: SaveTimes::default() }
+    }
+
+    /// Whether the thread of this process has written its part of the running save.
+    pub(super) fn is_written(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.save.is_done())
     }
 
     pub(super) fn take_times(&mut self) -> SaveTimes {
@@ -82,30 +87,26 @@ impl Trainer {
         Ok(())
     }
 
-    /// Notes that the running save is complete, if it is.
-    pub(super) fn poll_save(&mut self) -> Result<(), TrainError> {
-        if self.saves.running.as_ref().is_some_and(|running| running.save.is_done()) {
-            self.finish_save()?;
-        }
-        Ok(())
-    }
-
     /// Waits for the running save at the end of a run that has failed.
     pub(super) fn end_saves(&mut self) {
+        if self.ranks().rank().world > 1 {
+            // Ranks complete a checkpoint together, and only this one may have failed.
+            self.saves.running = None;
+            return;
+        }
         if let Err(error) = self.finish_save() {
             tracing::warn!("no checkpoint was written: {}", causes(&error));
         }
     }
 
     /// Waits for the running save. That it could not write is logged, and the run continues.
-    fn finish_save(&mut self) -> Result<(), TrainError> {
+    pub(super) fn finish_save(&mut self) -> Result<(), TrainError> {
         let Some(running) = self.saves.running.take() else { return Ok(()) };
         let RunningSave { save, hold_s, datasets } = running;
         let step = save.step();
-        match self.ranks().during("writing a checkpoint", || save.wait()) {
+        match self.ranks().during("writing a checkpoint", || save.wait(self.ranks())) {
             Ok(time) => self.completed(step, time.as_secs_f64(), hold_s, &datasets),
-            Err(error) if error.is_write() => self.warn_not_saved(step, &error),
-            Err(error) => return Err(error.into()),
+            Err(error) => self.continue_without(step, error)?,
         }
         Ok(())
     }
@@ -114,15 +115,17 @@ impl Trainer {
     /// checkpoint must be written at once.
     fn start_save(&mut self, started: Instant) -> Result<bool, TrainError> {
         let step = self.parts.state.step;
-        // Ranks write together. Nothing is left to train after the last step.
-        let is_possible = self.ranks().rank().world == 1 && step < self.parts.max_steps;
-        if !is_possible || !self.parts.save_in_background {
+        // Nothing is left to train after the last step.
+        if step >= self.parts.max_steps || !self.parts.save_in_background {
             return Ok(false);
         }
         let contents = self.contents()?;
-        let (need, free) = (contents.changing_bytes(), available_memory_bytes());
-        let copy = if copy_fits(need, free) { contents.copy()? } else { None };
-        let Some(copy) = copy else {
+        let Rank { rank, world, local_world, .. } = self.ranks().rank();
+        let need = contents.changing_bytes(rank, world)? * local_world as u64;
+        let free = available_memory_bytes();
+        let copy = if copy_fits(need, free) { contents.copy(rank, world)? } else { None };
+        let fits_everywhere = !self.ranks().gather(copy.is_some())?.contains(&false);
+        let Some(copy) = copy.filter(|_| fits_everywhere) else {
             if !std::mem::replace(&mut self.saves.lacks_memory, true) {
                 let mib = |bytes: u64| bytes >> 20;
                 tracing::warn!(
@@ -135,19 +138,25 @@ impl Trainer {
             return Ok(false);
         };
         self.sync_logs();
-        match BackgroundSave::start(self.parts.checkpointer.clone(), step, copy) {
+        let checkpointer = self.parts.checkpointer.clone();
+        match BackgroundSave::start(checkpointer, step, copy, self.ranks()) {
             Ok(save) => {
                 let datasets = self.parts.state.datasets_seen.clone();
                 let hold_s = started.elapsed().as_secs_f64();
                 self.saves.running = Some(RunningSave { save, hold_s, datasets });
             }
-            Err(error) => self.warn_not_saved(step, &error),
+            Err(error) => self.continue_without(step, error)?,
         }
         Ok(true)
     }
 
     fn try_save_now(&mut self) -> Result<(), TrainError> {
         let Err(error) = self.save_now() else { return Ok(()) };
+        self.continue_without(self.parts.state.step, error)
+    }
+
+    /// Logs that a checkpoint could not be written, on all ranks; returns any other error.
+    fn continue_without(&self, step: u64, error: TrainError) -> Result<(), TrainError> {
         // an error of one rank is one of all
         let is_write = match &error {
             TrainError::Checkpoint(error) => error.is_write(),
@@ -157,7 +166,13 @@ impl Trainer {
         if self.ranks().gather(is_write)?.contains(&false) {
             return Err(error);
         }
-        self.warn_not_saved(self.parts.state.step, &error);
+        if self.is_first() {
+            tracing::warn!(
+                step,
+                "cannot write a checkpoint; training continues until the next one is due: {}",
+                causes(&error)
+            );
+        }
         Ok(())
     }
 
@@ -195,16 +210,6 @@ impl Trainer {
                 "checkpoint"
             );
             log_datasets(datasets);
-        }
-    }
-
-    fn warn_not_saved(&self, step: u64, error: &(dyn Error + 'static)) {
-        if self.is_first() {
-            tracing::warn!(
-                step,
-                "cannot write a checkpoint; training continues until the next one is due: {}",
-                causes(error)
-            );
         }
     }
 

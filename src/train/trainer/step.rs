@@ -112,8 +112,8 @@ impl Trainer {
             let (value, usual) = (spike.value as f32, spike.usual as f32);
             tracing::warn!(
                 step,
-                value,
-                usual,
+                %value,
+                %usual,
                 rows,
                 "spike: {} is far above its usual range",
                 spike.name
@@ -123,8 +123,8 @@ impl Trainer {
             let (first, now) = (found.first as f32, found.now as f32);
             tracing::warn!(
                 step,
-                first,
-                now,
+                %first,
+                %now,
                 "the loss has been above its start for 100 steps: the run diverges. Lower `optim.lr`, or \
                  raise `optim.warmup_steps`"
             );

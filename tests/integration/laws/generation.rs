@@ -1,8 +1,7 @@
 //! Generation computes the same hidden states with its cache as training does for whole samples.
 
 use super::{
-    BOTH_HEADS, Backend, Image, Subject, Text, Tolerance, Weights, assert_close, packed, sample,
-    wide,
+    Backend, Image, SHAPES, Subject, Text, Tolerance, Weights, assert_close, packed, sample, wide,
 };
 use crate::harness::device;
 use candle_core::Tensor;
@@ -30,8 +29,8 @@ fn assert_row(what: &str, found: &Tensor, expected: &[f32]) {
 
 #[test]
 fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
-    for head in BOTH_HEADS {
-        let subject = Subject::new(&Weights::random(head, 80), Backend::Flash);
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 80), Backend::Flash);
         let pieces = [Text(3), Image([1, 4, 6]), Text(2), Image([1, 2, 4]), Text(9)];
         let whole = sample(81, &pieces);
         let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
@@ -53,8 +52,8 @@ fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
 
 #[test]
 fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
-    for head in BOTH_HEADS {
-        let subject = Subject::new(&Weights::random(head, 85), Backend::Flash);
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 85), Backend::Flash);
         let pieces = [Text(3), Image([1, 4, 6]), Text(2), Image([1, 2, 4]), Text(9)];
         let whole = sample(86, &pieces);
         let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
@@ -77,7 +76,7 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
 
 #[test]
 fn a_cache_belongs_to_its_own_prompt() {
-    let subject = Subject::new(&Weights::random(BOTH_HEADS[1], 82), Backend::Flash);
+    let subject = Subject::new(&Weights::random(SHAPES[1], 82), Backend::Flash);
     let prompts = [sample(83, &[Text(4)]), sample(84, &[Image([1, 4, 2]), Text(2)])];
     let mut caches = prompts
         .clone()

@@ -2,11 +2,11 @@
 //! frames do not attend to each other in the vision encoder.
 
 use super::{
-    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Image, Subject, Text, VOCABULARY, Video,
+    BOTH_BACKENDS, Backend, IMAGE_TOKEN, Image, SHAPES, Shape, Subject, Text, VOCABULARY, Video,
     Weights, packed, sample, samples,
 };
 use std::ops::Range;
-use trainer::batch::VarlenBatch;
+use trainer::batch::{CuSeqlens, VarlenBatch};
 
 /// Asserts that all rows of `changed` differ and that all other rows are bit-identical.
 fn assert_changed(
@@ -62,9 +62,9 @@ fn with_other_pixel(batch: &VarlenBatch, media: usize, frame: usize, patch: usiz
 
 #[test]
 fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
-    for head in BOTH_HEADS {
+    for shape in SHAPES {
         for backend in BOTH_BACKENDS {
-            let subject = Subject::new(&Weights::random(head, 50), backend);
+            let subject = Subject::new(&Weights::random(shape, 50), backend);
             let batch = packed(&samples());
             let before = subject.hidden(&batch);
             for row in 0..batch.input_ids.len() {
@@ -82,10 +82,30 @@ fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
     }
 }
 
+/// The state of linear attention and the window of its convolution start from zero in each sample. Other
+/// code bases carried them over to the next sample of a pack. This test shows that the laws find it.
+#[test]
+fn without_boundaries_linear_attention_mixes_samples() {
+    let weights = Weights::random(Shape::Hybrid, 55).without_text_attention();
+    let subject = Subject::new(&weights, Backend::Flash);
+    let batch = packed(&[sample(63, &[Text(6)]), sample(64, &[Text(7)])]);
+    let mut leaking = batch.clone();
+    leaking.cu_seqlens = CuSeqlens::from_lengths(&[13]).unwrap();
+    let change_of_the_second = |batch: &VarlenBatch| {
+        let mut other = batch.clone();
+        other.input_ids[0] = other_id(other.input_ids[0]);
+        let (before, after) = (subject.hidden(batch), subject.hidden(&other));
+        let change = |row: usize| before[row].iter().zip(&after[row]).map(|(x, y)| (x - y).abs());
+        (6..13).flat_map(change).fold(0.0, f32::max)
+    };
+    assert_eq!(change_of_the_second(&batch), 0.0);
+    assert!(change_of_the_second(&leaking) > 1e-2);
+}
+
 #[test]
 fn a_position_changes_nothing_before_it_and_no_other_sample() {
     for backend in BOTH_BACKENDS {
-        let subject = Subject::new(&Weights::random(Head::Tied, 51), backend);
+        let subject = Subject::new(&Weights::random(Shape::Tied, 51), backend);
         let batch = packed(&samples());
         let before = subject.hidden(&batch);
         for segment in batch.cu_seqlens.segments() {
@@ -107,9 +127,9 @@ fn a_position_changes_nothing_before_it_and_no_other_sample() {
 
 #[test]
 fn another_samples_text_and_pixels_change_no_bit() {
-    for head in BOTH_HEADS {
+    for shape in SHAPES {
         for backend in BOTH_BACKENDS {
-            let subject = Subject::new(&Weights::random(head, 52), backend);
+            let subject = Subject::new(&Weights::random(shape, 52), backend);
             let all = samples();
             let batch = packed(&all);
             let before = subject.hidden(&batch);
@@ -137,9 +157,9 @@ fn another_samples_text_and_pixels_change_no_bit() {
 
 #[test]
 fn a_pixel_changes_its_sample_from_the_first_token_of_its_frame() {
-    for head in BOTH_HEADS {
+    for shape in SHAPES {
         for backend in BOTH_BACKENDS {
-            let subject = Subject::new(&Weights::random(head, 53), backend);
+            let subject = Subject::new(&Weights::random(shape, 53), backend);
             let batch = packed(&samples());
             let before = subject.hidden(&batch);
             let grids = batch.media.iter().map(|media| media.grid_thw);
@@ -163,7 +183,7 @@ fn a_pixel_changes_its_sample_from_the_first_token_of_its_frame() {
 
 /// A model without attention between tokens of the decoder, to test the vision encoder alone.
 fn vision_only(backend: Backend) -> Subject {
-    Subject::new(&Weights::random(Head::Tied, 54).without_text_attention(), backend)
+    Subject::new(&Weights::random(Shape::Tied, 54).without_text_attention(), backend)
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use super::oracle::Oracle;
 use super::{
-    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, IMAGE_TOKEN, Subject, Tolerance, Weights,
-    assert_close, assert_each_close, packed, pad, samples, target_weight, weighted, wide,
+    BOTH_BACKENDS, Backend, IMAGE_TOKEN, SHAPES, Shape, Subject, Tolerance, Weights, assert_close,
+    assert_each_close, packed, pad, samples, target_weight, weighted, wide,
 };
 use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
 use trainer::loss::Targets;
@@ -46,7 +46,7 @@ fn step(subject: &Subject, micro_batches: &[VarlenBatch]) -> Step {
 fn assert_same(subject: &Subject, what: &str, found: &Step, expected: &Step) {
     assert_each_close(what, &found.nll, &expected.nll, Tolerance::LAYOUT);
     let expected: Vec<_> = expected.grads.iter().map(|grad| wide(grad)).collect();
-    subject.assert_gradients(what, &found.grads, &expected, Tolerance::SUMMED);
+    subject.assert_gradients(what, &found.grads, &expected, subject.summed());
 }
 
 fn alone(samples: &[EncodedSample]) -> Vec<VarlenBatch> {
@@ -65,7 +65,7 @@ fn packed_padded_and_alone_are_the_same_if_tokens_have_weights() {
 
 #[test]
 fn a_weight_of_two_trains_like_the_sample_twice() {
-    let weights = Weights::random(Head::Tied, 73);
+    let weights = Weights::random(Shape::Tied, 73);
     let subject = Subject::new(&weights, Backend::Flash);
     let all = samples();
     let twice: Vec<_> = [&all[..], &all[1..2]].concat();
@@ -82,8 +82,8 @@ fn assert_every_layout_is_the_same(all: &[EncodedSample]) {
         ("a row each", all.chunks(1).collect()),
         ("uneven rows", vec![&all[..1], &all[1..3], &all[3..]]),
     ];
-    for head in BOTH_HEADS {
-        let weights = Weights::random(head, 70);
+    for shape in SHAPES {
+        let weights = Weights::random(shape, 70);
         let reference = Subject::new(&weights, Backend::Flash);
         let expected = step(&reference, &alone(all));
         for backend in BOTH_BACKENDS {
@@ -92,7 +92,7 @@ fn assert_every_layout_is_the_same(all: &[EncodedSample]) {
                 for side in [PaddingSide::Left, PaddingSide::Right] {
                     for padding in Padding::BOTH {
                         let what =
-                            format!("{head:?}, {backend:?}, {layout}, {side:?}, {padding:?}");
+                            format!("{shape:?}, {backend:?}, {layout}, {side:?}, {padding:?}");
                         let batch = padding.stream(pad(rows, 0, side));
                         assert_same(&subject, &what, &step(&subject, &[batch]), &expected);
                     }
@@ -128,8 +128,8 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
     let windows: Vec<EncodedSample> = documents.iter().map(|window| self::window(window)).collect();
     // A document of one token has no target, so it does not contribute to a step.
     let documents: Vec<_> = documents.concat().into_iter().filter(|d| d.len() > 1).collect();
-    for head in BOTH_HEADS {
-        let weights = Weights::random(head, 77);
+    for shape in SHAPES {
+        let weights = Weights::random(shape, 77);
         let expected = step(&Subject::new(&weights, Backend::Flash), &alone(&documents));
         for backend in BOTH_BACKENDS {
             let subject = Subject::new(&weights, backend);
@@ -137,7 +137,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
                 [vec![&windows], windows.chunks(1).collect(), vec![&windows[..2], &windows[2..]]];
             for (rows, padding) in rows.iter().flat_map(|r| Padding::BOTH.map(|p| (r, p))) {
                 let batch = padding.stream(pad(rows, 0, PaddingSide::Right));
-                let what = format!("{head:?}, {backend:?}, {} rows, {padding:?}", rows.len());
+                let what = format!("{shape:?}, {backend:?}, {} rows, {padding:?}", rows.len());
                 assert_same(&subject, &what, &step(&subject, &[batch]), &expected);
             }
         }
@@ -163,7 +163,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
 #[test]
 fn padded_batches_agree_with_the_oracle() {
     let all = samples();
-    let weights = Weights::random(Head::Untied, 71);
+    let weights = Weights::random(Shape::Untied, 71);
     let oracle = Oracle::new(&weights);
     let batch = packed(&all);
     let expected = oracle.losses(&batch).unwrap();
@@ -183,7 +183,7 @@ fn the_pad_id_may_be_a_token_of_the_text_or_of_an_image() {
     let all = samples();
     let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
     let in_text = all[0].input_ids[4];
-    let subject = Subject::new(&Weights::random(Head::Tied, 72), Backend::Flash);
+    let subject = Subject::new(&Weights::random(Shape::Tied, 72), Backend::Flash);
     for side in [PaddingSide::Left, PaddingSide::Right] {
         for padding in Padding::BOTH {
             let [expected, others @ ..] = [0, in_text, IMAGE_TOKEN]
@@ -198,10 +198,10 @@ fn the_pad_id_may_be_a_token_of_the_text_or_of_an_image() {
 
 #[test]
 fn splitting_a_step_into_micro_batches_changes_nothing() {
-    for (head, all) in
-        [(Head::Tied, samples()), (Head::Untied, samples()), (Head::Tied, weighted(samples()))]
+    for (shape, all) in
+        [(Shape::Tied, samples()), (Shape::Untied, samples()), (Shape::Tied, weighted(samples()))]
     {
-        let subject = Subject::new(&Weights::random(head, 73), Backend::Flash);
+        let subject = Subject::new(&Weights::random(shape, 73), Backend::Flash);
         let whole = step(&subject, &[packed(&all)]);
         for split in 1..all.len() {
             let (first, second) = all.split_at(split);
@@ -215,7 +215,7 @@ fn splitting_a_step_into_micro_batches_changes_nothing() {
 #[test]
 fn the_order_of_samples_in_a_pack_changes_nothing() {
     let all = samples();
-    let subject = Subject::new(&Weights::random(Head::Tied, 74), Backend::Flash);
+    let subject = Subject::new(&Weights::random(Shape::Tied, 74), Backend::Flash);
     let whole = step(&subject, &[packed(&all)]);
     let counts: Vec<usize> = all.iter().map(EncodedSample::num_targets).collect();
     for order in [[3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
@@ -260,7 +260,7 @@ fn targets_never_cross_samples() {
 #[test]
 fn the_label_of_a_samples_first_token_is_not_a_target() {
     let mut all = samples();
-    let subject = Subject::new(&Weights::random(Head::Tied, 75), Backend::Flash);
+    let subject = Subject::new(&Weights::random(Shape::Tied, 75), Backend::Flash);
     for sample in &mut all {
         sample.labels[0] = IGNORE_INDEX;
     }
@@ -276,8 +276,8 @@ fn the_label_of_a_samples_first_token_is_not_a_target() {
 #[test]
 fn shifting_the_positions_of_a_sample_does_not_change_its_losses() {
     let all = samples();
-    for head in BOTH_HEADS {
-        let subject = Subject::new(&Weights::random(head, 76), Backend::Flash);
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 76), Backend::Flash);
         let (expected, _) = subject.run(&packed(&all));
         let mut shifted = all.clone();
         for (by, sample) in [5, 40, 17, 90].into_iter().zip(&mut shifted) {

@@ -26,9 +26,9 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::qwen3_vl::{Config, VisionConfig, param_specs};
+use trainer::models::vision_language::{Config, VisionConfig, param_specs};
 use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
-use trainer::nn::{DecoderConfig, ParamSpec};
+use trainer::nn::{DecoderConfig, HybridConfig, Init, ParamSpec};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
 use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
@@ -49,6 +49,8 @@ impl Tolerance {
     const SHIFT: Self = Self(1e-5);
     /// Gradients summed in another order.
     const SUMMED: Self = Self(1e-5);
+    /// The same with linear attention: the gradients of its gates are sums that cancel.
+    const SUMMED_HYBRID: Self = Self(3e-5);
 }
 
 /// Asserts that all values are within the tolerance, relative to the largest expected one.
@@ -93,24 +95,38 @@ fn host(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Whether the head shares the weight of the embedding.
+/// The models that the tests use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Head {
+enum Shape {
+    /// Qwen3-VL; the head shares the weight of the embedding.
     Tied,
+    /// Qwen3-VL with a head of its own.
     Untied,
+    /// Qwen3.5: layers with linear attention and with gated attention, no deepstack.
+    Hybrid,
 }
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const BOTH_HEADS: [Head; 2] = [Head::Tied, Head::Untied];
+const SHAPES: [Shape; 3] = [Shape::Tied, Shape::Untied, Shape::Hybrid];
 
 /// A small config in which sizes that could be confused are different.
-fn config(head: Head) -> Config {
+fn config(shape: Shape) -> Config {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
-    let (hidden_size, kv, mrope_section) = match head {
-        Head::Tied => (24, 2, [4, 1, 1]),
-        Head::Untied => (32, 1, [2, 2, 2]),
+    let (hidden_size, kv, mrope_section) = match shape {
+        Shape::Tied => (24, 2, [4, 1, 1]),
+        Shape::Untied => (32, 1, [2, 2, 2]),
+        Shape::Hybrid => (24, 2, [2, 1, 1]),
     };
+    let hybrid = (shape == Shape::Hybrid).then(|| HybridConfig {
+        rotary_dim: 8,
+        is_linear: vec![true, false, true],
+        num_key_heads: 2,
+        num_value_heads: 4,
+        key_head_dim: 6,
+        value_head_dim: 10,
+        conv_kernel: 4,
+    });
     Config {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
@@ -122,6 +138,7 @@ fn config(head: Head) -> Config {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
+            hybrid,
         },
         mrope_section,
         vision: VisionConfig {
@@ -135,10 +152,10 @@ fn config(head: Head) -> Config {
             spatial_merge_size: 2,
             num_position_embeddings: 25,
             out_hidden_size: hidden_size,
-            deepstack_visual_indexes: vec![0, 2],
+            deepstack_visual_indexes: if shape == Shape::Hybrid { vec![] } else { vec![0, 2] },
             hidden_act: Gelu::Tanh,
         },
-        tie_word_embeddings: head == Head::Tied,
+        tie_word_embeddings: shape == Shape::Tied,
         initializer_range: 0.02,
         image_token_id: IMAGE_TOKEN,
     }
@@ -154,12 +171,12 @@ struct Weights {
 }
 
 impl Weights {
-    fn random(head: Head, seed: u64) -> Self {
-        Self::with_config(|_| {}, head, seed)
+    fn random(shape: Shape, seed: u64) -> Self {
+        Self::with_config(|_| {}, shape, seed)
     }
 
-    fn with_config(change: impl FnOnce(&mut Config), head: Head, seed: u64) -> Self {
-        let mut config = config(head);
+    fn with_config(change: impl FnOnce(&mut Config), shape: Shape, seed: u64) -> Self {
+        let mut config = config(shape);
         change(&mut config);
         let specs = param_specs(&config);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -167,6 +184,9 @@ impl Weights {
             let fan_in: usize = spec.shape[1..].iter().product();
             let (mean, deviation) = match spec.shape.len() {
                 1 if spec.name.ends_with("bias") => (0.0, 0.3),
+                // A head of linear attention keeps about three quarters of its state per token.
+                1 if spec.init == Init::LogDecay => (-1.0, 0.5),
+                1 if spec.init == Init::Zero => (0.0, 0.3), // 1 is added to it
                 1 => (1.0, 0.3),
                 _ if spec.name.contains("embed") && !spec.name.contains("proj") => (0.0, 0.7),
                 _ => (0.0, 0.7 / (fan_in as f32).sqrt()), // at 1 rounding grows from stage to stage
@@ -244,6 +264,12 @@ impl Subject {
     /// Hidden states, one row per token.
     fn hidden(&self, batch: &VarlenBatch) -> Vec<Vec<f32>> {
         self.model.hidden(&self.upload(batch).unwrap()).unwrap().to_vec2().unwrap()
+    }
+
+    /// Tolerance of gradients that are summed in another order.
+    fn summed(&self) -> Tolerance {
+        let is_hybrid = self.specs.iter().any(|spec| spec.init == Init::LogDecay);
+        if is_hybrid { Tolerance::SUMMED_HYBRID } else { Tolerance::SUMMED }
     }
 
     /// Zeros for the parameters that `trained` picks.
@@ -358,7 +384,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     position_ids.push([at(frame), at(row), at(column)]);
                 }
                 next_position += t.max(h / 2).max(w / 2);
-                let values = (t * h * w) as usize * config(Head::Tied).vision.patch_values();
+                let values = (t * h * w) as usize * config(Shape::Tied).vision.patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
                 let kind = MediumKind::Image; // `joined` sets the kind of videos
                 media.push(Patches { pixel_values, grid_thw: grid, kind });

@@ -5,10 +5,11 @@
 //! operations with a correct derivative in candle: no fused op, no scatter.
 
 use super::Weights;
-use candle_core::{D, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::qwen3_vl::Config;
+use trainer::models::vision_language::Config;
+use trainer::nn::HybridConfig;
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
@@ -84,10 +85,17 @@ impl Oracle {
             .broadcast_add(self.p(&format!("{name}.bias")))
     }
 
-    fn rms_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+    /// `x` divided by the root of its mean square.
+    fn over_rms(&self, x: &Tensor) -> Result<Tensor> {
         let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
-        let root = (mean_square + self.config.text.rms_norm_eps)?.sqrt()?;
-        x.broadcast_div(&root)?.broadcast_mul(self.p(&format!("{name}.weight")))
+        x.broadcast_div(&(mean_square + self.config.text.rms_norm_eps)?.sqrt()?)
+    }
+
+    /// A norm of the layers, of queries or of keys. Qwen3.5 adds 1 to the weights.
+    fn rms_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let weight = self.p(&format!("{name}.weight"));
+        let added = f64::from(u8::from(self.config.text.hybrid.is_some()));
+        self.over_rms(x)?.broadcast_mul(&(weight + added)?)
     }
 
     fn places(&self, batch: &VarlenBatch) -> Vec<Place> {
@@ -205,15 +213,16 @@ impl Oracle {
             h = (h.broadcast_mul(&text)? + &features[0])?;
         }
 
-        let half = c.head_dim / 2;
-        let angles = matrix(num_tokens, c.head_dim, |token, dim| {
+        let rotary_dim = c.hybrid.as_ref().map_or(c.head_dim, |hybrid| hybrid.rotary_dim);
+        let half = rotary_dim / 2;
+        let angles = matrix(num_tokens, rotary_dim, |token, dim| {
             let k = dim % half;
             let axis = match k % 3 {
                 1 if k < 3 * self.config.mrope_section[1] => 1,
                 2 if k < 3 * self.config.mrope_section[2] => 2,
                 _ => 0,
             };
-            let frequency = c.rope_theta.powf(-2.0 * k as f64 / c.head_dim as f64);
+            let frequency = c.rope_theta.powf(-2.0 * k as f64 / rotary_dim as f64);
             f64::from(batch.position_ids[token][axis]) * frequency
         })?;
         let mut sample = vec![0; num_tokens];
@@ -226,27 +235,112 @@ impl Oracle {
         for layer in 0..c.num_hidden_layers {
             let name = |part: &str| format!("model.language_model.layers.{layer}.{part}");
             let x = self.rms_norm(&h, &name("input_layernorm"))?;
-            let heads = |part: &str| {
-                let y = self.linear(&x, &name(&format!("self_attn.{part}_proj")))?;
-                let num_heads = y.dim(1)? / c.head_dim;
-                y.reshape((num_tokens, num_heads, c.head_dim))
+            let mixed = match &c.hybrid {
+                Some(sizes) if sizes.is_linear[layer] => {
+                    self.linear_attention(&x, &name("linear_attn"), sizes, &sample)?
+                }
+                _ => self.self_attention(&x, &name("self_attn"), &angles, &mask)?,
             };
-            let normed = |part: &str| {
-                let y = self.rms_norm(&heads(part)?, &name(&format!("self_attn.{part}_norm")))?;
-                rotate(&y, &angles)
-            };
-            let attended = attention(&normed("q")?, &normed("k")?, &heads("v")?, &mask)?;
-            h = (h + self.linear(&attended, &name("self_attn.o_proj"))?)?;
+            h = (h + mixed)?;
             let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
             let gate = self.linear(&x, &name("mlp.gate_proj"))?;
-            let silu = (&gate / (gate.neg()?.exp()? + 1.0)?)?;
-            let inner = silu.mul(&self.linear(&x, &name("mlp.up_proj"))?)?;
+            let inner = silu(&gate)?.mul(&self.linear(&x, &name("mlp.up_proj"))?)?;
             h = (h + self.linear(&inner, &name("mlp.down_proj"))?)?;
             if let Some(feature) = features.get(layer + 1) {
                 h = (h + feature)?;
             }
         }
         self.rms_norm(&h, "model.language_model.norm")
+    }
+
+    /// Attention of a decoder layer, `[T, D]`, with the projection of its output.
+    fn self_attention(
+        &self,
+        x: &Tensor,
+        name: &str,
+        angles: &Tensor,
+        mask: &Tensor,
+    ) -> Result<Tensor> {
+        let (num_tokens, head_dim) = (x.dim(0)?, self.config.text.head_dim);
+        let project = |part: &str, width: usize| {
+            let y = self.linear(x, &format!("{name}.{part}_proj"))?;
+            y.reshape((num_tokens, y.dim(1)? / width, width))
+        };
+        let turned = |x: &Tensor, part: &str| {
+            rotate(&self.rms_norm(x, &format!("{name}.{part}_norm"))?, angles)
+        };
+        let k = turned(&project("k", head_dim)?, "k")?;
+        let v = project("v", head_dim)?;
+        let attended = if self.config.text.hybrid.is_some() {
+            // Each head has its query, and then the gate of its output.
+            let both = project("q", 2 * head_dim)?;
+            let q = turned(&both.narrow(2, 0, head_dim)?, "q")?;
+            let gate = both.narrow(2, head_dim, head_dim)?.contiguous()?.flatten_from(1)?;
+            attention(&q, &k, &v, mask)?.mul(&sigmoid(&gate)?)?
+        } else {
+            attention(&turned(&project("q", head_dim)?, "q")?, &k, &v, mask)?
+        };
+        self.linear(&attended, &format!("{name}.o_proj"))
+    }
+
+    /// The gated delta rule of a decoder layer, `[T, D]`, one token after the other. `sample` is the
+    /// number of each token's sample; state and convolution begin with each sample.
+    fn linear_attention(
+        &self,
+        x: &Tensor,
+        name: &str,
+        sizes: &HybridConfig,
+        sample: &[usize],
+    ) -> Result<Tensor> {
+        let num_tokens = sample.len();
+        let part = |part: &str| format!("{name}.{part}");
+        let (heads, dk, dv) = (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim);
+
+        let qkv = self.linear(x, &part("in_proj_qkv"))?; // [T, C]
+        let taps = self.p(&part("conv1d.weight")).squeeze(1)?; // [C, 4]
+        let mut sum = qkv.zeros_like()?;
+        for back in 0..4 {
+            let moved = matrix(num_tokens, num_tokens, |i, j| {
+                indicator(j + back == i && sample[i] == sample[j])
+            })?;
+            sum = (sum + moved.matmul(&qkv)?.broadcast_mul(&taps.narrow(1, 3 - back, 1)?.t()?)?)?;
+        }
+        let mixed = silu(&sum)?;
+
+        let width = sizes.num_key_heads * dk;
+        // Several value heads share a key head.
+        let shared = |from: usize| {
+            let x = mixed.narrow(1, from, width)?.reshape((num_tokens, sizes.num_key_heads, dk))?;
+            let norm = (x.sqr()?.sum_keepdim(2)? + 1e-6)?.sqrt()?;
+            let unit = x.broadcast_div(&norm)?;
+            let group = heads / sizes.num_key_heads;
+            let of_head = |head: usize| unit.narrow(1, head / group, 1);
+            Tensor::cat(&(0..heads).map(of_head).collect::<Result<Vec<_>>>()?, 1) // [T, Hv, dk]
+        };
+        let (q, k) = ((shared(0)? / (dk as f64).sqrt())?, shared(width)?);
+        let v = mixed.narrow(1, 2 * width, heads * dv)?.reshape((num_tokens, heads, dv))?;
+        let beta = sigmoid(&self.linear(x, &part("in_proj_b"))?)?; // [T, Hv]
+        let step = self.linear(x, &part("in_proj_a"))?.broadcast_add(self.p(&part("dt_bias")))?;
+        let step = (step.exp()? + 1.0)?.log()?;
+        let decay = step.broadcast_mul(&self.p(&part("A_log")).exp()?)?.neg()?.exp()?; // [T, Hv]
+
+        let start = Tensor::zeros((heads, dk, dv), DType::F64, CPU)?;
+        let (mut state, mut outputs) = (start.clone(), Vec::new());
+        for token in 0..num_tokens {
+            if token == 0 || sample[token] != sample[token - 1] {
+                state = start.clone();
+            }
+            let row = |x: &Tensor, width| x.get(token)?.reshape((heads, 1, width));
+            state = state.broadcast_mul(&row(&decay, 1)?)?;
+            let (k, v) = (row(&k, dk)?, row(&v, dv)?);
+            let error = (v - k.matmul(&state)?)?.broadcast_mul(&row(&beta, 1)?)?;
+            state = (state + k.reshape((heads, dk, 1))?.matmul(&error)?)?;
+            outputs.push(row(&q, dk)?.matmul(&state)?.reshape((1, heads, dv))?);
+        }
+        let o = self.over_rms(&Tensor::cat(&outputs, 0)?)?; // [T, Hv, dv]
+        let o = o.broadcast_mul(self.p(&part("norm.weight")))?.flatten_from(1)?;
+        let gated = o.mul(&silu(&self.linear(x, &part("in_proj_z"))?)?)?;
+        self.linear(&gated, &part("out_proj"))
     }
 
     /// Negative log likelihood of each supervised token except the first of a sample, `[S]`.
@@ -294,13 +388,28 @@ impl Oracle {
     }
 }
 
-/// Rotates `x: [N, H, Dh]` by `angles: [N, Dh]`; dimension `i` pairs with `i + Dh / 2`.
+/// Rotates the first `R` dimensions of `x: [N, H, Dh]` by `angles: [N, R]`; dimension `i` pairs with
+/// `i + R / 2`.
 fn rotate(x: &Tensor, angles: &Tensor) -> Result<Tensor> {
-    let half = x.dim(2)? / 2;
+    let (head_dim, rotated) = (x.dim(2)?, angles.dim(1)?);
+    let half = rotated / 2;
     let (first, second) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
     let turned = Tensor::cat(&[&second.neg()?, &first], 2)?;
-    let (cos, sin) = (angles.cos()?.unsqueeze(1)?, angles.sin()?.unsqueeze(1)?); // [N, 1, Dh]
-    x.broadcast_mul(&cos)? + turned.broadcast_mul(&sin)?
+    let (cos, sin) = (angles.cos()?.unsqueeze(1)?, angles.sin()?.unsqueeze(1)?); // [N, 1, R]
+    let front = x.narrow(2, 0, rotated)?;
+    let front = (front.broadcast_mul(&cos)? + turned.broadcast_mul(&sin)?)?;
+    if rotated == head_dim {
+        return Ok(front);
+    }
+    Tensor::cat(&[&front, &x.narrow(2, rotated, head_dim - rotated)?], 2)
+}
+
+fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    (x.neg()?.exp()? + 1.0)?.recip()
+}
+
+fn silu(x: &Tensor) -> Result<Tensor> {
+    x.mul(&sigmoid(x)?)
 }
 
 /// Attention, one head at a time: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `mask: [N, N]` of

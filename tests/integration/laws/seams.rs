@@ -1,7 +1,7 @@
 //! What ranks and shards rely on: stages report their gradients, and weights may move.
 
 use super::{
-    BOTH_HEADS, Backend, Head, Image, Subject, Text, Weights, host, packed, sample, samples,
+    Backend, Image, SHAPES, Shape, Subject, Text, Weights, host, packed, sample, samples,
     target_weight,
 };
 use candle_core::{Device, Tensor};
@@ -33,8 +33,8 @@ impl GradSink for Recorder<'_> {
 fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
     let batches = [packed(&samples()), packed(&[sample(40, &[Text(6)])])];
     let policies = [Recompute::No, Recompute::Yes].map(|r| RecomputePolicy { vision: r, llm: r });
-    for head in BOTH_HEADS {
-        let subject = Subject::new(&Weights::random(head, 80), Backend::Flash);
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 80), Backend::Flash);
         let order: Vec<usize> =
             subject.model.stages().concat().iter().map(|param| param.index()).collect();
         let mut sorted = order.clone();
@@ -48,7 +48,7 @@ fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
                 subject.accumulate(batch, target_weight(batch), policy, &recorder);
                 let reported = recorder.reported.into_inner();
                 let found: Vec<usize> = reported.iter().map(|(index, _)| *index).collect();
-                assert_eq!(found, order, "{head:?}, frozen: {frozen}, {policy:?}");
+                assert_eq!(found, order, "{shape:?}, frozen: {frozen}, {policy:?}");
                 for (index, then) in reported {
                     let name = &subject.specs[index].name;
                     assert!(
@@ -70,8 +70,8 @@ fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
 #[test]
 fn weights_in_another_buffer_give_the_same_bits() {
     let batch = packed(&[sample(41, &[Text(3), Image([1, 4, 2]), Text(5)])]);
-    for head in [Head::Tied, Head::Untied] {
-        let subject = Subject::new(&Weights::random(head, 81), Backend::Flash);
+    for shape in [Shape::Tied, Shape::Untied] {
+        let subject = Subject::new(&Weights::random(shape, 81), Backend::Flash);
         let (expected, grads) = subject.run(&batch);
         let old: BTreeMap<usize, Tensor> =
             subject.params.iter().map(|param| (param.index(), param.tensor())).collect();
@@ -89,7 +89,7 @@ fn weights_in_another_buffer_give_the_same_bits() {
             tensor.slice_set(&nan.to_device(tensor.device()).unwrap(), 0, 0).unwrap();
         }
         let (found, moved) = subject.run(&batch);
-        assert_eq!(found.hidden, expected.hidden, "{head:?}");
-        assert!(moved == grads, "{head:?}");
+        assert_eq!(found.hidden, expected.hidden, "{shape:?}");
+        assert!(moved == grads, "{shape:?}");
     }
 }

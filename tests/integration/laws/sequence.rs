@@ -1,7 +1,7 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    BOTH_BACKENDS, BOTH_HEADS, Backend, Head, Image, Subject, Text, Tolerance, Video, Weights,
+    BOTH_BACKENDS, Backend, Image, Shape, Subject, Text, Tolerance, Video, Weights,
     assert_each_close, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
@@ -11,7 +11,7 @@ use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
 use trainer::dist::{Group, SequenceAttention, threads};
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::RecomputePolicy;
-use trainer::models::qwen3_vl::{LLM, MERGER, VISION};
+use trainer::models::vision_language::{LLM, MERGER, VISION};
 use trainer::nn::ParamSpec;
 use trainer::tape::Recompute;
 
@@ -94,14 +94,14 @@ fn assert_split(
 
 /// A model whose heads 2 and 4 ranks can share.
 fn four_heads(seed: u64) -> Weights {
-    Weights::with_config(|config| config.text.num_key_value_heads = 4, Head::Tied, seed)
+    Weights::with_config(|config| config.text.num_key_value_heads = 4, Shape::Tied, seed)
 }
 
 #[test]
 fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
     let batch = packed(&samples());
     for backend in BOTH_BACKENDS {
-        let few = Weights::random(Head::Tied, 50); // 2 key-value heads
+        let few = Weights::random(Shape::Tied, 50); // 2 key-value heads
         assert_split("few heads", &few, (&batch, backend), 2, Recompute::No, |_| true);
         for size in [2, 4] {
             let weights = four_heads(51);
@@ -151,8 +151,8 @@ fn ranks_agree_on_the_layers_of_backward_if_only_one_of_them_has_images() {
         ("layer 2", |spec| spec.name.contains("layers.2.")),
         ("embedding", |spec| spec.name.contains("embed_tokens")),
     ];
-    for head in BOTH_HEADS {
-        let weights = Weights::with_config(|config| config.text.num_key_value_heads = 4, head, 54);
+    for shape in [Shape::Tied, Shape::Untied] {
+        let weights = Weights::with_config(|config| config.text.num_key_value_heads = 4, shape, 54);
         for (name, pick) in picks {
             assert_split(name, &weights, (&batch, Backend::Flash), 4, Recompute::No, pick);
         }

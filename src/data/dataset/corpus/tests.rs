@@ -293,6 +293,21 @@ fn windows_of_an_evaluation_have_no_offset() {
     assert_eq!(corpus.rows().collect::<Vec<_>>(), [0, 20, 10, 30]);
 }
 
+#[test]
+fn a_row_with_a_long_text_is_tokenised_in_pieces_and_rejected_without_a_place_to_cut() {
+    let whole = format!("\u{feff}{}", "Some words of 1 text.\n".repeat(60_000));
+    assert!(whole.len() > text::ROW_PIECE_BYTES);
+    let rows = [whole.as_str(), &"7".repeat(5 << 20), "short"];
+    let rows = rows.map(|text| serde_json::json!({ "text": text }).to_string());
+    let (_folder, path) = file("a.jsonl", &rows.join("\n"));
+    let corpus = open(&path, DOCUMENTS, &CorpusOptions::default());
+    let end = encoder().token_id("<|endoftext|>").unwrap();
+    let documents: Vec<Vec<u32>> =
+        ids_of(&[&whole, "short"]).into_iter().map(|ids| [ids, vec![end]].concat()).collect();
+    assert_eq!(all_ids(&corpus), documents.concat());
+    assert_eq!(lines(&corpus), [1, 3]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 

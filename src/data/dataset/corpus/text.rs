@@ -6,6 +6,10 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
+use crate::data::source::MAX_TEXT_BYTES;
+
+/// Length of the pieces of a row with a long text, in bytes.
+pub(super) const ROW_PIECE_BYTES: usize = 1 << 19;
 /// Maximum length of a piece in bytes; a text without a place to cut has longer pieces.
 const PIECE_BYTES: usize = 32 << 10;
 const BOM: &[u8] = b"\xef\xbb\xbf";
@@ -52,6 +56,13 @@ pub(super) struct Pieces<R> {
     piece_bytes: usize,
 }
 
+impl<'a> Pieces<&'a [u8]> {
+    /// The pieces of the text of a row, which may begin with a byte order mark.
+    pub(super) fn of_row(text: &'a str) -> Self {
+        Self { begun: true, ..Self::of(text.as_bytes(), ROW_PIECE_BYTES) }
+    }
+}
+
 impl<R: Read> Pieces<R> {
     pub(super) fn new(reader: R) -> Self {
         Self::of(reader, PIECE_BYTES)
@@ -85,6 +96,10 @@ impl<R: Read> Pieces<R> {
             }
             match (1..self.buffer.len()).rev().find(|at| is_cut(&self.buffer, *at)) {
                 Some(cut) => break cut,
+                // the tokenizer refuses such a piece
+                None if self.buffer.len() > MAX_TEXT_BYTES => {
+                    break text_end(&self.buffer);
+                }
                 None => wanted = self.buffer.len() * 2,
             }
         };
@@ -109,6 +124,12 @@ impl<R: Read> Iterator for Pieces<R> {
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
     }
+}
+
+/// The last place of `bytes` where a character starts.
+fn text_end(bytes: &[u8]) -> usize {
+    let starts = |at: &usize| bytes[*at] & 0xc0 != 0x80;
+    (1..bytes.len()).rev().find(starts).unwrap_or(bytes.len())
 }
 
 /// Counts the newlines in `bytes`.

@@ -94,10 +94,7 @@ fn tokenise_rows(
 ) -> Result<(), Fault> {
     let all: Vec<usize> = (0..file.len()).collect();
     for rows in all.chunks(TEXTS_AT_A_TIME) {
-        let encode = |row: &usize| {
-            let text = file.read_text(*row)?;
-            encoder.encode_text(&file.id(*row), &text).map(|tokens| tokens.ids)
-        };
+        let encode = |row: &usize| row_tokens(encoder, &file.id(*row), &file.read_text(*row)?);
         let encoded: Vec<Result<Vec<u32>, SampleError>> = rows.par_iter().map(encode).collect();
         for (row, ids) in rows.iter().zip(encoded) {
             let id = file.id(*row);
@@ -120,6 +117,19 @@ fn tokenise_rows(
         progress(file.bytes_before(next), file.bytes_before(file.len()));
     }
     Ok(())
+}
+
+/// Tokenises a row. Long texts are tokenised in pieces, which takes little memory.
+fn row_tokens(encoder: &Encoder, id: &SampleId, text: &str) -> Result<Vec<u32>, SampleError> {
+    if text.len() <= text::ROW_PIECE_BYTES {
+        return encoder.encode_text(id, text).map(|tokens| tokens.ids);
+    }
+    let mut ids = Vec::new();
+    // the pieces of a string can be read
+    for piece in text::Pieces::of_row(text).flatten() {
+        ids.extend(encoder.encode_text(id, &piece.text)?.ids);
+    }
+    Ok(ids)
 }
 
 /// Tokenises a text file, which is one text.

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
-use super::header::{DecodeError, MAX_PIXELS};
+use super::header::DecodeError;
 use crate::batch::{MediaRef, MediaSource};
 use crate::net::{UrlError, for_messages};
 
@@ -123,10 +123,7 @@ pub enum ImageError {
         height: u32,
     },
     /// The header declares more pixels than the decoder accepts.
-    #[error(
-        "image {image} is {width} x {height}, expected at most {limit} pixels in total",
-        limit = MAX_PIXELS
-    )]
+    #[error("image {image} is {width} x {height}, expected at most {limit} pixels in total")]
     TooLarge {
         /// The image.
         image: ImageName,
@@ -134,6 +131,8 @@ pub enum ImageError {
         width: u32,
         /// Height in pixels, before orientation.
         height: u32,
+        /// Maximum number of pixels.
+        limit: u64,
     },
 }
 
@@ -142,7 +141,9 @@ impl ImageError {
         let image = ImageName::of(media);
         match error {
             DecodeError::UnknownFormat => Self::UnknownFormat { image },
-            DecodeError::TooLarge { width, height } => Self::TooLarge { image, width, height },
+            DecodeError::TooLarge { width, height, limit } => {
+                Self::TooLarge { image, width, height, limit }
+            }
             DecodeError::Broken(source) => Self::Broken { image, source },
         }
     }

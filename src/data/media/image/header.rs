@@ -16,14 +16,17 @@ use image::{ImageDecoder, ImageFormat};
 /// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
 /// is allocated for them.
 pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
+/// Maximum size of decoded pixels in the depth of the file: 8-bit RGBA of [`MAX_PIXELS`].
+pub(super) const MAX_DECODED_BYTES: u64 = MAX_PIXELS * 4;
 
 /// The reason why bytes cannot be decoded, without the name of the image.
 #[derive(Debug)]
 pub(super) enum DecodeError {
     /// The format is not supported.
     UnknownFormat,
-    /// The header declares more than [`MAX_PIXELS`].
-    TooLarge { width: u32, height: u32 },
+    /// The header declares more pixels than `limit`: [`MAX_PIXELS`], or those that take
+    /// [`MAX_DECODED_BYTES`] in the depth of the file.
+    TooLarge { width: u32, height: u32, limit: u64 },
     /// The image is damaged or incomplete.
     Broken(Box<dyn Error + Send + Sync>),
 }
@@ -106,9 +109,10 @@ impl Header {
             return Err(DecodeError::Broken("the file is empty".into()));
         }
         let format = image::guess_format(start).map_err(|_| DecodeError::UnknownFormat)?;
+        let mut pixel_bytes = 4; // at most, once decoded
         let (width, height, orientation) = match format {
             ImageFormat::Jpeg => jpeg(reader)?,
-            ImageFormat::Png => png(reader)?,
+            ImageFormat::Png => png(reader, &mut pixel_bytes)?,
             ImageFormat::WebP => {
                 let mut decoder = WebPDecoder::new(reader)?;
                 let orientation = orientation(&decoder.exif_metadata()?.unwrap_or_default());
@@ -120,6 +124,7 @@ impl Header {
             ImageFormat::Tiff => {
                 let mut decoder = TiffDecoder::new(reader)?;
                 let (width, height) = decoder.dimensions();
+                pixel_bytes = decoder.color_type().bytes_per_pixel().into();
                 (width, height, decoder.orientation()?)
             }
             _ => return Err(DecodeError::UnknownFormat),
@@ -127,8 +132,9 @@ impl Header {
         if width == 0 || height == 0 {
             return Err(DecodeError::Broken("its width or height is 0".into()));
         }
-        if u64::from(width) * u64::from(height) > MAX_PIXELS {
-            return Err(DecodeError::TooLarge { width, height });
+        let limit = MAX_PIXELS.min(MAX_DECODED_BYTES / pixel_bytes);
+        if u64::from(width) * u64::from(height) > limit {
+            return Err(DecodeError::TooLarge { width, height, limit });
         }
         Ok(Self { format, width, height, orientation })
     }
@@ -224,13 +230,20 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
     Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
 }
 
-/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels.
-fn png(reader: &mut impl Image) -> Result<(u32, u32, Orientation), DecodeError> {
+/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels. Writes the bytes of a
+/// pixel if they can be more than 4.
+fn png(
+    reader: &mut impl Image,
+    pixel_bytes: &mut u64,
+) -> Result<(u32, u32, Orientation), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
         return Err(DecodeError::Broken("its first chunk is not `IHDR`".into()));
     };
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
+    if let [16, 2 | 6] = bytes(reader)? {
+        *pixel_bytes = 8; // 16-bit RGB, which a `tRNS` chunk makes RGBA, or RGBA
+    }
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
     let mut has_read_ahead = false;
@@ -322,6 +335,52 @@ mod tests {
         assert_eq!(read(with(1000)).0, size);
         let (found, reads) = try_read(with(1 << 22));
         assert!(found.is_err() && reads < 200, "{reads} reads");
+    }
+
+    #[test]
+    fn deep_images_are_rejected_from_their_header_above_1_gib_of_pixels() {
+        let header = |width: u32, height: u32, depth: u8, colour: u8| {
+            let size = [width, height].map(u32::to_be_bytes).concat();
+            let header = chunk(*b"IHDR", &[&size[..], &[depth, colour, 0, 0, 0]].concat());
+            let bytes = [b"\x89PNG\r\n\x1a\n".to_vec(), header].concat();
+            Header::read(&mut Cursor::new(bytes)).map(|header| header.upright_size())
+        };
+        for (depth, colour, limit) in
+            [(8, 2, 1 << 28), (8, 6, 1 << 28), (16, 0, 1 << 28), (16, 4, 1 << 28)]
+                .into_iter()
+                .chain([(16, 2, 1 << 27), (16, 6, 1 << 27)])
+        {
+            let height = limit / 16384;
+            assert_eq!(header(16384, height, depth, colour).unwrap(), [height, 16384]);
+            let error = header(16384, height + 1, depth, colour).unwrap_err();
+            let DecodeError::TooLarge { limit: found, .. } = error else { panic!("{error:?}") };
+            assert_eq!(found, u64::from(limit), "{depth} bits, colour {colour}");
+        }
+        let tiff = |height: u32| {
+            let entry = |tag: u16, kind: u16, count: u32, value: u32| {
+                let tag_and_kind = [tag, kind].map(u16::to_le_bytes).concat();
+                [tag_and_kind, [count, value].map(u32::to_le_bytes).concat()].concat()
+            };
+            let bits_at = 8 + 2 + 9 * 12 + 4;
+            let entries = [
+                entry(256, 4, 1, 16384),
+                entry(257, 4, 1, height),
+                entry(258, 3, 3, bits_at),
+                entry(259, 3, 1, 1), // no compression
+                entry(262, 3, 1, 2), // RGB
+                entry(273, 4, 1, 200),
+                entry(277, 3, 1, 3),
+                entry(278, 4, 1, height),
+                entry(279, 4, 1, 100),
+            ];
+            let start = [b"II*\0\x08\0\0\0\x09\0".to_vec(), entries.concat(), vec![0; 4]];
+            let bits = [16u16; 3].map(u16::to_le_bytes).concat();
+            Header::read(&mut Cursor::new([start.concat(), bits, vec![0; 200]].concat()))
+        };
+        let limit = (1u64 << 30) / 6; // three values of 16 bits
+        assert!(tiff((limit / 16384) as u32).is_ok());
+        let error = tiff((limit / 16384) as u32 + 1).unwrap_err();
+        assert!(matches!(error, DecodeError::TooLarge { limit: found, .. } if found == limit));
     }
 
     #[test]

@@ -85,36 +85,35 @@ impl<'a> RowMedia<'a> {
         })
     }
 
-    /// Splits a text at its placeholders.
+    /// Splits a text at its placeholders, in one pass: the time is linear in the length of the text.
     pub(super) fn text(&mut self, text: String) -> Content {
-        let mut parts = Vec::new();
-        let mut rest = text.as_str();
-        while let Some((at, kind, placeholder)) = self.next_placeholder(rest) {
-            if at > 0 {
-                parts.push(Part::Text(rest[..at].to_owned()));
+        let (mut parts, mut end) = (Vec::new(), 0);
+        for (at, _) in text.match_indices('<') {
+            let Some((kind, placeholder)) = self.placeholder_at(&text[at..]) else { continue };
+            if at > end {
+                parts.push(Part::Text(text[end..at].to_owned()));
             }
             parts.push(self.next_of(kind));
-            rest = &rest[at + placeholder.len()..];
+            end = at + placeholder.len();
         }
         if parts.is_empty() {
             return Content::Text(text);
         }
-        if !rest.is_empty() {
-            parts.push(Part::Text(rest.to_owned()));
+        if end < text.len() {
+            parts.push(Part::Text(text[end..].to_owned()));
         }
         Content::Parts(parts)
     }
 
-    /// Finds the first placeholder in `text` of a kind that is not plain text.
-    fn next_placeholder(&self, text: &str) -> Option<(usize, MediumKind, &'static str)> {
+    /// The placeholder at the start of `text`, unless its kind is plain text.
+    fn placeholder_at(&self, text: &str) -> Option<(MediumKind, &'static str)> {
         let is_literal = |kind| match kind {
             MediumKind::Image => self.images.is_literal,
             MediumKind::Video => self.videos.is_literal,
         };
-        let found = PLACEHOLDERS.into_iter().filter(|(kind, _)| !is_literal(*kind));
-        found
-            .filter_map(|(kind, text_of)| Some((text.find(text_of)?, kind, text_of)))
-            .min_by_key(|(at, ..)| *at)
+        let is_here =
+            |(kind, name): &(MediumKind, &str)| text.starts_with(name) && !is_literal(*kind);
+        PLACEHOLDERS.into_iter().find(is_here)
     }
 
     /// Returns the part for the next listed image or video.

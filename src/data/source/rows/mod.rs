@@ -123,9 +123,9 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
-/// Maximum number of bytes of the texts of a row: about 2 million tokens. Tokenising 10 MB of brackets
-/// took 4 GB.
-const MAX_TEXT_BYTES: usize = 8 << 20;
+/// Maximum number of bytes of the texts of a row, also after the chat template: about 1 million tokens.
+/// A tokenizer takes many bytes for each byte of a word.
+pub(in crate::data) const MAX_TEXT_BYTES: usize = 4 << 20;
 /// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
 
@@ -245,11 +245,34 @@ mod tests {
         let error = parse(vec![turn("user", &text), turn("assistant", "b")]).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "rows.jsonl:1: the row has 8388609 bytes of text, expected at most 8388608"
+            "rows.jsonl:1: the row has 4194305 bytes of text, expected at most 4194304"
         );
         assert_eq!(error.reason(), "row_too_large");
         let error = parse(vec![turn("user", "a"); MAX_TURNS + 1]).unwrap_err();
         assert!(error.to_string().contains("100001 turns, expected at most 100000"), "{error}");
+    }
+
+    /// Finding the next `<image>` of a text that has only `<video>` must not read the rest of the text
+    /// for each of them.
+    #[test]
+    fn placeholders_take_linear_time() {
+        let seconds = |count: usize| {
+            let (text, videos) = ("<video>".repeat(count), vec![json!(["a.png", "b.png"]); count]);
+            let measure = || {
+                let turns = json!([{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]);
+                let row = row(json!({"messages": turns, "videos": videos}));
+                let started = std::time::Instant::now();
+                let sample = parser(UnknownKeys::Error).parse(&id(1), row).unwrap();
+                let seconds = started.elapsed().as_secs_f64();
+                assert_eq!(sample.media.len(), count);
+                seconds
+            };
+            // the best of three, because other processes may interrupt one
+            (0..3).map(|_| measure()).fold(f64::INFINITY, f64::min)
+        };
+        let (few, many) = (seconds(5_000), seconds(80_000));
+        // linear time: 16 times as long; quadratic: 256 times
+        assert!(many < 60.0 * few, "5,000: {few:.4} s, 80,000: {many:.4} s");
     }
 
     #[test]

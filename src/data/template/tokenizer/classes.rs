@@ -11,7 +11,7 @@ use regex_syntax::hir::{Class, HirKind};
 use unicode_normalization_alignments::char::canonical_combining_class;
 use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
-/// Flag of the class `\p{L}`.
+/// Flag of [`Letters`].
 pub(super) const LETTER: u8 = 1;
 /// Flag of the class `\p{N}`.
 pub(super) const NUMBER: u8 = 2;
@@ -26,10 +26,32 @@ pub(super) const UNSTABLE: u8 = 8;
 /// Range of the characters that are tested for [`UNSTABLE`]. A test checks that it contains all.
 const COMBINING: std::ops::Range<u32> = 0x300..0x2fa20;
 
+/// The characters of a word that are not numbers, spaces or symbols.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Letters {
+    /// The class `\p{L}`, of Qwen3.
+    Plain,
+    /// The classes `\p{L}` and `\p{M}`, of Qwen3.5.
+    WithMarks,
+}
+
+impl Letters {
+    /// The class, as written in `tokenizer.json`.
+    fn class(self) -> &'static str {
+        match self {
+            Self::Plain => r"\p{L}",
+            Self::WithMarks => r"[\p{L}\p{M}]",
+        }
+    }
+}
+
+static PLAIN: LazyLock<Vec<u8>> = LazyLock::new(|| flags(Letters::Plain));
+static WITH_MARKS: LazyLock<Vec<u8>> = LazyLock::new(|| flags(Letters::WithMarks));
+
 /// Flags of all characters, `[char::MAX + 1]`.
-static FLAGS: LazyLock<Vec<u8>> = LazyLock::new(|| {
+fn flags(letters: Letters) -> Vec<u8> {
     let mut flags = vec![0; char::MAX as usize + 1];
-    for (class, flag) in [(r"\p{L}", LETTER), (r"\p{N}", NUMBER), (r"\s", SPACE)] {
+    for (class, flag) in [(letters.class(), LETTER), (r"\p{N}", NUMBER), (r"\s", SPACE)] {
         let parsed = Parser::new().parse(class).expect("the classes are valid constants");
         let HirKind::Class(Class::Unicode(ranges)) = parsed.kind() else {
             unreachable!("the pattern is a class of characters")
@@ -44,7 +66,7 @@ static FLAGS: LazyLock<Vec<u8>> = LazyLock::new(|| {
         flags[c as usize] |= UNSTABLE;
     }
     flags
-});
+}
 
 fn is_unstable(c: char) -> bool {
     canonical_combining_class(c) != 0 || is_nfc_quick(iter::once(c)) != IsNormalized::Yes
@@ -56,8 +78,11 @@ pub(super) struct Classes(&'static [u8]);
 
 impl Classes {
     /// Returns the table, which the first call builds.
-    pub(super) fn get() -> Self {
-        Self(&FLAGS)
+    pub(super) fn get(letters: Letters) -> Self {
+        match letters {
+            Letters::Plain => Self(&PLAIN),
+            Letters::WithMarks => Self(&WITH_MARKS),
+        }
     }
 
     /// Returns the flags and the number of bytes of the character at byte `at` of the UTF-8
@@ -85,7 +110,7 @@ mod tests {
     #[test]
     fn characters_that_nfc_may_change_are_all_flagged() {
         for c in '\0'..=char::MAX {
-            let unstable = FLAGS[c as usize] & UNSTABLE != 0;
+            let unstable = PLAIN[c as usize] & UNSTABLE != 0;
             assert_eq!(unstable, is_unstable(c), "{:04x}", c as u32);
         }
     }
@@ -95,7 +120,7 @@ mod tests {
         let text = "a1 \u{e9}\u{301}\u{3000}\u{4e2d}\u{1f600}\u{1d400}";
         let mut at = 0;
         let mut found = Vec::new();
-        while let Some((flags, len)) = Classes::get().at(text.as_bytes(), at) {
+        while let Some((flags, len)) = Classes::get(Letters::Plain).at(text.as_bytes(), at) {
             found.push((flags, len));
             at += len;
         }

@@ -8,7 +8,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::added::{AddedTokens, Piece};
-use super::classes::Classes;
+use super::classes::{Classes, Letters};
 use super::cuts::Cuts;
 use super::file::{Vocabulary, byte_to_char};
 use super::merges::{Merges, Workspace};
@@ -34,6 +34,7 @@ const CACHED_TOKENS: usize = 3;
 
 /// The tokenizer, shared by all threads.
 pub(super) struct Engine {
+    letters: Letters,
     merges: Merges,
     cuts: Cuts,
     added: AddedTokens,
@@ -60,7 +61,7 @@ struct CachedWord {
 
 impl Engine {
     pub(super) fn new(vocabulary: Vocabulary) -> Self {
-        let Vocabulary { byte_ids, merges, tokens: listed, added } = vocabulary;
+        let Vocabulary { letters, byte_ids, merges, tokens: listed, added } = vocabulary;
         let num_ids = listed.iter().map(|(id, _)| *id as usize + 1).max().unwrap_or(0);
         let mut tokens: Vec<Option<Box<str>>> = vec![None; num_ids];
         let mut lengths = vec![0; num_ids];
@@ -75,6 +76,7 @@ impl Engine {
             special[*id as usize] = *is_special;
         }
         Self {
+            letters,
             merges: Merges::new(byte_ids, &merges),
             cuts,
             added: AddedTokens::new(added.iter().map(|(id, content, _)| (content.as_str(), *id))),
@@ -86,18 +88,19 @@ impl Engine {
         }
     }
 
-    /// Tokenises `text`.
-    pub(super) fn encode(&self, text: &str) -> Tokens {
+    /// Tokenises `text`. The result is incomplete if it has more than `most` tokens.
+    pub(super) fn encode(&self, text: &str, most: usize) -> Tokens {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut memory = idle.unwrap_or_else(|| {
             let words = vec![CachedWord::default(); CACHED_WORDS];
             Memory { words, work: Workspace::default() }
         });
-        let expected = text.len() / 3; // a token has about three bytes or more
+        let expected = (text.len() / 3).min(most); // a token has about three bytes or more
         let mut tokens =
             Tokens { ids: Vec::with_capacity(expected), offsets: Vec::with_capacity(expected) };
-        let classes = Classes::get();
+        let classes = Classes::get(self.letters);
         self.added.split(text, |piece| match piece {
+            _ if tokens.ids.len() > most => {}
             Piece::Token(id, begin, end) => {
                 tokens.ids.push(id);
                 tokens.offsets.push((begin, end));
@@ -117,16 +120,17 @@ impl Engine {
                         }
                         (begin + from, begin + to)
                     };
-                    self.encode_piece(classes, piece, span, &mut memory, &mut tokens);
+                    self.encode_piece(classes, piece, span, most, &mut memory, &mut tokens);
                 } else {
                     let normal = nfc(piece);
                     let spans = &normal.spans;
                     let span =
                         |from: usize, to: usize| (begin + spans[from].0, begin + spans[to - 1].1);
-                    self.encode_piece(classes, &normal.text, span, &mut memory, &mut tokens);
+                    self.encode_piece(classes, &normal.text, span, most, &mut memory, &mut tokens);
                 }
             }
         });
+        memory.work.free_if_large();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         // loader threads may outnumber the cores many times, and each `Memory` takes 1 MiB
         if idle.len() < rayon::current_num_threads() {
@@ -136,19 +140,20 @@ impl Engine {
         tokens
     }
 
-    /// Appends the tokens of a text in NFC. `span` converts a non-empty byte range of the text to
+    /// Appends the tokens of a text in NFC, and stops after more than `most`. `span` converts a non-empty byte range of the text to
     /// an offset in the original text.
     fn encode_piece(
         &self,
         classes: Classes,
         text: &str,
         span: impl Fn(usize, usize) -> (usize, usize),
+        most: usize,
         memory: &mut Memory,
         tokens: &mut Tokens,
     ) {
         let bytes = text.as_bytes();
         let (mut begin, mut at, mut end) = (0, 0, 0); // word `begin..end`; tokenised up to `at`
-        while at < bytes.len() {
+        while at < bytes.len() && tokens.ids.len() <= most {
             if at == end {
                 begin = at;
                 end = word_end(classes, bytes, at);

@@ -1,5 +1,5 @@
 //! Parses a `tokenizer.json` for [`Engine`](super::engine::Engine), which supports NFC, the split
-//! pattern of Qwen, byte-level byte pair encoding without further rules, and plain added tokens.
+//! patterns of Qwen, byte-level byte pair encoding without further rules, and plain added tokens.
 //!
 //! Every key is checked, so that a file with any other rule is passed to the `tokenizers` crate.
 
@@ -12,12 +12,15 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
 
+use super::classes::Letters;
 use super::merges::MAX_IDS;
-use super::split::PATTERN;
+use super::split::PATTERNS;
 
 /// Vocabulary of a supported file.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
+    /// The letters of the split pattern.
+    pub letters: Letters,
     /// Token id of each byte, `[256]`.
     pub byte_ids: Box<[u32; 256]>,
     /// Pairs of token ids and the id they merge into, by ascending rank.
@@ -37,17 +40,12 @@ pub(super) fn read(bytes: &[u8]) -> Result<Vocabulary, String> {
         return Err(format!("`version` is `{}`", file.version));
     }
     check("normalizer", &file.normalizer, &json!({"type": "NFC"}))?;
-    let pattern = json!({"Regex": PATTERN});
-    let split =
-        json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false});
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
-    let pre_tokenizer = json!({"type": "Sequence", "pretokenizers": [split, byte_level]});
-    check("pre_tokenizer", &without_trim(file.pre_tokenizer), &pre_tokenizer)?;
+    let letters = letters(&without_trim(file.pre_tokenizer))?;
     if file.decoder.get("type") != Some(&json!("ByteLevel")) {
         return Err("`decoder` is not `ByteLevel`".to_owned());
     }
     file.model.check()?;
-    vocabulary(file.model, file.added_tokens)
+    vocabulary(letters, file.model, file.added_tokens)
 }
 
 fn check(key: &str, found: &Value, expected: &Value) -> Result<(), String> {
@@ -55,6 +53,22 @@ fn check(key: &str, found: &Value, expected: &Value) -> Result<(), String> {
         return Ok(());
     }
     Err(format!("`{key}` is not `{expected}`"))
+}
+
+/// The letters of a pre-tokenizer that is supported.
+fn letters(pre_tokenizer: &Value) -> Result<Letters, String> {
+    let expected = PATTERNS.map(|(letters, pattern)| {
+        let pattern = json!({"Regex": pattern});
+        let split =
+            json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false});
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
+        (letters, json!({"type": "Sequence", "pretokenizers": [split, bytes]}))
+    });
+    if let Some((letters, _)) = expected.iter().find(|(_, expected)| pre_tokenizer == expected) {
+        return Ok(*letters);
+    }
+    let [(_, first), (_, second)] = expected;
+    Err(format!("`pre_tokenizer` is neither `{first}` nor `{second}`"))
 }
 
 /// Removes `trim_offsets`, which only affects post-processing; no post-processor is used.
@@ -67,7 +81,11 @@ fn without_trim(mut value: Value) -> Value {
     value
 }
 
-fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary, String> {
+fn vocabulary(
+    letters: Letters,
+    model: Model,
+    added_tokens: Vec<AddedToken>,
+) -> Result<Vocabulary, String> {
     let tokens = &model.vocab.0;
     let mut ids: HashMap<&str, u32, BuildHasherDefault<TextHasher>> =
         HashMap::with_capacity_and_hasher(tokens.len(), BuildHasherDefault::default());
@@ -122,7 +140,7 @@ fn vocabulary(model: Model, added_tokens: Vec<AddedToken>) -> Result<Vocabulary,
     let mut tokens: Vec<(u32, Box<str>)> =
         model.vocab.0.into_iter().map(|(token, id)| (id, Box::from(token.0))).collect();
     tokens.extend(added.iter().map(|(id, content, _)| (*id, Box::from(content.as_str()))));
-    Ok(Vocabulary { byte_ids, merges, tokens, added })
+    Ok(Vocabulary { letters, byte_ids, merges, tokens, added })
 }
 
 /// Returns the character that represents a byte in the byte alphabet: the byte itself if it is

@@ -39,6 +39,15 @@ pub(super) struct Workspace {
     heap: BinaryHeap<Reverse<(u32, u32)>>,
 }
 
+impl Workspace {
+    /// Frees the buffers after a word of an unusual length.
+    pub(super) fn free_if_large(&mut self) {
+        if self.links.capacity() > 1 << 16 {
+            *self = Self::default();
+        }
+    }
+}
+
 impl Merges {
     /// Builds the tables from the id of each byte and from `pairs` of ids with the id that they
     /// merge into, by ascending rank. If a pair occurs more than once, its last rank is used.

@@ -17,9 +17,14 @@ mod tests;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::data::source::MAX_TEXT_BYTES;
 use engine::Engine;
 pub(in crate::data) use engine::Tokens;
 use tokenizers::{ModelWrapper, PostProcessorWrapper, Tokenizer};
+
+/// Maximum length of a text for the `tokenizers` crate, in bytes. It takes up to 600 bytes of memory for
+/// each byte of a text.
+const MAX_REFERENCE_BYTES: usize = 1 << 19;
 
 /// A tokenizer. Special tokens that occur in a text are encoded as their ids.
 pub(in crate::data) struct TextTokenizer {
@@ -87,8 +92,25 @@ impl TextTokenizer {
 
     /// Tokenises `text` as a whole: tokens may cross any boundary except special tokens.
     pub(in crate::data) fn encode(&self, text: &str) -> Result<Tokens, TokenizerError> {
+        self.encode_up_to(text, usize::MAX)
+    }
+
+    /// Maximum length of a text in bytes, so that a row takes less than 512 MiB of memory.
+    pub(in crate::data) fn max_bytes(&self) -> usize {
         match &self.inner {
-            Inner::Ours(engine) => Ok(engine.encode(text)),
+            Inner::Ours(_) => MAX_TEXT_BYTES,
+            Inner::Reference(_) => MAX_REFERENCE_BYTES,
+        }
+    }
+
+    /// [`Self::encode`] that may stop after more than `most` tokens. Its result is incomplete then.
+    pub(in crate::data) fn encode_up_to(
+        &self,
+        text: &str,
+        most: usize,
+    ) -> Result<Tokens, TokenizerError> {
+        match &self.inner {
+            Inner::Ours(engine) => Ok(engine.encode(text, most)),
             Inner::Reference(tokenizer) => {
                 let encoding = tokenizer
                     .encode(text, false)

@@ -1,17 +1,29 @@
-//! Splits a text into words: a scanner for the split pattern of the published Qwen tokenizers.
+//! Splits a text into words: a scanner for the split patterns of the published Qwen tokenizers.
 //!
 //! ```text
 //! (?i:'s|'t|'re|'ve|'m|'ll|'d) | [^\r\n\p{L}\p{N}]?\p{L}+ | \p{N} | ?[^\s\p{L}\p{N}]+[\r\n]*
 //!                              | \s*[\r\n]+ | \s+(?!\S) | \s+
 //! ```
 //!
+//! In the pattern of Qwen3.5, marks (`\p{M}`) are letters, except in the class before the first
+//! letter. There it makes no difference: a mark begins the same word as its first letter.
+//!
 //! The first alternative that matches is used, with its longest match. Some alternative matches at
 //! every character, so the words cover the text without gaps.
 
-use super::classes::{Classes, KIND, LETTER, NUMBER, SPACE};
+use super::classes::{Classes, KIND, LETTER, Letters, NUMBER, SPACE};
 
-/// The pattern that [`word_end`] implements, as written in `tokenizer.json`.
-pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The patterns that [`word_end`] implements, as written in `tokenizer.json`.
+pub(super) const PATTERNS: [(Letters, &str); 2] = [
+    (
+        Letters::Plain,
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    (
+        Letters::WithMarks,
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+];
 
 /// Returns the end of the word that starts at byte `at` of the UTF-8 `text`. `at` must be below the
 /// length of the text.
@@ -87,11 +99,11 @@ fn contraction(text: &[u8]) -> Option<usize> {
 mod tests {
     use super::*;
 
-    fn words(text: &str) -> Vec<&str> {
+    fn words(letters: Letters, text: &str) -> Vec<&str> {
         let mut words = Vec::new();
         let mut at = 0;
         while at < text.len() {
-            let end = word_end(Classes::get(), text.as_bytes(), at);
+            let end = word_end(Classes::get(letters), text.as_bytes(), at);
             words.push(&text[at..end]);
             at = end;
         }
@@ -114,7 +126,14 @@ mod tests {
             (" ?!", &[" ?!"]),
             ("e\u{301}a", &["e", "\u{301}a"]),
         ] {
-            assert_eq!(words(text), expected, "{text:?}");
+            assert_eq!(words(Letters::Plain, text), expected, "{text:?}");
+        }
+        for (text, expected) in [
+            ("e\u{301}a", &["e\u{301}a"] as &[_]),
+            ("\u{301}a!\u{301} ?\u{301}", &["\u{301}a", "!\u{301}", " ?", "\u{301}"]),
+            (" \u{301}1", &[" \u{301}", "1"]),
+        ] {
+            assert_eq!(words(Letters::WithMarks, text), expected, "{text:?}");
         }
     }
 }

@@ -34,6 +34,13 @@ impl Both {
         Self::of(&small_file())
     }
 
+    /// A tokenizer with each of the split patterns.
+    fn each() -> [Self; 2] {
+        let path = "/tests/golden/models/small-qwen35/tokenizer.json";
+        let path = [env!("CARGO_MANIFEST_DIR"), path].concat();
+        [Self::small(), Self::of(&std::fs::read(path).unwrap())]
+    }
+
     fn check(&self, text: &str) -> usize {
         let tokens = self.ours.encode(text).unwrap();
         let expected = self.reference.encode(text, false).unwrap();
@@ -115,42 +122,48 @@ const PIECES: [&str; 66] = [
 
 #[test]
 fn edge_case_texts_have_the_ids_and_offsets_of_the_reference() {
-    let both = Both::small();
-    let tokens = |text: &str| both.check(text);
-    assert_eq!(tokens(""), 0);
-    assert_eq!(tokens("<|im_start|><|im_start|>"), 2);
-    for piece in PIECES {
-        tokens(piece);
-        for other in PIECES {
-            tokens(&format!("{piece}{other}"));
-            tokens(&format!("x{other}{piece} {other}y"));
+    for both in Both::each() {
+        let tokens = |text: &str| both.check(text);
+        assert_eq!(tokens(""), 0);
+        assert_eq!(tokens("<|im_start|><|im_start|>"), 2);
+        for piece in PIECES {
+            tokens(piece);
+            for other in PIECES {
+                tokens(&format!("{piece}{other}"));
+                tokens(&format!("x{other}{piece} {other}y"));
+            }
         }
+        tokens("Cafe\u{301} 123 don't <|im_end|><|im_end|><|image_pad|>x<|image_pad");
+        tokens(&"<|image_pad|>".repeat(500));
     }
-    tokens("Cafe\u{301} 123 don't <|im_end|><|im_end|><|image_pad|>x<|image_pad");
-    tokens(&"<|image_pad|>".repeat(500));
 }
 
 #[test]
 fn every_character_has_the_class_of_the_reference() {
-    let both = Both::small();
-    let all: Vec<char> = ('\0'..=char::MAX).filter(|c| (*c as u32) < 0x32000).collect();
-    for chunk in all.chunks(64) {
-        let text: String =
-            chunk.iter().flat_map(|c| ['a', *c, 'b', ' ', *c, '1', '\'', *c]).collect();
-        both.check(&text);
+    for both in Both::each() {
+        let all: Vec<char> = ('\0'..=char::MAX).filter(|c| (*c as u32) < 0x32000).collect();
+        for chunk in all.chunks(64) {
+            let text: String =
+                chunk.iter().flat_map(|c| ['a', *c, 'b', ' ', *c, '1', '\'', *c]).collect();
+            both.check(&text);
+        }
     }
 }
 
 #[test]
 fn documents_have_the_ids_and_offsets_of_the_reference() {
-    let both = Both::small();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for name in
-        ["README.md", "docs/data-format.md", "src/data/template/tokenizer/file.rs", "Cargo.toml"]
-    {
-        let text = std::fs::read_to_string(root.join(name)).unwrap();
-        assert!(both.check(&text) > 100);
-        both.check(&text.replace('\n', "\r\n"));
+    for both in Both::each() {
+        for name in [
+            "README.md",
+            "docs/data-format.md",
+            "src/data/template/tokenizer/file.rs",
+            "Cargo.toml",
+        ] {
+            let text = std::fs::read_to_string(root.join(name)).unwrap();
+            assert!(both.check(&text) > 100);
+            both.check(&text.replace('\n', "\r\n"));
+        }
     }
 }
 
@@ -202,6 +215,20 @@ fn no_text_takes_quadratic_time() {
 }
 
 #[test]
+fn a_text_of_too_many_tokens_is_tokenised_only_until_this_is_certain() {
+    let tokenizer = Both::small().ours;
+    let text = "7<|im_end|>e\u{301}".repeat(1000);
+    let whole = tokenizer.encode(&text).unwrap();
+    let num = whole.ids.len();
+    assert_eq!(tokenizer.encode_up_to(&text, num).unwrap(), whole);
+    let some = tokenizer.encode_up_to(&text, num - 1).unwrap();
+    assert!(some.ids.len() > num - 1, "it must be seen that there are more");
+    let few = tokenizer.encode_up_to(&text, 100).unwrap();
+    assert!((101..110).contains(&few.ids.len()), "{}", few.ids.len());
+    assert_eq!(few.ids, whole.ids[..few.ids.len()]);
+}
+
+#[test]
 fn unsupported_files_are_run_by_the_tokenizers_crate() {
     let file: Value = serde_json::from_slice(&small_file()).unwrap();
     let with = |pointer: &str, value: Value| {
@@ -217,7 +244,9 @@ fn unsupported_files_are_run_by_the_tokenizers_crate() {
             tokenizer.encode(text).unwrap().ids,
             expected.encode(text, false).unwrap().get_ids()
         );
-        matches!(tokenizer.inner, Inner::Ours(_))
+        let is_ours = matches!(tokenizer.inner, Inner::Ours(_));
+        assert_eq!(tokenizer.max_bytes(), if is_ours { 4 << 20 } else { 1 << 19 });
+        is_ours
     };
     for (pointer, value) in [
         ("/normalizer", json!({"type": "NFKC"})),
@@ -270,9 +299,10 @@ proptest! {
     fn random_mixtures_of_edge_cases_have_the_ids_and_offsets_of_the_reference(
         mixtures in prop::collection::vec(prop::collection::vec(0..PIECES.len(), 0..40), 20)
     ) {
-        let both = Both::small();
-        for pieces in mixtures {
-            both.check(&pieces.into_iter().map(|piece| PIECES[piece]).collect::<String>());
+        for both in Both::each() {
+            for pieces in &mixtures {
+                both.check(&pieces.iter().map(|piece| PIECES[*piece]).collect::<String>());
+            }
         }
     }
 }

@@ -66,21 +66,25 @@ __device__ __forceinline__ int lane_here() {
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
   constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads per row; rows at a time
-  static_assert(Rows<D>::CHUNKS <= LANES && STEP % 8 == 0 && ROWS % STEP == 0, "each thread copies the same number of rows with the same permutation");
+  static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "each thread copies the same number of rows with the same permutation");
   int thread = int(threadIdx.x);
 #if !defined(EMULATION) && __CUDA_ARCH__ < 900
   compute_here(thread); // limits the registers of the forward kernel for D = 128; sm_90 does not need it
 #endif
-  int row = thread / LANES, chunk = thread % LANES;
-  if (chunk >= Rows<D>::CHUNKS) return;
-  int rows = chunk * 8 < dh ? end - first - row : 0;
-  const bf16 *from = head + (size_t(unsigned(first + row)) * stride + unsigned(chunk * 8));
-  unsigned char *to = tile + Rows<D>::at(row, chunk);
+  int row = thread / LANES;
 #pragma unroll
-  for (int i = 0; i < ROWS / STEP; i++) {
-    copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
-    from += size_t(STEP * stride); // may be past the end, where it is not read
-    compute_here(from);
+  for (int pass = 0; pass < (Rows<D>::CHUNKS + LANES - 1) / LANES; pass++) {
+    int chunk = thread % LANES + pass * LANES;
+    if (chunk >= Rows<D>::CHUNKS) return;
+    int rows = chunk * 8 < dh ? end - first - row : 0;
+    const bf16 *from = head + (size_t(unsigned(first + row)) * stride + unsigned(chunk * 8));
+    unsigned char *to = tile + Rows<D>::at(row, chunk);
+#pragma unroll
+    for (int i = 0; i < ROWS / STEP; i++) {
+      copy_async(to + i * STEP * Rows<D>::BYTES, from, i * STEP < rows);
+      from += size_t(STEP * stride); // may be past the end, where it is not read
+      compute_here(from);
+    }
   }
 }
 

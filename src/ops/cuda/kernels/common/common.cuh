@@ -66,6 +66,12 @@ template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return bf16{
 // Rounds x to the precision of T.
 template <class T> __device__ __forceinline__ float rounded(float x) { return widen(narrow<T>(x)); }
 
+// A normalised value times its weight, or times 1 + the weight if `added` is 1. Only the first form
+// rounds the normalised value before.
+template <class T> __device__ __forceinline__ float scaled(float normed, float weight, int added) {
+  return added ? (1 + weight) * normed : weight * rounded<T>(normed);
+}
+
 #ifndef EMULATION
 // 2^x by the special function unit: error of about two units in the last place, and 0 for results
 // below 2^-126.

@@ -1,5 +1,5 @@
-// Elementwise ops: swiglu, both gelus, in-place sums and zeros; see
-// src/ops/{swiglu,gelu,rows,adamw}.rs.
+// Elementwise ops: swiglu, the sigmoid gate, both gelus, in-place sums and zeros; see
+// src/ops/{swiglu,sigmoid_gate,gelu,rows,adamw}.rs.
 //
 // A thread has 8 elements in 16-byte chunks and issues all loads before it uses the first one: the
 // kernels are bound by memory bandwidth. A block has 2,048 adjacent elements. Tensors may have any
@@ -65,6 +65,16 @@ template <int OUT> __device__ __forceinline__ void swiglu_backward(const float (
   out[0] = in[2] * in[1] * (s + silu * (1.0f - s));
   out[1] = in[2] * silu;
   if constexpr (OUT > 2) out[2] = silu * in[1];
+}
+
+__device__ __forceinline__ void sigmoid_gate(const float (&in)[2], float (&out)[1]) { out[0] = in[1] * sigmoid(in[0]); }
+
+// Maps gate, x and dy to dgate, dx and, if OUT is 3, the recomputed output.
+template <int OUT> __device__ __forceinline__ void sigmoid_gate_backward(const float (&in)[3], float (&out)[OUT]) {
+  float s = sigmoid(in[0]);
+  out[0] = in[2] * in[1] * (s * (1.0f - s));
+  out[1] = in[2] * s;
+  if constexpr (OUT > 2) out[2] = in[1] * s;
 }
 
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691f, CUBIC = 0.044715f;
@@ -138,20 +148,22 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
     each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 2>{{x, dy}}, n, [](const auto &in, auto &out) { op(in, out); });\
   }                                                                                                                    \
   EXPORT(op##_recompute_##name)
+// A gate and a value, or their gradients in their place.
+#define GATE(op, T, E, name)                                                                                            \
+  TWO_TO_ONE(op, T, E, name)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_backward_##name(T *gate, T *x, const T *dy, long long n) {     \
+    each<E>(Pointers<const T, 3>{{gate, x, dy}}, Pointers<T, 2>{{gate, x}}, n,                                         \
+            [](const auto &in, auto &out) { op##_backward(in, out); });                                                \
+  }                                                                                                                    \
+  EXPORT(op##_backward_##name)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(256, 4) op##_backward_recompute_##name(T *gate, T *x, T *dy, long long n) { \
+    each<E>(Pointers<const T, 3>{{gate, x, dy}}, Pointers<T, 3>{{gate, x, dy}}, n,                                     \
+            [](const auto &in, auto &out) { op##_backward(in, out); });                                                \
+  }                                                                                                                    \
+  EXPORT(op##_backward_recompute_##name)
 #define POINTWISE(T, E, name)                                                                                          \
-  TWO_TO_ONE(swiglu, T, E, name)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
-      swiglu_backward_##name(T *gate, T *up, const T *dy, long long n) {                                               \
-    each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 2>{{gate, up}}, n,                                       \
-            [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
-  }                                                                                                                    \
-  EXPORT(swiglu_backward_##name)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(256, 4)                                                                 \
-      swiglu_backward_recompute_##name(T *gate, T *up, T *dy, long long n) {                                               \
-    each<E>(Pointers<const T, 3>{{gate, up, dy}}, Pointers<T, 3>{{gate, up, dy}}, n,                                   \
-            [](const auto &in, auto &out) { swiglu_backward(in, out); });                                              \
-  }                                                                                                                    \
-  EXPORT(swiglu_backward_recompute_##name)                                                                                 \
+  GATE(swiglu, T, E, name)                                                                                             \
+  GATE(sigmoid_gate, T, E, name)                                                                                       \
   ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                    \
   GELU_BACKWARD(gelu_tanh_backward, T, E, name)                                                                        \
   ONE_TO_ONE(gelu_erf, T, E, name)                                                                                     \

@@ -9,13 +9,13 @@
 namespace {
 
 template <class T, int E>
-__device__ __forceinline__ void apply_row(const Held<T, E, FORWARD> &x, float rstd, const T *w, T *y, int d, const Group &group) {
+__device__ __forceinline__ void apply_row(const Held<T, E, FORWARD> &x, float rstd, const T *w, T *y, int d, const Group &group, int added) {
   Held<T, E, FORWARD> weight;
   weight.load(w, d, group, true);
-  store_row<E, FORWARD>(y, d, group, [&](int i) { return weight.get(i) * rounded<T>(x.get(i) * rstd); });
+  store_row<E, FORWARD>(y, d, group, [&](int i) { return scaled<T>(x.get(i) * rstd, weight.get(i), added); });
 }
 
-template <class T, int E> __device__ __forceinline__ void forward(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, float eps) {
+template <class T, int E> __device__ __forceinline__ void forward(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, int added, float eps) {
   Group group(warps);
   int row = int(blockIdx.x) * group.count + group.number;
   Held<T, E, FORWARD> held;
@@ -27,20 +27,20 @@ template <class T, int E> __device__ __forceinline__ void forward(const T *x, co
   if (row >= n) return;
   float scale = rsqrtf(squares[0] / float(d) + eps);
   if (group.index == 0) rstd[row] = scale;
-  apply_row<T, E>(held, scale, w, y + size_t(row) * d, d, group);
+  apply_row<T, E>(held, scale, w, y + size_t(row) * d, d, group, added);
 }
 
-template <class T, int E> __device__ __forceinline__ void apply(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps) {
+template <class T, int E> __device__ __forceinline__ void apply(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps, int added) {
   Group group(warps);
   int row = int(blockIdx.x) * group.count + group.number;
   if (row >= n) return;
   Held<T, E, FORWARD> held;
   held.load(x + size_t(row) * d, d, group, true);
-  apply_row<T, E>(held, rstd[row], w, y + size_t(row) * d, d, group);
+  apply_row<T, E>(held, rstd[row], w, y + size_t(row) * d, d, group, added);
 }
 
 template <class T, int E>
-__device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps) {
+__device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps, int added) {
   Group group(warps);
   Held<T, E, BACKWARD> weight;
   weight.load(w, d, group, true);
@@ -60,13 +60,13 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
 #pragma unroll
     for (int i = 0; i < BACKWARD; i++) {
       float both = x_row.get(i) * dy_row.get(i);
-      product[0] += both * weight.get(i);
+      product[0] += both * (weight.get(i) + added);
       shares[i] += both * scale;
     }
     group_sum(product, group, turn);
     float c = product[0] * scale * scale * scale / float(d);
     if (valid) {
-      store_row<E, BACKWARD>(dx + start, d, group, [&](int i) { return dy_row.get(i) * weight.get(i) * scale - x_row.get(i) * c + kept.get(i); });
+      store_row<E, BACKWARD>(dx + start, d, group, [&](int i) { return dy_row.get(i) * (weight.get(i) + added) * scale - x_row.get(i) * c + kept.get(i); });
     }
   }
   if (!dw_shares) return;
@@ -79,17 +79,17 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
 // `bound`: maximum number of threads of a backward block, so that registers do not spill and 1,024
 // threads fit on a multiprocessor.
 #define RMS_NORM(T, E, bound, name)                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(512) rms_norm_##name(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, float eps) { \
-    forward<T, E>(x, w, y, rstd, n, d, warps, eps);                                                                                        \
+  extern "C" __global__ void __launch_bounds__(512) rms_norm_##name(const T *x, const T *w, T *y, float *rstd, int n, int d, int warps, int added, float eps) { \
+    forward<T, E>(x, w, y, rstd, n, d, warps, added, eps);                                                                                        \
   }                                                                                                                                        \
   EXPORT(rms_norm_##name)                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(512) rms_norm_apply_##name(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps) { \
-    apply<T, E>(x, rstd, w, y, n, d, warps);                                                                                               \
+  extern "C" __global__ void __launch_bounds__(512) rms_norm_apply_##name(const T *x, const float *rstd, const T *w, T *y, int n, int d, int warps, int added) { \
+    apply<T, E>(x, rstd, w, y, n, d, warps, added);                                                                                               \
   }                                                                                                                                        \
   EXPORT(rms_norm_apply_##name)                                                                                                            \
   extern "C" __global__ void __launch_bounds__(bound) rms_norm_backward_##name(                                                              \
-      const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps) {       \
-    backward<T, E>(x, rstd, w, dy, residual, dx, dw_shares, n, d, warps);                                                                  \
+      const T *x, const float *rstd, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, int n, int d, int warps, int added) { \
+    backward<T, E>(x, rstd, w, dy, residual, dx, dw_shares, n, d, warps, added);                                                                  \
   }                                                                                                                                        \
   EXPORT(rms_norm_backward_##name)
 

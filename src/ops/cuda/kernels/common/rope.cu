@@ -1,7 +1,7 @@
 // Per-head RMS norm with rotary embedding of queries and keys, and rotary embedding of the vision
 // encoder; see src/ops/rope.rs and src/ops/vision_rope.rs for the contracts.
 //
-// Dims i and i + Dh/2 of a head are rotated together, so a thread has a chunk of both halves. All
+// Two dims of a head are rotated together, so a thread has chunks of both halves of the dims. All
 // four kernels are bound by memory bandwidth: each operand is read once, except that the heads of a
 // token read its angles from the cache.
 #include "chunks.cuh"
@@ -11,35 +11,42 @@ namespace {
 // Number of heads of a token per thread. They share weights and angles.
 constexpr int HEADS = 2;
 
+// The pairs of dims of a head: `rotated` of its `half` pairs are rotated, and come first.
+struct Pairs {
+  int half, rotated;
+  __device__ __forceinline__ int low(int pair) const { return pair < rotated ? pair : pair + rotated; }
+  __device__ __forceinline__ int high(int pair) const { return pair < rotated ? pair + rotated : pair + half; }
+};
+
 // The P chunks of each half of a head that a thread holds.
 template <class T, int E, int P> struct Head {
   Chunk<T, E> low[P], high[P];
 
-  // Loads the columns `column` + k `stride` of both halves, or zeros if there are none.
-  __device__ __forceinline__ void load(const T *head, int column, int stride, int half, bool valid) {
+  // Loads the pairs `column` + k `stride`, or zeros if there are none.
+  __device__ __forceinline__ void load(const T *head, int column, int stride, const Pairs &pairs, bool valid) {
 #pragma unroll
     for (int k = 0; k < P; k++) {
       int at = column + k * stride;
-      low[k] = valid && at < half ? load_chunk<E>(head + at) : no_chunk<T, E>();
-      high[k] = valid && at < half ? load_chunk<E>(head + half + at) : no_chunk<T, E>();
+      low[k] = valid && at < pairs.half ? load_chunk<E>(head + pairs.low(at)) : no_chunk<T, E>();
+      high[k] = valid && at < pairs.half ? load_chunk<E>(head + pairs.high(at)) : no_chunk<T, E>();
     }
   }
 };
 
-// Angles of the columns of a thread, or zeros.
+// Cosines and sines of the pairs of a thread; 1 and 0 for pairs that are not rotated.
 template <int E, int P> struct Angles {
   float cos[P][E], sin[P][E];
 
-  __device__ __forceinline__ void load(const float *cosines, const float *sines, int column, int stride, int half, bool valid) {
+  __device__ __forceinline__ void load(const float *cosines, const float *sines, int column, int stride, int rotated, bool valid) {
 #pragma unroll
     for (int k = 0; k < P; k++) {
       int at = column + k * stride;
-      if (valid && at < half) {
+      if (valid && at < rotated) {
         load_floats<E>(cosines + at, cos[k]);
         load_floats<E>(sines + at, sin[k]);
       } else {
 #pragma unroll
-        for (int i = 0; i < E; i++) cos[k][i] = sin[k][i] = 0;
+        for (int i = 0; i < E; i++) cos[k][i] = 1, sin[k][i] = 0;
       }
     }
   }
@@ -59,18 +66,19 @@ struct Place {
 };
 
 template <class T, int E, int P>
-__device__ __forceinline__ void forward(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int lanes,
-                                        float eps) {
+__device__ __forceinline__ void forward(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated,
+                                        int lanes, int added, float eps) {
   Place place(lanes);
-  int pairs = (heads + HEADS - 1) / HEADS, item = int(blockIdx.x) * place.items_a_block + place.item;
-  int token = item / pairs, first = (item - token * pairs) * HEADS, dh = 2 * half;
+  Pairs pairs{half, rotated};
+  int groups = (heads + HEADS - 1) / HEADS, item = int(blockIdx.x) * place.items_a_block + place.item;
+  int token = item / groups, first = (item - token * groups) * HEADS, dh = 2 * half;
   int column = place.member * E, stride = lanes * E;
   Head<T, E, P> inputs[HEADS], weight;
   Angles<E, P> angles;
 #pragma unroll
-  for (int h = 0; h < HEADS; h++) inputs[h].load(x + (size_t(token) * heads + first + h) * dh, column, stride, half, token < tokens && first + h < heads);
-  weight.load(w, column, stride, half, true);
-  angles.load(cosines + size_t(token) * half, sines + size_t(token) * half, column, stride, half, token < tokens);
+  for (int h = 0; h < HEADS; h++) inputs[h].load(x + (size_t(token) * heads + first + h) * dh, column, stride, pairs, token < tokens && first + h < heads);
+  weight.load(w, column, stride, pairs, true);
+  angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, token < tokens);
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float squares = 0;
@@ -93,13 +101,13 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
       float low[E], high[E];
 #pragma unroll
       for (int i = 0; i < E; i++) {
-        float a = weight.low[k].get(i) * rounded<T>(inputs[h].low[k].get(i) * scale);
-        float b = weight.high[k].get(i) * rounded<T>(inputs[h].high[k].get(i) * scale);
+        float a = scaled<T>(inputs[h].low[k].get(i) * scale, weight.low[k].get(i), added);
+        float b = scaled<T>(inputs[h].high[k].get(i) * scale, weight.high[k].get(i), added);
         low[i] = a * angles.cos[k][i] - b * angles.sin[k][i];
         high[i] = b * angles.cos[k][i] + a * angles.sin[k][i];
       }
-      store_floats<E>(y + head * dh + at, low);
-      store_floats<E>(y + head * dh + half + at, high);
+      store_floats<E>(y + head * dh + pairs.low(at), low);
+      store_floats<E>(y + head * dh + pairs.high(at), high);
     }
   }
 }
@@ -109,11 +117,12 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
 // `columns.cu` sums the rows of the blocks.
 template <class T, int E, int P>
 __device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const float *cosines, const float *sines, const T *dy, T *dx, float *dw_shares,
-                                         int tokens, int heads, int half, int lanes) {
+                                         int tokens, int heads, int half, int rotated, int lanes, int added) {
   Place place(lanes);
+  Pairs pairs{half, rotated};
   int dh = 2 * half, column = place.member * E, stride = lanes * E, items = tokens * heads;
   Head<T, E, P> weight;
-  weight.load(w, column, stride, half, true);
+  weight.load(w, column, stride, pairs, true);
   float low_shares[P][E] = {}, high_shares[P][E] = {};
   // All lanes of a warp do the same number of iterations, because `place.sum` needs all of them.
   for (int start = int(blockIdx.x) * place.items_a_block; start < items; start += int(gridDim.x) * place.items_a_block) {
@@ -121,9 +130,9 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
     bool valid = head < items;
     Head<T, E, P> input, grad;
     Angles<E, P> angles;
-    input.load(x + size_t(head) * dh, column, stride, half, valid);
-    grad.load(dy + size_t(head) * dh, column, stride, half, valid);
-    angles.load(cosines + size_t(token) * half, sines + size_t(token) * half, column, stride, half, valid);
+    input.load(x + size_t(head) * dh, column, stride, pairs, valid);
+    grad.load(dy + size_t(head) * dh, column, stride, pairs, valid);
+    angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, valid);
     float scale = valid ? rstd[head] : 0, product = 0;
     float low[P][E], high[P][E]; // gradient before the rotation
 #pragma unroll
@@ -135,8 +144,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
         high[k][i] = q * angles.cos[k][i] - p * angles.sin[k][i];
         low_shares[k][i] += low[k][i] * a * scale;
         high_shares[k][i] += high[k][i] * b * scale;
-        low[k][i] *= weight.low[k].get(i);
-        high[k][i] *= weight.high[k].get(i);
+        low[k][i] *= weight.low[k].get(i) + added;
+        high[k][i] *= weight.high[k].get(i) + added;
         product += low[k][i] * a + high[k][i] * b;
       }
     }
@@ -150,8 +159,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
         low[k][i] = low[k][i] * scale - input.low[k].get(i) * c;
         high[k][i] = high[k][i] * scale - input.high[k].get(i) * c;
       }
-      store_floats<E>(dx + size_t(head) * dh + at, low[k]);
-      store_floats<E>(dx + size_t(head) * dh + half + at, high[k]);
+      store_floats<E>(dx + size_t(head) * dh + pairs.low(at), low[k]);
+      store_floats<E>(dx + size_t(head) * dh + pairs.high(at), high[k]);
     }
   }
   if (!dw_shares) return;
@@ -167,8 +176,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
       }
       int at = column + k * stride + i;
       if (lane() < lanes && at < half) {
-        sums[warp() * dh + at] = low_shares[k][i];
-        sums[warp() * dh + half + at] = high_shares[k][i];
+        sums[warp() * dh + pairs.low(at)] = low_shares[k][i];
+        sums[warp() * dh + pairs.high(at)] = high_shares[k][i];
       }
     }
   }
@@ -239,14 +248,14 @@ __device__ __forceinline__ void merge(Parts<const T> parts, const float *cosines
 // E elements per chunk, at most P chunks of a half per thread.
 #define QK_NORM_ROPE(T, E, P, name)                                                                                             \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                          \
-      qk_norm_rope_##name(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int lanes, float eps) { \
-    forward<T, E, P>(x, w, cosines, sines, y, rstd, tokens, heads, half, lanes, eps);                                           \
+      qk_norm_rope_##name(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated, int lanes, int added, float eps) { \
+    forward<T, E, P>(x, w, cosines, sines, y, rstd, tokens, heads, half, rotated, lanes, added, eps);                                           \
   }                                                                                                                             \
   EXPORT(qk_norm_rope_##name)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                          \
       qk_norm_rope_backward_##name(const T *x, const float *rstd, const T *w, const float *cosines, const float *sines, const T *dy, T *dx, float *dw_shares, int tokens, \
-                                   int heads, int half, int lanes) {                                                            \
-    backward<T, E, P>(x, rstd, w, cosines, sines, dy, dx, dw_shares, tokens, heads, half, lanes);                               \
+                                   int heads, int half, int rotated, int lanes, int added) {                                                            \
+    backward<T, E, P>(x, rstd, w, cosines, sines, dy, dx, dw_shares, tokens, heads, half, rotated, lanes, added);                               \
   }                                                                                                                             \
   EXPORT(qk_norm_rope_backward_##name)
 

@@ -14,7 +14,8 @@
 // If the registers for two gradients allowed only 16 keys per warp, too few for the data it reads
 // of the other side, SPLIT = 2 warps share 32 keys instead. Each computes half of the columns of p
 // and ds of a tile, passes them to the other warp through shared memory as operands, and
-// accumulates half of the columns of dk and dv.
+// accumulates half of the columns of dk and dv. If D is 256 the warps share 16 keys, and pass p first
+// and then ds, so that a block fits into 99 KiB.
 //
 // The kernels are bound equally by shared memory and tensor cores. They compute 7 products instead
 // of the 5 of the formula, which avoids atomics.
@@ -181,15 +182,15 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       add_weighted<D, MT, N>(sums0, ds, tile0);
     } else {
       static_assert(S::KEYS && S::SPLIT == 2 && Rows<D>::PERMUTED && S::C8 % 8 == 0, "half of a permuted row has a multiple of 128 bytes");
-      constexpr int STEPS = COLUMNS / 16, OPERAND = MT * WARP * 16;
+      constexpr int STEPS = COLUMNS / 16, OPERAND = MT * WARP * 16, PASSED = D > 128 ? 1 : 2; // operands at a time
       uint32_t p_own[STEPS][MT][4], ds_own[STEPS][MT][4];
-      unsigned char *to = exchange + warp() * 2 * STEPS * OPERAND, *from = exchange + (warp() ^ 1) * 2 * STEPS * OPERAND;
+      unsigned char *to = exchange + warp() * PASSED * STEPS * OPERAND, *from = exchange + (warp() ^ 1) * PASSED * STEPS * OPERAND;
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
         left_operand(p_own[k], p, k);
         left_operand(ds_own[k], ds, k);
-        store_operand(to + 2 * k * OPERAND, p_own[k]);
-        store_operand(to + (2 * k + 1) * OPERAND, ds_own[k]);
+        store_operand(to + PASSED * k * OPERAND, p_own[k]);
+        if (PASSED == 2) store_operand(to + (2 * k + 1) * OPERAND, ds_own[k]);
       }
       int place = left_place<D>() ^ part * S::C8 * 16;
       compute_here(place);
@@ -206,9 +207,16 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
       for (int k = 0; k < STEPS; k++) {
         uint32_t a[MT][4];
         int there = (COLUMNS * Rows<D>::BYTES ^ part_place) + k * 16 * Rows<D>::BYTES;
-        load_operand(a, from + 2 * k * OPERAND);
+        load_operand(a, from + PASSED * k * OPERAND);
         add_step<D>(sums1, a, tile1 + there, place);
-        load_operand(a, from + (2 * k + 1) * OPERAND);
+        if (PASSED == 1) { // in the place of p, once both warps have read it
+          sync_warps<2>(1 + warp() / 2);
+          store_operand(to + k * OPERAND, ds_own[k]);
+          sync_warps<2>(1 + warp() / 2);
+          load_operand(a, from + k * OPERAND);
+        } else {
+          load_operand(a, from + (2 * k + 1) * OPERAND);
+        }
         add_step<D>(sums0, a, tile0 + there, place);
       }
     }
@@ -248,14 +256,25 @@ using Keys64 = Shape<64, 2, 4, 32, true>;
 using Keys80 = Shape<80, 1, 8, 64, true>;
 using Keys128 = Shape<128, 2, 8, 64, true, 2>;
 using Keys128Less = Shape<128, 1, 8, 32, true>; // for GPUs with 99 KiB of shared memory per block: sm_86, sm_89, sm_120
+using Keys256 = Shape<256, 1, 4, 32, true, 2>;
 using Queries64 = Shape<64, 2, 4, 64, false>;
 using Queries80 = Shape<80, 2, 4, 32, false>;
 using Queries128 = Shape<128, 2, 4, 32, false>;
+using Queries256 = Shape<256, 1, 4, 16, false>;
+// For GPUs on whose multiprocessor only one block has room: twice the warps.
+using Queries64Single = Shape<64, 1, 8, 64, false>;
+using Queries80Single = Shape<80, 1, 8, 32, false>;
+using Queries128Single = Shape<128, 1, 8, 32, false>;
 
 BACKWARD(keys_d64, Keys64, 2)
 BACKWARD(keys_d80, Keys80, 1)
 BACKWARD(keys_d128, Keys128, 1)
 BACKWARD(keys_d128_less, Keys128Less, 1)
+BACKWARD(keys_d256, Keys256, 2)
 BACKWARD(queries_d64, Queries64, 2)
 BACKWARD(queries_d80, Queries80, 2)
 BACKWARD(queries_d128, Queries128, 2)
+BACKWARD(queries_d256, Queries256, 2)
+BACKWARD(queries_d64_single, Queries64Single, 1)
+BACKWARD(queries_d80_single, Queries80Single, 1)
+BACKWARD(queries_d128_single, Queries128Single, 1)

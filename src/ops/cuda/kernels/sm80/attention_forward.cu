@@ -1,19 +1,25 @@
 // Attention forward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
 //
 // q, o: [T, H, Dh]; k, v: [., Hkv, Dh]; lse: [H, T]. A block has 128 queries of one head in four
-// warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum. The blocks
+// warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum; half as many
+// of both if D is 256, whose sums fill the registers. The blocks
 // of one task for different heads are adjacent, so that the heads of a group find their keys in L2.
 // The next keys are loaded during a whole tile, the values during the scores and the softmax. Only
 // tiles on the diagonal and at the end of the keys are masked. The kernel is bound by the tensor
-// cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor.
+// cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor. Where its
+// shared memory has room for one block only, the queries are in eight warps of 16 instead.
 #include "attention.cuh"
 
 namespace {
 
-constexpr int MT = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * 16 * MT, KEYS = 64;
+// A block has WARPS warps of MT row tiles of 16 queries.
+template <int MT, int WARPS> constexpr int BLOCK_ROWS = WARPS * 16 * MT;
+// Keys of a tile.
+template <int D> constexpr int TILE_KEYS = D > 128 ? 32 : 64;
 
 // Running state of a row: the largest score so far, and the sum of exponentials relative to it.
-template <int D> struct Running {
+template <int D, int MT> struct Running {
+  static constexpr int KEYS = TILE_KEYS<D>;
   float max[MT][2], sum[MT][2]; // the sum covers the columns of this lane only
 
   // Replaces scores by exponentials, and rescales the accumulated output to the new maximum.
@@ -48,11 +54,11 @@ template <int D> struct Running {
   }
 };
 
-template <int D>
+template <int D, int MT, int WARPS>
 __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv,
                         int dh, float scale, int causal) {
   DYNAMIC_SHARED(shared);
-  constexpr int TILE = KEYS * Rows<D>::BYTES;
+  constexpr int KEYS = TILE_KEYS<D>, ROWS = BLOCK_ROWS<MT, WARPS>, THREADS = WARPS * WARP, TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
@@ -71,7 +77,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   unsigned char *own = q_tile + warp() * 16 * MT * Rows<D>::BYTES;
   float sums[MT][D / 8][4];
   clear(sums);
-  Running<D> running;
+  Running<D, MT> running;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -91,7 +97,7 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     commit_copies();
     float scores[MT][KEYS / 8][4];
     clear(scores);
-    add_scores<D, MT, KEYS, D == 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
+    add_scores<D, MT, KEYS, D >= 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
     if (at + KEYS > unmasked_end) {
       Task task = task_of(tasks, block_here() / h);
       int here = lane_here(), g = here / 4, t = here % 4;
@@ -138,13 +144,16 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
 
 } // namespace
 
-#define FORWARD(D)                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                                 \
-      attention_forward_d##D##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    forward<D>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                               \
+#define FORWARD(D, MT, WARPS, BLOCKS, name)                                                                                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS)                                                                       \
+      attention_forward_##name##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
+    forward<D, MT, WARPS>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                               \
   }                                                                                                                                        \
-  EXPORT(attention_forward_d##D##_bf16)
+  EXPORT(attention_forward_##name##_bf16)
 
-FORWARD(64)
-FORWARD(80)
-FORWARD(128)
+FORWARD(64, 2, 4, 2, d64)
+FORWARD(80, 2, 4, 2, d80)
+FORWARD(128, 2, 4, 2, d128)
+FORWARD(256, 1, 4, 2, d256)
+FORWARD(80, 1, 8, 1, d80_single)
+FORWARD(128, 1, 8, 1, d128_single)

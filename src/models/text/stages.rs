@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-struct Qwen3 {
+struct TextModel {
     config: Config,
     decoder: Decoder,
     lm_head: Param, // [V, D]; the embedding if tied
@@ -35,6 +35,10 @@ impl ModelConfig for Config {
         [self.text.num_attention_heads, self.text.num_key_value_heads]
     }
 
+    fn has_linear_attention(&self) -> bool {
+        self.text.hybrid.is_some()
+    }
+
     fn initializer_range(&self) -> f64 {
         self.initializer_range
     }
@@ -49,13 +53,13 @@ impl ModelConfig for Config {
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         let lm_head =
             if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
-        Ok(Box::new(Qwen3 { config: self.clone(), decoder, lm_head }))
+        Ok(Box::new(TextModel { config: self.clone(), decoder, lm_head }))
     }
 }
 
 /// Rotary angles of positions that are equal on all three axes.
 fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
-    let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
+    let frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim());
     let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
     for [position, ..] in position_ids {
         for frequency in &frequencies {
@@ -65,13 +69,13 @@ fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
     table
 }
 
-impl Qwen3 {
+impl TextModel {
     fn untied_head(&self) -> Option<&Param> {
         Some(&self.lm_head).filter(|_| !self.config.tie_word_embeddings)
     }
 }
 
-impl Model for Qwen3 {
+impl Model for TextModel {
     fn param_specs(&self) -> Vec<ParamSpec> {
         self.config.specs()
     }

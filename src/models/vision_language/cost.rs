@@ -68,11 +68,12 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::qwen3_vl::read;
     use serde_json::json;
 
     #[test]
     fn a_frozen_vision_encoder_keeps_its_features_only() {
-        let config = Config::from_json(&json!({
+        let config = read(&json!({
             "image_token_id": 1,
             "text_config": {
                 "vocab_size": 100, "hidden_size": 10, "intermediate_size": 30,

@@ -1,7 +1,7 @@
 //! Components, and the list of parameters with their published names.
 
 use super::config::Config;
-use crate::nn::{Component, Inputs, ParamSpec, decoder_specs};
+use crate::nn::{Component, Init, Inputs, ParamSpec, decoder_specs};
 
 /// The vision encoder without its mergers.
 pub const VISION: Component = Component { name: "vision", inputs: Inputs::Media };
@@ -19,7 +19,13 @@ pub(super) const LM_HEAD: &str = "lm_head.weight";
 pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
     let mut specs = Vec::new();
     let mut add = |component: Component, name: String, shape: &[usize]| {
-        specs.push(ParamSpec { name, shape: shape.to_vec(), component });
+        // norms and biases are the only vectors of the vision encoder
+        let init = match shape {
+            [_] if name.ends_with("bias") => Init::Zero,
+            [_] => Init::One,
+            _ => Init::Normal,
+        };
+        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init });
     };
     let v = &config.vision;
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
@@ -56,11 +62,17 @@ pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
     for k in 0..v.deepstack_visual_indexes.len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
-    for (name, shape) in decoder_specs(&config.text, DECODER) {
-        add(LLM, name, &shape);
-    }
+    let decoder = decoder_specs(&config.text, DECODER).into_iter();
+    specs.extend(decoder.map(|(name, shape, init)| ParamSpec {
+        name,
+        shape,
+        component: LLM,
+        init,
+    }));
     if !config.tie_word_embeddings {
-        add(LLM, LM_HEAD.to_owned(), &[config.text.vocab_size, config.text.hidden_size]);
+        let shape = vec![config.text.vocab_size, config.text.hidden_size];
+        let (name, init) = (LM_HEAD.to_owned(), Init::Normal);
+        specs.push(ParamSpec { name, shape, component: LLM, init });
     }
     specs
 }

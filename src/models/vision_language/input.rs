@@ -91,7 +91,7 @@ impl VisionInput {
             pixels.extend_from_slice(&patches.pixel_values); // frees each image after its copy
         }
         let shape = (num_patches, config.vision.patch_values());
-        let pixel_values = ops::upload(pixels, shape, device)?.to_dtype(dtype)?; // [P, C*tp*p*p]
+        let pixel_values = ops::upload_rounded(pixels, shape, dtype, device)?; // [P, C*tp*p*p]
         let frames: Vec<u32> =
             grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
         let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;

@@ -10,7 +10,7 @@ pub(super) fn mrope_table(
     section: [usize; 3],
     position_ids: &[[u32; 3]],
 ) -> HostTable {
-    let frequencies = inverse_frequencies(config.rope_theta, config.head_dim);
+    let frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim());
     let axes: Vec<usize> = (0..frequencies.len())
         .map(|k| match k % 3 {
             axis @ (1 | 2) if k < 3 * section[axis] => axis,
@@ -108,6 +108,7 @@ mod tests {
             head_dim: 128,
             rms_norm_eps: 1e-6,
             rope_theta: 5e6,
+            hybrid: None,
         };
         // Only the time axis has moved: frequencies of the other two have angle 0.
         let table = mrope_table(&config, [24, 20, 20], &[[1, 0, 0]]);

@@ -21,15 +21,15 @@ use candle_core::{DType, Device, Result, Tensor};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-/// A dense Qwen3-VL model.
-pub(super) struct Qwen3Vl {
+/// A vision-language model.
+pub(super) struct VisionLanguageModel {
     config: Config,
     pub(super) vision: VisionEncoder,
     pub(super) decoder: Decoder,
     lm_head: Param, // [V, D]; the embedding if tied
 }
 
-struct QwenTape {
+struct VisionLanguageTape {
     vision: Option<VisionTape>, // None: no images, or nothing of the encoder is trained
     decoder: DecoderTape,
 }
@@ -41,6 +41,10 @@ impl ModelConfig for Config {
 
     fn heads(&self) -> [usize; 2] {
         [self.text.num_attention_heads, self.text.num_key_value_heads]
+    }
+
+    fn has_linear_attention(&self) -> bool {
+        self.text.hybrid.is_some()
     }
 
     fn initializer_range(&self) -> f64 {
@@ -58,11 +62,11 @@ impl ModelConfig for Config {
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         let lm_head =
             if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
-        Ok(Box::new(Qwen3Vl { config: self.clone(), vision, decoder, lm_head }))
+        Ok(Box::new(VisionLanguageModel { config: self.clone(), vision, decoder, lm_head }))
     }
 }
 
-impl Model for Qwen3Vl {
+impl Model for VisionLanguageModel {
     fn param_specs(&self) -> Vec<ParamSpec> {
         param_specs(&self.config)
     }
@@ -124,7 +128,7 @@ impl Model for Qwen3Vl {
             below,
             &|k, h| add_deepstack(h, input, features.as_ref(), k),
         )?;
-        Ok((hidden, Tape::new(QwenTape { vision, decoder })))
+        Ok((hidden, Tape::new(VisionLanguageTape { vision, decoder })))
     }
 
     fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
@@ -142,7 +146,7 @@ impl Model for Qwen3Vl {
         input: &ModelInput,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        let (input, tape) = (input.get::<Input>()?, tape.take::<QwenTape>()?);
+        let (input, tape) = (input.get::<Input>()?, tape.take::<VisionLanguageTape>()?);
         self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
         let vision = input.vision.as_ref().filter(|_| tape.vision.is_some());
         let embed_tokens = &self.decoder.embed_tokens;
@@ -203,7 +207,7 @@ impl Model for Qwen3Vl {
     }
 }
 
-impl Qwen3Vl {
+impl VisionLanguageModel {
     fn untied_head(&self) -> Option<&Param> {
         Some(&self.lm_head).filter(|_| !self.config.tie_word_embeddings)
     }

@@ -1,0 +1,150 @@
+#!/usr/bin/env bash
+# Runs the GPU build on a machine without a GPU, behind a stand-in for the driver and for the libraries
+# of CUDA (tests/fixtures/cuda) that answers at once:
+#   scripts/cuda/stand_in.sh [check] [train] [host]
+#   check  memory that is exhausted, reads of the host, products that cuBLASLt refuses, an old driver
+#   train  ten steps with all computations on the stand-in (kernels in emulation) against the CPU
+#   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
+#          small matrices
+# It needs a C++ compiler, but neither nvcc nor a GPU. PROFILE=dev builds without optimisation.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+profile=${PROFILE:-release}
+target=${CARGO_TARGET_DIR:-target/cuda-stand-in}
+out=$target/stand-in
+lib=$(realpath -m "$out/lib")
+mkdir -p "$lib"
+names=(cuda cublas cublasLt curand nvrtc cudart)
+
+# One library with all functions, and links with the names of the others. Functions that the stand-in
+# lacks return CUDA_ERROR_NOT_SUPPORTED.
+library() {
+  g++ -std=c++17 -O2 -Wall -fPIC -c -o "$out/driver.o" tests/fixtures/cuda/driver.cpp
+  g++ -std=c++17 -O3 -ffast-math -fno-finite-math-only -Wall -fPIC -c -o "$out/compute.o" tests/fixtures/cuda/compute.cpp
+  # As compile_object in build.rs. The objects of an earlier run stay if nothing changed.
+  find src/ops/cuda/kernels src/ops/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
+  if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
+    rm -rf "$out/kernels" && mkdir "$out/kernels"
+    printf '%s\n' src/ops/cuda/kernels/*/*.cu src/ops/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
+      -fno-strict-aliasing -fPIC -c -Isrc/ops/cuda/kernels/common -Isrc/ops/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
+    mv "$out/kernels.sha256.new" "$out/kernels.sha256"
+  fi
+  local bindings sources
+  bindings=$(cargo metadata -q --format-version 1 --features cuda | grep -o '"manifest_path":"[^"]*cudarc-[^"]*Cargo.toml"' | head -n 1 | cut -d'"' -f4)
+  sources=$(dirname "$bindings")/src
+  nm --defined-only "$out/driver.o" | awk '$2 == "T" { print $3 }' | sort >"$out/defined"
+  grep -rhoE 'fn (cu|cublas|cublasLt|curand|nvrtc)[A-Za-z0-9_]*' "$sources"/{driver,cublas,cublaslt,curand,nvrtc}/sys | awk '{ print $2 }' | sort -u |
+    comm -23 - "$out/defined" | awk '{ print "int " $1 "(void) { return 801; }" }' >"$out/others.c"
+  gcc -w -O1 -fPIC -c -o "$out/others.o" "$out/others.c"
+  g++ -shared -Wl,-soname,libcuda.so.1 -o "$lib/libcuda.so.1" "$out/driver.o" "$out/compute.o" "$out/others.o" "$out"/kernels/*.o
+  local name
+  for name in "${names[@]}"; do ln -sf libcuda.so.1 "$lib/lib$name.so"; done
+}
+
+# The stub of nvcc writes empty files, which the stand-in accepts as kernels.
+export CUDAFORGE_HOME=$PWD/$out/cache CUDA_COMPUTE_CAP=80 CUDARC_CUDA_VERSION=13000 NVCC="$PWD/scripts/cuda/stub/nvcc"
+export PATH="$PWD/scripts/cuda/stub:$PATH" LIBRARY_PATH=$lib LD_LIBRARY_PATH=$lib:${LD_LIBRARY_PATH:-}
+unset CUDA_HOME
+run() { ${CARGO:-cargo} "$1" --profile "$profile" --features cuda --target-dir "$target" "${@:2}"; }
+
+fail() { # message, file
+  echo "FAILED: $1" >&2
+  tail -n 20 "$2" >&2
+  exit 1
+}
+
+# sft for three steps on the stand-in; the caller sets the variables of the stand-in.
+sft() { # name, exit code, settings..
+  local name=$1 expected=$2 ended=0
+  rm -rf "$out/$name" "$out/$name.calls"
+  STAND_IN_LOG=$out/$name.calls "$trainer" sft --config configs/quickstart.yaml --set "output_dir=$out/$name" --set device=cuda:0 --set model.precision=bf16 \
+    --set 'data.eval=[]' --set train.max_steps=3 "${@:3}" >"$out/$name.log" 2>&1 || ended=$?
+  [ "$ended" = "$expected" ] || fail "$name: exit code $ended, expected $expected" "$out/$name.log"
+}
+says() { grep -qE "$2" "$out/$1.log" || fail "$1: the log lacks \`$2\`" "$out/$1.log"; }
+calls() { awk -v name="$2" 'index($0, name) == 1 { sum += $NF } END { print sum + 0 }' "$out/$1.calls"; }
+
+check() {
+  local version
+  version=$("$trainer" --version)
+  [[ $version == *"CUDA 13.0: sm_80"* ]] || { echo "FAILED: --version prints \`$version\`" >&2; exit 1; }
+  # the functions that replace the driver's are in the binary, and a missing one stops nothing
+  [ "$(nm "$trainer" | grep -cE ' T (cuMemAllocAsync|cuMemcpyDtoHAsync_v2)$')" = 2 ] || { echo "FAILED: the driver's functions are not replaced" >&2; exit 1; }
+  if readelf -d "$trainer" | grep -q BIND_NOW; then echo "FAILED: the binary binds all functions of the driver at its start" >&2; exit 1; fi
+  STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::cuda::driver ops::cuda::upload ops::cuda::download
+  sft plain 0
+  [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
+  # The stand-in writes no results, so they stay NaN.
+  TRAINER_POISON=1 sft poison 65
+  says poison 'the loss is NaN'
+  STAND_IN_REFUSES=1 sft refused 0
+  says refused 'cublasLt has no algorithm for this product'
+  [ "$(calls refused 'kernel product')" -gt 0 ] || fail "no product was computed by our kernel" "$out/refused.calls"
+  STAND_IN_MEMORY=$((48 << 20)) sft exhausted 71
+  says exhausted 'the GPU memory is nearly exhausted'
+  says exhausted 'hint: set `'
+  STAND_IN_DRIVER=12040 sft old_driver 64
+  says old_driver 'the driver supports CUDA 12.4 at most, but this binary was built with CUDA 13.0'
+  echo "ok: the GPU build behind the stand-in"
+}
+
+# The losses of ten steps in f32, and of a step in bf16, are those of the CPU.
+train() {
+  local precision steps
+  for precision in f32 bf16; do
+    steps=$([ $precision = f32 ] && echo 10 || echo 2)
+    TRAINER_POISON=1 STAND_IN_COMPUTES=1 sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
+    STAND_IN_COMPUTES=1 sft "cpu_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps --set device=cpu
+    [ "$(calls "computed_$precision" 'kernel attention_forward')" -gt 0 ] || fail "no kernel ran" "$out/computed_$precision.calls"
+    python3 - "$out/computed_$precision" "$out/cpu_$precision" $precision <<'PY'
+import json, sys
+found, expected = ([json.loads(line) for line in open(f"{folder}/metrics.jsonl")] for folder in sys.argv[1:3])
+bound = {"f32": 1e-4, "bf16": 1e-2}[sys.argv[3]]
+for key in ("loss", "grad_norm"):
+    off = max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
+    print(f"{sys.argv[3]}: {key} of {len(found)} steps differs by at most {off:.1e} of that of the CPU")
+    assert off <= bound, [(a[key], b[key]) for a, b in zip(found, expected)]
+PY
+  done
+}
+
+# The number of launches does not depend on the sizes of matrices, so the model has all layers of its
+# preset, but small matrices.
+host() {
+  local shape=${SHAPE:-4b} model=$out/model steps=5
+  rm -rf "$model"
+  "$trainer" init --preset debug --out "$model" >/dev/null 2>&1
+  python3 - "$model/config.json" "$shape" <<'PY'
+import json, sys
+path, shape = sys.argv[1:]
+layers = {"2b": (28, 24), "4b": (36, 24), "8b": (36, 27)}[shape]
+config = json.load(open(path))
+config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = layers
+json.dump(config, open(path, "w"))
+PY
+  sed -e "s|^output_dir:.*|output_dir: $out/host|" configs/quickstart.yaml >"$out/host.yaml"
+  rm -f "$out/host.calls"
+  STAND_IN_LOG=$out/host.calls "$trainer" bench --step --json --steps $steps --config "$out/host.yaml" --set device=cuda:0 --set model.precision=bf16 \
+    --set "model.path=$model" --set model.weights=random >"$out/host.json" 2>"$out/host.log" || fail "bench" "$out/host.log"
+  python3 - "$out/host.json" "$out/host.calls" $steps <<'PY'
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+row = next(row for row in rows if row["name"] == "step")
+calls = dict(line.rsplit(" ", 1) for line in open(sys.argv[2]))
+steps = int(sys.argv[3]) + 1
+of = lambda *prefixes: sum(int(n) for name, n in calls.items() if name.startswith(prefixes)) / steps
+print(f"{of('kernel ', 'cublasLtMatmul') - of('cublasLtMatmulA', 'cublasLtMatmulD', 'cublasLtMatmulP'):.0f} launches, {of('cuMemAllocAsync'):.0f} allocations, "
+      f"{1e3 * row['step_s']:.1f} ms of the host per step, of which {100 * row['data_wait']:.0f} % wait for data")
+PY
+}
+
+[ $# -gt 0 ] || set -- check train host
+library
+run build --bin trainer
+trainer=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")/trainer
+for part in "$@"; do
+  case $part in
+    check | train | host) "$part" ;;
+    *) echo "unknown part \`$part\`, expected check, train or host" >&2; exit 64 ;;
+  esac
+done

@@ -1,0 +1,6 @@
+//! Dense Qwen3.5: three of four layers have linear attention (the gated delta rule), the others
+//! attention with an output gate.
+
+mod config;
+
+pub(super) use config::{read, read_text};

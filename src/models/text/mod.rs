@@ -1,0 +1,6 @@
+//! A text-only model: embedding, decoder, head.
+
+mod config;
+mod stages;
+
+pub use config::{Config, LLM};

@@ -1,0 +1,154 @@
+//! Sizes of a vision-language model.
+
+use crate::models::config::{ModelConfigError, Section};
+use crate::nn::DecoderConfig;
+use crate::ops::Gelu;
+use std::num::NonZeroU32;
+
+/// Sizes of the vision encoder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VisionConfig {
+    /// Number of blocks.
+    pub depth: usize,
+    /// Hidden size of the blocks, `Dv`.
+    pub hidden_size: usize,
+    /// Width of a block's MLP.
+    pub intermediate_size: usize,
+    /// Number of attention heads.
+    pub num_heads: usize,
+    /// Number of colour channels.
+    pub in_channels: usize,
+    /// Pixels on a side of a patch.
+    pub patch_size: usize,
+    /// Frames in a patch.
+    pub temporal_patch_size: usize,
+    /// Patches on a side of the square that becomes one token.
+    pub spatial_merge_size: usize,
+    /// Rows of the learned position table; a square number.
+    pub num_position_embeddings: usize,
+    /// Width of the mergers' output: the language model's hidden size.
+    pub out_hidden_size: usize,
+    /// Blocks after which a deepstack merger reads the features.
+    pub deepstack_visual_indexes: Vec<usize>,
+    /// Activation of the blocks' MLP.
+    pub hidden_act: Gelu,
+}
+
+/// Sizes of the whole model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The decoder.
+    pub text: DecoderConfig,
+    /// Numbers of rotary frequencies of time, height and width; they sum to `Dh / 2`.
+    pub mrope_section: [usize; 3],
+    /// The vision encoder.
+    pub vision: VisionConfig,
+    /// Whether head and embedding are one tensor.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
+    /// Id of the token whose embedding the features of an image replace.
+    pub image_token_id: u32,
+}
+
+impl Config {
+    /// Fails if the sizes contradict each other.
+    pub(in crate::models) fn check(&self) -> Result<(), ModelConfigError> {
+        let (text, vision) = (&self.text, &self.vision);
+        let fail = |what: String| Err(ModelConfigError::Shape { what });
+        if self.mrope_section.iter().sum::<usize>() != text.rotary_dim() / 2 {
+            return fail(format!(
+                "`mrope_section` {:?} does not sum to half of the {} rotated dimensions of a head",
+                self.mrope_section,
+                text.rotary_dim()
+            ));
+        }
+        if vision.hidden_size % (4 * vision.num_heads) != 0 {
+            return fail(format!(
+                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
+                vision.hidden_size, vision.num_heads
+            ));
+        }
+        if vision.out_hidden_size != text.hidden_size {
+            return fail(format!(
+                "vision `out_hidden_size` is {}, expected the text `hidden_size` {}",
+                vision.out_hidden_size, text.hidden_size
+            ));
+        }
+        let side = vision.num_position_embeddings.isqrt();
+        if side * side != vision.num_position_embeddings {
+            return fail(format!(
+                "`num_position_embeddings` {} is not a square",
+                vision.num_position_embeddings
+            ));
+        }
+        let taps = &vision.deepstack_visual_indexes;
+        if taps.windows(2).any(|pair| pair[0] >= pair[1])
+            || taps.iter().any(|block| *block >= vision.depth)
+            || taps.len() > text.num_hidden_layers
+        {
+            return fail(format!(
+                "`deepstack_visual_indexes` {taps:?}: expected ascending numbers below `depth` {}, at \
+                 most `num_hidden_layers` {} of them",
+                vision.depth, text.num_hidden_layers
+            ));
+        }
+        if self.image_token_id as usize >= text.vocab_size {
+            return fail(format!(
+                "`image_token_id` {} is not below `vocab_size` {}",
+                self.image_token_id, text.vocab_size
+            ));
+        }
+        Ok(())
+    }
+
+    /// Patches on a side of the square that becomes one token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.vision.spatial_merge_size as u32).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// Number of patches that become one token.
+    pub(super) fn patches_per_token(&self) -> usize {
+        self.vision.spatial_merge_size.pow(2)
+    }
+}
+
+impl VisionConfig {
+    /// Reads the section `vision_config`.
+    pub(in crate::models) fn read(
+        section: &Section<'_>,
+        deepstack_visual_indexes: Vec<usize>,
+    ) -> Result<Self, ModelConfigError> {
+        section.expect_no_dropout("attention_dropout")?;
+        let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
+        Ok(Self {
+            depth: section.size("depth")?,
+            hidden_size: section.size("hidden_size")?,
+            intermediate_size: section.size("intermediate_size")?,
+            num_heads: section.size("num_heads")?,
+            in_channels: section.size("in_channels")?,
+            patch_size: section.size("patch_size")?,
+            temporal_patch_size: section.size("temporal_patch_size")?,
+            spatial_merge_size: section.size("spatial_merge_size")?,
+            num_position_embeddings: section.size("num_position_embeddings")?,
+            out_hidden_size: section.size("out_hidden_size")?,
+            deepstack_visual_indexes,
+            hidden_act: match act {
+                "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
+                "gelu" => Gelu::Erf,
+                found => {
+                    return Err(ModelConfigError::Unsupported {
+                        key: "vision_config.hidden_act",
+                        found: found.to_owned(),
+                        known: "`gelu_pytorch_tanh` and `gelu`",
+                    });
+                }
+            },
+        })
+    }
+
+    /// Values in one flattened patch: `channels * temporal_patch_size * patch_size^2`.
+    pub fn patch_values(&self) -> usize {
+        self.in_channels * self.temporal_patch_size * self.patch_size * self.patch_size
+    }
+}

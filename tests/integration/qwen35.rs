@@ -1,0 +1,111 @@
+//! Runs of Qwen3.5: ranks, shards and files. `parity` and `laws` compare its values.
+
+use super::harness::{Place, copy_folder, golden, write};
+use super::ranks::{config, place, train};
+use candle_core::{DType, Device, Tensor, safetensors};
+use std::collections::{BTreeMap, HashMap};
+use std::thread;
+use trainer::dist::threads;
+use trainer::run::{Run, RunError, RunOptions};
+use trainer::train::Outcome;
+
+/// Steps over rows of text and images.
+const SETTINGS: [&str; 6] = [
+    "train.epochs=null",
+    "train.max_steps=3",
+    "train.gradient_accumulation_steps=2",
+    "checkpoint.every_steps=0",
+    "eval.every_steps=0",
+    "data.packing_length=256",
+];
+
+fn qwen35() -> Place {
+    let place = place();
+    std::fs::remove_dir_all(place.path("model")).unwrap();
+    copy_folder(&golden("models/small-qwen35"), &place.path("model"));
+    place
+}
+
+fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) -> HashMap<String, Tensor> {
+    let settings = [&SETTINGS[..], settings].concat();
+    let outcomes = train(&config(place, name, &settings), world, None);
+    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
+    tensors(place, &format!("{name}/final/model.safetensors"))
+}
+
+fn tensors(place: &Place, file: &str) -> HashMap<String, Tensor> {
+    safetensors::load(place.path(file), &Device::Cpu).unwrap()
+}
+
+/// Dtype and bits of each tensor.
+fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, (DType, Vec<u32>)> {
+    let bits = |tensor: &Tensor| {
+        let values = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+        values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    };
+    tensors.iter().map(|(name, tensor)| (name.as_str(), (tensor.dtype(), bits(tensor)))).collect()
+}
+
+#[test]
+fn ranks_and_shards_train_the_weights_of_one_rank() {
+    let place = qwen35();
+    for precision in ["model.precision=f32", "model.precision=bf16"] {
+        let name = |of: &str| format!("{}-{of}", &precision["model.precision=".len()..]);
+        let alone = trained(&place, &name("alone"), 1, &[precision]);
+        let start = tensors(&place, "model/model.safetensors");
+        let moved = |name: &&String| bits(&alone)[name.as_str()].1 != bits(&start)[name.as_str()].1;
+        assert!(alone.keys().filter(moved).count() > 100);
+        for (of, shard) in [("two", "none"), ("gradients", "gradients"), ("full", "full")] {
+            let shard = format!("distributed.shard={shard}");
+            let found = trained(&place, &name(of), 2, &[precision, &shard]);
+            assert_eq!(bits(&found), bits(&alone), "{precision}, {shard}");
+        }
+    }
+}
+
+#[test]
+fn checkpoints_keep_tensors_that_training_does_not_use_and_the_dtype_of_the_decays() {
+    let place = qwen35();
+    let start = tensors(&place, "model/model.safetensors");
+    let (_, start) = (bits(&start).len(), bits(&start));
+    let bf16 = trained(&place, "bf16", 1, &["model.precision=bf16", "optim.lr=1e-3"]);
+    let found = bits(&bf16);
+    assert_eq!(found.keys().collect::<Vec<_>>(), start.keys().collect::<Vec<_>>());
+    let kept: Vec<&str> = start.keys().copied().filter(|name| name.starts_with("mtp.")).collect();
+    assert!(kept.len() > 10, "{kept:?}");
+    for name in kept {
+        assert_eq!(found[name], start[name], "{name}");
+        assert_eq!(found[name].0, DType::BF16, "{name}");
+    }
+    for (name, (dtype, values)) in found.iter().filter(|(name, _)| !name.starts_with("mtp.")) {
+        let is_wide = name.ends_with("A_log") || name.ends_with("linear_attn.norm.weight");
+        assert_eq!(*dtype, if is_wide { DType::F32 } else { DType::BF16 }, "{name}");
+        if is_wide {
+            assert!(values.iter().any(|bits| bits & 0xffff != 0), "{name} was rounded to bf16");
+        }
+    }
+    // A run that continues from this folder has the master weights that it ended with.
+    write(&place.path("model/model.safetensors"), &place.read("bf16/final/model.safetensors"));
+    let still = ["model.precision=bf16", "optim.lr=0.0"];
+    let again = trained(&place, "again", 1, &still);
+    assert_eq!(bits(&again), found);
+}
+
+#[test]
+fn sequence_groups_are_refused() {
+    let place = qwen35();
+    let config = config(&place, "run", &["distributed.sequence=2"]);
+    let messages: Vec<String> = thread::scope(|scope| {
+        let refused = |group| {
+            let error =
+                Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
+            assert!(matches!(error, RunError::SequenceLinear { sequence: 2 }), "{error}");
+            assert_eq!(error.keys().unwrap().join("."), "distributed.sequence");
+            error.to_string()
+        };
+        let groups = threads(2).unwrap().into_iter();
+        let ranks: Vec<_> = groups.map(|group| scope.spawn(move || refused(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert!(messages[0].contains("layers with linear attention"), "{}", messages[0]);
+}
