@@ -37,7 +37,7 @@ seconds = time.perf_counter() - begin
 if done.returncode:
     sys.exit(done.stderr)
 memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-work = next(line.split("cache ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
+work = next(line.split("INFO ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
 print(f"| {name} | {seconds:.2f} | {rows / seconds:,.0f} | {memory:.0f} | {work} |", flush=True)
 PY
 }
@@ -58,25 +58,12 @@ done
 # of the resumed run has the times at which the data is open and the model is loaded, and the time
 # that the next step waits for its rows.
 run=$work/run-text
-sft() {
-  "$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024 "$@" 2>"$work/sft.log" ||
-    { cat "$work/sft.log" >&2; return 1; }
-}
-sft --resume never --set train.max_steps=2
+sft=("$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024)
+"${sft[@]}" --resume never --set train.max_steps=2
 "$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
 rm -rf "$work/saved" "$work/no-cache" && cp -r "$run/checkpoints" "$work/saved"
 for cache in "$run/cache" "$work/no-cache"; do
   rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
-  begin=$(date +%s.%N)
-  sft --set train.max_steps=3 --set data.cache_dir="$cache"
-  "$python" - "$work/sft.log" "$begin" "$cache" <<'PY'
-import datetime, re, sys
-log, begin, cache = open(sys.argv[1]).read(), float(sys.argv[2]), sys.argv[3]
-def at(pattern):
-    line = next(line for line in log.splitlines() if re.search(pattern, line))
-    return datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00")).timestamp()
-wait = float(re.search(r"data_wait_s=([0-9.]+)", log)[1])
-print(f"resumed with {cache}: data open after {at('INFO data ') - begin:.2f} s, model after {at('INFO model ') - begin:.2f} s, "
-      f"first step waited {wait:.3f} s for its rows")
-PY
+  echo "length cache in $cache:"
+  "$python" tests/bench/resume_times.py "$run" "${sft[@]}" --set train.max_steps=3 --set data.cache_dir="$cache"
 done

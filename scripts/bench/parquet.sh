@@ -38,7 +38,7 @@ seconds = time.perf_counter() - begin
 if done.returncode:
     sys.exit(done.stderr)
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-work = next(line.split("cache ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
+work = next(line.split("INFO ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
 print(f"| {name} | {seconds:.2f} | {usage.ru_utime + usage.ru_stime:.1f} | {rows / seconds:,.0f} | {usage.ru_maxrss / 1024:.0f} | {work} |", flush=True)
 PY
 }
@@ -50,20 +50,7 @@ pass "first"
 pass "again"
 
 # Saves a checkpoint after two steps and moves its data position to nine tenths of the rows.
-run() {
-  "$trainer" sft --config "$work/config.yaml" "$@" 2>"$work/sft.log" || { cat "$work/sft.log" >&2; return 1; }
-}
-run --resume never --set checkpoint.every_steps=2
+sft=("$trainer" sft --config "$work/config.yaml")
+"${sft[@]}" --resume never --set checkpoint.every_steps=2 2>"$work/sft.log" || { cat "$work/sft.log" >&2; exit 1; }
 "$python" tests/bench/move_data_state.py "$work/run/checkpoints/step-00000002" $((rows / 10 * 9))
-begin=$(date +%s.%N)
-run --set train.max_steps=3
-"$python" - "$work/sft.log" "$begin" <<'PY'
-import datetime, re, sys
-log, begin = open(sys.argv[1]).read(), float(sys.argv[2])
-def at(pattern):
-    line = next(line for line in log.splitlines() if re.search(pattern, line))
-    return datetime.datetime.fromisoformat(line.split()[0].replace("Z", "+00:00")).timestamp()
-wait = float(re.search(r"data_wait_s=([0-9.]+)", log)[1])
-print(f"resumed: data open after {at('INFO data ') - begin:.2f} s, model after {at('INFO model ') - begin:.2f} s, "
-      f"first step waited {wait:.3f} s for its rows")
-PY
+"$python" tests/bench/resume_times.py "$work/run" "${sft[@]}" --set train.max_steps=3

@@ -7,7 +7,8 @@
 use super::CheckpointError;
 use super::finite::{Value as Finite, first_non_finite};
 use super::pieces::{Piece, PieceWriter};
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
+use crate::ops::copy_to_host;
+use candle_core::{CpuStorage, DType, Storage, Tensor, WithDType};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -356,7 +357,9 @@ fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(),
     let step = if flat.device().is_cpu() { span.range.len() } else { HOST_ELEMENTS };
     for start in span.range.clone().step_by(step) {
         let len = step.min(span.range.end - start);
-        let chunk = flat.narrow(0, start, len).and_then(|chunk| chunk.to_device(&Device::Cpu));
+        let chunk = flat.narrow(0, start, len).and_then(|chunk| {
+            if chunk.device().is_cpu() { Ok(chunk) } else { copy_to_host(&chunk) }
+        });
         let first = span.first + start - span.range.start;
         write_values(out, &chunk.map_err(fault)?, path, |at, value| {
             CheckpointError::NonFiniteSaved {

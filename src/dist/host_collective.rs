@@ -4,7 +4,7 @@ use super::collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tree::TreeSum;
 use super::{DistError, Rank, Transport};
 use crate::ops;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -172,13 +172,18 @@ fn on_host(
     if tensor.device().is_cpu() {
         return f(tensor).map_err(failed)?;
     }
-    let host = tensor.to_device(&Device::Cpu).map_err(&failed)?;
+    let host = ops::copy_to_host(tensor).map_err(&failed)?;
     f(&host).map_err(&failed)??;
     let put_back = || {
         let changed = host.to_device(tensor.device())?.flatten_all()?;
         tensor.flatten_all()?.slice_set(&changed, 0, 0)
     };
     put_back().map_err(failed)
+}
+
+/// The tensor, or a copy of it if it is on a GPU.
+fn in_host_memory(tensor: &Tensor) -> candle_core::Result<Tensor> {
+    if tensor.device().is_cpu() { Ok(tensor.clone()) } else { ops::copy_to_host(tensor) }
 }
 
 type Done = candle_core::Result<Result<(), DistError>>;
@@ -195,7 +200,7 @@ fn gather(sums: &mut TreeSum, own: Option<&Tensor>, all: &Tensor) -> Done {
     let Some(own) = own else {
         return ops::change_bytes(all, |all| sums.gather(None, all));
     };
-    let own = own.to_device(&Device::Cpu)?; // no copy if it is there
+    let own = in_host_memory(own)?;
     ops::with_bytes(&own, |own| ops::change_bytes(all, |all| sums.gather(Some(own), all)))?
 }
 
@@ -203,7 +208,7 @@ fn gather(sums: &mut TreeSum, own: Option<&Tensor>, all: &Tensor) -> Done {
 fn exchange(sums: &mut TreeSum, Exchange { send, receive }: &Exchange) -> Result<(), DistError> {
     let group = send.len();
     for (to, from) in sums.partners_in_group(group) {
-        let sent = send[to].to_device(&Device::Cpu).map_err(failed("an exchange between ranks"))?;
+        let sent = in_host_memory(&send[to]).map_err(failed("an exchange between ranks"))?;
         on_host(&receive[from], |received| {
             ops::with_bytes(&sent, |sent| {
                 ops::change_bytes(received, |received| {

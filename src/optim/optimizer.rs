@@ -117,13 +117,14 @@ impl Optimizer {
             })?;
             let master = |elements| master(param, elements, device);
             let part = (elements, weight);
-            let mut state = ParamState::new(config, (param, group, index), part, master, device)?;
-            if place == Place::Host {
+            ParamState::new(config, (param, group, index), part, master, device)
+        });
+        let mut states = states.collect::<Result<Vec<_>>>()?;
+        if place == Place::Host {
+            for state in &mut states {
                 state.host_weight = Some(ops::copy_to_host(&state.weight()?)?);
             }
-            Ok(state)
-        });
-        let states = states.collect::<Result<_>>()?;
+        }
         let [beta1, beta2] = config.betas;
         let hyper = ops::AdamW { beta1, beta2, eps: config.eps };
         let AdafactorConfig { beta2_decay, eps, d } = config.adafactor;

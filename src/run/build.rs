@@ -197,7 +197,7 @@ impl Run {
         let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
-        bring_best(config, eval_rule.as_ref(), &checkpointer, of_first, &mut state)?;
+        bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
         let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)

@@ -25,10 +25,11 @@ pub(super) fn eval_rule(
 
 /// Makes the folder `best` that of the run before `found`, which may be in another `output_dir`. If it
 /// is lost, the next evaluation counts as the best. A folder of an evaluation that this run does not
-/// have is moved to `previous-N`.
+/// have is moved to `previous-N`. A run on `world` ranks makes the evaluation after the checkpoint
+/// again, since only this rank reads the folder.
 pub(super) fn bring_best(
     config: &RunConfig,
-    rule: Option<&EvalRule>,
+    (rule, world): (Option<&EvalRule>, usize),
     checkpointer: &Checkpointer,
     found: Option<&Found>,
     state: &mut TrainState,
@@ -38,6 +39,7 @@ pub(super) fn bring_best(
     let kept = checkpointer.best();
     // The evaluation after the checkpoint, with the same weights.
     if let (Some(rule), Some((step, kept))) = (rule, &kept)
+        && world == 1
         && *step == found.step
         && let Some(evals) = EvalHistory::of_state(kept)
         && evals.best_step(rule) == Some(*step)
@@ -48,7 +50,7 @@ pub(super) fn bring_best(
     let best = rule.and_then(|rule| state.evals.as_ref()?.best_step(rule));
     let every = config.eval.every_steps;
     let is_due = |step: u64| every > 0 && step.is_multiple_of(every) || step == state.total_steps;
-    let is_repeated = |step| rule.is_some() && step > found.step && is_due(step);
+    let is_repeated = |step| rule.is_some() && step >= found.step && is_due(step);
     if kept.is_some_and(|(step, _)| best == Some(step) || is_repeated(step)) {
         return Ok(());
     }

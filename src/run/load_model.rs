@@ -133,9 +133,18 @@ impl OpenModel {
                 return adapter.saved_as(index, spec, self.dtype);
             }
             let (name, in_f32) = (spec.name.clone(), spec.is_saved_in_f32());
-            Ok(Some(SavedAs { name, joined: None, in_f32 }))
+            let original = self.original_in_f32(spec).filter(|_| in_f32);
+            Ok(Some(SavedAs { name, joined: None, in_f32, original }))
         };
         self.specs.iter().enumerate().map(saved).collect()
+    }
+
+    /// A weight of the model folder in `f32`, read when it is written.
+    fn original_in_f32(&self, spec: &ParamSpec) -> Option<SavedTensor> {
+        let WeightSource::Files(files) = &self.source else { return None };
+        let (files, of) = (Arc::clone(files), spec.name.clone());
+        let make = move || files.load(&of, DType::F32, &Device::Cpu);
+        Some(SavedTensor::made(spec.name.clone(), &spec.shape, DType::F32, make))
     }
 
     /// The tensors of the model folder that the model does not use, as they are stored. The checkpoints
@@ -146,6 +155,13 @@ impl OpenModel {
         };
         let kept = unused(files, &self.specs).into_iter().filter_map(|name| {
             let (dtype, shape) = (files.dtype(name)?, files.shape(name)?);
+            // It is read once now, so that no checkpoint fails because of it.
+            if let Err(error) = files.load(name, dtype, &Device::Cpu) {
+                tracing::warn!(
+                    "checkpoints will not contain a tensor that the model does not use: {error}"
+                );
+                return None;
+            }
             let (files, of) = (Arc::clone(files), name.to_owned());
             let make = move || files.load(&of, dtype, &Device::Cpu);
             Some(SavedTensor::made(name, &shape, dtype, make))
@@ -361,11 +377,6 @@ fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupEr
                 expected: spec.shape.clone(),
             });
         }
-    }
-    for name in unused(&files, specs) {
-        // An error now is better than one when the first checkpoint is written.
-        let dtype = files.dtype(name).unwrap_or(DType::F32);
-        files.load(name, dtype, &Device::Cpu).map_err(|source| files_error(folder, source))?;
     }
     Ok(files)
 }

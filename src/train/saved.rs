@@ -21,6 +21,8 @@ pub struct SavedAs {
     pub joined: Option<Joined>,
     /// Whether the tensor is in `f32` whatever the compute dtype is.
     pub in_f32: bool,
+    /// The tensor of the model folder in `f32`, for a frozen parameter with `in_f32`.
+    pub original: Option<SavedTensor>,
 }
 
 /// Constants in the tensor of a parameter.
@@ -54,9 +56,10 @@ impl Joined {
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
     let trained: HashSet<usize> = runner.optimizer.trained().iter().map(Param::index).collect();
     let saved = |(param, saved): (&Param, &Option<SavedAs>)| {
-        let SavedAs { name, joined, in_f32 } = saved.clone()?;
+        let SavedAs { name, joined, in_f32, original } = saved.clone()?;
         if in_f32 && param.dtype() != DType::F32 {
-            return Some(saved_in_f32(runner, param, name));
+            let frozen = original.filter(|_| !trained.contains(&param.index()));
+            return Some(frozen.map_or_else(|| saved_in_f32(runner, param, name), Ok));
         }
         let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
         let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
@@ -84,6 +87,12 @@ fn saved_in_f32(runner: &StepRunner, param: &Param, name: String) -> Result<Save
     let master = kinds.and_then(|(_, kinds)| kinds.iter().find(|kind| kind.name == MASTER));
     if let Some(master) = master {
         return saved_state(runner, param, master, name);
+    }
+    if let RankWeights::Slots(slots) = &runner.weights {
+        let wide = |(range, values): HeldPart| Ok((range, values.to_dtype(DType::F32)?));
+        let held = divided(slots.held(param), runner)?.into_iter().map(wide);
+        let (held, shape) = (held.collect::<Result<_>>()?, param.shape());
+        return Ok(SavedTensor::parts(name, shape.dims(), DType::F32, held));
     }
     let weight = param.stored()?.to_dtype(DType::F32)?;
     Ok(SavedTensor::whole(name, weight.reshape(param.shape())?))

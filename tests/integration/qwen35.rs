@@ -64,6 +64,16 @@ fn ranks_and_shards_train_the_weights_of_one_rank() {
 }
 
 #[test]
+fn divided_weights_without_masters_are_saved_like_whole_ones() {
+    let place = qwen35();
+    let lean =
+        ["model.precision=bf16", "optim.master=none", "model.freeze=['*layers.0.linear_attn*']"];
+    let alone = trained(&place, "alone", 1, &lean);
+    let divided = trained(&place, "divided", 2, &[&lean[..], &["distributed.shard=full"]].concat());
+    assert_eq!(bits(&divided), bits(&alone));
+}
+
+#[test]
 fn checkpoints_keep_tensors_that_training_does_not_use_and_the_dtype_of_the_decays() {
     let place = qwen35();
     let start = tensors(&place, "model/model.safetensors");

@@ -2,6 +2,7 @@
 
 use super::{Held, SavedTensor, Span, TensorFile};
 use crate::checkpoint::CheckpointError;
+use crate::ops::copy_to_host;
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -121,7 +122,7 @@ impl Part<'_> {
     fn copy(&self) -> Result<Option<Tensor>> {
         let Range { start, end } = self.range;
         if !self.values.device().is_cpu() {
-            return self.values.narrow(0, start, end - start)?.to_device(&Device::Cpu).map(Some);
+            return copy_to_host(&self.values.narrow(0, start, end - start)?).map(Some);
         }
         let (storage, layout) = self.values.storage_and_layout();
         let range = layout.start_offset() + start..layout.start_offset() + end;

@@ -1,4 +1,5 @@
 use super::*;
+use candle_core::Device;
 use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 

@@ -13,7 +13,6 @@ use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{Device, Result, Tensor, bail};
 use rayon::prelude::*;
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// Number of bytes of a piece.
@@ -22,7 +21,9 @@ const PIECE: usize = 1 << 24;
 const BLOCK: usize = 1 << 19;
 
 type Buffers = [PinnedHostSlice<u8>; 2];
-static BUFFERS: LazyLock<Mutex<HashMap<DeviceId, Buffers>>> = LazyLock::new(Mutex::default);
+/// Buffers that are not in use. A copy takes them out: it waits for the threads of the pool, one of which
+/// may begin another copy.
+static BUFFERS: LazyLock<Mutex<HashMap<DeviceId, Vec<Buffers>>>> = LazyLock::new(Mutex::default);
 
 /// Copies the bytes of `from`, a contiguous tensor on a GPU, to `to`. They are there on return.
 pub(in crate::ops) fn download(from: &Tensor, to: &mut [u8]) -> Result<()> {
@@ -33,12 +34,29 @@ pub(in crate::ops) fn download(from: &Tensor, to: &mut [u8]) -> Result<()> {
     if to.len() != expected {
         bail!("download: found {} bytes for a tensor of {expected}", to.len());
     }
-    let (source, stream) = (address("download", "from", from)?.0, gpu.cuda_stream());
-    let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
-    let buffers = match all.entry(gpu.id()) {
-        Entry::Occupied(buffers) => buffers.into_mut(),
-        Entry::Vacant(entry) => entry.insert([page_locked(gpu)?, page_locked(gpu)?]),
+    let idle = || BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let taken = idle().entry(gpu.id()).or_default().pop();
+    let mut buffers = match taken {
+        Some(buffers) => buffers,
+        None => [page_locked(gpu)?, page_locked(gpu)?],
     };
+    let result = download_through(&mut buffers, gpu, from, to);
+    if result.is_ok() {
+        idle().entry(gpu.id()).or_default().push(buffers);
+    } else {
+        // A copy to them may still be on its way.
+        std::mem::forget(buffers);
+    }
+    result
+}
+
+fn download_through(
+    buffers: &mut Buffers,
+    gpu: &CudaDevice,
+    from: &Tensor,
+    to: &mut [u8],
+) -> Result<()> {
+    let (source, stream) = (address("download", "from", from)?.0, gpu.cuda_stream());
     stream.context().bind_to_thread().w()?;
     let mut start = |piece: usize, bytes: usize| -> Result<(*const u8, CudaEvent)> {
         let buffer = buffers[piece % 2].as_mut_ptr().w()?;

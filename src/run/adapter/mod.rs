@@ -204,7 +204,7 @@ impl OpenAdapter {
     ) -> Result<Option<SavedAs>> {
         let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
         let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
-        Ok(Some(SavedAs { name, joined, in_f32: false }))
+        Ok(Some(SavedAs { name, joined, in_f32: false, original: None }))
     }
 
     /// Whether training used the values of the parameter `index` in NF4.

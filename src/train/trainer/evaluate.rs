@@ -16,16 +16,16 @@ impl Trainer {
     /// Scores the eval rows, at most once per step. A signal ends it without a result; then this
     /// returns `false` on all ranks.
     pub(super) fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        let step = self.parts.state.step;
+        if self.parts.eval_rows.is_none() || self.evaluated_at == Some(step) {
+            return Ok(true);
+        }
         if self.ranks().rank().world > 1 {
             // A thread alone completes the checkpoint during the evaluation, ranks do not.
             self.finish_save()?;
         }
         let parts = &mut self.parts;
-        let step = parts.state.step;
-        let Some(rows) = parts.eval_rows.as_ref().filter(|_| self.evaluated_at != Some(step))
-        else {
-            return Ok(true);
-        };
+        let Some(rows) = parts.eval_rows.as_ref() else { return Ok(true) };
         let started = Instant::now();
         let total = rows.num_rows();
         let evaluator = Evaluator {

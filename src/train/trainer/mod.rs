@@ -223,8 +223,8 @@ impl Trainer {
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let result = self.train(observer);
         if let Err(error) = &result {
+            self.ranks().fail(error); // before the connections close, and before a slow disk
             self.end_saves();
-            self.ranks().fail(error); // before the connections close
         }
         result
     }
