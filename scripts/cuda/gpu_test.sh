@@ -13,7 +13,8 @@
 #   7. every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
 #   8. compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
 #      racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not written)
-#      for at most one each. SANITIZER_S multiplies these times.
+#      for at most one each. SANITIZER_S multiplies these times. With TRAINER_EXACT_SIZES=1, sizes of
+#      allocations are not rounded, so that memcheck sees the end of each tensor.
 # Ends within LIMIT_S (570) seconds; a part that has no time left fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -115,7 +116,7 @@ poisoned() { TRAINER_POISON=1 in_time "$bundle/unit_tests" ops:: --test-threads 
 # The tests of long segments take the tools minutes; the kernels are the same at other lengths.
 sanitizer() { # tool, seconds
   local ended=0 seconds=$((limit - SECONDS)) most=$(($2 * ${SANITIZER_S:-1})) log=$out/$1.log
-  timeout --signal INT --kill-after 10 $((seconds > most ? most : seconds > 1 ? seconds : 1)) compute-sanitizer --tool "$1" --error-exitcode 1 \
+  TRAINER_EXACT_SIZES=1 timeout --signal INT --kill-after 10 $((seconds > most ? most : seconds > 1 ? seconds : 1)) compute-sanitizer --tool "$1" --error-exitcode 1 \
     "$bundle/unit_tests" ops:: --skip long_segments --test-threads 1 >"$log" 2>&1 || ended=$?
   if { [ $ended -eq 124 ] || [ $ended -eq 137 ]; } && ! grep -qE '^=+ (Invalid|Program hit|Error|Warning: Race|Barrier|Uninitialized|Divergent)' "$log"; then
     echo "stopped at the time limit after $(grep -c '\.\.\. ok$' "$log") tests without errors"

@@ -310,6 +310,14 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
 }
 
 #[test]
+fn plain_attention_of_wide_heads_is_refused_on_a_gpu_with_little_shared_memory() {
+    let choose = |dtype, dh| AttentionKernels::choose("attention", dtype, dh, SMALL);
+    assert!(choose(DType::F32, 128).is_ok());
+    let error = choose(DType::F32, 256).unwrap_err().to_string();
+    assert!(error.contains("set `model.precision: bf16`"), "{error}");
+}
+
+#[test]
 fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
     for gpu in [SMALL, Gpu::A100, HOPPER] {
         for dh in [8, 64, 72, 80, 128] {
