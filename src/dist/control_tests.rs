@@ -119,6 +119,32 @@ fn ranks_finish_together_and_quietly() {
 }
 
 #[test]
+fn all_ranks_learn_that_one_was_asked_to_stop() {
+    for_both(|asked| {
+        let is_known = on_ranks(3, LONG, |ranks, _failures| {
+            if ranks.rank.rank == asked {
+                ranks.monitor.ask_to_stop();
+            }
+            let begin = Instant::now();
+            while !ranks.monitor.is_asked_to_stop() && begin.elapsed() < LONG {
+                thread::sleep(Duration::from_millis(20));
+            }
+            let is_known = ranks.monitor.is_asked_to_stop();
+            ranks.monitor.finish();
+            is_known
+        });
+        assert_eq!(is_known, [true; 3]);
+    });
+    let nobody = on_ranks(2, LONG, |ranks, _failures| {
+        thread::sleep(Duration::from_millis(100));
+        let is_known = ranks.monitor.is_asked_to_stop();
+        ranks.monitor.finish();
+        is_known
+    });
+    assert_eq!(nobody, [false; 2]);
+}
+
+#[test]
 fn a_rank_that_ends_early_is_named_on_all_others() {
     for_both(|ends| {
         let errors = on_ranks(3, LONG, |mut ranks, failures| {

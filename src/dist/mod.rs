@@ -84,6 +84,14 @@ pub trait Monitor: Send + Sync {
         self.report(work);
     }
 
+    /// Reports that a signal asked this rank to stop. The others know within a few seconds.
+    fn ask_to_stop(&self) {}
+
+    /// Whether this rank knows that a rank was asked to stop. Ranks learn it at different times.
+    fn is_asked_to_stop(&self) -> bool {
+        false
+    }
+
     /// Reports an error that ends this rank, so that the other ranks end with its message.
     fn fail(&self, message: &str);
 

@@ -29,6 +29,7 @@ pub(super) enum Waits {
 pub(super) struct Watch {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
+    stop: AtomicBool,
     end: Mutex<Option<DistError>>,
     ended: Condvar,
     closers: Mutex<Vec<Closer>>,
@@ -47,6 +48,7 @@ impl Watch {
         Self {
             status: Mutex::new(status),
             loader_waits: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
             end: Mutex::default(),
             ended: Condvar::new(),
             closers: Mutex::default(),
@@ -84,6 +86,16 @@ impl Watch {
 
     pub(super) fn loader_waits(&self) -> bool {
         self.loader_waits.load(Ordering::Relaxed)
+    }
+
+    /// A rank was asked to stop.
+    pub(super) fn ask_to_stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this rank knows that a rank was asked to stop.
+    pub(super) fn is_asked_to_stop(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
     }
 
     /// Does not count a time in which the process was stopped.

@@ -149,18 +149,21 @@ impl Evaluator<'_> {
     ) -> Result<Option<EvalReport>, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
-        // The ranks of a sequence group compute each pack together, so none of them ends early.
-        let stop = || self.ranks.sequence().size == 1 && stop();
+        // The ranks of a sequence group compute each pack together, so they stop at the same block.
+        let stops_here = || match self.ranks.sequence().size {
+            1 => Ok(stop()),
+            _ => self.ranks.gather(stop()).map(|all| all.contains(&true)),
+        };
+        let all: Vec<_> = rows.chunks(BLOCK_ROWS).enumerate().collect();
         let mut blocks = Vec::new();
-        for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
-            if index % world != rank {
-                continue;
-            }
-            if stop() {
+        for round in all.chunks(world) {
+            if stops_here()? {
                 break;
             }
-            let before = index * BLOCK_ROWS;
-            blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+            if let Some((index, block)) = round.get(rank) {
+                let before = index * BLOCK_ROWS;
+                blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+            }
         }
         while self.begin_pass(false)? {
             self.weights.end()?; // another rank has more rows

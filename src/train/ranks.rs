@@ -125,6 +125,15 @@ impl Ranks {
         }
     }
 
+    /// Whether a signal asked this rank to stop (`own`), or another one, as far as this rank knows.
+    pub(super) fn is_asked_to_stop(&self, own: bool) -> bool {
+        let Some(monitor) = &self.monitor else { return own };
+        if own {
+            monitor.ask_to_stop();
+        }
+        own || monitor.is_asked_to_stop()
+    }
+
     /// Reports that this rank waits for the others.
     pub(super) fn wait(&self, work: &str) {
         if let Some(monitor) = &self.monitor {

@@ -88,6 +88,14 @@ impl Monitor for TcpMonitor {
         self.0.watch.report(&message::cut(work), true);
     }
 
+    fn ask_to_stop(&self) {
+        self.0.watch.ask_to_stop();
+    }
+
+    fn is_asked_to_stop(&self) -> bool {
+        self.0.watch.is_asked_to_stop()
+    }
+
     fn fail(&self, message: &str) {
         self.0.request(Request::Fail(message::cut(message)), Some(SEND_ERROR));
     }
@@ -131,7 +139,8 @@ impl Shared {
         let status = self.watch.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
         let (work, waits) = (status.work, status.waits);
-        message::Message::Heartbeat { work, waits, loader_waits: self.watch.loader_waits(), age_ms }
+        let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_asked_to_stop());
+        message::Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
     }
 
     /// Ends this rank with an error, unless it ends by itself.
