@@ -202,6 +202,26 @@ mod tests {
         }
     }
 
+    /// The two halves of a random number decide on columns that are [`HALF`] apart.
+    #[test]
+    fn elements_are_dropped_independently_of_others_in_the_row_and_in_the_column() {
+        let (n, k) = (2000, 192);
+        let x = Tensor::ones((n, k), DType::F32, &candle_core::Device::Cpu).unwrap();
+        let y = values(&dropout(&x, mask(0.3)).unwrap());
+        for (rows, columns) in [(0, 1), (0, HALF), (0, SHARED), (1, 0), (16, 0), (1, HALF)] {
+            let (mut both, mut count) = (0.0, 0.0);
+            for row in 0..n - rows {
+                for column in 0..k - columns {
+                    let (first, second) = (row * k + column, (row + rows) * k + column + columns);
+                    both += f64::from(u8::from(y[first] == 0.0 && y[second] == 0.0));
+                    count += 1.0;
+                }
+            }
+            let share = both / count;
+            assert!((share - 0.09).abs() < 0.003, "{rows} rows, {columns} columns: {share}");
+        }
+    }
+
     #[test]
     fn seeds_and_neighbouring_rows_have_different_masks() {
         let x = Tensor::ones((2, 4000), DType::F32, &candle_core::Device::Cpu).unwrap();

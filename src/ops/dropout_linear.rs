@@ -117,3 +117,59 @@ pub fn dropout_linear_backward_input_add(
     cpu::write(op, "dx", &dx, |dx| add_kept_product(&scaled, a, mask.drops(), dx, rank))?;
     Ok(dx)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Tolerance, added, assert_close, gradient_buffer, message, random};
+    use super::*;
+
+    fn mask() -> DropoutMask {
+        DropoutMask { seed: 7, first_row: 3, probability: 0.3 }
+    }
+
+    /// The results of dropout and products as separate ops.
+    fn separate(x: &Tensor, a: &Tensor, du: &Tensor, mask: Option<DropoutMask>) -> [Tensor; 3] {
+        let dropped = mask.map_or(x.clone(), |mask| dropout(x, mask).unwrap());
+        let product = du.matmul(a).unwrap();
+        let dx = mask.map_or(product.clone(), |mask| dropout(&product, mask).unwrap());
+        let da = du.t().unwrap().matmul(&dropped).unwrap();
+        [dropped.matmul(&a.t().unwrap()).unwrap(), da, (dx + x).unwrap()]
+    }
+
+    #[test]
+    fn products_with_dropout_are_those_of_dropout_and_products_as_separate_ops() {
+        for (n, k, r) in [(1, 1, 1), (30, 300, 8), (270, 33, 5), (50, 520, 32), (9, 40, 33)] {
+            let (x, a, du) = (random(1, &[n, k]), random(2, &[r, k]), random(3, &[n, r]));
+            for mask in [None, Some(mask())] {
+                for (dtype, tolerance) in
+                    [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)]
+                {
+                    let [x, a, du] = [&x, &a, &du].map(|t| t.to_dtype(dtype).unwrap());
+                    let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+                    let want = separate(&wide(&x), &wide(&a), &wide(&du), mask);
+                    let da = gradient_buffer(&[r, k]);
+                    let u = dropout_linear(&x, &a, mask).unwrap();
+                    let again = dropout_linear_backward(&x, &a, mask, &du, &da).unwrap();
+                    let dx = x.copy().unwrap();
+                    let dx = dropout_linear_backward_input_add(&du, &a, mask, dx).unwrap();
+                    let what = format!("{n} x {k} x {r} {dtype:?} {mask:?}");
+                    assert_close(&what, &u, &want[0], tolerance);
+                    assert_close(&what, &again, &want[0], tolerance);
+                    assert_close(&what, &added(&da), &want[1], tolerance);
+                    assert_close(&what, &dx, &want[2], tolerance);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn errors_name_the_operand_with_the_wrong_shape() {
+        let (x, a) = (random(1, &[5, 12]), random(2, &[2, 11]));
+        let error = message(dropout_linear(&x, &a, Some(mask())));
+        assert!(error.contains("`a` is [2, 11], expected [2, 12]"), "{error}");
+        let du = random(3, &[4, 2]);
+        let error =
+            message(dropout_linear_backward_input_add(&du, &random(2, &[2, 12]), Some(mask()), x));
+        assert!(error.contains("`du` is [4, 2], expected [5, 2]"), "{error}");
+    }
+}

@@ -17,7 +17,7 @@ use std::ops::Range;
 pub(in crate::ops) const LANES: usize = 8;
 /// Numbers of rows and of columns of the wide matrix whose sums are held in registers.
 const ROWS: usize = 12;
-const COLUMNS: usize = 8;
+const COLUMNS: usize = 16;
 /// Numbers of rows and of columns of a tile. It starts with the first element of a random number.
 const TILE_ROWS: usize = 2 * ROWS;
 const TILE: usize = 8 * SHARED;
@@ -46,7 +46,7 @@ impl Narrow {
     }
 
     fn zeros(len: usize, rank: usize) -> Self {
-        Self::new(len, rank, |_, _| 0.0)
+        Self { groups: vec![vec![[0.0; LANES]; len]; rank.div_ceil(LANES)], rank }
     }
 
     /// The matrix `data [_, rank]`.
@@ -54,24 +54,47 @@ impl Narrow {
         Self::new(data.len() / rank, rank, |row, column| data[row * rank + column])
     }
 
+    fn flat(&self) -> Vec<f32> {
+        let mut flat = vec![0.0; self.groups[0].len() * self.rank];
+        for (row, y) in flat.chunks_exact_mut(self.rank).enumerate() {
+            for (group, y) in self.groups.iter().zip(y.chunks_mut(LANES)) {
+                y.copy_from_slice(&group[row][..y.len()]);
+            }
+        }
+        flat
+    }
+
     /// The transposed matrix of `data [rank, _]`.
     pub(in crate::ops) fn columns(data: &[f32], rank: usize) -> Self {
         let len = data.len() / rank;
         Self::new(len, rank, |row, column| data[column * len + row])
     }
+}
 
-    fn at(&self, row: usize, column: usize) -> f32 {
-        self.groups[column / LANES][row][column % LANES]
+/// A narrow matrix `[K, R]` in blocks of [`COLUMNS`] rows of a group, which are transposed.
+pub(in crate::ops) struct Sums {
+    groups: Vec<Vec<[[f32; COLUMNS]; LANES]>>,
+    rank: usize,
+}
+
+impl Sums {
+    fn zeros(len: usize, rank: usize) -> Self {
+        let group = vec![[[0.0; COLUMNS]; LANES]; len.div_ceil(COLUMNS)];
+        Self { groups: vec![group; rank.div_ceil(LANES)], rank }
     }
 
-    /// Adds the matrix, times `factor`, to `dst [_, rank]`.
-    pub(in crate::ops) fn add_rows(&self, factor: f32, dst: &mut [f32]) {
+    fn at(&self, row: usize, column: usize) -> f32 {
+        self.groups[column / LANES][row / COLUMNS][column % LANES][row % COLUMNS]
+    }
+
+    /// Adds the matrix to `dst [K, R]`.
+    pub(in crate::ops) fn add_rows(&self, dst: &mut [f32]) {
         for (row, dst) in dst.chunks_exact_mut(self.rank).enumerate() {
-            dst.iter_mut().enumerate().for_each(|(column, y)| *y += factor * self.at(row, column));
+            dst.iter_mut().enumerate().for_each(|(column, y)| *y += self.at(row, column));
         }
     }
 
-    /// Adds the transposed matrix, times `factor`, to `dst [rank, _]`.
+    /// Adds the transposed matrix, times `factor`, to `dst [R, K]`.
     pub(in crate::ops) fn add_columns(&self, factor: f32, dst: &mut [f32]) {
         let len = dst.len() / self.rank;
         for (column, dst) in dst.chunks_exact_mut(len).enumerate() {
@@ -81,7 +104,8 @@ impl Narrow {
 
     fn add(&mut self, other: &Self) {
         for (group, other) in self.groups.iter_mut().zip(&other.groups) {
-            super::add(other.as_flattened(), group.as_flattened_mut());
+            let other = other.as_flattened().as_flattened();
+            super::add(other, group.as_flattened_mut().as_flattened_mut());
         }
     }
 }
@@ -102,7 +126,7 @@ impl Wide<'_> {
         rank: usize,
         w: Option<&Narrow>,
         d: Option<&Narrow>,
-    ) -> (Vec<f32>, Narrow) {
+    ) -> (Vec<f32>, Sums) {
         let num_rows = self.x.len() / self.width;
         let task = |first: usize| {
             let rows = first..num_rows.min(first + TASK_ROWS);
@@ -110,7 +134,7 @@ impl Wide<'_> {
         };
         let tasks = (0..num_rows).into_par_iter().step_by(TASK_ROWS).map(task);
         let mut u = Vec::with_capacity(num_rows * rank);
-        let mut sum = Narrow::zeros(if d.is_some() { self.width } else { 0 }, rank);
+        let mut sum = Sums::zeros(if d.is_some() { self.width } else { 0 }, rank);
         for (part, partial) in tasks.collect::<Vec<_>>() {
             u.extend(part);
             sum.add(&partial);
@@ -124,9 +148,9 @@ impl Wide<'_> {
         rank: usize,
         w: Option<&Narrow>,
         d: Option<&Narrow>,
-    ) -> (Vec<f32>, Narrow) {
+    ) -> (Vec<f32>, Sums) {
         let mut u = Narrow::zeros(if w.is_some() { rows.len() } else { 0 }, rank);
-        let mut dw = Narrow::zeros(if d.is_some() { self.width } else { 0 }, rank);
+        let mut dw = Sums::zeros(if d.is_some() { self.width } else { 0 }, rank);
         let mut kept = [0f32; TILE_ROWS * TILE];
         for first in rows.clone().step_by(TILE_ROWS) {
             let of_tile = first..rows.end.min(first + TILE_ROWS);
@@ -148,15 +172,14 @@ impl Wide<'_> {
                         times(x, stride, &w.groups[group][columns.clone()], u);
                     }
                     if let Some(d) = d {
-                        let dw = &mut dw.groups[group][columns.clone()];
-                        outer(x, stride, &d.groups[group][of_tile.clone()], dw);
+                        let blocks = column / COLUMNS..columns.end.div_ceil(COLUMNS);
+                        let dw = &mut dw.groups[group][blocks];
+                        outer(x, stride, &d.groups[group][of_tile.clone()], dw, columns.len());
                     }
                 }
             }
         }
-        let mut flat = vec![0.0; if w.is_some() { rows.len() * rank } else { 0 }];
-        u.add_rows(1.0, &mut flat);
-        (flat, dw)
+        (u.flat(), dw)
     }
 }
 
@@ -267,7 +290,10 @@ kernels! {
         let first = blocks.len() * ROWS;
         for (block, u) in blocks.iter_mut().enumerate() {
             let start = block * ROWS * stride;
-            let rows: [&[f32]; ROWS] = from_fn(|i| &x[start + i * stride..start + i * stride + k]);
+            let mut rows = [x; ROWS];
+            for i in 0..ROWS {
+                rows[i] = &x[start + i * stride..start + i * stride + k];
+            }
             let mut sums = *u;
             for (at, w) in w.iter().enumerate() {
                 for i in 0..ROWS {
@@ -289,26 +315,45 @@ kernels! {
     }
 
     /// Adds the sum of the outer products of the rows of `x` and of `d` to `dw`.
-    fn outer(x: &[f32], stride: usize, d: &[Lanes], dw: &mut [Lanes]) {
-        let (blocks, rest) = dw.as_chunks_mut::<COLUMNS>();
-        let first = blocks.len() * COLUMNS;
-        for (block, dw) in blocks.iter_mut().enumerate() {
-            let mut sums = *dw;
+    fn outer(
+        x: &[f32],
+        stride: usize,
+        d: &[Lanes],
+        dw: &mut [[[f32; COLUMNS]; LANES]],
+        columns: usize,
+    ) {
+        for (block, dw) in dw.iter_mut().enumerate() {
+            let first = block * COLUMNS;
+            if first + COLUMNS > columns {
+                for (i, d) in d.iter().enumerate() {
+                    for c in first..columns {
+                        for j in 0..LANES {
+                            dw[j][c - first] = x[i * stride + c].mul_add(d[j], dw[j][c - first]);
+                        }
+                    }
+                }
+                return;
+            }
+            // Two halves of the sums, because the compiler keeps larger arrays in memory.
+            let mut low = [[0f32; COLUMNS]; LANES / 2];
+            let mut high = [[0f32; COLUMNS]; LANES / 2];
             for (i, d) in d.iter().enumerate() {
-                let start = i * stride + block * COLUMNS;
-                let x = &x[start..start + COLUMNS];
-                for c in 0..COLUMNS {
-                    for j in 0..LANES {
-                        sums[c][j] = x[c].mul_add(d[j], sums[c][j]);
+                let x = &x[i * stride + first..i * stride + first + COLUMNS];
+                for j in 0..LANES / 2 {
+                    for c in 0..COLUMNS {
+                        low[j][c] = x[c].mul_add(d[j], low[j][c]);
+                    }
+                }
+                for j in 0..LANES / 2 {
+                    for c in 0..COLUMNS {
+                        high[j][c] = x[c].mul_add(d[j + LANES / 2], high[j][c]);
                     }
                 }
             }
-            *dw = sums;
-        }
-        for (c, dw) in rest.iter_mut().enumerate() {
-            for (i, d) in d.iter().enumerate() {
-                for j in 0..LANES {
-                    dw[j] = x[i * stride + first + c].mul_add(d[j], dw[j]);
+            for j in 0..LANES / 2 {
+                for c in 0..COLUMNS {
+                    dw[j][c] += low[j][c];
+                    dw[j + LANES / 2][c] += high[j][c];
                 }
             }
         }
@@ -335,6 +380,112 @@ kernels! {
             let (left, right) = y[column..column + SHARED].split_at_mut(HALF);
             left.copy_from_slice(&low[i]);
             right.copy_from_slice(&high[i]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::DropoutMask;
+    use crate::ops::cpu::simd_level::at_each_level;
+
+    fn wave(len: usize, step: f32) -> Vec<f32> {
+        (0..len).map(|i| (i as f32 * step).sin()).collect()
+    }
+
+    /// Sizes around those of tiles, tasks and registers.
+    const SIZES: [(usize, usize, usize); 6] = [
+        (1, 1, 1),
+        (11, 31, 3),
+        (TILE_ROWS + 1, 33, LANES),
+        (TASK_ROWS + 13, TILE + 47, LANES + 1),
+        (2 * TASK_ROWS, 2 * TILE, 2 * LANES),
+        (7, TILE - 5, 4 * LANES),
+    ];
+
+    fn drops() -> Drops {
+        DropoutMask { seed: 7, first_row: 3, probability: 0.3 }.drops()
+    }
+
+    /// The sums over `len` of products, in `f64`.
+    #[track_caller]
+    fn assert_sums(what: &str, found: &[f32], len: usize, product: impl Fn(usize, usize) -> f32) {
+        for (at, found) in found.iter().enumerate() {
+            let expected: f64 = (0..len).map(|i| f64::from(product(at, i))).sum();
+            assert!(
+                (f64::from(*found) - expected).abs() < 3e-4,
+                "{what} {at}: {found}, {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn products_of_any_size_are_sums_over_the_elements_that_are_not_dropped() {
+        for (n, k, r) in SIZES {
+            let (x, w, d) = (wave(n * k, 0.37), wave(k * r, 0.73), wave(n * r, 0.91));
+            for drops in [None, Some(drops())] {
+                let kept = |row: usize, column: usize| {
+                    let drops = drops.is_some_and(|drops| drops.drops(drops.row_seed(row), column));
+                    if drops { 0.0 } else { x[row * k + column] }
+                };
+                let wide = Wide { x: &x, width: k, drops };
+                let (w_rows, d_rows) = (Narrow::rows(&w, r), Narrow::rows(&d, r));
+                let (u, dw) = wide.products(r, Some(&w_rows), Some(&d_rows));
+                let what = format!("{n} x {k} x {r}, {drops:?}:");
+                assert_sums(&what, &u, k, |at, i| kept(at / r, i) * w[i * r + at % r]);
+                let (mut rows, mut columns) = (vec![0.0; k * r], vec![0.0; k * r]);
+                dw.add_rows(&mut rows);
+                assert_sums(&what, &rows, n, |at, i| kept(i, at / r) * d[i * r + at % r]);
+                dw.add_columns(2.0, &mut columns);
+                for (at, y) in rows.iter().enumerate() {
+                    assert_eq!(columns[at % r * k + at / r], 2.0 * y);
+                }
+                assert_eq!(wide.products(r, Some(&w_rows), None).0, u, "{what}");
+                let mut alone = vec![0.0; k * r];
+                wide.products(r, None, Some(&d_rows)).1.add_rows(&mut alone);
+                assert_eq!(alone, rows, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_kept_elements_of_a_product_are_added() {
+        for (n, k, r) in SIZES {
+            let (u, a) = (wave(n * r, 0.37), wave(r * k, 0.73));
+            let mut y = vec![0.5; n * k];
+            add_kept_product(&u, &a, drops(), &mut y, r);
+            for (at, y) in y.iter().enumerate() {
+                let (row, column) = (at / k, at % k);
+                let sum: f32 = (0..r).map(|j| u[row * r + j] * a[j * k + column]).sum();
+                let drops = drops().drops(drops().row_seed(row), column);
+                let expected = if drops { 0.5 } else { 0.5 + sum };
+                assert!((y - expected).abs() < 1e-4, "{n} x {k} x {r}, {at}: {y}, {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_simd_level_computes_the_same_bits() {
+        let (n, k, r) = (29, TILE + 47, LANES + 1);
+        let (x, w, d) = (wave(n * k, 0.37), wave(k * r, 0.73), wave(n * r, 0.91));
+        let (w, d) = (Narrow::rows(&w, r), Narrow::rows(&d, r));
+        let wide = Wide { x: &x, width: k, drops: Some(drops()) };
+        let results = at_each_level(|| {
+            let (u, dw) = wide.products_of(0..n, r, Some(&w), Some(&d));
+            let mut y = [[0f32; TILE]; EXPANDED];
+            expand(
+                &[[0.3; EXPANDED], [0.7; EXPANDED]],
+                &[[0.1; SHARED]; 2],
+                32,
+                y.as_flattened_mut(),
+            );
+            let mut sum = vec![0.1; n * k];
+            keep_add(drops(), (2, 0), y.as_flattened(), &mut sum, k, TILE);
+            (u, dw.groups, y, sum)
+        });
+        for (level, result) in &results {
+            assert!(result == &results[0].1, "{level}");
         }
     }
 }

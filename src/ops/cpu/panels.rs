@@ -148,7 +148,7 @@ pub(in crate::ops) fn add_tn(
     let mut add = |a: &[f32], b: &[f32]| {
         if (1..=LANES).contains(&n) && m > 0 {
             let wide = Wide { x: a, width: m, drops: None };
-            wide.products(n, None, Some(&Narrow::rows(b, n))).1.add_rows(1.0, dst);
+            wide.products(n, None, Some(&Narrow::rows(b, n))).1.add_rows(dst);
         } else {
             super::gemm::tn((m, n, a.len() / m.max(1)), dst, Into::Add, a, b);
         }
