@@ -85,7 +85,9 @@ fn fused(
     };
     let (mut u, dw) = x_wide.products(rank, Some(&w), d.as_ref());
     let factor = scale(mask);
-    u.iter_mut().for_each(|u| *u *= factor);
+    for u in &mut u {
+        *u *= factor;
+    }
     if let Some((_, da)) = grads {
         cpu::write(op, "da", da, |da| dw.add_columns(factor, da))?;
     }
