@@ -23,7 +23,9 @@ fn is_fused(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> bool {
     let max = if mask.is_some() { MAX_RANK } else { LANES };
     let is_narrow = a.elem_count() > 0 && a.dims()[0] <= max && x.elem_count() > 0;
     let is_f32 = [x, a].iter().all(|t| t.dtype() == DType::F32);
-    is_narrow && is_f32 && matches!(x.device(), Device::Cpu)
+    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+    let is_f32 = is_f32 && !super::cuda::on_gpu(x);
+    is_narrow && is_f32
 }
 
 fn dropped(x: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
