@@ -1,7 +1,7 @@
 //! Linear layer of few outputs whose input has dropout, `u = drop(x) A^T`, and its gradients: the
 //! first half of an adapter.
 //!
-//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU the kernels of [`narrow`] drop
+//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU the kernels of `cpu::narrow` drop
 //! elements while they compute, so no dropped copy of `x` exists. Otherwise an op for dropout and one
 //! for the product compute the same.
 
@@ -13,8 +13,8 @@ use super::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Maximum rank of products that drop elements while they compute. A higher one costs more than the
-/// dropped copy.
+/// Maximum rank of products that drop elements while they compute. For higher ranks the dropped copy
+/// is a small part of the work.
 const MAX_RANK: usize = 4 * LANES;
 
 /// Whether the kernels of this module compute products of `x` and `a [r, K]`. Without dropout, the
